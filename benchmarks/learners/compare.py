@@ -32,6 +32,7 @@ def options(description: str | None, sizes: dict[str, Size], group: int = 1) -> 
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3", help="SmolLM2-135M or a small random Qwen3")
     parser.add_argument("--steps", type=int, help="optimizer steps that are measured in a round")
+    parser.add_argument("--warmup", type=int, help="optimizer steps before those, on every side")
     parser.add_argument("--rounds", type=int, help="times that every side runs")
     parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads of a side")
     parser.add_argument("--rows", type=int, help="rows, pairs or answers of an optimizer step")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from posttrain.training.learner import Learner as Learner
     from posttrain.training.learner import advantages as advantages
     from posttrain.training.trainer import Callback as Callback
+    from posttrain.verbs import distill as distill
     from posttrain.verbs import dpo as dpo
     from posttrain.verbs import evaluate as evaluate
     from posttrain.verbs import generate as generate
@@ -70,6 +71,7 @@ _PUBLIC = {
     "TokenBatch": "posttrain.losses.policy",
     "VllmEngine": "posttrain.engines.vllm.engine",
     "advantages": "posttrain.training.learner",
+    "distill": "posttrain.verbs",
     "dpo": "posttrain.verbs",
     "evaluate": "posttrain.verbs",
     "generate": "posttrain.verbs",

@@ -109,6 +109,26 @@ def rl(
     return _run("rl", recipe, overrides, callbacks, resume, overwrite, console, reward)
 
 
+def distill(
+    *recipe: RecipeLike,
+    reward: Reward | Mapping[str, Any] | None = None,
+    callbacks: Sequence["Callback"] = (),
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    console: "Console | None" = None,
+    **overrides: Any,
+) -> Result:
+    """Train a policy towards a teacher on the policy's own episodes. Other arguments and errors as for `sft`.
+
+        posttrain.distill(environment={"prompts": "prompts.jsonl"}, teacher={"path": teacher.model})
+
+    Args:
+        reward: a function that scores the answers of the environment `text_task`, as for `rl`; it measures success, and
+            nothing learns from it.
+    """
+    return _run("distill", recipe, overrides, callbacks, resume, overwrite, console, reward)
+
+
 def evaluate(
     *recipe: RecipeLike,
     reward: Reward | Mapping[str, Any] | None = None,
@@ -177,6 +197,7 @@ VERBS: dict[str, Callable[..., Result]] = {
     "reward": reward,
     "dpo": dpo,
     "rl": rl,
+    "distill": distill,
     "evaluate": evaluate,
     "generate": generate,
 }

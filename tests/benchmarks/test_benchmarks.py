@@ -33,6 +33,7 @@ def run(script: str, tmp_path: Path, *options: str) -> dict:
     pytest.importorskip("trl")
     file = tmp_path / "table.json"
     command = [sys.executable, str(FOLDER / f"{script}.py"), "--steps", "2", "--rounds", "1", "--threads", "1"]
+    command += ["--warmup", "1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [*command, "--json", str(file), *options], capture_output=True, text=True, env=environment, check=False

@@ -10,6 +10,7 @@ from tests.training import preferences, small
 from . import together
 from .test_parity import WEIGHTS, models  # noqa: F401
 
+pytestmark = pytest.mark.slow
 OPTIMIZER = {"learning_rate": 3e-3, "warmup_updates": 2}
 
 
@@ -70,7 +71,6 @@ def test_as_many_processes_go_on_to_the_same_bits(runs):
     assert small.weights(folder / "2_2" / "small") == small.weights(folder / "2" / "small")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["2_1", "2_4", "1_2"])
 def test_other_numbers_of_processes_go_on_to_the_same_numbers(regrouped, name):
     assert 0 <= difference(regrouped / name, regrouped / "1") < WEIGHTS

@@ -93,12 +93,12 @@ def test_stages_inherit_chain_and_override(pipeline):
         (
             "  stage: sft\n",
             "",
-            "stage warm: parts/p.yaml line 9: stage is missing; say rl, sft, reward, dpo, evaluate, generate",
+            "stage warm: parts/p.yaml line 9: stage is missing; say rl, distill, sft, reward, dpo, evaluate, generate",
         ),
         (
             "stage: sft",
             "stage: sftt",
-            'stage warm: parts/p.yaml line 10: stage is "sftt" (did you mean sft?); it must be rl, sft, reward, dpo, evaluate, generate',
+            'stage warm: parts/p.yaml line 10: stage is "sftt" (did you mean sft?); it must be rl, distill, sft, reward, dpo, evaluate, generate',
         ),
         ("name: learn", "name: warm", "parts/p.yaml: two stages are called warm; rename one"),
         (

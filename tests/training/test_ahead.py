@@ -3,6 +3,8 @@
 import json
 import random
 import time
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 
@@ -20,20 +22,24 @@ def train_lines(run):
     return [line for line in read_metrics(run.metrics) if line["kind"] == "train"]
 
 
-@pytest.fixture
-def module(tiny_model, tmp_path):
+CONTINUE = {"async_rollouts": 2, "on_new_weights": "continue", "environment_timeout": 30.0}
+
+
+@pytest.fixture(scope="module")
+def module(tiny_model, tmp_path_factory):
     """The module in which recipes find the toy task."""
     import sys
 
     from posttrain.recipe.components import environment_class
 
-    environment_class(small.recipe_values(tiny_model, tmp_path)["environment"]["type"])
+    runs = tmp_path_factory.mktemp("module")
+    environment_class(small.recipe_values(tiny_model, runs)["environment"]["type"])
     return sys.modules["posttrain_user_letters"]
 
 
-@pytest.fixture
-def noisy(module, monkeypatch):
-    """The toy task takes a while that nobody can foretell."""
+@contextmanager
+def unsteady(module):
+    """The toy task takes a random time."""
     original, waits = module.Letters.step, random.SystemRandom()
 
     def step(self, action):
@@ -41,7 +47,22 @@ def noisy(module, monkeypatch):
             time.sleep(waits.uniform(0, 0.15))
         return original(self, action)
 
-    monkeypatch.setattr(module.Letters, "step", step)
+    with patch.object(module.Letters, "step", step):
+        yield
+
+
+@pytest.fixture
+def noisy(module):
+    with unsteady(module):
+        yield
+
+
+@pytest.fixture(scope="module")
+def continued(module, tiny_model, tmp_path_factory):
+    """A run whose episodes go on with new weights."""
+    runs = tmp_path_factory.mktemp("continued")
+    with unsteady(module), patch("posttrain.training.results.draw_plots"):
+        return ahead.train(ahead.values(tiny_model, runs, "live", CONTINUE))
 
 
 @pytest.mark.parametrize("n", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
@@ -70,10 +91,11 @@ def test_ahead_0_is_the_plain_loop(tiny_model, tmp_path):
         assert {v for e in stored.episodes for v in e.versions.tolist()} == {2 * (step - 1)}
 
 
-@pytest.mark.parametrize("rule", ["continue", "restart"])
-def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy):
-    rollout = {"async_rollouts": 2, "on_new_weights": rule, "environment_timeout": 30.0}
-    run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
+@pytest.mark.parametrize("rule", ["continue", pytest.param("restart", marks=pytest.mark.slow)])
+def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy, continued):
+    rollout, run = CONTINUE | {"on_new_weights": rule}, continued
+    if rule == "restart":
+        run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
     events = EventLog(run.path).read()
     taken = [(b, w.before_forward) for b, recorded in events.items() for w in recorded.weights]
     assert any(before > 0 for _, before in taken), f"no weights came while episodes were in flight: {taken}"
@@ -85,12 +107,10 @@ def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy):
     assert EventLog(again.path).read() == events
 
 
-def test_a_token_tells_the_version_that_sampled_it_where_episodes_go_on(tiny_model, tmp_path, noisy):
-    rollout = {"async_rollouts": 2, "on_new_weights": "continue", "environment_timeout": 30.0}
-    run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
+def test_a_token_tells_the_version_that_sampled_it_where_episodes_go_on(continued):
     mixed = 0
     for step in range(1, 6):
-        for episode in read_episodes(run.episodes / f"step_{step:06d}.train.jsonl.zst").episodes:
+        for episode in read_episodes(continued.episodes / f"step_{step:06d}.train.jsonl.zst").episodes:
             own = episode.versions
             assert (own[1:] >= own[:-1]).all()
             assert episode.version == own[0] >= 2 * max(0, step - 3)

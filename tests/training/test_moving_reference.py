@@ -191,6 +191,14 @@ def test_a_sharded_policy_is_refused(tiny_model):
             },
             "stays the initial model",
         ),
+        (
+            "rl",
+            {
+                "kl": {"coefficient": 1, "reference": {"update_every": 4}},
+                "teacher": {"policy": "initial", "context": "hint", "tokens_per_batch": 1000},
+            },
+            "`teacher.policy: initial` needs a reference model",
+        ),
     ],
 )
 def test_combinations_without_meaning_are_refused(stage, changes, message, tmp_path):

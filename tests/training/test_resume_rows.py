@@ -125,6 +125,6 @@ def test_killed_anywhere(part, variant, tiny_model, tmp_path, whole_runs):
     draw.shuffle(names)
     # Early, for each life after a death is a part of the run and passes these places less often.
     deaths = [(what, draw.randint(1, max(most // 3, 1))) for what, most in map(PLACES.get, names)]
-    run, ends = killed_and_finished(variant, tiny_model, tmp_path / "runs", deaths, figures=True)
+    run, ends = killed_and_finished(variant, tiny_model, tmp_path / "runs", deaths, figures="report" in names)
     assert -signal.SIGKILL in ends
     same(run, whole_runs(variant))

@@ -27,6 +27,13 @@ ATTACK = (
 SHOWN = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
+@pytest.fixture(autouse=True)
+def with_empty_images(request, monkeypatch):
+    """Images have no content, unless the test is marked `figures`: drawing them takes most of the time."""
+    if not request.node.get_closest_marker("figures"):
+        monkeypatch.setattr("posttrain.view.report.encode", lambda figure, form: b"<svg/>")
+
+
 def page_of(file):
     page = Page(file.read_text(encoding="utf-8"))
     page.check_self_contained()
@@ -54,6 +61,7 @@ def with_credit(run: RunDirectory, ids: list[int], units: bool = False) -> None:
     write_episodes(run.episodes, 4, "train", episodes, Advantages(values), found or ())
 
 
+@pytest.mark.figures
 def test_the_page_has_all_that_is_known_of_a_run(tmp_path):
     path = make_run(tmp_path, "lone", optimizer={"learning_rate": 0.125})
     run = RunDirectory(path)
@@ -90,6 +98,7 @@ def test_the_page_has_all_that_is_known_of_a_run(tmp_path):
         assert image["alt"]
 
 
+@pytest.mark.figures
 def test_what_models_and_people_write_is_text(tmp_path, tiny_model):
     from posttrain.models.load import load_tokenizer
     from posttrain.recipe.model import ModelRecipe

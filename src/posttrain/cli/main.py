@@ -17,7 +17,7 @@ from posttrain.cli.evaluate import app as evaluate
 from posttrain.cli.plugins import PluginGroup
 from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report
-from posttrain.cli.stages import OPEN, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
+from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.tune import tune
 from posttrain.errors import PosttrainError
 from posttrain.runs.directory import storage_error
@@ -32,7 +32,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
-_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, generate, pipeline, tune)
+_TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, distill, generate, pipeline, tune)
 _PLAIN: tuple[Callable[..., None], ...] = (compare, plot, report, episodes, recipe)
 for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)

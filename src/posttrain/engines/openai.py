@@ -3,7 +3,8 @@
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -64,7 +65,7 @@ def chat_client(
 
 
 class ChatRequestError(Exception):
-    """A server did not return a chat completion. The message names the model, the server and the cause."""
+    """A server did not return a completion. The message names the model, the server and the cause."""
 
 
 @dataclass(frozen=True)
@@ -114,18 +115,29 @@ def complete(
     unreachable server, or a response that is not a chat completion. A rejected field is not dropped and retried; the
     message names the fields that were sent.
     """
-    import openai
-
     limits = {"temperature": temperature, "max_tokens": max_tokens, "stop": list(stop) or None, "seed": seed}
     sent = {name: value for name, value in limits.items() if value is not None}
     where = f"{what} {model} at {str(client.base_url).rstrip('/')}"
-    try:
+    with request_errors(where, client, "the messages", [*sent, *(extra or {})]):
         response = client.chat.completions.create(
             model=model, messages=list(messages), **sent, extra_body=dict(extra) if extra else None
         )
+    return _completion(response, where)
+
+
+@contextmanager
+def request_errors(where: str, client: Any, content: str, fields: Sequence[str]) -> Iterator[None]:
+    """Raise ChatRequestError for every failure of a request inside the block.
+
+    `where`: the model and its server. `content`, `fields`: what was sent, which is named where the server rejects it.
+    """
+    import openai
+
+    try:
+        yield
     except openai.APIStatusError as error:
-        fields = ", ".join([*sent, *(extra or {})])
-        hint = f"; besides the messages it was sent {fields}" if error.status_code in _REJECTS_FIELDS and fields else ""
+        rejected = error.status_code in _REJECTS_FIELDS and fields
+        hint = f"; besides {content} it was sent {', '.join(fields)}" if rejected else ""
         raise ChatRequestError(
             f"{where} responded with status {error.status_code}: {shortened(str(error))}{hint}"
         ) from error
@@ -133,7 +145,6 @@ def complete(
         raise ChatRequestError(f"{where} did not respond within {client.timeout:g} s") from error
     except (openai.OpenAIError, ValueError) as error:
         raise ChatRequestError(f"{where} cannot be reached or understood: {shortened(_cause(error))}") from error
-    return _completion(response, where)
 
 
 def shortened(text: str) -> str:

@@ -105,6 +105,10 @@ class Environment(ABC):
         """Return an optimal action in the current state; NotImplementedError where none is known."""
         raise NotImplementedError(f"{type(self).__name__} has no expert")
 
+    def row(self) -> Mapping[str, Any]:
+        """Return the data row of the current task, by column; empty for tasks that are not rows."""
+        return {}
+
     def random_answer(self, draw: float) -> str:
         """Return a valid action, uniformly random, selected by `draw` in [0, 1)."""
         raise NotImplementedError(f"{type(self).__name__} has no random policy")

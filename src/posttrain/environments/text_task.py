@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -174,6 +174,10 @@ class TextTask(Environment):
         if task.reference is None:
             raise NotImplementedError(f"{task.origin} has no reference answer in `completion` or `label`")
         return task.reference
+
+    def row(self) -> Mapping[str, Any]:
+        """Return the row of the prompt, or the item of reasoning-gym."""
+        return self._current().row
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:

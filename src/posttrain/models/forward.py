@@ -6,7 +6,7 @@ log-probabilities without full logits.
 - `LastTokenLayout`: streams of which one layer's attention of the last token is recorded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,45 +254,59 @@ class TokenScores:
     entropies: torch.Tensor
     values: torch.Tensor | None = None
     """[N] float32: value of the state before each token is sampled; None without a value head."""
+    measured: torch.Tensor | None = None
+    """[N] float32: what a `Measure` gives for the distribution of each token; None without one."""
 
     def at(self, indices: torch.Tensor) -> "TokenScores":
         """The scores of the tokens at `indices` [n] int64."""
         values = None if self.values is None else self.values[indices]
-        return TokenScores(self.logprobs[indices], self.entropies[indices], values)
+        measured = None if self.measured is None else self.measured[indices]
+        return TokenScores(self.logprobs[indices], self.entropies[indices], values, measured)
+
+
+Measure = Callable[[torch.Tensor, slice], torch.Tensor]
+"""Gets log-probabilities [n, vocabulary] float32 of some of the N tokens, and which of them as a slice; returns [n]."""
 
 
 def token_scores(
-    model: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, positions_per_chunk: int
+    model: torch.nn.Module,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    positions_per_chunk: int,
+    measure: Measure | None = None,
 ) -> TokenScores:
     """Log-probability of each target and entropy of its distribution, softmax(logits / temperature).
 
     `hidden` [N, hidden] are the states that predict `targets` [N] int64. Temperature 0 (greedy sampling) scores at 1, as
     engines do. Logits exist for `positions_per_chunk` positions at a time; they are not kept but recomputed in the
-    backward pass.
+    backward pass. `measure` computes one more number from each distribution, differentiable.
     """
     divisor = temperature if temperature > 0 else 1.0
     if not len(targets):
-        return TokenScores(hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32))
+        nothing = hidden.new_zeros(0, dtype=torch.float32)
+        return TokenScores(nothing, nothing, measured=None if measure is None else nothing)
     plain = _plain_projection(model)
-    if plain is not None:
+    if plain is not None and measure is None:
         head, scale = plain
         elements, wide = positions_per_chunk * len(head.weight), isinstance(head, Float32Head)
         return TokenScores(*projected_scores(hidden, head.weight, targets, divisor / scale, elements, wide))
 
-    def score(chunk: torch.Tensor, chunk_targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def score(chunk: torch.Tensor, places: slice) -> tuple[torch.Tensor, ...]:
         logprobs = torch.log_softmax(logits_of(model, chunk) / divisor, dim=-1)
-        chosen = logprobs.gather(1, chunk_targets[:, None])[:, 0]
-        return chosen, -(logprobs.exp() * logprobs).sum(-1)
+        chosen = logprobs.gather(1, targets[places, None])[:, 0]
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return (chosen, entropies) if measure is None else (chosen, entropies, measure(logprobs, places))
 
     parts = []
     for start in range(0, len(targets), positions_per_chunk):
-        chunk = hidden[start : start + positions_per_chunk]
-        chunk_targets = targets[start : start + positions_per_chunk]
+        places = slice(start, min(start + positions_per_chunk, len(targets)))
         if torch.is_grad_enabled():
-            parts.append(checkpoint(score, chunk, chunk_targets, use_reentrant=False))
+            parts.append(checkpoint(score, hidden[places], places, use_reentrant=False))
         else:
-            parts.append(score(chunk, chunk_targets))
-    return TokenScores(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+            parts.append(score(hidden[places], places))
+    logprobs, entropies, *measured = (torch.cat(part) for part in zip(*parts, strict=True))
+    return TokenScores(logprobs, entropies, measured=measured[0] if measured else None)
 
 
 def _plain_projection(model: torch.nn.Module) -> tuple[torch.nn.Linear, float] | None:

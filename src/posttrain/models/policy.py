@@ -20,7 +20,16 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, is_sharded, set_shard
 from posttrain.distributed.world import current_world, threads_per_process
 from posttrain.errors import InputError
-from posttrain.models.forward import PackedRow, TokenScores, hidden_states, pack_row, token_scores, transformer
+from posttrain.models.forward import (
+    Measure,
+    PackedRow,
+    TokenScores,
+    hidden_states,
+    logits_of,
+    pack_row,
+    token_scores,
+    transformer,
+)
 from posttrain.models.load import add_adapters, load_end_tokens, load_model, load_tokenizer, resolve_device
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
@@ -282,24 +291,61 @@ class Policy(TrainedModel):
         temperature: float,
         positions_per_chunk: int,
         head: torch.nn.Module | None = None,
+        measure: Measure | None = None,
     ) -> TokenScores:
         """Log-probability and entropy of every sampled token of several streams, in one packed forward pass.
 
         `streams`: token ids [T_i] int64. `sampled`: [T_i] bool; the first token of a stream cannot be sampled, because
         each sampled token is predicted from the position before it. A prompt that streams share is computed once.
-        Returns float32 [N] over all sampled tokens, stream by stream. `head` adds values from the same hidden states.
+        Returns float32 [N] over all sampled tokens, stream by stream. `head` adds values from the same hidden states,
+        `measure` a number from each distribution.
         """
         row = pack_row(streams, sampled)
         targets = torch.from_numpy(row.targets).to(self.device)
 
         def score() -> tuple[torch.Tensor, ...]:
             states = self._states(row)
-            scores = token_scores(self.model, states, targets, temperature, positions_per_chunk)
-            return scores.logprobs, scores.entropies, states
+            scores = token_scores(self.model, states, targets, temperature, positions_per_chunk, measure)
+            measured = () if scores.measured is None else (scores.measured,)
+            return scores.logprobs, scores.entropies, states, *measured
 
-        logprobs, entropies, states = self.compute(score)
-        scores = TokenScores(logprobs, entropies)
+        logprobs, entropies, states, *measured = self.compute(score)
+        scores = TokenScores(logprobs, entropies, measured=measured[0] if measured else None)
         return scores if head is None else replace(scores, values=head(states))
+
+    def distributions(
+        self,
+        streams: Sequence[np.ndarray],
+        sampled: Sequence[np.ndarray],
+        temperature: float,
+        positions_per_chunk: int,
+        vocabulary: int,
+        top_k: int | None,
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """The next-token distribution at every sampled token of several streams, without gradient.
+
+        Token ids from `vocabulary` on, which are padding of the output layer, have no share in it. Returns log-probabilities
+        [N, vocabulary] float32 and None; or, with `top_k` below `vocabulary`, those of the most probable tokens and last that
+        of all others together, [N, top_k + 1], and the ids [N, top_k] int32 of the former.
+        """
+        row = pack_row(streams, sampled)
+        divisor = temperature if temperature > 0 else 1.0
+
+        def computed() -> tuple[np.ndarray, np.ndarray | None]:
+            states, logprobs, ids = self._states(row), [], []
+            for chunk in states.split(positions_per_chunk):
+                whole = torch.log_softmax(logits_of(self.model, chunk)[:, :vocabulary] / divisor, dim=-1)
+                if top_k is None or top_k >= vocabulary:
+                    logprobs.append(whole.cpu().numpy())
+                    continue
+                best, chosen = whole.topk(top_k, dim=1)
+                others = whole.scatter(1, chosen, -torch.inf).logsumexp(1, keepdim=True)
+                logprobs.append(torch.cat([best, others], 1).cpu().numpy())
+                ids.append(chosen.int().cpu().numpy())
+            return np.concatenate(logprobs), np.concatenate(ids) if ids else None
+
+        with torch.no_grad():
+            return self.compute(computed)
 
     def states(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         """The last hidden states [N, hidden] from which `score` predicts the sampled tokens."""

@@ -12,6 +12,7 @@ from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.rollout import updates_behind
 from posttrain.recipe.stages import (
+    DistillRecipe,
     DpoRecipe,
     EvaluateRecipe,
     GenerateRecipe,
@@ -60,7 +61,7 @@ def _table(recipe: Recipe, sizes: ModelSizes, device: Device, phases: list[Phase
     if isinstance(recipe, EvaluateRecipe | GenerateRecipe):
         table.add_row("  [bold]total[/bold]", duration(step), said)
     else:
-        unit = "a step" if isinstance(recipe, RlRecipe) else "an update"
+        unit = "a step" if isinstance(recipe, RlRecipe | DistillRecipe) else "an update"
         steps = f", {recipe.steps:,} of them {duration(recipe.steps * step)}" if recipe.steps else ""
         table.add_row(f"  [bold]{unit}[/bold]", duration(step), said + steps)
         if not isinstance(recipe, DpoRecipe | RewardRecipe) and (played := evaluation_phases(recipe, sizes, device)):
@@ -77,7 +78,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h"
 
 
-Learned = RlRecipe | SftRecipe | DpoRecipe | RewardRecipe
+Learned = RlRecipe | DistillRecipe | SftRecipe | DpoRecipe | RewardRecipe
 
 
 def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device: Device | None = None) -> None:
@@ -110,7 +111,7 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
 def _processes(recipe: Learned) -> str:
     """How several processes divide the work."""
     count = recipe.hardware.processes
-    play = f" and the {recipe.rollout.groups_per_step} groups" if isinstance(recipe, RlRecipe) else ""
+    play = f" and the {recipe.rollout.groups_per_step} groups" if isinstance(recipe, RlRecipe | DistillRecipe) else ""
     return (
         f"{count} processes divide the forward passes of each update{play}; each holds 1/{count} of the model's state"
     )
@@ -120,6 +121,8 @@ def batch_arithmetic(recipe: Recipe) -> list[str]:
     """Batch arithmetic of the recipe, one line per part."""
     if isinstance(recipe, RlRecipe):
         return [*_rl(recipe), *_evaluation(recipe, recipe.steps)]
+    if isinstance(recipe, DistillRecipe):
+        return [*_distill(recipe), *_evaluation(recipe, recipe.steps)]
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
         return _rows(recipe)
     return _generation(recipe) if isinstance(recipe, GenerateRecipe) else _evaluation(recipe, 0)
@@ -174,17 +177,39 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
 
 
 def _rl(recipe: RlRecipe) -> list[str]:
+    updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
+    return [
+        *_episodes(recipe),
+        *_ahead(recipe),
+        *_additional(recipe, updates),
+        *([] if recipe.unit_credit is None else [_units(recipe.unit_credit)]),
+        _tasks(recipe),
+    ]
+
+
+def _distill(recipe: DistillRecipe) -> list[str]:
+    """Episodes and updates, the teacher, and steps on fixed rows."""
+    teacher, off = recipe.teacher, recipe.off_policy
+    who = teacher.path or f"the policy with its {teacher.policy} weights and the text of teacher.context"
+    if teacher.urls:
+        who = f"{teacher.model or 'the first model'} at {', '.join(teacher.urls)}, {teacher.max_concurrent} requests in flight"
+    lines = [*_episodes(recipe), f"teacher: {who}"]
+    if off is not None:
+        paths = ", ".join(source.path for source in off.data.train)
+        lines.append(
+            f"each step trains on {off.rows_per_step} rows from {paths} with probability {off.share:g} in place of episodes: "
+            f"about {recipe.steps * off.share:,.0f} of {recipe.steps:,} steps"
+        )
+    return [*lines, _tasks(recipe)]
+
+
+def _episodes(recipe: RlRecipe | DistillRecipe) -> list[str]:
+    """Episodes, updates and forward passes of a step and of the run."""
     rollout, learner = recipe.rollout, recipe.learner
     groups, size = rollout.groups_per_step, rollout.episodes_per_group
     episodes, updates = groups * size, learner.updates_per_step * learner.epochs_per_step
     per_update = math.ceil(groups / learner.updates_per_step) * size
     passes = math.ceil(per_update / (learner.tokens_per_batch // rollout.tokens_per_episode))
-    tasks = recipe.steps * groups
-    used = (
-        f"{tasks:,} of them used"
-        if tasks <= recipe.seeds.count
-        else f"each used about {tasks / recipe.seeds.count:.1f} times"
-    )
     return [
         f"{groups} {_plural('group', groups)} x {size} {_plural('episode', size)} = {episodes} episodes per step",
         f"{learner.updates_per_step} {_plural('update', learner.updates_per_step)} per step x {learner.epochs_per_step} "
@@ -193,11 +218,17 @@ def _rl(recipe: RlRecipe) -> list[str]:
         f"forward passes of at most {learner.tokens_per_batch} tokens; at most {passes} per optimizer step, with "
         f"episodes of {rollout.tokens_per_episode} tokens",
         f"{recipe.steps} steps: {recipe.steps * episodes:,} episodes and {recipe.steps * updates:,} optimizer steps",
-        *_ahead(recipe),
-        *_additional(recipe, recipe.steps * updates),
-        *([] if recipe.unit_credit is None else [_units(recipe.unit_credit)]),
-        f"training on seeds {recipe.seeds}, {used}",
     ]
+
+
+def _tasks(recipe: RlRecipe | DistillRecipe) -> str:
+    tasks = recipe.steps * recipe.rollout.groups_per_step
+    used = (
+        f"{tasks:,} of them used"
+        if tasks <= recipe.seeds.count
+        else f"each used about {tasks / recipe.seeds.count:.1f} times"
+    )
+    return f"training on seeds {recipe.seeds}, {used}"
 
 
 def _ahead(recipe: RlRecipe) -> list[str]:
@@ -260,7 +291,7 @@ def _additional(recipe: RlRecipe, updates: int) -> list[str]:
     return lines
 
 
-def _evaluation(recipe: RlRecipe | SftRecipe | EvaluateRecipe, steps: int) -> list[str]:
+def _evaluation(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe, steps: int) -> list[str]:
     evaluation = recipe.evaluation
     each = evaluation.seeds.count * evaluation.episodes_per_seed
     final = evaluation.final_seeds.count * evaluation.episodes_per_seed

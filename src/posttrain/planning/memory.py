@@ -3,11 +3,21 @@
 Not covered: the overhead of torch and the operating system (about 0.5 GiB), and fragmentation.
 """
 
-from posttrain.planning.model_sizes import ModelSizes
+from posttrain.errors import InputError
+from posttrain.planning.model_sizes import ModelSizes, model_sizes
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import (
+    DistillRecipe,
+    DpoRecipe,
+    EvaluateRecipe,
+    GenerateRecipe,
+    Recipe,
+    RewardRecipe,
+    RlRecipe,
+    SftRecipe,
+)
 from posttrain.recipe.units import EntropyUnits
 
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -90,6 +100,7 @@ _DIVIDED = (
     "reference model",
     "reward model",
     "critic",
+    "teacher",
     "language model for entropies",
 )
 """Items that sharding divides. Activations and logits depend on the tokens of each device."""
@@ -140,6 +151,8 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     if isinstance(recipe, RlRecipe) and recipe.reward is not None:
         size = (2 if recipe.reward.dtype == "bfloat16" else 4) * sizes.parameters
         rows["reward model"] = (size, "assuming the size of the policy")
+    if isinstance(recipe, DistillRecipe) or (isinstance(recipe, RlRecipe) and recipe.teacher is not None):
+        rows |= _teacher(recipe, sizes, width)
     if isinstance(recipe, RlRecipe) and recipe.has_critic:
         rows["critic"] = _critic(recipe, sizes)
     tokens, chunk = recipe.learner.tokens_per_batch, recipe.learner.logits_per_chunk
@@ -154,9 +167,11 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     rows["activations, roughly"] = (tokens * per_token, f"learner.tokens_per_batch {tokens}, {how}")
     if isinstance(recipe, RewardRecipe):
         return rows
+    # A divergence over the vocabulary also keeps the log-probabilities, their exponentials and the gradients of both.
+    each = 24 if isinstance(recipe, DistillRecipe) and recipe.loss.type == "jsd" else 12
     rows["logits"] = (
-        3 * 4 * chunk * sizes.vocabulary,
-        f"learner.logits_per_chunk {chunk} x {sizes.vocabulary:,} x 12 bytes",
+        each * chunk * sizes.vocabulary,
+        f"learner.logits_per_chunk {chunk} x {sizes.vocabulary:,} x {each} bytes",
     )
     return rows
 
@@ -168,6 +183,48 @@ def _reference(recipe: DpoRecipe | RlRecipe, sizes: ModelSizes, width: int, trai
     if width == 2 and settings.mix < 1:
         return width * sizes.parameters + 4 * trained, "a copy of the model, and its moving average in float32"
     return width * sizes.parameters, "a copy of the model, updated during training"
+
+
+def _teacher(recipe: RlRecipe | DistillRecipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
+    """The teacher's weights, and what it says about the tokens of a step."""
+    teacher = recipe.teacher
+    assert teacher is not None
+    if teacher.path is not None:
+        own = 2 if teacher.dtype == "bfloat16" else 4
+        known = teacher_sizes(teacher.path)
+        count = (known or sizes).parameters
+        how = f"{count:,} parameters of {own} bytes" if known else "assuming the size of the policy"
+        rows = {"teacher": (own * count, how)}
+    elif teacher.policy == "initial" and recipe.model.lora is None:
+        rows = {"teacher": (width * sizes.parameters, "a copy of the initial model")}
+    else:
+        where = "on its servers" if teacher.urls else "the policy itself"
+        rows = {"teacher": (0, where)}
+    if isinstance(recipe, DistillRecipe) and recipe.loss.type == "jsd":
+        rollout = recipe.rollout
+        answer = min(recipe.environment.max_turns * rollout.tokens_per_turn, rollout.tokens_per_episode)
+        tokens = rollout.groups_per_step * rollout.episodes_per_group * answer
+        size, what = (
+            (8 * recipe.loss.top_k, f"loss.top_k {recipe.loss.top_k} x 8")
+            if recipe.loss.top_k
+            else (
+                4 * sizes.vocabulary,
+                f"{sizes.vocabulary:,} x 4",
+            )
+        )
+        rows["teacher's distributions, at most"] = (
+            tokens * size,
+            f"{tokens:,} sampled tokens of a step x {what} bytes",
+        )
+    return rows
+
+
+def teacher_sizes(path: str) -> ModelSizes | None:
+    """Sizes of the teacher at `teacher.path`; None if it is not on this machine, such as the model of a later stage."""
+    try:
+        return model_sizes(path)
+    except InputError:
+        return None
 
 
 def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement) -> dict[str, tuple[int, str]]:
@@ -228,7 +285,7 @@ def layer_activations(sizes: ModelSizes) -> int:
 
 
 def process_memory(
-    recipe: RlRecipe | SftRecipe | DpoRecipe | RewardRecipe, sizes: ModelSizes
+    recipe: RlRecipe | DistillRecipe | SftRecipe | DpoRecipe | RewardRecipe, sizes: ModelSizes
 ) -> dict[str, tuple[int, str]]:
     """Item -> (bytes on the device of one of `hardware.processes` processes, how they are counted)."""
     hardware, width = recipe.hardware, weight_width(recipe.model)

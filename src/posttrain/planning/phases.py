@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.planning.devices import Device
-from posttrain.planning.memory import ModelSizes, trained_parameters
+from posttrain.planning.memory import ModelSizes, teacher_sizes, trained_parameters
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.planning.times import (
     decoding_seconds,
@@ -22,7 +22,17 @@ from posttrain.planning.work import Episodes, Tokens, rows_of
 from posttrain.recipe.credit import TokenBaselineCredit
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.stages import DpoRecipe, EvaluateRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import (
+    DistillRecipe,
+    DpoRecipe,
+    EvaluateRecipe,
+    GenerateRecipe,
+    Recipe,
+    RewardRecipe,
+    RlRecipe,
+    SftRecipe,
+)
+from posttrain.recipe.teacher import TeacherRecipe
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,8 @@ def step_phases(
     """
     if isinstance(recipe, RlRecipe):
         return _rl(recipe, sizes, device, placement, episodes or episodes_at_most(recipe), reward or sizes)
+    if isinstance(recipe, DistillRecipe):
+        return _distill(recipe, sizes, device, placement, episodes or episodes_at_most(recipe))
     if isinstance(recipe, EvaluateRecipe):
         return evaluation_phases(recipe, sizes, device, placement)
     if isinstance(recipe, GenerateRecipe):
@@ -70,7 +82,10 @@ def step_phases(
 
 
 def evaluation_phases(
-    recipe: RlRecipe | SftRecipe | EvaluateRecipe, sizes: ModelSizes, device: Device, placement: Placement = ALONE
+    recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe,
+    sizes: ModelSizes,
+    device: Device,
+    placement: Placement = ALONE,
 ) -> list[Phase]:
     """Phases of one evaluation on held-out seeds, with episodes of maximum length. Empty without an environment."""
     if recipe.environment is None or recipe.remote is not None:
@@ -97,19 +112,19 @@ def idle_share(phases: Sequence[Phase], placement: Placement = ALONE) -> float:
     return max(0.0, 1 - busy / (placement.all_devices * total_seconds(phases, placement)))
 
 
-def episodes_at_most(recipe: RlRecipe) -> Episodes:
-    """Episodes of an RL step at their maximum length, `rollout.tokens_per_episode`."""
+def episodes_at_most(recipe: RlRecipe | DistillRecipe) -> Episodes:
+    """Episodes of a step at their maximum length, `rollout.tokens_per_episode`."""
     return _episodes(recipe, recipe.rollout.groups_per_step, recipe.rollout.episodes_per_group)
 
 
-def evaluated_at_most(recipe: RlRecipe | SftRecipe | EvaluateRecipe) -> Episodes:
+def evaluated_at_most(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe) -> Episodes:
     """Episodes of one evaluation at their maximum length. The `evaluate` stage uses `final_seeds`."""
     evaluation = recipe.evaluation
     seeds = evaluation.final_seeds if isinstance(recipe, EvaluateRecipe) else evaluation.seeds
     return _episodes(recipe, seeds.count, evaluation.episodes_per_seed)
 
 
-def _episodes(recipe: RlRecipe | SftRecipe | EvaluateRecipe, groups: int, size: int) -> Episodes:
+def _episodes(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe, groups: int, size: int) -> Episodes:
     assert recipe.environment is not None
     turns, whole = recipe.environment.max_turns, recipe.rollout.tokens_per_episode
     answer = min(turns * recipe.rollout.tokens_per_turn, whole - 1)
@@ -180,6 +195,8 @@ def _rl(
     if isinstance(recipe.credit, TokenBaselineCredit):
         seconds = forward_seconds(sizes, device, placement, tokens, width, learner.tokens_per_batch)
         phases.append(Phase("energies of tokens", seconds, devices, words, tokens=tokens.count))
+    if recipe.teacher is not None:
+        phases += _teacher(recipe.teacher, recipe.model, sizes, device, placement, tokens)
     updates = learner.updates_per_step * learner.epochs_per_step
     if recipe.has_critic and recipe.critic.backbone == "separate":
         phases += _critic(recipe, sizes, device, placement, tokens)
@@ -190,6 +207,31 @@ def _rl(
         sent = sync_seconds(sizes, device, placement, width)
         phases.append(Phase("weights to the engines", sent, placement.all_devices, f"{sizes.parameters:,} parameters"))
     return phases
+
+
+def _teacher(
+    teacher: TeacherRecipe, model: ModelRecipe, sizes: ModelSizes, device: Device, placement: Placement, tokens: Tokens
+) -> list[Phase]:
+    """The teacher's forward passes; empty where it is on servers."""
+    if teacher.urls:
+        return []
+    own = (teacher_sizes(teacher.path) if teacher.path is not None else None) or sizes
+    width = _width(teacher.dtype if teacher.path is not None else model.dtype, device)
+    seconds = forward_seconds(own, device, placement, tokens, width, teacher.tokens_per_batch)
+    return [Phase("teacher", seconds, placement.devices, f"{tokens.count:,.0f} tokens", tokens=tokens.count)]
+
+
+def _distill(
+    recipe: DistillRecipe, sizes: ModelSizes, device: Device, placement: Placement, episodes: Episodes
+) -> list[Phase]:
+    """Sampling, the teacher's forward passes, and learning."""
+    learner, tokens = recipe.learner, episodes.learned
+    phases = _sampling(recipe.engine, recipe.model, sizes, device, placement, episodes)
+    phases += _teacher(recipe.teacher, recipe.model, sizes, device, placement, tokens)
+    updates = learner.updates_per_step * learner.epochs_per_step
+    return phases + _learning(
+        recipe.model, sizes, device, placement, tokens, learner.tokens_per_batch, updates, learner.epochs_per_step
+    )
 
 
 def _critic(recipe: RlRecipe, sizes: ModelSizes, device: Device, placement: Placement, tokens: Tokens) -> list[Phase]:

@@ -29,6 +29,7 @@ from posttrain.recipe.loss import ADAPTERS_OFF, EntropyRecipe, KlRecipe, LossRec
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
 from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange, refuse_ahead
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, PlayedRecipe, refuse_overlap
+from posttrain.recipe.teacher import RewardTeacherRecipe, refuse_other_temperature
 from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, UnitCreditRecipe
 
 
@@ -49,6 +50,8 @@ class RlRecipe(PlayedRecipe):
     reward: RewardSource | None = None
     """Reward model whose score is added to the environment's reward. Null: none."""
     credit: CreditRecipe = GroupCredit(type="rloo")
+    teacher: RewardTeacherRecipe | None = None
+    """Teacher whose distance from the policy is subtracted from the reward of each sampled token. Null: none."""
     unit_credit: UnitCreditRecipe | None = None
     """Unit-level credit from the reward model. Null: credit of episodes or turns only."""
     critic: CriticRecipe = CriticRecipe()
@@ -151,12 +154,31 @@ class RlRecipe(PlayedRecipe):
                 "`unit_credit.segmenter.type: entropy` needs a reference model that stays the initial model; remove "
                 "`kl.reference.update_every`, or use another segmenter"
             )
+        if self.teacher is not None and self.teacher.policy == "initial":
+            raise ValueError(
+                "`teacher.policy: initial` needs a reference model that stays the initial model; remove "
+                "`kl.reference.update_every`, or use current"
+            )
         return self
 
     @model_validator(mode="after")
     def _engine_fits(self):
         refuse_lone_adapters(self.engine, self.model)
         refuse_unknown_logprobs(self.engine, self.rollout.sampling)
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_fits(self):
+        if self.teacher is None:
+            return self
+        refuse_other_temperature(self.teacher, self.rollout.sampling.temperature)
+        if self.hardware.ray is not None:
+            raise ValueError("`teacher` is not supported with `hardware.ray`; remove one of them")
+        if self.teacher.tokens_per_batch < self.rollout.tokens_per_episode:
+            raise ValueError(
+                f"one episode may have `rollout.tokens_per_episode` = {self.rollout.tokens_per_episode} tokens, more than "
+                f"`teacher.tokens_per_batch` = {self.teacher.tokens_per_batch}; raise the latter or lower the former"
+            )
         return self
 
     @model_validator(mode="after")

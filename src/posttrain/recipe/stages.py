@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.data import ColumnsRecipe, Sources
+from posttrain.recipe.distill import DistillRecipe
 from posttrain.recipe.engines import (
     LocalEngineRecipe,
     OpenAIEngineRecipe,
@@ -173,12 +174,14 @@ class GenerateRecipe(StageRecipe):
 
 
 Recipe = Annotated[
-    RlRecipe | SftRecipe | RewardRecipe | DpoRecipe | EvaluateRecipe | GenerateRecipe, Field(discriminator="stage")
+    RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe | EvaluateRecipe | GenerateRecipe,
+    Field(discriminator="stage"),
 ]
 
 STAGES: dict[
     str,
     type[RlRecipe]
+    | type[DistillRecipe]
     | type[SftRecipe]
     | type[RewardRecipe]
     | type[DpoRecipe]
@@ -186,6 +189,7 @@ STAGES: dict[
     | type[GenerateRecipe],
 ] = {
     "rl": RlRecipe,
+    "distill": DistillRecipe,
     "sft": SftRecipe,
     "reward": RewardRecipe,
     "dpo": DpoRecipe,

@@ -272,8 +272,19 @@ _ALWAYS = (
     "speed/tokens_per_second",
 )
 _COMPARED = tuple(f"preference/{name}" for name in ("accuracy", "margin", "chosen", "rejected"))
-_FREE = {"rl": ("rollout/score/", "units/", "critic/", "time/"), "reward": ("units/", "time/")}
+_FREE = {
+    "rl": ("rollout/score/", "units/", "critic/", "time/"),
+    "distill": ("rollout/score/", "time/"),
+    "reward": ("units/", "time/"),
+}
 """Stage -> beginnings of training metrics whose names are not listed here."""
+_SAMPLED = (
+    *(f"rollout/{name}" for name in ("return", "success", "turns", "tokens_per_answer", "rejected_share")),
+    *(f"rollout/{name}" for name in ("episodes", "kept", "failed")),
+    *(f"tokens/{name}" for name in ("sampled", "prefilled", "reused")),
+    "reward/group_spread",
+)
+_TEACHER = tuple(f"teacher/{name}" for name in ("reverse_kl", "logprob", "agreement", "failed", "without_context"))
 TRAINING: dict[str, tuple[str, ...]] = {
     "sft": (*_ALWAYS, "loss/nll", "loss/dft", "policy/entropy"),
     "reward": (*_ALWAYS, *_COMPARED, "loss/preference", "loss/unevenness"),
@@ -288,14 +299,26 @@ TRAINING: dict[str, tuple[str, ...]] = {
         "policy/chosen_logprob",
         "policy/rejected_logprob",
     ),
+    "distill": (
+        *_ALWAYS,
+        *_SAMPLED,
+        *_TEACHER,
+        "teacher/off_policy",
+        "loss/distillation",
+        *(f"policy/{name}" for name in ("entropy", "mismatch", "repeated_share")),
+    ),
     "rl": (
         *_ALWAYS,
+        *_SAMPLED,
+        *_TEACHER,
         *(f"loss/{name}" for name in ("policy", "kl", "nll")),
         *(
             f"policy/{name}"
             for name in ("kl", "entropy", "mismatch", "repeated_share", "ratio", "staleness_mean", "staleness_max")
         ),
         *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_rollout_k1", "kl_rollout_k3")),
+        *(f"rollout/{name}" for name in ("stale", "stale_alone", "restarted")),
+        "tokens/discarded",
         *(
             f"policy/{name}"
             for name in ("divergence", "gate", "off_policy_masked", "truncated_masked", "bonus_entropy")
@@ -305,12 +328,8 @@ TRAINING: dict[str, tuple[str, ...]] = {
         "entropy/coefficient",
         *(f"policy/{name}" for name in ("clipped_before_update", "kl_clamped")),
         *(f"correction/{name}" for name in ("weight", "mismatch", "truncated", "rejected", "rejected_streams")),
-        *(f"rollout/{name}" for name in ("return", "success", "turns", "tokens_per_answer", "rejected_share")),
-        *(f"rollout/{name}" for name in ("episodes", "kept", "failed", "stale", "stale_alone", "restarted")),
-        *(f"tokens/{name}" for name in ("sampled", "prefilled", "reused", "discarded")),
         "kl/coefficient",
         "credit/zero_groups",
-        "reward/group_spread",
     ),
 }
 """Stage -> metrics of its training steps; which of them a run has depends on its recipe."""
@@ -341,7 +360,7 @@ def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], giv
 def _held_out(stage: str, base: Mapping[str, Any]) -> list[str]:
     """What evaluations hold, but for scores and domains."""
     rows = _has_rows(base)
-    played = stage == "rl" or (stage == "sft" and base.get("environment") is not None)
+    played = stage in ("rl", "distill") or (stage == "sft" and base.get("environment") is not None)
     metrics = [f"validation/{name}" for name in VALIDATION.get(stage, ())] if rows else []
     return metrics + (list(PLAYED) if played else [])
 
@@ -369,7 +388,7 @@ def _why_not(metric: str, stage: str, base: Mapping[str, Any], known: list[str])
         return "is of the final table, which is for no choice", remedy
     if _counts_rows(metric):
         return "counts rows, which are the same in every trial", remedy
-    if metric.startswith("validation/") and stage != "rl" and not _has_rows(base):
+    if metric.startswith("validation/") and stage not in ("rl", "distill") and not _has_rows(base):
         return "needs validation rows, and the recipe names none", remedy
     if metric in PLAYED or metric.startswith((SCORES, "validation/")):
         why = f"is not measured by stage {stage} of this recipe"

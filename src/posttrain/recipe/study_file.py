@@ -17,7 +17,7 @@ from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.study import Limit, Range, StudyRecipe, Together, check_metrics
 from posttrain.recipe.validation import nearest_type, validation_errors
 
-_TRAINED = ("sft", "reward", "dpo", "rl")
+_TRAINED = ("sft", "reward", "dpo", "rl", "distill")
 """Stages that have a learning curve."""
 Point = Mapping[str, Any]
 """Name of a search -> its value."""

@@ -8,6 +8,7 @@ from posttrain.recipe.loss import KL_STEP, GspoLoss, KlCovRecipe, PpoLoss
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import (
+    DistillRecipe,
     DpoRecipe,
     EvaluateRecipe,
     GenerateRecipe,
@@ -49,6 +50,8 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
         warnings += _limits(recipe)
     if isinstance(recipe, RlRecipe):
         warnings += [*_rl_without_effect(recipe), *_rl_doubtful(recipe)]
+    elif isinstance(recipe, DistillRecipe):
+        warnings += _distill(recipe)
     else:
         warnings += _rollout_unused(recipe.rollout, recipe.stage)
     if isinstance(recipe, EvaluateRecipe):
@@ -158,7 +161,29 @@ def _sampling(name: str, sampling: SamplingRecipe) -> list[str]:
     ]
 
 
-def _limits(recipe: RlRecipe | SftRecipe | EvaluateRecipe) -> list[str]:
+def _distill(recipe: DistillRecipe) -> list[str]:
+    """Keys without effect in distillation, and doubtful values."""
+    rollout, learner, found = recipe.rollout, recipe.learner, _sampling("rollout.sampling", recipe.rollout.sampling)
+    unused = [key for key in ("overlong_penalty", "missing_eos_penalty", *_AHEAD) if _given(rollout, key)]
+    found += [
+        _without_effect(f"rollout.{key}", "the distill stage learns from the teacher, not from rewards")
+        for key in unused
+    ]
+    once = learner.updates_per_step == 1 and learner.epochs_per_step == 1 and recipe.engine.type == "local"
+    if recipe.loss.type == "reverse_kl" and once and _given(recipe.loss, "cap"):
+        found.append(_without_effect("loss.cap", "with one update per step the importance weight is always 1"))
+    if recipe.model.lora is None and recipe.optimizer.learning_rate > 1e-4:
+        found.append(
+            f"optimizer.learning_rate {recipe.optimizer.learning_rate:g} is high for full-parameter distillation"
+        )
+    if not environment_class(recipe.environment.type).has_reward(recipe.environment):
+        found.append("nothing scores the answers, so nothing is evaluated and the last checkpoint is kept")
+    if recipe.off_policy is not None and recipe.off_policy.share == 1:
+        found.append("off_policy.share is 1, so no step samples episodes and `rollout` and `seeds` have no effect")
+    return found
+
+
+def _limits(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe) -> list[str]:
     assert recipe.environment is not None
     rollout, turns = recipe.rollout, recipe.environment.max_turns
     warnings: list[str] = []

@@ -114,7 +114,7 @@ def _data(recipe: "Recipe") -> list[tuple[str, str]]:
     ranges = {"held-out seeds of the table": recipe.evaluation.final_seeds}
     if recipe.stage != "evaluate":
         ranges["held-out seeds of the curve"] = recipe.evaluation.seeds
-    if recipe.stage == "rl":
+    if recipe.stage in ("rl", "distill"):
         ranges["training seeds"] = recipe.seeds
     if recipe.stage == "sft" and data is None:
         ranges["training seeds"] = recipe.experts.seeds

@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
-from posttrain.recipe.components import EnvironmentRecipe, environment_class
+from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe, SeedRange
 from posttrain.rollout.driver import EpisodeWorker
 from posttrain.rollout.store import Split, write_episodes
@@ -51,7 +52,7 @@ class Evaluator(Protocol):
 class WorkerSource(Protocol):
     """What an `EpisodeEvaluator` plays with: a `RolloutManager` or a `RemoteRolloutManager`."""
 
-    environment: EnvironmentRecipe
+    environment: EnvironmentFactory
     rollout: RolloutRecipe
     model_name: str
 

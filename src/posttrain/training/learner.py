@@ -128,8 +128,10 @@ class Learner:
                 "a learner adds the KL penalty to the loss; with `apply_to: reward`, subtract it from the rewards that you "
                 "pass to `advantages`"
             )
-        weight = isinstance(entropy, int | float)
-        self.entropy = section(EntropyRecipe, coefficient=entropy) if weight else section(EntropyRecipe, entropy)
+        if isinstance(entropy, int | float):
+            self.entropy = section(EntropyRecipe, coefficient=entropy)
+        else:
+            self.entropy = section(EntropyRecipe, entropy)
         self._entropy_controller = EntropyController(self.entropy)
         self.optimizer = Optimizer(policy.trainable(), section(OptimizerRecipe, **optimizer), updates)
         batches = section(LearnerRecipe, tokens_per_batch=tokens_per_batch)

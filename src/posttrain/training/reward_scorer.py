@@ -3,7 +3,7 @@
 import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,9 +187,12 @@ class RewardShaping:
     kl: KlRecipe
     running: RunningStatistics
     """Of the reward model's rewards, with `reward.normalize: running`."""
+    teacher_coefficient: float = 0.0
+    """Reward per nat of log teacher - log policy at each sampled token; 0 without a teacher."""
 
     def shape(self, episodes: Sequence[Episode], samples: Sequence[Sample], kl_coefficient: float) -> RewardStreams:
-        """Reward streams of `episodes`. With KL in the reward, their `samples` need `ref_logprobs`."""
+        """Reward streams of `episodes`. With KL in the reward, their `samples` need `ref_logprobs`; with a teacher in it, its
+        scores."""
         rewards = reward_streams(episodes)
         for episode, streams in zip(episodes, rewards.values, strict=True):
             last = episode.turns[-1]
@@ -200,7 +203,13 @@ class RewardShaping:
             if self.rollout.overlong_penalty is not None:
                 end += overlong_penalty(episode.sampled_tokens, self.rollout.overlong_penalty)
         if kl_coefficient > 0 and self.kl.apply_to == "reward":
-            rewards = apply_kl_penalty(rewards, self._kl_per_token(episodes, samples), kl_coefficient)
+            references = [sample.ref_logprobs for sample in samples]
+            kl = _per_token(episodes, references, lambda difference: estimate_kl(self.kl.estimator, difference))
+            rewards = apply_kl_penalty(rewards, kl, kl_coefficient)
+        if self.teacher_coefficient > 0:
+            taught = [None if sample.teacher is None else sample.teacher.logprobs for sample in samples]
+            # k1: as a reward it is the only estimator whose expected gradient is that of the divergence.
+            rewards = apply_kl_penalty(rewards, _per_token(episodes, taught, lambda d: d), self.teacher_coefficient)
         return rewards
 
     def of_greedy(self, greedy: Mapping[int, Episode]) -> dict[int, float]:
@@ -210,19 +219,22 @@ class RewardShaping:
             for group, episode in greedy.items()
         }
 
-    def _kl_per_token(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> PerToken:
-        """The KL estimate at each sampled token, zero elsewhere."""
-        remaining = iter(samples)
-        estimates: PerToken = []
-        for episode in episodes:
-            estimates.append([np.zeros(len(stream), dtype=np.float32) for stream in episode.streams])
-            for stream, kl in zip(episode.streams, estimates[-1], strict=True):
-                references = next(remaining).ref_logprobs
-                assert references is not None
-                kl[stream.sampled] = estimate_kl(
-                    self.kl.estimator, stream.rollout_logprobs[stream.sampled] - references
-                )
-        return estimates
+
+def _per_token(
+    episodes: Sequence[Episode],
+    others: Sequence[np.ndarray | None],
+    estimate: Callable[[np.ndarray], np.ndarray],
+) -> PerToken:
+    """`estimate` of log policy - log other at each sampled token, zero elsewhere. `others`: [n] of each stream, in order."""
+    remaining = iter(others)
+    estimates: PerToken = []
+    for episode in episodes:
+        estimates.append([np.zeros(len(stream), dtype=np.float32) for stream in episode.streams])
+        for stream, found in zip(episode.streams, estimates[-1], strict=True):
+            other = next(remaining)
+            assert other is not None
+            found[stream.sampled] = estimate(stream.rollout_logprobs[stream.sampled] - other)
+    return estimates
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,9 @@ from posttrain.training.rollouts import (
     TaskOrder,
     rollout_metrics,
 )
-from posttrain.training.rows import PtxRows
+from posttrain.training.rows import FixedRows
 from posttrain.training.tasks import check_tasks, too_long
+from posttrain.training.teacher import Teacher, open_teacher, reverse_kl
 from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.trainer import Callback, Checkpointable, Guards, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
@@ -100,7 +101,7 @@ def train(
                     batch = rollouts.take(step)
                 trainer.sampled(step, batch.sampled)
                 with trainer.phase("credit"):
-                    samples = samples_of_episodes(batch.episodes, step)
+                    samples = c.samples(batch, step)
                     c.score(batch.episodes, samples)
                     credit = c.credit(batch, samples, step)
                     set_advantages(samples, credit.advantages)
@@ -143,7 +144,8 @@ class Components:
     rollouts: Rollouts
     rewards: RewardShaping
     unit_credit: UnitCreditor | None
-    ptx: PtxRows | None
+    teacher: Teacher | None
+    ptx: FixedRows | None
     kl: KlController
     reference: MovingReference | None
     """Moves the reference model of the KL penalty."""
@@ -156,6 +158,15 @@ class Components:
     """The objective of an update, given whether no update of the step came before it."""
     needs_old_logprobs: bool
     """Whether the learner's old log-probabilities need a forward pass: the first update of a step takes its own."""
+
+    def samples(self, batch: RolloutBatch, step: int) -> list[Sample]:
+        """One sample per stream. A teacher scores them, and episodes that it cannot score leave the batch."""
+        samples = samples_of_episodes(batch.episodes, step)
+        if self.teacher is not None:
+            batch.episodes, samples, warnings, metrics = self.teacher.score_episodes(batch.episodes, samples)
+            batch.warnings += warnings
+            batch.metrics |= metrics | reverse_kl(samples)
+        return samples
 
     def score(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> None:
         """Set what the losses need of the weights before the step's updates: the reference model's log-probabilities for KL,
@@ -247,7 +258,7 @@ def make_components(
     held_out = [range(s.start, s.stop) for s in (recipe.evaluation.seeds, recipe.evaluation.final_seeds)]
     warnings = [
         *recipe_warnings(recipe),
-        *check_tasks(recipe.environment, training, held_out, recipe.reward is not None),
+        *check_tasks(recipe.environment, training, held_out, recipe.reward is not None or recipe.teacher is not None),
     ]
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
 
@@ -277,7 +288,22 @@ def make_components(
     if recipe.unit_credit is not None and scorer is not None:
         turns, budget = recipe.environment.max_turns, recipe.learner.tokens_per_batch
         unit_credit = UnitCreditor(recipe.unit_credit, scorer, policy, running, budget, recipe.seed, turns)
-    ptx = PtxRows(recipe.ptx, manager.renderer, recipe.seed) if recipe.ptx is not None else None
+    teacher = None
+    if (settings := recipe.teacher) is not None:
+        teacher, more = open_teacher(
+            settings,
+            policy,
+            manager.renderer,
+            recipe.environment,
+            recipe.rollout.sampling.temperature,
+            recipe.learner.logits_per_chunk,
+            recipe.rollout.failures.max_share,
+            next(seed for seed in training if seed not in left_out),
+        )
+        warnings += more
+    ptx = None
+    if (mixed := recipe.ptx) is not None:
+        ptx = FixedRows(mixed.data, mixed.loss_on, mixed.rows_per_update, manager.renderer, recipe.seed)
     warnings += [*summary, *(ptx.warnings if ptx is not None else [])]
     warnings += [*(unit_credit.warnings if unit_credit is not None else []), *manager.template_warnings()]
 
@@ -303,7 +329,7 @@ def make_components(
         checkpointables["reference"] = reference
     if isinstance(rollouts, AsyncRollouts):
         checkpointables["ahead"] = rollouts
-        if recipe.kl.coefficient > 0:
+        if recipe.kl.coefficient > 0 or (recipe.teacher is not None and recipe.teacher.policy == "initial"):
             # Load the reference model now: while transformers loads a model, torch's default dtype changes in all threads.
             with policy.as_reference():
                 pass
@@ -325,8 +351,11 @@ def make_components(
         critic=critic,
         energies=energies,
         rollouts=rollouts,
-        rewards=RewardShaping(recipe.rollout, recipe.kl, running),
+        rewards=RewardShaping(
+            recipe.rollout, recipe.kl, running, recipe.teacher.coefficient if recipe.teacher is not None else 0.0
+        ),
         unit_credit=unit_credit,
+        teacher=teacher,
         ptx=ptx,
         kl=kl,
         reference=reference,

@@ -14,7 +14,7 @@ from posttrain.data.rendering import LossOn, Renderer
 from posttrain.data.tokens import Kind, TokenRow, load_rows, tokenize
 from posttrain.episode import Stream
 from posttrain.errors import InputError
-from posttrain.recipe.data import DataRecipe, PtxRecipe
+from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.stages import RewardRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.updater import PreferenceSide, Sample
@@ -248,16 +248,17 @@ def samples_of_row(row: TokenRow, number: int = -1) -> list[Sample]:
     ]
 
 
-class PtxRows:
-    """Supervised rows that join every update of the policy in reinforcement learning.
+class FixedRows:
+    """Supervised rows for updates of the policy, loaded at the start: those that join updates of reinforcement learning, and
+    those of off-policy distillation.
 
     Attributes:
         warnings: a summary of rows that cannot be used.
     """
 
-    def __init__(self, settings: PtxRecipe, renderer: Renderer, seed: int) -> None:
+    def __init__(self, data: DataRecipe, loss_on: LossOn, rows_per_update: int, renderer: Renderer, seed: int) -> None:
         """Read the rows. Raises InputError where there are none."""
-        self.data = load_data("conversation", settings.data, renderer, settings.loss_on, settings.rows_per_update, seed)
+        self.data = load_data("conversation", data, renderer, loss_on, rows_per_update, seed)
         self.warnings = self.data.problems.summary()
 
     def batch(self, update: int) -> list[Sample]:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from posttrain.distributed.world import join_world
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.stages import DpoRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import DistillRecipe, DpoRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -80,6 +80,10 @@ def run_in_process(
             from posttrain.training import rl
 
             rl.train(recipe, run, resume, console, callbacks)
+        elif isinstance(recipe, DistillRecipe):
+            from posttrain.training import distill
+
+            distill.train(recipe, run, resume, console, callbacks)
         elif isinstance(recipe, SftRecipe):
             from posttrain.training import sft
 

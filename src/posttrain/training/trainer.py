@@ -20,7 +20,7 @@ from posttrain.episode import Episode
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
 from posttrain.recipe.run import GuardRecipe, SinkName
-from posttrain.recipe.stages import DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import DistillRecipe, DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.store import remove_episodes_after
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, NoLog, Progress, take_events
@@ -62,7 +62,7 @@ class Callback:
         """Called after each evaluation of the learning curve. Step 0 is the model before training."""
 
     def on_episodes(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Called after the rollouts of each step of `rl`, with all sampled episodes, before the update."""
+        """Called after the rollouts of each step of `rl` and `distill`, with all sampled episodes, before the update."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class LoopSettings:
     sinks: Sequence[SinkName] = ()
 
     @classmethod
-    def of(cls, recipe: RlRecipe | SftRecipe | RewardRecipe | DpoRecipe, steps: int) -> "LoopSettings":
+    def of(cls, recipe: RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe, steps: int) -> "LoopSettings":
         """Those of `recipe`, for a run of `steps` steps."""
         return cls(
             recipe.stage,

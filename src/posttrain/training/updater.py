@@ -21,6 +21,7 @@ from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shar
 from posttrain.distributed.world import current_world
 from posttrain.episode import CUT_OFF, Episode, Stream
 from posttrain.errors import RunError
+from posttrain.losses.distillation import TeacherScores
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.forward import prompt_length
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
@@ -70,8 +71,10 @@ class Sample:
     """The episode's group."""
     truncated: bool = False
     """Whether a token limit cut the last answer of the episode."""
+    teacher: TeacherScores | None = None
+    """The teacher's scores of the sampled tokens."""
     ptx: bool = False
-    """A supervised row that joins an update of reinforcement learning, not an episode."""
+    """A supervised row in reinforcement learning or distillation, not an episode."""
     side: PreferenceSide | None = None
     """Set for preference data alone."""
 
@@ -262,6 +265,7 @@ class Optimizer:
             eps=recipe.epsilon,
             fused=True,
         )
+        self._divided = [is_sharded(parameter) for parameter in self.parameters]
         for master in self.masters:
             # What AdamW would begin with, there from the start so that a checkpoint always has the same tensors.
             zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
@@ -283,8 +287,8 @@ class Optimizer:
     def add_up(self) -> None:
         """Add up the gradients of all processes, once the last of an update is collected; of divided parameters they are
         added up already."""
-        pairs = zip(self.parameters, self.masters, strict=True)
-        current_world().sum([m.grad for p, m in pairs if m.grad is not None and not is_sharded(p)])
+        pairs = zip(self._divided, self.masters, strict=True)
+        current_world().sum([m.grad for divided, m in pairs if m.grad is not None and not divided])
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -293,14 +297,15 @@ class Optimizer:
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the collected gradients, a scalar; 0 where there are none."""
-        divided = [is_sharded(parameter) for parameter in self.parameters]
         norms = []
         for of_shares in (False, True):
             gradients = [
-                m.grad for m, d in zip(self.masters, divided, strict=True) if d == of_shares and m.grad is not None
+                m.grad
+                for m, d in zip(self.masters, self._divided, strict=True)
+                if d == of_shares and m.grad is not None
             ]
             norms.append(torch.nn.utils.get_total_norm(gradients))
-        if not any(divided):
+        if not any(self._divided):
             return norms[0]
         (squares,) = current_world().sum([norms[1].double() ** 2])
         return (norms[0].to(squares.device).double() ** 2 + squares).sqrt().float()

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -203,22 +204,22 @@ def test_making_a_memory_where_there_is_one_changes_nothing(notes):
 
 
 def test_in_a_terminal_ctrl_c_interrupts_an_answer_and_ctrl_d_leaves(notes):
-    hanging = []
+    asked, interrupted = threading.Event(), threading.Event()
 
     def answer(messages):
         if "wait" in messages[-1]["content"]:
-            hanging.append(True)
-            time.sleep(2)
+            asked.set()
+            assert interrupted.wait(60)
         return reply("Hello \x1b]0;owned\x07 there.")
 
     with serving(answer) as server, in_terminal(notes, "--url", server.url, "--model", "m") as (until, press):
         until("Ctrl-D leaves")
         press("please wait\r")
         until("thinking")
-        while not hanging:
-            time.sleep(0.01)
+        assert asked.wait(60)
         press("\x03")
         until("interrupted")
+        interrupted.set()
         press("Hi?\r")
         shown = until("there.")
         assert "\x1b]0;owned" not in shown

@@ -1,0 +1,172 @@
+"""Log-probabilities of given tokens from a model behind a server, by the completions endpoint with token ids as prompt."""
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from posttrain.engines.openai import ChatRequestError, chat_client, request_errors, shortened
+from posttrain.errors import InputError
+from posttrain.recipe.teacher import TeacherRecipe
+
+_PROBED = 48
+"""Tokens whose text is compared with the server's when a run starts."""
+_ID = "token_id:"
+"""What a token's name begins with where a server names tokens by their ids (`return_tokens_as_token_ids` of vLLM)."""
+_MARKS = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
+"""Characters that stand for white space in the names of tokens."""
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """Log-probabilities in nats of the T tokens of a prompt, for each but the first."""
+
+    logprobs: list[float]
+    """[T]; NaN for the first token."""
+    top: list[dict[int, float]]
+    """[T]: token id -> log-probability of the most probable tokens; empty for the first token."""
+    texts: list[str | None]
+    """[T]: the text of each token according to the server, None where it does not report one."""
+
+
+class ScoringServers:
+    """Servers with one model, which score prompts. Requests go to the servers in turn, several at a time."""
+
+    def __init__(self, recipe: TeacherRecipe, what: str = "teacher") -> None:
+        """`what`: the recipe section, for messages. InputError if the package openai or an API key is missing."""
+        self.recipe = recipe
+        self.what = what
+        self._clients = [
+            chat_client(what, url, recipe.timeout, recipe.retries, recipe.api_key_variable) for url in recipe.urls
+        ]
+        self._turn = itertools.count()
+        self._lock = threading.Lock()
+        self._model = recipe.model
+
+    def score(self, prompts: Sequence[Sequence[int]], top: int) -> list[ScoredPrompt | ChatRequestError]:
+        """Score token ids, with the `top` most probable tokens at each position. A request that failed is its error."""
+
+        def scored(ids: Sequence[int]) -> ScoredPrompt | ChatRequestError:
+            with self._lock:
+                client = self._clients[next(self._turn) % len(self._clients)]
+            try:
+                return self._score(client, list(ids), top)
+            except ChatRequestError as error:
+                return error
+
+        with ThreadPoolExecutor(self.recipe.max_concurrent) as threads:
+            return list(threads.map(scored, prompts))
+
+    def check_tokenizer(self, decode: Callable[[int], str], vocabulary: int) -> list[str]:
+        """Compare the texts of some tokens with `decode` of their ids; returns a warning if a server reports no texts.
+
+        Raises:
+            InputError: a text differs, so the teacher has another tokenizer; or a server does not answer.
+        """
+        ids = [
+            token
+            for token in np.linspace(0, vocabulary - 1, 8 * _PROBED).astype(int).tolist()
+            if len(decode(token).strip()) > 1 and decode(token).strip().isalnum() and decode(token).isascii()
+        ]
+        ids = list(dict.fromkeys(ids))[:_PROBED]
+        unknown = False
+        for url, client in zip(self.recipe.urls, self._clients, strict=True):
+            try:
+                answer = self._score(client, ids, 0)
+            except ChatRequestError as error:
+                raise InputError(f"{self.what}.urls: {error}") from error
+            unknown |= all(text is None for text in answer.texts[1:])
+            for token, text in list(zip(ids, answer.texts, strict=True))[1:]:
+                if text is not None and text.translate(_MARKS).strip() != decode(token).strip():
+                    raise InputError(
+                        f"{self.what}.urls: the model at {url} has another tokenizer than the policy: token {token} is {text!r} "
+                        f"there and {decode(token)!r} here; distill from a teacher with the policy's tokenizer"
+                    )
+        if not unknown:
+            return []
+        return [
+            f"{self.what}.urls: the server reports no text of tokens, so its tokenizer cannot be compared with the policy's"
+        ]
+
+    def _score(self, client: Any, ids: list[int], top: int) -> ScoredPrompt:
+        model = self._model_name(client)
+        where = f"the {self.what} {model} at {str(client.base_url).rstrip('/')}"
+        fields: dict[str, Any]
+        if self.recipe.protocol == "prompt_logprobs":
+            fields = {"max_tokens": 1, "extra_body": {"prompt_logprobs": top}}
+        else:
+            fields = {"max_tokens": 0, "echo": True, "logprobs": top}
+            if top:
+                fields["extra_body"] = {"return_tokens_as_token_ids": True}
+        sent = [name for name in fields if name != "extra_body"] + list(fields.get("extra_body", {}))
+        with request_errors(where, client, "the prompt", sent):
+            response = client.completions.create(model=model, prompt=ids, temperature=1.0, **fields)
+        read = _read_prompt_logprobs if self.recipe.protocol == "prompt_logprobs" else _read_echo
+        try:
+            scored = read(response.choices[0], ids)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ChatRequestError(
+                f"{where} sent no log-probabilities of the prompt ({type(error).__name__}: {shortened(str(error))}); change "
+                f"{self.what}.protocol or the server"
+            ) from error
+        fewest = min((len(found) for found in scored.top[1:]), default=top)
+        if fewest < top:
+            raise ChatRequestError(
+                f"{where} sent {fewest} of the {top} most probable tokens; lower loss.top_k, or raise the server's limit "
+                "(`--max-logprobs` of vLLM)"
+            )
+        return scored
+
+    def _model_name(self, client: Any) -> str:
+        with self._lock:
+            if self._model is None:
+                where = f"the {self.what} at {str(client.base_url).rstrip('/')}"
+                with request_errors(where, client, "", []):
+                    listed = client.models.list().data
+                if not listed:
+                    raise ChatRequestError(f"{where} lists no model; set {self.what}.model")
+                self._model = listed[0].id
+            return self._model
+
+
+def _read_prompt_logprobs(choice: Any, ids: list[int]) -> ScoredPrompt:
+    """The field `prompt_logprobs` of vLLM: for each token but the first, id -> {logprob, rank, decoded_token}."""
+    found = choice.prompt_logprobs
+    if len(found) != len(ids):
+        raise ValueError(f"{len(found)} entries for {len(ids)} tokens")
+    logprobs, tops, texts = [math.nan], [dict[int, float]()], list[str | None]([None])
+    for token, entry in zip(ids[1:], found[1:], strict=True):
+        values = {int(key): _number(value["logprob"]) for key, value in entry.items()}
+        logprobs.append(values[token])
+        # The token itself is listed also where it is not among the most probable ones.
+        tops.append(dict(sorted(values.items(), key=lambda item: (-item[1], item[0]))))
+        texts.append(entry[str(token)].get("decoded_token"))
+    return ScoredPrompt(logprobs, tops, texts)
+
+
+def _read_echo(choice: Any, ids: list[int]) -> ScoredPrompt:
+    """The field `logprobs` of OpenAI completions with `echo`; tokens of `top_logprobs` are named by their ids."""
+    found = choice.logprobs
+    logprobs = [math.nan, *(_number(value) for value in found.token_logprobs[1 : len(ids)])]
+    if len(logprobs) != len(ids):
+        raise ValueError(f"{len(logprobs)} log-probabilities for {len(ids)} tokens")
+    tops: list[dict[int, float]] = [{}]
+    listed: Sequence[Mapping[str, float] | None] = found.top_logprobs or [None] * len(ids)
+    for entry in listed[1 : len(ids)]:
+        tops.append(
+            {int(key.removeprefix(_ID)): _number(value) for key, value in (entry or {}).items() if key.startswith(_ID)}
+        )
+    texts = [None if text.startswith(_ID) else text for text in found.tokens[: len(ids)]]
+    return ScoredPrompt(logprobs, tops, texts)
+
+
+def _number(value: Any) -> float:
+    """A log-probability. ValueError for one that is not a number, or above 0."""
+    if not isinstance(value, int | float) or math.isnan(value) or value > 1e-3:
+        raise ValueError(f"the log-probability is {value!r}")
+    return float(value)

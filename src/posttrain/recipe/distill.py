@@ -1,0 +1,166 @@
+"""The recipe of on-policy distillation."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.data import DataRecipe
+from posttrain.recipe.engines import (
+    LocalEngineRecipe,
+    PolicyEngineRecipe,
+    refuse_lone_adapters,
+    refuse_unknown_logprobs,
+)
+from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange
+from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, PlayedRecipe, refuse_overlap
+from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
+
+
+class _DistillationLoss(BaseConfig):
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per stream, then over streams. `constant`: sum divided by `constant`."""
+    constant: float | None = Field(None, gt=0)
+    """Divisor for `aggregation: constant`."""
+
+    @model_validator(mode="after")
+    def _constant_is_given(self):
+        if (self.aggregation == "constant") != (self.constant is not None):
+            raise ValueError("set `constant` if and only if `aggregation: constant`")
+        return self
+
+
+class ReverseKlLoss(_DistillationLoss):
+    """Policy gradient on the reverse KL divergence, from the teacher's log-probability of each sampled token."""
+
+    type: Literal["reverse_kl"] = "reverse_kl"
+    """`reverse_kl`: the advantage of a token is log teacher - log policy."""
+    discount: float = Field(0.0, ge=0, le=1)
+    """Weight of the next token's advantage in that of a token. 0: each token alone. 1: the divergence of whole sequences, unbiased with more variance."""
+    cap: float | None = Field(2.0, gt=1)
+    """Largest importance weight of a token, policy / rollout policy; it matters after the first update of a step. Null: no limit."""
+
+
+class JsdLoss(_DistillationLoss):
+    """Generalized Jensen-Shannon divergence of the next-token distributions (GKD)."""
+
+    type: Literal["jsd"]
+    """`jsd`: the divergence over the vocabulary, or over the teacher's `top_k` tokens and the rest."""
+    beta: float = Field(1.0, ge=0, le=1)
+    """Interpolation: 0 is the forward KL(teacher, policy), 1 the reverse KL(policy, teacher), between them the generalized Jensen-Shannon divergence."""
+    top_k: int | None = Field(100, ge=1)
+    """Compare the probabilities of the teacher's `top_k` most probable tokens, and of all other tokens as one. Null: the whole vocabulary, which keeps vocabulary x 4 bytes per sampled token in memory."""
+
+
+class OffPolicyRecipe(BaseConfig):
+    """Steps that train on fixed rows in place of sampled episodes. Rows may be answers of the teacher (`posttrain generate`)."""
+
+    data: DataRecipe
+    """The rows: conversations in `data.train`. Nothing is evaluated on them."""
+    share: float = Field(0.5, gt=0, le=1)
+    """Probability that a step trains on rows, drawn for each step from the run seed. It is 1 - lambda of GKD (Agarwal et al. 2023, arXiv 2306.13649), whose lambda is the share of sampled episodes."""
+    rows_per_step: int = Field(32, ge=1)
+    """Rows of such a step, divided among its `learner.updates_per_step` updates."""
+    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _there_are_rows(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values and not values.get("data"):
+            raise ValueError("there are no rows to train on; set `data.train`, or remove off_policy")
+        return values
+
+    @model_validator(mode="after")
+    def _rows_are_for_training(self):
+        for key in ("validation", "test", "held_out", "streaming"):
+            if getattr(self.data, key):
+                raise ValueError(
+                    f"`data.{key}` is not supported here: all rows are loaded at the start and used for training; remove it"
+                )
+        return self
+
+
+class DistillRecipe(PlayedRecipe):
+    """On-policy distillation: the policy samples episodes, and a teacher scores each sampled token."""
+
+    stage: Literal["distill"] = "distill"
+    """Which stage the recipe is for; `posttrain distill` takes this one."""
+    steps: int = Field(100, ge=1)
+    """Number of steps. Each samples groups_per_step x episodes_per_group episodes and makes updates_per_step x epochs_per_step updates."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Start no step after this many minutes; the run then ends as usual. Null: no limit."""
+    seeds: SeedRange = SeedRange(start=0, count=100_000)
+    """Training seeds of the environment, reshuffled on every pass over them."""
+    engine: PolicyEngineRecipe = LocalEngineRecipe()
+    """Engine that samples episodes: in this process on the weights in training, or vLLM."""
+    rollout: RolloutRecipe = RolloutRecipe()
+    teacher: TeacherRecipe
+    loss: Annotated[ReverseKlLoss | JsdLoss, Field(discriminator="type")] = ReverseKlLoss()
+    off_policy: OffPolicyRecipe | None = None
+    """Fixed rows that replace the sampled episodes of a share of the steps. Null: none."""
+    optimizer: OptimizerRecipe = OptimizerRecipe()
+    learner: LearnerRecipe = LearnerRecipe()
+    evaluation: EvaluationRecipe = EvaluationRecipe()
+    guards: GuardRecipe = GuardRecipe()
+    checkpoint: CheckpointRecipe = CheckpointRecipe()
+    hardware: HardwareRecipe = HardwareRecipe()
+
+    @model_validator(mode="after")
+    def _parts_fit(self):
+        rollout, learner = self.rollout, self.learner
+        refuse_lone_adapters(self.engine, self.model)
+        refuse_unknown_logprobs(self.engine, rollout.sampling)
+        refuse_overlap("seeds", self.seeds, self.evaluation)
+        refuse_other_temperature(self.teacher, rollout.sampling.temperature)
+        if rollout.sampling.temperature == 0:
+            raise ValueError(
+                "with `rollout.sampling.temperature: 0` the policy samples greedily and no divergence is estimated; set it to 1"
+            )
+        if rollout.async_rollouts:
+            raise ValueError("`rollout.async_rollouts` is not supported by the distill stage; set it to 0")
+        if self.hardware.ray is not None:
+            raise ValueError(
+                "`hardware.ray` is not supported by the distill stage; remove it, and use `hardware.processes` or servers in "
+                "`teacher.urls`"
+            )
+        if rollout.groups_per_step > self.seeds.count:
+            raise ValueError(
+                f"`rollout.groups_per_step` ({rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"
+            )
+        if learner.updates_per_step > rollout.groups_per_step:
+            raise ValueError(
+                f"`learner.updates_per_step` ({learner.updates_per_step}) is more than the groups of a step ({rollout.groups_per_step})"
+            )
+        for key in ("learner", "teacher"):
+            if getattr(self, key).tokens_per_batch < rollout.tokens_per_episode:
+                raise ValueError(
+                    f"one episode may have `rollout.tokens_per_episode` = {rollout.tokens_per_episode} tokens, more than "
+                    f"`{key}.tokens_per_batch` = {getattr(self, key).tokens_per_batch}; raise the latter or lower the former"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_fit(self):
+        if self.off_policy is None:
+            return self
+        if self.loss.type == "reverse_kl":
+            raise ValueError(
+                "`loss.type: reverse_kl` is a policy gradient on tokens that the policy sampled, which rows of `off_policy` are "
+                "not; use jsd, or remove off_policy"
+            )
+        if self.teacher.context is not None:
+            raise ValueError(
+                "`teacher.context` is for the tasks of episodes, which rows of `off_policy` lack; remove one"
+            )
+        if self.off_policy.rows_per_step < self.learner.updates_per_step:
+            raise ValueError("`off_policy.rows_per_step` is less than `learner.updates_per_step`; raise it")
+        for key in ("learner", "teacher"):
+            if getattr(self, key).tokens_per_batch < self.off_policy.data.max_tokens:
+                raise ValueError(
+                    f"one row may have `off_policy.data.max_tokens` = {self.off_policy.data.max_tokens} tokens, more than "
+                    f"`{key}.tokens_per_batch` = {getattr(self, key).tokens_per_batch}; raise the latter or lower the former"
+                )
+        return self

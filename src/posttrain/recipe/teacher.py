@@ -1,0 +1,81 @@
+"""The teacher of a distillation: a model, a server, or the policy itself with additional text in its prompt."""
+
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from posttrain.recipe.base import BaseConfig
+
+CONTEXT_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
+"""A field in `teacher.context`; other braces are text."""
+
+
+class TeacherRecipe(BaseConfig):
+    """A model that scores the tokens that the policy sampled. Set one of `path`, `urls` and `policy`. The teacher has the policy's tokenizer."""
+
+    path: str | None = None
+    """Directory, hub id, `.gguf` file or `packaged:` name of the teacher. In a pipeline, `stage:NAME`."""
+    urls: list[str] = []
+    """Base URLs of servers with the teacher, for example `http://localhost:8000/v1`; requests are divided among them. They score prompts given as token ids, see `protocol`."""
+    policy: Literal["initial", "current"] | None = None
+    """The policy is its own teacher and sees `context`. `initial`: its weights before training (OPSD; Zhao et al. 2026, arXiv 2601.18734). `current`: its weights at the start of each step (SDPO; Hübotter et al. 2026, arXiv 2601.20802)."""
+    context: str | None = None
+    """Text that is added to the last user message of the first observation in the teacher's prompt alone. `{reference}` is the action of the environment's expert, `{success}` an answer of another episode of the group that succeeded, `{feedback}` the text in the last turn's `info["feedback"]`, and any other field a column of the task's row. An episode that lacks a field is not trained on, and is counted."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """Precision of the model at `path`."""
+    tokens_per_batch: int = Field(4096, ge=16)
+    """Largest number of tokens in one forward pass of the teacher in this process."""
+    model: str | None = None
+    """Model name to send to the servers. Null: the first model that the server lists."""
+    protocol: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
+    """How the servers return log-probabilities of a prompt. `prompt_logprobs`: the field of vLLM. `echo`: the fields `echo` and `logprobs` of OpenAI completions."""
+    api_key_variable: str | None = None
+    """Name of the environment variable that holds the API key of the servers. Null: send a placeholder key."""
+    timeout: float = Field(120, gt=0)
+    """Timeout of one request, in seconds."""
+    retries: int = Field(3, ge=0)
+    """Retries after a timeout, a lost connection, or status 408, 409, 429 or 5xx, with exponential backoff."""
+    max_concurrent: int = Field(8, ge=1)
+    """Largest number of concurrent requests."""
+
+    @model_validator(mode="after")
+    def _one_teacher(self):
+        given = [key for key in ("path", "urls", "policy") if getattr(self, key)]
+        if len(given) != 1:
+            found = f"{' and '.join(f'`{key}`' for key in given)} are set" if given else "there is no teacher"
+            raise ValueError(f"{found}; set one of `path`, `urls` and `policy`")
+        if self.policy is not None and self.context is None:
+            raise ValueError(
+                f"`policy: {self.policy}` teaches nothing without additional text in the teacher's prompt; set `context`"
+            )
+        if self.context is not None and not self.context.strip():
+            raise ValueError("`context` is empty; write the text, or remove it")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"`urls` contains {url}; it must begin with http:// or https://")
+        for key in ("model", "protocol", "api_key_variable", "timeout", "retries", "max_concurrent"):
+            if not self.urls and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"`{key}` has no effect without servers; set `urls`, or remove it")
+        return self
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of the fields in `context`, each once."""
+        return list(dict.fromkeys(CONTEXT_FIELD.findall(self.context or "")))
+
+
+class RewardTeacherRecipe(TeacherRecipe):
+    """A teacher whose distance from the policy is subtracted from the reward of each sampled token (on-policy distillation inside `rl`)."""
+
+    coefficient: float = Field(1.0, gt=0)
+    """Reward per nat: each sampled token gets coefficient x (log teacher - log policy), whose mean is -coefficient x KL(policy, teacher)."""
+
+
+def refuse_other_temperature(teacher: TeacherRecipe, temperature: float) -> None:
+    """ValueError for servers, which score at temperature 1, and a policy that samples at another one."""
+    if teacher.urls and temperature != 1:
+        raise ValueError(
+            f"servers return log-probabilities at temperature 1, and `rollout.sampling.temperature` is {temperature:g}; set "
+            "it to 1, or load the teacher with `teacher.path`"
+        )

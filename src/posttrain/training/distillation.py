@@ -1,0 +1,115 @@
+"""The objective of distillation, and the forward pass that it needs."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from posttrain.losses.distillation import TeacherScores, candidate_logprobs, generalized_jsd, reverse_kl_losses
+from posttrain.losses.policy import token_weights
+from posttrain.models.forward import Measure, TokenScores
+from posttrain.models.policy import Policy
+from posttrain.recipe.distill import JsdLoss, ReverseKlLoss
+from posttrain.recipe.model import LearnerRecipe
+from posttrain.training.objectives import token_batch, token_forward
+from posttrain.training.updater import Sample, Totals
+
+
+def distillation_forward(
+    policy: Policy, settings: LearnerRecipe, temperature: float, loss: ReverseKlLoss | JsdLoss
+) -> Callable[[Sequence[Sample]], TokenScores]:
+    """A forward pass that gives the scores of the sampled tokens and, for `jsd`, the divergence from the teacher at each.
+
+    The divergence is computed beside the output projection, so that the policy's full distributions exist for
+    `learner.logits_per_chunk` tokens at a time.
+    """
+    if isinstance(loss, ReverseKlLoss):
+        return token_forward(policy, settings, temperature)
+
+    def forward(samples: Sequence[Sample]) -> TokenScores:
+        ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
+        measure = divergence(samples, loss.beta, policy.device)
+        return policy.score(ids, sampled, temperature, settings.logits_per_chunk, measure=measure)
+
+    return forward
+
+
+def divergence(samples: Sequence[Sample], beta: float, device: torch.device) -> Measure:
+    """The generalized Jensen-Shannon divergence of the policy from the teacher of `samples`, per sampled token."""
+    teachers = [teacher_of(sample) for sample in samples]
+    distribution = torch.from_numpy(np.concatenate([required(each.distribution) for each in teachers]))
+    chosen = [each.candidates for each in teachers if each.candidates is not None]
+    candidates = torch.from_numpy(np.concatenate(chosen)).long() if chosen else None
+
+    def measure(logprobs: torch.Tensor, places: slice) -> torch.Tensor:
+        target = distribution[places].to(device)
+        if candidates is not None:
+            return generalized_jsd(candidate_logprobs(logprobs, candidates[places].to(device)), target, beta)
+        shared = logprobs[:, : target.shape[1]]
+        if shared.shape[1] < logprobs.shape[1]:  # without the padding of the output layer, as the teacher's
+            shared = torch.log_softmax(shared, dim=1)
+        return generalized_jsd(shared, target, beta)
+
+    return measure
+
+
+class DistillationObjective:
+    """A distillation loss, averaged over the sampled tokens of the optimizer step. The samples need `teacher`."""
+
+    def __init__(self, loss: ReverseKlLoss | JsdLoss) -> None:
+        self.loss = loss
+
+    def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
+        return token_weights(self.loss.aggregation, [s.sampled_tokens for s in samples], self.loss.constant)
+
+    def has_signal(self, sample: Sample) -> bool:
+        return sample.sampled_tokens > 0
+
+    def __call__(
+        self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
+    ) -> tuple[torch.Tensor, Totals]:
+        batch = token_batch(samples, weights, output.logprobs.device)
+        teacher = torch.from_numpy(np.concatenate([teacher_of(sample).logprobs for sample in samples]))
+        teacher = teacher.to(output.logprobs.device)
+        if isinstance(self.loss, ReverseKlLoss):
+            losses = reverse_kl_losses(output.logprobs, teacher, batch, self.loss.discount, self.loss.cap)
+        else:
+            assert output.measured is not None
+            losses = output.measured
+        loss = (batch.weights * losses).sum()
+        logprobs, count = output.logprobs.detach(), float(len(teacher))
+        metrics: Totals = {
+            "loss/distillation": (float(loss.detach()), float(batch.weights.sum())),
+            "policy/entropy": (float(output.entropies.detach().sum()), count),
+            "teacher/logprob": (float(teacher.sum()), count),
+            "teacher/agreement": _agreement(samples),
+        }
+        if not any(sample.ptx for sample in samples):
+            # At tokens that the policy sampled, the mean of log policy - log teacher estimates KL(policy, teacher).
+            metrics["teacher/reverse_kl"] = (float((logprobs - teacher).sum()), count)
+            metrics["policy/mismatch"] = (float((logprobs - batch.rollout_logprobs).abs().sum()), count)
+        return loss, metrics
+
+
+def _agreement(samples: Sequence[Sample]) -> tuple[float, float]:
+    """How many trained tokens are the teacher's most probable ones, of how many; (0, 0) where those are unknown."""
+    agreed, count = 0, 0
+    for sample in samples:
+        teacher = teacher_of(sample)
+        if teacher.distribution is not None:
+            best = teacher.distribution.argmax(1) if teacher.candidates is None else teacher.candidates[:, 0]
+            agreed += int((best == sample.stream.ids[sample.stream.sampled]).sum())
+            count += sample.sampled_tokens
+    return float(agreed), float(count)
+
+
+def teacher_of(sample: Sample) -> TeacherScores:
+    """The teacher's scores of a sample, which must have them: an earlier phase of the step computes them."""
+    assert sample.teacher is not None
+    return sample.teacher
+
+
+def required(numbers: np.ndarray | None) -> np.ndarray:
+    """`numbers`, which must not be None."""
+    assert numbers is not None
+    return numbers

@@ -1,0 +1,66 @@
+"""The plan of a distillation: the teacher's memory and time."""
+
+from posttrain.planning.devices import device_of
+from posttrain.planning.dry_run import batch_arithmetic
+from posttrain.planning.memory import memory_estimate
+from posttrain.planning.model_sizes import ModelSizes
+from posttrain.planning.phases import step_phases
+from posttrain.recipe.distill import DistillRecipe
+from posttrain.recipe.rl import RlRecipe
+
+SIZES = ModelSizes(1_000_000, 2, 64, 128, 4, 2, 16, 1000)
+SMOL = 134_515_008
+
+
+def recipe(teacher, **keys):
+    return DistillRecipe.model_validate({"teacher": teacher, "learner": {"logits_per_chunk": 100}} | keys)
+
+
+def memory(teacher, **keys):
+    return memory_estimate(recipe(teacher, **keys), SIZES)
+
+
+def test_a_model_in_this_process_takes_its_own_size():
+    assert memory({"path": "packaged:smollm2-135m"})["teacher"][0] == 4 * SMOL
+    assert memory({"path": "packaged:smollm2-135m", "dtype": "bfloat16"})["teacher"][0] == 2 * SMOL
+    assert memory({"path": "runs/later/model"})["teacher"] == (4_000_000, "assuming the size of the policy")
+
+
+def test_servers_and_the_policy_itself_take_nothing():
+    assert memory({"urls": ["http://a/v1"]})["teacher"][0] == 0
+    assert memory({"policy": "current", "context": "x"})["teacher"][0] == 0
+    assert memory({"policy": "initial", "context": "x"})["teacher"][0] == 4_000_000
+    assert memory({"policy": "initial", "context": "x"}, model={"lora": {}})["teacher"][0] == 0
+
+
+def test_distributions_are_counted_by_candidate_or_whole():
+    rollout = {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 10}
+    environment = {"type": "bandit"}
+    tokens = 2 * 3 * 10 * recipe({"path": "a"}, environment=environment).environment.max_turns
+    assert "teacher's distributions, at most" not in memory({"path": "a"})
+    for top_k, size in ((50, 50 * 8), (None, 1000 * 4)):
+        rows = memory({"path": "a"}, loss={"type": "jsd", "top_k": top_k}, rollout=rollout, environment=environment)
+        assert rows["teacher's distributions, at most"][0] == tokens * size
+        assert rows["logits"][0] == 24 * 100 * 1000
+
+
+def test_the_teacher_has_a_phase_unless_it_is_on_servers():
+    def phases(teacher):
+        return [phase.what for phase in step_phases(recipe(teacher), SIZES, device_of("h200"))]
+
+    here = phases({"path": "packaged:smollm2-135m"})
+    assert here == ["reading prompts", "sampling", "teacher", "forward and backward passes", "optimizer"]
+    assert phases({"urls": ["http://a/v1"]}) == [what for what in here if what != "teacher"]
+
+
+def test_a_teacher_in_the_reward_is_planned_too():
+    with_teacher = RlRecipe.model_validate({"teacher": {"path": "packaged:smollm2-135m"}})
+    assert memory_estimate(with_teacher, SIZES)["teacher"][0] == 4 * SMOL
+    assert "teacher" in [phase.what for phase in step_phases(with_teacher, SIZES, device_of("h200"))]
+
+
+def test_the_arithmetic_names_the_teacher_and_the_fixed_rows():
+    rows = {"data": {"train": "rows.jsonl"}, "share": 0.25}
+    lines = batch_arithmetic(recipe({"path": "a"}, loss={"type": "jsd"}, off_policy=rows, steps=40))
+    assert "teacher: a" in lines
+    assert any("about 10 of 40 steps" in line for line in lines)
