@@ -133,8 +133,9 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     if width == 2:
         rows["float32 masters and their gradients"] = (8 * trained, "trained parameters x 8 bytes")
     rows["AdamW state"] = (8 * trained, "two float32 numbers for each trained parameter")
-    needed = isinstance(recipe, DpoRecipe) and recipe.keeps_reference
-    if needed or (isinstance(recipe, RlRecipe) and recipe.needs_reference):
+    of_pairs = isinstance(recipe, DpoRecipe) and recipe.keeps_reference
+    if of_pairs or (isinstance(recipe, RlRecipe) and recipe.needs_reference):
+        assert isinstance(recipe, DpoRecipe | RlRecipe)
         if recipe.model.lora is None:
             rows["reference model"] = _reference(recipe, sizes, width, trained)
         else:
