@@ -196,6 +196,17 @@ def test_a_plan_says_what_goes_on(stages):
     assert plan()[1:] == ["stage learn: would resume (it was interrupted)", "stage after: would run (not run yet)"]
 
 
+@pytest.mark.parametrize("words", [["--recipe", "p.yaml"], ["--recipe=p.yaml"], ["stages.learn.steps=3", "p.yaml"]])
+def test_the_file_of_a_pipeline_is_found_in_any_place(words, stages, capsys):
+    Path("p.yaml").write_text(TEXT)
+    assert main(["pipeline", *words, "--dry-run", "--only", "warm"]) == 0
+    assert "stage warm: would run" in capsys.readouterr().out
+    assert main(["pipeline", *words, "q.yaml", "--dry-run"]) == 2
+    assert "posttrain pipeline takes one file; remove q.yaml" in capsys.readouterr().err
+    assert main(["pipeline", "name=x", "--dry-run"]) == 2
+    assert "name=x is not a pipeline; name a pipeline file first" in capsys.readouterr().err
+
+
 def test_dry_run_names_the_stages_and_shows_the_chosen_ones(stages, capsys):
     Path("p.yaml").write_text(TEXT)
     assert main(["pipeline", "p.yaml", "--dry-run", "--only", "warm"]) == 0

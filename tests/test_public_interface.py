@@ -237,6 +237,17 @@ def test_the_learner_moves_the_policy_towards_credit(tiny_model):
         learner.update(episodes[:1], posttrain.advantages(episodes, "rloo"))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_adapters_with_dropout_take_old_logprobs_from_the_learner(dropout, tiny_model):
+    policy = posttrain.Policy(tiny_model, lora={"rank": 2, "dropout": dropout})
+    learner = posttrain.Learner(policy)
+    episodes = sampled(posttrain.LocalEngine(policy))
+    learner.update(episodes, posttrain.advantages(episodes, "rloo"))
+    old = [logprobs for _, logprobs in learner._old.values()]
+    assert len(old) == len(episodes)
+    assert all((logprobs is not None) == (dropout > 0) for logprobs in old)
+
+
 def test_settings_of_the_learner(policy):
     learner = posttrain.Learner(
         policy,

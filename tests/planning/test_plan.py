@@ -46,9 +46,17 @@ def test_batches_in_words():
     ]
 
 
+LAKE = ["environment.type=frozen_lake"]
+SCORED = ["environment.type=text_task", "environment.prompts=x.jsonl", "environment.reward=rewards.py:score"]
+
+
 @pytest.mark.parametrize("name", CREDITS.names())
 def test_every_credit_has_a_plan(name, capsys):
-    assert main(["rl", "environment.type=bandit", f"credit.type={name}", "--dry-run"]) == 0
+    words = {
+        "maxrl": [*LAKE, "environment.format.penalty=0"],
+        "gdpo": ["environment.type=bandit", "credit.weights.return=1"],
+    }
+    assert main(["rl", *words.get(name, ["environment.type=bandit"]), f"credit.type={name}", "--dry-run"]) == 0
     assert f"type: {name}" in capsys.readouterr().out
 
 
@@ -56,7 +64,7 @@ def test_every_credit_has_a_plan(name, capsys):
     ("keys", "problem"),
     [
         (("credit.type=pass_at_k", "credit.k=5", "rollout.episodes_per_group=4"), "`credit.k` \\(5\\) is more than"),
-        (("credit.type=gdpo", "rollout.episodes_per_group=1"), "compares the episodes of a group"),
+        (("credit.type=gdpo", *SCORED, "rollout.episodes_per_group=1"), "compares the episodes of a group"),
         (
             ("credit.type=maxrl", "rollout.missing_eos_penalty=1"),
             "`rollout.missing_eos_penalty` subtracts from returns",
@@ -65,6 +73,19 @@ def test_every_credit_has_a_plan(name, capsys):
             ("credit.type=maxrl", "kl.coefficient=0.1", "kl.apply_to=reward", "kl.estimator=k1"),
             "`kl.apply_to` subtracts",
         ),
+        (("credit.type=maxrl", *SCORED, "teacher.path=t"), "`teacher` subtracts from returns"),
+        (("credit.type=maxrl", *LAKE), "`environment.format.penalty` can make rewards negative"),
+        (
+            ("credit.type=maxrl", "environment.type=sokoban", "environment.format.penalty=0"),
+            "`environment.step_reward` can make rewards negative",
+        ),
+        (
+            ("credit.type=maxrl", "environment.type=bandit", "environment.format.penalty=0"),
+            "`environment.low_risk` can make rewards negative",
+        ),
+        (("credit.type=gdpo", "environment.type=bandit"), "`environment.type: bandit`\\) reports none"),
+        (("credit.type=gdpo", *SCORED, "environment.reward=exact"), "`environment.type: text_task`\\) reports none"),
+        (("credit.type=gdpo", *LAKE, "credit.weights={goal: 1, return: 1}"), "reports none"),
     ],
 )
 def test_credits_that_do_not_fit_are_refused(keys, problem):
@@ -73,12 +94,20 @@ def test_credits_that_do_not_fit_are_refused(keys, problem):
 
 
 def test_gdpo_names_rewards_and_filters_that_it_does_not_see():
-    keys = ["credit.type=gdpo", "rollout.missing_eos_penalty=1", "rollout.filter.type=dynamic"]
+    keys = [
+        "credit.type=gdpo",
+        *SCORED,
+        "rollout.missing_eos_penalty=1",
+        "rollout.filter.type=dynamic",
+        "teacher.path=t",
+    ]
     found = "\n".join(recipe_warnings(recipe_of(*keys)))
     assert "rollout.missing_eos_penalty has no effect: credit.weights of gdpo has no weight for `return`" in found
     assert "rollout.filter.type dynamic compares returns" in found
+    assert "teacher has no effect: credit.weights of gdpo has no weight for `return`" in found
     with_return = "\n".join(recipe_warnings(recipe_of(*keys, "credit.weights.return=1")))
     assert "missing_eos_penalty" not in with_return
+    assert "teacher" not in with_return
 
 
 PPO = ["credit.type=gae", "steps=10", "rollout.groups_per_step=6", "rollout.episodes_per_group=1"]

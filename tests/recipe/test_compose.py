@@ -315,3 +315,22 @@ def test_a_study_is_no_recipe_and_its_verb_is_named(capsys):
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(InputError, match="empty stop string"):
         load_recipe([], ['rollout.stop_strings=[""]'], "rl")
+
+
+@pytest.mark.parametrize(
+    ("stage", "words", "message"),
+    [
+        ("distill", [], "teacher is missing; set teacher.path, teacher.urls or teacher.policy"),
+        ("dpo", [], "data is missing; set data.train"),
+        (
+            "rl",
+            ["entropy=0.01"],
+            "entropy is 0.01; it must be a section with keys such as .*; the nearest is entropy.coefficient",
+        ),
+        ("sft", ["data.train=x", "loss.type=DFT"], r'loss.type is "DFT" \(did you mean dft\?\); it must be nll or dft'),
+        ("rl", ["credit.type=GRPO"], r'credit.type is "GRPO" \(did you mean grpo\?\)'),
+    ],
+)
+def test_a_wrong_form_or_case_names_the_nearest_key_or_value(stage, words, message):
+    with pytest.raises(InputError, match=message):
+        load_recipe([], words, stage)

@@ -176,6 +176,11 @@ def test_a_sharded_policy_is_refused(tiny_model):
     [
         ("dpo", {"reference": {"mix": 0.5}}, "`mix` has no effect"),
         ("dpo", {"loss": {"type": "simpo"}, "reference": {"update_every": 4}}, "has no reference model"),
+        (
+            "dpo",
+            {"loss": {"type": "bco"}, "reference": {"update_every": 4}},
+            "`loss.type: bco` subtracts a mean of rewards",
+        ),
         ("dpo", {"model": {"path": "m", "lora": {}}, "reference": {"update_every": 4}}, "with its adapters off"),
         (
             "rl",

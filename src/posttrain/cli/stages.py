@@ -271,9 +271,12 @@ def pipeline(
     from posttrain.recipe.pipeline import load_pipeline
 
     device = planned_device(dry_run, on)
-    sources, overrides = split_words(words or [])
-    if sources:
-        raise InputError(f"posttrain pipeline takes one file; remove {', '.join(sources)}")
+    sources, overrides = split_words([file, *(words or [])])
+    if not sources:
+        raise InputError(f"{file} is not a pipeline; name a pipeline file first, for example demo/pipeline")
+    file, *others = sources
+    if others:
+        raise InputError(f"posttrain pipeline takes one file; remove {', '.join(others)}")
     if dry_run:
         from posttrain.pipelines import chosen_stages, planned
         from posttrain.planning.dry_run import show_plan

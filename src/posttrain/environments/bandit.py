@@ -109,6 +109,14 @@ class Bandit(Game):
         self._pulled = name
         return self._rewards[name]
 
+    @classmethod
+    def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
+        """The penalty for a rejected answer, or an arm whose mean is less than four standard deviations above 0."""
+        assert isinstance(recipe, BanditRecipe)
+        arms = (("low_risk", recipe.low_risk), ("high_risk", recipe.high_risk))
+        below = [f"environment.{key}" for key, arm in arms if arm.mean < 4 * arm.std]
+        return super().negative_rewards(recipe) or (below[0] if below else None)
+
     def _ended(self) -> bool:
         return self._pulled is not None
 

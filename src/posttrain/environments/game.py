@@ -171,6 +171,17 @@ class Game(Environment):
             info["success"] = self._succeeded()
         return Step([_user(notice + self._state(first=False))], reward, terminated, truncated, info, self._key())
 
+    @classmethod
+    def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
+        """The penalty for a rejected answer, unless it is 0."""
+        assert isinstance(recipe, GameRecipe)
+        return "environment.format.penalty" if recipe.format.penalty < 0 else None
+
+    @classmethod
+    def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:
+        """False: a game has one reward."""
+        return False
+
     def expert(self) -> str:
         """Return an optimal answer in the current state, with a one-line reason where the format has thinking."""
         if self.turns_left < 1:

@@ -97,6 +97,16 @@ class Environment(ABC):
         return True
 
     @classmethod
+    def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
+        """Return the dotted key that makes rewards below 0 possible, which `credit.type: maxrl` refuses; None if none is known."""
+        return None
+
+    @classmethod
+    def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:
+        """Whether episodes can report `info["scores"]`, from which `credit.type: gdpo` learns."""
+        return True
+
+    @classmethod
     def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
         """Return the name of the task of `seed` for messages."""
         return f"environment seed {seed}"

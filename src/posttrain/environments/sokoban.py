@@ -167,6 +167,13 @@ class Sokoban(Game):
     def _idle_reward(self) -> float:
         return self.recipe.step_reward
 
+    @classmethod
+    def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
+        """A penalty for a rejected answer, a move, or a box pushed off its target."""
+        assert isinstance(recipe, SokobanRecipe)
+        below = [key for key in ("step_reward", "box_off_reward") if getattr(recipe, key) < 0]
+        return super().negative_rewards(recipe) or (f"environment.{below[0]}" if below else None)
+
     def _ended(self) -> bool:
         return self._room.solved(self._position)
 

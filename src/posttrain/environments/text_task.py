@@ -18,7 +18,7 @@ from posttrain.data.problems import Problems
 from posttrain.environments.game import play, require
 from posttrain.environments.judge import check_judge, judge_score
 from posttrain.environments.protocol import Environment, Message, Observation, Step, require_rows
-from posttrain.environments.rewards import SCORE, RewardFailure, finite_scores, load_reward
+from posttrain.environments.rewards import BUILT_IN, SCORE, RewardFailure, finite_scores, load_reward
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
 from posttrain.recipe.components import EnvironmentRecipe
@@ -136,6 +136,12 @@ class TextTask(Environment):
         return recipe.score_weight > 0 and any(
             part is not None for part in (recipe.reward, recipe.judge, recipe.reasoning_gym)
         )
+
+    @classmethod
+    def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:
+        """Whether a reward function of the user's own scores answers, or the score is reported apart from the reward."""
+        assert isinstance(recipe, TextTaskRecipe)
+        return recipe.score_weight != 1 or (recipe.reward is not None and recipe.reward not in BUILT_IN)
 
     @classmethod
     def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:

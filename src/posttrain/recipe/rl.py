@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from posttrain.recipe.components import environment_class
 from posttrain.recipe.credit import (
     CreditRecipe,
     CriticCredit,
@@ -89,6 +90,7 @@ class RlRecipe(PlayedRecipe):
                 ("kl.apply_to", self.kl.coefficient > 0 and self.kl.apply_to == "reward"),
                 ("rollout.overlong_penalty", self.rollout.overlong_penalty is not None),
                 ("rollout.missing_eos_penalty", self.rollout.missing_eos_penalty > 0),
+                ("teacher", self.teacher is not None),
             )
             if given
         ]
@@ -182,6 +184,27 @@ class RlRecipe(PlayedRecipe):
         return self
 
     @model_validator(mode="after")
+    def _returns_fit(self):
+        kind, needs = environment_class(self.environment.type), "divides by the mean return of a group"
+        if self.credit.type == "maxrl" and (penalties := self._penalties()):
+            raise ValueError(
+                f"`credit.type: maxrl` {needs}, which must not be negative, and `{penalties[0]}` subtracts from returns; "
+                "remove it, or use rloo"
+            )
+        if self.credit.type == "maxrl" and (key := kind.negative_rewards(self.environment)):
+            raise ValueError(
+                f"`credit.type: maxrl` {needs}, which must not be negative, and `{key}` can make rewards "
+                "negative; change it, or use rloo"
+            )
+        wanted = set(self.credit.weights or {"": 1.0}) - {"return"} if isinstance(self.credit, GdpoCredit) else None
+        if wanted and not kind.reports_scores(self.environment):
+            raise ValueError(
+                "`credit.type: gdpo` learns from several scores of an episode, and the environment "
+                f"(`environment.type: {self.environment.type}`) reports none; set `credit.weights.return` alone, or use grpo"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _parts_fit(self):
         refuse_overlap("seeds", self.seeds, self.evaluation)
         if self.rollout.groups_per_step > self.seeds.count:
@@ -196,11 +219,6 @@ class RlRecipe(PlayedRecipe):
             raise ValueError(
                 f"`credit.k` ({self.credit.k}) is more than `rollout.episodes_per_group` "
                 f"({self.rollout.episodes_per_group}); lower it, or sample more episodes per group"
-            )
-        if self.credit.type == "maxrl" and (penalties := self._penalties()):
-            raise ValueError(
-                f"`credit.type: maxrl` divides by the mean return of a group, which must not be negative, and "
-                f"`{penalties[0]}` subtracts from returns; remove it, or use rloo"
             )
         if self.learner.updates_per_step > self.rollout.groups_per_step:
             raise ValueError(

@@ -11,6 +11,7 @@ from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe, refu
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import (
     ADAPTERS_OFF,
+    BcoLoss,
     DpoLoss,
     PreferenceLossRecipe,
     ReferenceRecipe,
@@ -144,6 +145,11 @@ class DpoRecipe(_Rows):
             raise ValueError(f"`nll_coefficient` is not supported by `loss.type: {self.loss.type}`; set it to 0")
         if self.moves_reference and not self.loss.needs_reference:
             raise ValueError(f"`loss.type: {self.loss.type}` has no reference model; remove `reference.update_every`")
+        if self.moves_reference and isinstance(self.loss, BcoLoss) and self.loss.shift:
+            raise ValueError(
+                "`loss.type: bco` subtracts a mean of rewards of earlier updates, which `reference.update_every` would measure "
+                "against other references; remove it, or set `loss.shift: false`"
+            )
         if self.moves_reference and self.model.lora is not None:
             raise ValueError(f"`reference.update_every` {ADAPTERS_OFF}")
         if self.loss.type == "kto" and self.rows_per_update < 2:

@@ -45,6 +45,7 @@ RENAMED_KEYS = {
     "loss.centring": "loss.center_rewards_coefficient",
     "loss.correction.level": "loss.correction.reject",
     "loss.correction.type": "loss.correction.weights",
+    "loss.entropy_coefficient": "entropy.coefficient",
     "loss.normaliser": "loss.aggregation",
     "objective.within.*.least": "objective.within.METRIC.min",
     "objective.within.*.most": "objective.within.METRIC.max",
@@ -92,8 +93,9 @@ def validation_errors(
 
 def nearest_type(name: str, choices: list[str]) -> str:
     """A hint with the choice most similar to `name`; empty if there is none."""
-    near = difflib.get_close_matches(name, choices, 1, 0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
+    by_case = {choice.casefold(): choice for choice in choices}
+    near = difflib.get_close_matches(name.casefold(), by_case, 1, 0.6)
+    return f" (did you mean {by_case[near[0]]}?)" if near else ""
 
 
 def _sentence(
@@ -115,14 +117,28 @@ def _sentence(
         return f"{where}: {dotted}.type is {_show(tag)}{hint}; it must be {either(choices)}"
     info = _field(path[len(prefix) :], part, _value(given.values, prefix))
     words = allowed(info) if info is not None else problem["msg"]
+    sections = sections_of(info.annotation) if info is not None else []
     if problem["type"] == "missing":
+        if len(sections) == 1:
+            return f"{start}{dotted} is missing; set {_first_keys(dotted, sections[0])}"
         return f"{start}{dotted} is missing; it must be {words}"
-    if problem["type"] in ("model_type", "model_attributes_type") and info is not None:
-        sections = sections_of(info.annotation)
-        words = f"a section with keys such as {', '.join(list(sections[0].model_fields)[:4])}" if sections else words
+    if problem["type"] in ("model_type", "model_attributes_type") and sections:
+        words = f"a section with keys such as {', '.join(list(sections[0].model_fields)[:4])}"
+        if isinstance(value, int | float) and "coefficient" in sections[0].model_fields:
+            words += f"; the nearest is {dotted}.coefficient"
     if words.startswith("text") and isinstance(value, int | float) and not isinstance(value, bool):
         words = f"{words}, in quotes"
-    return f"{start}{dotted} is {_show(value)}{_renamed_value(dotted, value)}; it must be {words}"
+    hint = _renamed_value(dotted, value)
+    if problem["type"] == "literal_error" and isinstance(value, str):
+        hint = hint or nearest_type(value, re.findall("'([^']*)'", problem["ctx"]["expected"]))
+    return f"{start}{dotted} is {_show(value)}{hint}; it must be {words}"
+
+
+def _first_keys(dotted: str, section: type[BaseConfig]) -> str:
+    """The keys that a section needs; where it needs none in particular, its first ones."""
+    fields = section.model_fields.items()
+    names = [f"{dotted}.{name}" for name, info in fields if info.is_required()]
+    return " and ".join(names) if names else either([f"{dotted}.{name}" for name, _ in fields][:3])
 
 
 def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath) -> str:

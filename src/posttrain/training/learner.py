@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.episode import Advantages, Episode, PerToken, RewardStreams, Stream
 from posttrain.errors import InputError
 from posttrain.losses.entropy import EntropyController
 from posttrain.losses.kl import KlController
-from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import chosen, section
 from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit, TokenBaselineCredit
@@ -30,7 +28,7 @@ from posttrain.training.objectives import (
     token_forward,
 )
 from posttrain.training.reference import MovingReference
-from posttrain.training.rl import set_advantages
+from posttrain.training.rl import rounds_or_drops, set_advantages
 from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.updater import Optimizer, Sample, Updater, add_totals, means, samples_of_episodes
 
@@ -153,8 +151,8 @@ class Learner:
 
         Several updates on the same episodes are PPO epochs. Old log-probabilities are those of the first of them: with
         `loss.old: learner` the learner computes them there, in one more forward pass. `auto` does so where weights are not
-        float32, where tokens were sampled by older weights, and with `loss.correction`; otherwise it takes those of the
-        engine, and warns if they differ from the learner's.
+        float32, where adapters have dropout, where tokens were sampled by older weights, and with `loss.correction`;
+        otherwise it takes those of the engine, and warns if they differ from the learner's.
 
         Args:
             episodes: what `rollout` returned.
@@ -225,8 +223,7 @@ class Learner:
         self._old = {key: entry for key, entry in self._old.items() if entry[0]() is not None}
         new = [sample for sample in samples if id(sample.stream) not in self._old]
         stale = any((s.stream.versions[s.stream.sampled] != self.policy.version).any() for s in new)
-        rounded = resolve_dtype(self.policy.recipe.dtype, self.policy.device) != torch.float32
-        by_learner = bool(new) and self.loss.old_source(stale or rounded) == "learner"
+        by_learner = bool(new) and self.loss.old_source(stale or rounds_or_drops(self.policy)) == "learner"
         computed = self._logprobs(new) if by_learner else [None] * len(new)
         for sample, old in zip(new, computed, strict=True):
             self._old[id(sample.stream)] = (weakref.ref(sample.stream), old)

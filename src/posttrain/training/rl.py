@@ -245,9 +245,14 @@ def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
 
 def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:
     """Whether the rollouts' log-probabilities can differ from the learner's by more than the rounding of float32."""
-    rounded = resolve_dtype(recipe.model.dtype, policy.device) != torch.float32
-    dropout = recipe.model.lora is not None and recipe.model.lora.dropout > 0
-    return recipe.engine.type != "local" or rounded or recipe.rollout.async_rollouts > 0 or dropout
+    return recipe.engine.type != "local" or recipe.rollout.async_rollouts > 0 or rounds_or_drops(policy)
+
+
+def rounds_or_drops(policy: Policy) -> bool:
+    """Whether the learner's log-probabilities have a dtype below float32 or dropout of the adapters in them."""
+    lora = policy.recipe.lora
+    rounded = resolve_dtype(policy.recipe.dtype, policy.device) != torch.float32
+    return rounded or (lora is not None and lora.dropout > 0)
 
 
 def make_components(
