@@ -54,3 +54,14 @@ def test_a_fixed_coefficient_stays():
     controller = EntropyController(EntropyRecipe(coefficient=0.01))
     controller.update(0.0)
     assert controller.coefficient == 0.01
+
+
+def test_the_target_is_about_the_tokens_that_get_the_bonus():
+    controller = EntropyController(EntropyRecipe(target=1.0, step=0.1, tokens="answer"))
+    controller.update_from({"policy/entropy": 0.2})
+    assert controller.coefficient == 0.0
+    controller.update_from({"policy/entropy": 2.0, "policy/bonus_entropy": 0.2})
+    assert controller.coefficient == pytest.approx(0.1)
+    of_all = EntropyController(EntropyRecipe(target=1.0, step=0.1))
+    of_all.update_from({"policy/entropy": 0.2})
+    assert of_all.coefficient == pytest.approx(0.1)

@@ -44,10 +44,11 @@ def test_k3_is_cut_off_at_ten_nats_and_counted():
 
 @pytest.mark.parametrize("given", [{}, {"coefficient": 0.1}])
 def test_the_default_estimator_follows_the_place(given):
-    assert KlRecipe(**given).estimator == "k3"
-    in_reward = KlRecipe(**given, apply_to="reward")
-    assert in_reward.estimator == "k1"
-    assert KlRecipe.model_validate(in_reward.model_dump()) == in_reward
+    in_loss = KlRecipe(**given)
+    assert in_loss.estimator_in_use == "k3"
+    in_reward = KlRecipe.model_validate(in_loss.model_dump() | {"apply_to": "reward"})
+    assert in_reward.estimator_in_use == "k1"
+    assert KlRecipe.model_validate(in_reward.model_dump() | {"apply_to": "loss"}) == in_loss
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,7 @@ def test_the_default_estimator_follows_the_place(given):
         ({"apply_to": "reward", "estimator": "k2"}, "k2` in the reward is no KL penalty"),
         ({"apply_to": "reward", "importance_weighted": True}, "`importance_weighted` has no effect"),
         ({"coefficient": 0.1, "estimator": "k1"}, "zero on average"),
+        ({"importance_weighted": True, "estimator": "k2"}, "k2 has not the gradient"),
     ],
 )
 def test_estimators_that_are_no_penalty_in_their_place_are_refused(given, words):

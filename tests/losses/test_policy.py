@@ -148,9 +148,11 @@ def test_corrections_that_make_no_sense_are_refused(given, words):
 
 def test_each_level_has_its_own_defaults():
     levels = [CorrectionRecipe(weights=w, reject=r) for w, r in (("token", "geometric"), ("sequence", "token"))]
-    assert [(level.cap, level.bounds) for level in levels] == [(2.0, (0.999, 1.001)), (3.0, (0.5, 2.0))]
-    assert CorrectionRecipe.model_validate(levels[0].model_dump()) == levels[0]
-    assert CorrectionRecipe().bounds is None
+    assert [(level.largest_weight, level.kept_ratios) for level in levels] == [(2.0, (0.999, 1.001)), (3.0, (0.5, 2.0))]
+    assert CorrectionRecipe().kept_ratios is None
+    # A resolved recipe holds no derived defaults, so another level gets its own.
+    switched = CorrectionRecipe.model_validate(levels[1].model_dump() | {"weights": "token", "reject": "geometric"})
+    assert switched == levels[0]
 
 
 def test_a_correction_needs_the_learners_own_logprobs():

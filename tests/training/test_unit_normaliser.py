@@ -45,6 +45,6 @@ def test_a_fit_writes_params_profile_and_plot(of_units, tmp_path, capsys):
 def test_runs_without_units_and_files_without_pairs_are_refused(of_units, tiny_model, tmp_path, capsys):
     plain = run(recipe_values("reward", tiny_model, tmp_path, epochs=1))
     assert main(["fit-normalizer", str(plain)]) == 2
-    assert "rewards whole answers, so there are no units to fit" in capsys.readouterr().err
+    assert "train a model with `units`" in capsys.readouterr().err
     assert main(["fit-normalizer", str(of_units), "--data", str(tmp_path / "gone.jsonl")]) == 2
     assert main(["fit-normalizer", str(tmp_path / "gone")]) == 2

@@ -5,6 +5,7 @@ and entropies that are known then: those before the step's first update.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,10 @@ class EntropyController:
         change = self.recipe.step if entropy < target else -self.recipe.step
         self._adapted = min(max(self._adapted + change, 0.0), self.recipe.max_coefficient)
         self._below = entropy <= target
+
+    def update_from(self, metrics: Mapping[str, float]) -> None:
+        """Adapt to the entropy, among a step's `metrics`, of the tokens that get the bonus; none changes nothing."""
+        self.update(metrics.get("policy/entropy" if self.recipe.tokens == "all" else "policy/bonus_entropy"))
 
     def state_dict(self) -> dict[str, Any]:
         """The adapted coefficient, and whether the last entropy was at most the target."""

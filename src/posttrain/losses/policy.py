@@ -141,13 +141,14 @@ def importance_correction(recipe: CorrectionRecipe, batch: TokenBatch) -> tuple[
     factors = torch.ones_like(log_ratios)
     metrics = {"correction/mismatch": sum_and_count(log_ratios.abs())}
     if recipe.weights != "none":
-        assert recipe.cap is not None
+        cap = recipe.largest_weight
+        assert cap is not None
         ratios = bounded_exp(by_level[recipe.weights](log_ratios))
-        factors = ratios.clamp(max=recipe.cap)
-        metrics["correction/truncated"] = sum_and_count(ratios > recipe.cap)
-    if recipe.bounds is not None:
+        factors = ratios.clamp(max=cap)
+        metrics["correction/truncated"] = sum_and_count(ratios > cap)
+    if (bounds := recipe.kept_ratios) is not None:
         ratios = bounded_exp(by_level[recipe.reject](log_ratios))
-        rejected = (ratios < recipe.bounds[0]) | (ratios > recipe.bounds[1])
+        rejected = (ratios < bounds[0]) | (ratios > bounds[1])
         factors = factors.masked_fill(rejected, 0.0)
         metrics["correction/rejected"] = sum_and_count(rejected)
         if recipe.reject != "token":

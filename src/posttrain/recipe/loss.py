@@ -23,18 +23,14 @@ class CorrectionRecipe(BaseConfig):
     weights: Literal["token", "sequence", "none"] = "token"
     """Factor of a token's loss, truncated at `cap`. `token`: r of the token. `sequence`: the product of r over the stream. `none`: 1."""
     cap: float | None = Field(None, gt=1)
-    """Largest factor. Default: 2 for `token`, 3 for `sequence`."""
+    """Largest factor. Null: 2 for `token`, 3 for `sequence`."""
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
     """What is masked where a ratio is outside `bounds`. `token`: single tokens, by r. `sequence`: whole streams, by the product of r. `geometric`: whole streams, by the geometric mean of r."""
     bounds: tuple[float, float] | None = None
-    """Smallest and largest ratio that is kept. Default: 0.5 to 2 for `token`, 1/3 to 3 for `sequence`, 0.999 to 1.001 for `geometric`."""
+    """Smallest and largest ratio that is kept. Null: 0.5 to 2 for `token`, 1/3 to 3 for `sequence`, 0.999 to 1.001 for `geometric`."""
 
     @model_validator(mode="after")
     def _has_an_effect(self):
-        if self.cap is None:
-            object.__setattr__(self, "cap", CORRECTION_CAPS.get(self.weights))  # the model is frozen
-        if self.bounds is None:
-            object.__setattr__(self, "bounds", CORRECTION_BOUNDS.get(self.reject))
         if self.weights == "none" and self.reject == "none":
             raise ValueError("a correction needs `weights` or `reject`; set one of them, or remove `correction`")
         if self.weights == "none" and self.cap is not None:
@@ -44,6 +40,16 @@ class CorrectionRecipe(BaseConfig):
         if self.bounds is not None and not 0 <= self.bounds[0] < 1 < self.bounds[1]:
             raise ValueError("`bounds` must be a number below 1, at least 0, and one above 1")
         return self
+
+    @property
+    def largest_weight(self) -> float | None:
+        """`cap`, or its default. None with `weights: none`."""
+        return CORRECTION_CAPS.get(self.weights) if self.cap is None else self.cap
+
+    @property
+    def kept_ratios(self) -> tuple[float, float] | None:
+        """`bounds`, or their default. None with `reject: none`."""
+        return CORRECTION_BOUNDS.get(self.reject) if self.bounds is None else self.bounds
 
 
 class PolicyLoss(Section):
@@ -246,12 +252,12 @@ class KlRecipe(BaseConfig):
 
     coefficient: float = Field(0.0, ge=0)
     """Weight of the penalty (beta). 0: off, and no reference model is loaded."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log p - log p_ref. Default: k3 in the loss. In the reward it is k1, the only one that is a KL penalty there."""
+    estimator: Literal["k1", "k2", "k3"] | None = None
+    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log p - log p_ref. Null: k3 in the loss, and in the reward k1, the only one that is a KL penalty there."""
     apply_to: Literal["loss", "reward"] = "loss"
     """`loss`: add the penalty to the loss. `reward`: subtract it from the reward of each sampled token."""
     importance_weighted: bool = False
-    """In the loss, multiply the estimate by p / p_rollout, with the gradient through both (DeepSeek-V3.2, equation 7). The expected gradient is then that of KL(p, p_ref) also for stale or repeated samples."""
+    """In the loss, multiply the estimate by p / p_rollout, with the gradient through both (DeepSeek-V3.2, equation 7). With k1 or k3, the expected gradient is then that of KL(p, p_ref) also for stale or repeated samples."""
     target: float | None = Field(None, gt=0)
     """Target KL per token of the adaptive coefficient. Null: fixed coefficient."""
     horizon: float = Field(10_000.0, gt=0)
@@ -260,15 +266,18 @@ class KlRecipe(BaseConfig):
 
     @model_validator(mode="after")
     def _estimator_fits_the_place(self):
-        if self.apply_to == "reward" and "estimator" not in self.model_fields_set:
-            object.__setattr__(self, "estimator", "k1")  # the model is frozen
         unweighted = self.apply_to == "loss" and not self.importance_weighted
         if unweighted and self.estimator == "k1" and self.coefficient > 0:
             raise ValueError(
                 "the gradient of k1 in the loss is zero on average; use `estimator: k2` or `k3`, `importance_weighted: true` "
                 "or `apply_to: reward`"
             )
-        if self.apply_to == "reward" and self.estimator != "k1":
+        if self.importance_weighted and self.estimator == "k2":
+            raise ValueError(
+                "the importance-weighted k2 has not the gradient of the KL divergence; use `estimator: k1` or `k3`, or "
+                "`importance_weighted: false`"
+            )
+        if self.apply_to == "reward" and self.estimator not in (None, "k1"):
             raise ValueError(
                 f"`estimator: {self.estimator}` in the reward is no KL penalty: the cosine of its expected gradient with that of "
                 "the KL is +0.05 near KL 0 and -0.99 at KL 0.16 for k3, and +1.00 for k1; use k1, or `apply_to: loss`"
@@ -278,6 +287,11 @@ class KlRecipe(BaseConfig):
         if self.target is not None and self.coefficient == 0:
             raise ValueError("an adaptive coefficient cannot leave 0; set `coefficient` above 0")
         return self
+
+    @property
+    def estimator_in_use(self) -> Literal["k1", "k2", "k3"]:
+        """`estimator`, or its default."""
+        return self.estimator or ("k1" if self.apply_to == "reward" else "k3")
 
 
 class ClipCovRecipe(BaseConfig):

@@ -160,8 +160,8 @@ class Learner:
 
         Returns:
             Metrics by name as means over sampled tokens, for example `loss/policy`, `policy/entropy` in nats,
-            `policy/kl` in nats per token, `optimizer/gradient_norm` before clipping. `optimizer/skipped` is 1 where the
-            weights did not change because no token has credit or a gradient was not finite.
+            `policy/kl` in nats per token, `optimizer/gradient_norm` before clipping. `optimizer/skipped` is 1 where a
+            gradient was not finite and `optimizer/no_signal` where no token has credit; the weights then stay as they are.
 
         Raises:
             RunError: too many updates in a row were not finite, or an episode has more than `tokens_per_batch` tokens.
@@ -215,7 +215,7 @@ class Learner:
         for message in self._updater.take_warnings():
             warnings.warn(message, stacklevel=2)
         self._controller.update(metrics.get("policy/kl"), len(episodes))
-        self._entropy_controller.update(metrics.get("policy/bonus_entropy", metrics.get("policy/entropy")))
+        self._entropy_controller.update_from(metrics)
         return metrics
 
     def _set_old_logprobs(self, samples: Sequence[Sample]) -> bool:

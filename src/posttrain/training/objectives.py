@@ -405,7 +405,7 @@ class PolicyObjective:
             metrics |= kl_metrics(output.logprobs - batch.ref_logprobs)
         if self.kl_coefficient > 0:
             assert batch.ref_logprobs is not None
-            penalty = kl_loss(self.kl.estimator, output.logprobs, batch, self.kl.importance_weighted)
+            penalty = kl_loss(self.kl.estimator_in_use, output.logprobs, batch, self.kl.importance_weighted)
             loss = loss + self.kl_coefficient * penalty
             metrics["loss/kl"] = (float(penalty.detach()), weighted)
         if isinstance(self.entropy.covariance, KlCovRecipe):

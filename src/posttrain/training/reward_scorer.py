@@ -204,7 +204,7 @@ class RewardShaping:
                 end += overlong_penalty(episode.sampled_tokens, self.rollout.overlong_penalty)
         if kl_coefficient > 0 and self.kl.apply_to == "reward":
             references = [sample.ref_logprobs for sample in samples]
-            kl = _per_token(episodes, references, lambda difference: estimate_kl(self.kl.estimator, difference))
+            kl = _per_token(episodes, references, lambda difference: estimate_kl(self.kl.estimator_in_use, difference))
             rewards = apply_kl_penalty(rewards, kl, kl_coefficient)
         if self.teacher_coefficient > 0:
             taught = [None if sample.teacher is None else sample.teacher.logprobs for sample in samples]

@@ -120,7 +120,7 @@ def train(
                     c.kl.update(metrics.get("policy/kl"), len(batch.episodes))
                     if recipe.entropy.has_bonus:
                         metrics["entropy/coefficient"] = c.entropy.coefficient
-                    c.entropy.update(metrics.get("policy/bonus_entropy", metrics.get("policy/entropy")))
+                    c.entropy.update_from(metrics)
                     fired = c.guards.check(metrics)
                     trainer.finish_step(metrics)
                     rollouts.learned(step)
