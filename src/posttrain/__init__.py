@@ -29,10 +29,14 @@ if TYPE_CHECKING:
     from posttrain.recipe.components import register_environment as register_environment
     from posttrain.recipe.credit import register_credit as register_credit
     from posttrain.recipe.loss import CispoLoss as CispoLoss
+    from posttrain.recipe.loss import DppoLoss as DppoLoss
+    from posttrain.recipe.loss import EntropyRecipe as EntropyRecipe
+    from posttrain.recipe.loss import GmpoLoss as GmpoLoss
     from posttrain.recipe.loss import GspoLoss as GspoLoss
     from posttrain.recipe.loss import KlRecipe as KlRecipe
     from posttrain.recipe.loss import PpoLoss as PpoLoss
     from posttrain.recipe.loss import ReinforceLoss as ReinforceLoss
+    from posttrain.recipe.loss import SapoLoss as SapoLoss
     from posttrain.recipe.loss import register_loss as register_loss
     from posttrain.result import Result as Result
     from posttrain.rollout.driver import rollout as rollout
@@ -54,9 +58,12 @@ _PUBLIC = {
     "Advantages": "posttrain.episode",
     "CispoLoss": "posttrain.recipe.loss",
     "Callback": "posttrain.training.trainer",
+    "DppoLoss": "posttrain.recipe.loss",
+    "EntropyRecipe": "posttrain.recipe.loss",
     "Environment": "posttrain.environments.protocol",
     "EnvironmentRecipe": "posttrain.recipe.components",
     "Episode": "posttrain.episode",
+    "GmpoLoss": "posttrain.recipe.loss",
     "GspoLoss": "posttrain.recipe.loss",
     "KlRecipe": "posttrain.recipe.loss",
     "Learner": "posttrain.training.learner",
@@ -67,6 +74,7 @@ _PUBLIC = {
     "ReinforceLoss": "posttrain.recipe.loss",
     "Result": "posttrain.result",
     "RewardModel": "posttrain.models.reward",
+    "SapoLoss": "posttrain.recipe.loss",
     "Step": "posttrain.environments.protocol",
     "TokenBatch": "posttrain.losses.policy",
     "VllmEngine": "posttrain.engines.vllm.engine",

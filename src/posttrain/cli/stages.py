@@ -191,24 +191,19 @@ rl = _stage_command(
 )
 
 
-def distill(
-    words: Words = None,
-    dry_run: DryRun = False,
-    on: On = None,
-    resume: Resume = None,
-    overwrite: Overwrite = False,
-) -> None:
+distill = _stage_command(
+    "distill",
     """Train a policy towards a teacher on the policy's own episodes (on-policy distillation).
 
     Examples:
 
     posttrain distill environment.type=bandit teacher.path=runs/rl/model
 
-    posttrain distill recipes/distill/text.yaml teacher.urls=[http://localhost:8000/v1] --dry-run
+    posttrain distill recipes/distill/frozen_lake.yaml teacher.urls=[http://localhost:8000/v1] --dry-run
 
     posttrain distill --resume runs/run
-    """
-    run("distill", words or [], dry_run, on, resume, overwrite)
+    """,
+)
 
 
 def generate(

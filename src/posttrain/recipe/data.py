@@ -89,25 +89,19 @@ class DataRecipe(BaseConfig):
         return self
 
 
-class PtxRecipe(BaseConfig):
-    """Supervised rows mixed into every policy update, against forgetting (PPO-ptx; Ouyang et al. 2022, arXiv 2203.02155)."""
+class FixedRowsRecipe(BaseConfig):
+    """Supervised rows that a stage with sampled episodes trains on as well."""
 
     data: DataRecipe
     """The rows: conversations in `data.train`. Nothing is evaluated on them."""
-    coefficient: float = Field(1.0, gt=0)
-    """Weight of their negative log-likelihood, averaged over the trained tokens of the update, in the policy's loss."""
-    rows_per_update: int = Field(16, ge=1)
-    """Rows per optimizer update."""
-    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens. Log-probabilities use `rollout.sampling.temperature`."""
 
     @model_validator(mode="before")
     @classmethod
     def _there_are_rows(cls, values: Any) -> Any:
         if isinstance(values, dict) and values and not values.get("data"):
             raise ValueError(
-                f"`{next(iter(values))}` would have no effect: there are no rows to train on; set "
-                "`data.train`, or remove ptx"
+                f"`{next(iter(values))}` would have no effect: there are no rows to train on; set `data.train`, or remove "
+                "the section"
             )
         return values
 
@@ -119,3 +113,14 @@ class PtxRecipe(BaseConfig):
                     f"`data.{key}` is not supported here: all rows are loaded at the start and used for training; remove it"
                 )
         return self
+
+
+class PtxRecipe(FixedRowsRecipe):
+    """Supervised rows mixed into every policy update, against forgetting (PPO-ptx; Ouyang et al. 2022, arXiv 2203.02155)."""
+
+    coefficient: float = Field(1.0, gt=0)
+    """Weight of their negative log-likelihood, averaged over the trained tokens of the update, in the policy's loss."""
+    rows_per_update: int = Field(16, ge=1)
+    """Rows per optimizer update."""
+    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens. Log-probabilities use `rollout.sampling.temperature`."""

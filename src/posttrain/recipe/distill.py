@@ -1,27 +1,25 @@
 """The recipe of on-policy distillation."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.data import DataRecipe
+from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.engines import (
-    LocalEngineRecipe,
-    PolicyEngineRecipe,
     refuse_lone_adapters,
     refuse_unknown_logprobs,
 )
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange
-from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, PlayedRecipe, refuse_overlap
+from posttrain.recipe.rollout import EvaluationRecipe
+from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe, refuse_overlap
 from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
 
 
 class _DistillationLoss(BaseConfig):
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per stream, then over streams. `constant`: sum divided by `constant`."""
+    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
     constant: float | None = Field(None, gt=0)
     """Divisor for `aggregation: constant`."""
 
@@ -54,11 +52,9 @@ class JsdLoss(_DistillationLoss):
     """Compare the probabilities of the teacher's `top_k` most probable tokens, and of all other tokens as one. Null: the whole vocabulary, which keeps vocabulary x 4 bytes per sampled token in memory."""
 
 
-class OffPolicyRecipe(BaseConfig):
+class OffPolicyRecipe(FixedRowsRecipe):
     """Steps that train on fixed rows in place of sampled episodes. Rows may be answers of the teacher (`posttrain generate`)."""
 
-    data: DataRecipe
-    """The rows: conversations in `data.train`. Nothing is evaluated on them."""
     share: float = Field(0.5, gt=0, le=1)
     """Probability that a step trains on rows, drawn for each step from the run seed. It is 1 - lambda of GKD (Agarwal et al. 2023, arXiv 2306.13649), whose lambda is the share of sampled episodes."""
     rows_per_step: int = Field(32, ge=1)
@@ -66,37 +62,12 @@ class OffPolicyRecipe(BaseConfig):
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _there_are_rows(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values and not values.get("data"):
-            raise ValueError("there are no rows to train on; set `data.train`, or remove off_policy")
-        return values
 
-    @model_validator(mode="after")
-    def _rows_are_for_training(self):
-        for key in ("validation", "test", "held_out", "streaming"):
-            if getattr(self.data, key):
-                raise ValueError(
-                    f"`data.{key}` is not supported here: all rows are loaded at the start and used for training; remove it"
-                )
-        return self
-
-
-class DistillRecipe(PlayedRecipe):
+class DistillRecipe(SampledRecipe):
     """On-policy distillation: the policy samples episodes, and a teacher scores each sampled token."""
 
     stage: Literal["distill"] = "distill"
     """Which stage the recipe is for; `posttrain distill` takes this one."""
-    steps: int = Field(100, ge=1)
-    """Number of steps. Each samples groups_per_step x episodes_per_group episodes and makes updates_per_step x epochs_per_step updates."""
-    max_minutes: float | None = Field(None, gt=0)
-    """Start no step after this many minutes; the run then ends as usual. Null: no limit."""
-    seeds: SeedRange = SeedRange(start=0, count=100_000)
-    """Training seeds of the environment, reshuffled on every pass over them."""
-    engine: PolicyEngineRecipe = LocalEngineRecipe()
-    """Engine that samples episodes: in this process on the weights in training, or vLLM."""
-    rollout: RolloutRecipe = RolloutRecipe()
     teacher: TeacherRecipe
     loss: Annotated[ReverseKlLoss | JsdLoss, Field(discriminator="type")] = ReverseKlLoss()
     off_policy: OffPolicyRecipe | None = None

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.credit import (
@@ -20,34 +20,23 @@ from posttrain.recipe.credit import (
 )
 from posttrain.recipe.data import PtxRecipe
 from posttrain.recipe.engines import (
-    LocalEngineRecipe,
-    PolicyEngineRecipe,
     refuse_lone_adapters,
     refuse_unknown_logprobs,
 )
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import ADAPTERS_OFF, EntropyRecipe, KlRecipe, LossRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
-from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange, refuse_ahead
-from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, PlayedRecipe, refuse_overlap
+from posttrain.recipe.rollout import EvaluationRecipe, refuse_ahead
+from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe, refuse_overlap
 from posttrain.recipe.teacher import RewardTeacherRecipe, refuse_other_temperature
 from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, UnitCreditRecipe
 
 
-class RlRecipe(PlayedRecipe):
+class RlRecipe(SampledRecipe):
     """Reinforcement learning in an environment."""
 
     stage: Literal["rl"] = "rl"
     """Which stage the recipe is for; `posttrain rl` takes this one."""
-    steps: int = Field(100, ge=1)
-    """Number of steps. Each samples groups_per_step x episodes_per_group episodes and makes updates_per_step x epochs_per_step updates."""
-    max_minutes: float | None = Field(None, gt=0)
-    """Start no step after this many minutes; the run then ends as usual. Null: no limit."""
-    seeds: SeedRange = SeedRange(start=0, count=100_000)
-    """Training seeds of the environment, reshuffled on every pass over them."""
-    engine: PolicyEngineRecipe = LocalEngineRecipe()
-    """Engine that samples episodes: in this process on the weights in training, or vLLM."""
-    rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardSource | None = None
     """Reward model whose score is added to the environment's reward. Null: none."""
     credit: CreditRecipe = GroupCredit(type="rloo")

@@ -6,8 +6,9 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
+from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
+from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange
 
 
 class CheckpointRecipe(BaseConfig):
@@ -70,6 +71,20 @@ class PlayedRecipe(StageRecipe):
     @classmethod
     def _environment_by_type(cls, value: Any) -> Any:
         return environment_recipe(value) if isinstance(value, dict) else value
+
+
+class SampledRecipe(PlayedRecipe):
+    """A stage that trains on the episodes that the policy samples."""
+
+    steps: int = Field(100, ge=1)
+    """Number of steps. Each samples groups_per_step x episodes_per_group episodes and makes updates_per_step x epochs_per_step updates."""
+    max_minutes: float | None = Field(None, gt=0)
+    """Start no step after this many minutes; the run then ends as usual. Null: no limit."""
+    seeds: SeedRange = SeedRange(start=0, count=100_000)
+    """Training seeds of the environment, reshuffled on every pass over them."""
+    engine: PolicyEngineRecipe = LocalEngineRecipe()
+    """Engine that samples episodes: in this process on the weights in training, or vLLM."""
+    rollout: RolloutRecipe = RolloutRecipe()
 
 
 def refuse_overlap(key: str, seeds: SeedRange, evaluation: EvaluationRecipe) -> None:

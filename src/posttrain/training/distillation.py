@@ -11,7 +11,7 @@ from posttrain.models.forward import Measure, TokenScores
 from posttrain.models.policy import Policy
 from posttrain.recipe.distill import JsdLoss, ReverseKlLoss
 from posttrain.recipe.model import LearnerRecipe
-from posttrain.training.objectives import token_batch, token_forward
+from posttrain.training.objectives import episode_ids, token_batch, token_forward
 from posttrain.training.updater import Sample, Totals
 
 
@@ -60,7 +60,8 @@ class DistillationObjective:
         self.loss = loss
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return token_weights(self.loss.aggregation, [s.sampled_tokens for s in samples], self.loss.constant)
+        lengths = [sample.sampled_tokens for sample in samples]
+        return token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
 
     def has_signal(self, sample: Sample) -> bool:
         return sample.sampled_tokens > 0

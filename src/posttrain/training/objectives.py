@@ -312,6 +312,11 @@ def _flat(parts: Sequence[np.ndarray | None], device: torch.device) -> torch.Ten
     return torch.from_numpy(np.concatenate(given)).float().to(device) if len(given) == len(parts) else None
 
 
+def episode_ids(samples: Sequence[Sample]) -> list[int]:
+    """The episode of each sample. A sample of no episode, such as a supervised row, counts as one of its own."""
+    return [-1 - i if sample.episode is None else sample.episode for i, sample in enumerate(samples)]
+
+
 class PolicyObjective:
     """Policy loss + `kl_coefficient` x KL to the reference model (with `kl.apply_to: loss`) - entropy bonus."""
 
@@ -357,8 +362,7 @@ class PolicyObjective:
         samples, and the scale of the entropy bonus."""
         masked = [self._is_masked(sample) for sample in samples]
         lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
-        episodes = [-1 - i if s.episode is None else s.episode for i, s in enumerate(samples)]
-        weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episodes)
+        weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
         trained = [s for s, out in zip(samples, masked, strict=True) if not out]
         self._of_update = set_factors(self.loss, self.entropy, samples, trained, self.random)
         if self.loss.mask_truncated:
