@@ -223,7 +223,8 @@ class Learner:
         self._old = {key: entry for key, entry in self._old.items() if entry[0]() is not None}
         new = [sample for sample in samples if id(sample.stream) not in self._old]
         stale = any((s.stream.versions[s.stream.sampled] != self.policy.version).any() for s in new)
-        by_learner = bool(new) and self.loss.old_source(stale or rounds_or_drops(self.policy)) == "learner"
+        differs = stale or rounds_or_drops(self.policy.recipe, self.policy.device)
+        by_learner = bool(new) and self.loss.old_source(differs) == "learner"
         computed = self._logprobs(new) if by_learner else [None] * len(new)
         for sample, old in zip(new, computed, strict=True):
             self._old[id(sample.stream)] = (weakref.ref(sample.stream), old)

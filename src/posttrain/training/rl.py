@@ -19,7 +19,7 @@ from posttrain.models.forward import TokenScores
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CreditRecipe, CriticCredit, TokenBaselineCredit
-from posttrain.recipe.model import LearnerRecipe
+from posttrain.recipe.model import LearnerRecipe, ModelRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
@@ -245,14 +245,17 @@ def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
 
 def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:
     """Whether the rollouts' log-probabilities can differ from the learner's by more than the rounding of float32."""
-    return recipe.engine.type != "local" or recipe.rollout.async_rollouts > 0 or rounds_or_drops(policy)
+    return (
+        recipe.engine.type != "local"
+        or recipe.rollout.async_rollouts > 0
+        or rounds_or_drops(recipe.model, policy.device)
+    )
 
 
-def rounds_or_drops(policy: Policy) -> bool:
+def rounds_or_drops(model: ModelRecipe, device: torch.device) -> bool:
     """Whether the learner's log-probabilities have a dtype below float32 or dropout of the adapters in them."""
-    lora = policy.recipe.lora
-    rounded = resolve_dtype(policy.recipe.dtype, policy.device) != torch.float32
-    return rounded or (lora is not None and lora.dropout > 0)
+    rounded = resolve_dtype(model.dtype, device) != torch.float32
+    return rounded or (model.lora is not None and model.lora.dropout > 0)
 
 
 def make_components(
