@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_with_the_rows_that_are_due(tiny_model, tmp_path):
     changes = {"ptx": ptx(tmp_path), "credit": {"type": "gae"}}
     assert small.run(small.recipe_values(tiny_model, tmp_path / "whole", **changes)) == 0
     killed = small.recipe_values(tiny_model, tmp_path / "killed", **changes)
-    assert small.run(killed, die_at=("posttrain.training.rows:PtxRows.batch", 6)) == -9
+    assert small.run(killed, die_at=("posttrain.training.rows:FixedRows.batch", 6)) == -9
     assert small.run(killed, resume=True) == 0
     assert small.weights(tmp_path / "whole" / "small") == small.weights(tmp_path / "killed" / "small")
     assert small.metrics(tmp_path / "whole" / "small") == small.metrics(tmp_path / "killed" / "small")
