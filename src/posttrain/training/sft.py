@@ -1,6 +1,6 @@
 """Supervised fine-tuning on rows of text or on the traces of an environment's expert."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -56,7 +56,7 @@ def train(
         if recipe.data is not None:
             warnings += settings_warnings(recipe.environment, recipe.data.train)
     if recipe.chosen_by_loss:
-        best_by = lambda values: -values["validation/loss"]  # noqa: E731
+        best_by = negative_validation_loss
     trainer = Trainer(
         LoopSettings.of(recipe, total),
         run,
@@ -69,6 +69,11 @@ def train(
     )
     objective = SupervisedObjective(recipe.loss)
     train_on(trainer, batches, lambda samples: objective, resume, console)
+
+
+def negative_validation_loss(values: Mapping[str, float]) -> float:
+    """The score that chooses the best checkpoint by its loss on held-out rows; larger is better."""
+    return -values["validation/loss"]
 
 
 class _Traces:

@@ -1,7 +1,7 @@
 """Teachers: models, servers, or the policy itself with more in its prompt, that score the tokens the policy sampled."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -120,6 +120,11 @@ class ServerScorer:
 # -- privileged context -------------------------------------------------------------------------------------------------
 
 
+def fill_fields(text: str, values: Mapping[str, str]) -> str:
+    """`text` with each field of a teacher's context replaced by its value."""
+    return CONTEXT_FIELD.sub(lambda match: values[match[1]], text)
+
+
 class PrivilegedContext:
     """Text that only the teacher sees, added to the last user message of an episode's first observation.
 
@@ -157,7 +162,7 @@ class PrivilegedContext:
             values = tasks[episode.seed] | self._of_episode(episode, episodes)
             text = None
             if all(name in values for name in self.fields):
-                text = CONTEXT_FIELD.sub(lambda match: values[match[1]], self.text)  # noqa: B023
+                text = fill_fields(self.text, values)
             for _ in episode.streams:
                 sample = next(remaining)
                 found.append(None if text is None else self._with_text(episode, sample, text))
@@ -327,8 +332,11 @@ def open_teacher(
             )
         servers = ScoringServers(recipe)
         tokenizer = policy.tokenizer
-        check = lambda: servers.check_tokenizer(lambda token: tokenizer.decode([token]), len(tokenizer))  # noqa: E731
-        warnings += current_world().on_rank0(check)
+
+        def decode(token: int) -> str:
+            return tokenizer.decode([token])
+
+        warnings += current_world().on_rank0(lambda: servers.check_tokenizer(decode, len(tokenizer)))
         scorer = ServerScorer(servers, vocabulary, top_k)
     else:
         teacher = policy
