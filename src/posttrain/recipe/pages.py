@@ -30,7 +30,8 @@ of the memory.
 A pipeline is a file with `stage: pipeline`, a `name`, and `stages`: a list whose items have a `name`, the keys of a recipe,
 and optionally `recipe` (a file to begin with, relative to the pipeline) and `from` (an earlier stage, whose exported
 model becomes `model.path`). The keys of `common` are defaults of every stage. The run of a stage is
-`<runs>/<pipeline>/<stage>`. Overrides are `common.KEY=value` and `stages.NAME.KEY=value`.
+`<runs>/<pipeline>/<stage>`. Overrides are `common.KEY=value` for all stages and `stages.NAME.KEY=value`
+for one; they win over all files.
 """
 
 

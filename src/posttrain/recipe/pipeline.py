@@ -56,13 +56,13 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
 
     The file has `name`, `runs`, `common` (keys beneath every stage) and `stages`, a list of `name`, `from` (an
     earlier stage whose exported model becomes `model.path`; any other key may name one as `stage:NAME`), `recipe` (a file relative to this one) and the stage's
-    own keys, which win over the file's. Overrides are `name=`, `runs=`, `common.KEY=` and `stages.NAME.KEY=`; `changes` are
-    overrides that have been read already.
+    own keys, which win over the file's. Overrides are `name=`, `runs=`, `common.KEY=` and `stages.NAME.KEY=`; they win over all
+    files, and those of one stage over those of all. `changes` are overrides that have been read already.
     Raises `InputError` with one sentence per problem; each names the stage.
     """
     changes = [*read_overrides(overrides), *changes]
     source = str(recipe_file(source))
-    given = merge([read_file(source), *(layer for layer in changes if "stages" not in layer.values)])
+    given = merge([read_file(source), *(layer for layer in changes if not {"stages", "common"} & layer.values.keys())])
     _check_file(given, source)
     entries = [given.part("stages", str(at)) for at in range(len(given.values["stages"]))]
     names = [_name(entry, at, source) for at, entry in enumerate(entries)]
@@ -72,12 +72,13 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     changed = [_change_of_stage(layer, names) for layer in changes if "stages" in layer.values]
     directory = Path(given.values.get("runs", "runs")) / given.values.get("name", "pipeline")
     common = given.part("common") if "common" in given.values else Layer({})
+    for_all = [_change_of_all(layer) for layer in changes if "common" in layer.values]
     stages: list[PipelineStage] = []
     problems: list[str] = []
     for name, entry in zip(names, entries, strict=True):
-        layers = [common, entry, *(layer for changed_name, layer in changed if changed_name == name)]
+        own = [entry, *(layer for changed_name, layer in changed if changed_name == name)]
         try:
-            stages.append(_resolved(name, layers, Path(source).parent, directory, stages, names))
+            stages.append(_resolved(name, common, own, for_all, Path(source).parent, directory, stages, names))
         except InputError as error:
             problems += [f"stage {name}: {sentence}" for sentence in str(error).splitlines()]
     if problems:
@@ -86,9 +87,16 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
 
 
 def _resolved(
-    name: str, layers: list[Layer], folder: Path, directory: Path, earlier: list[PipelineStage], names: list[str]
+    name: str,
+    common: Layer,
+    own: list[Layer],
+    for_all: list[Layer],
+    folder: Path,
+    directory: Path,
+    earlier: list[PipelineStage],
+    names: list[str],
 ) -> PipelineStage:
-    common, *own = layers
+    """One stage. `own`: its entry in the file and its overrides; `for_all`: overrides of every stage, between those."""
     entry = merge(own)
     upstream, file = entry.values.get("from"), entry.values.get("recipe")
     for key, value in (("from", upstream), ("recipe", file)):
@@ -96,14 +104,15 @@ def _resolved(
             raise InputError(f"{entry.origin((key,))}: {key} is {json.dumps(value)}; it must be text")
     if "runs" in entry.values:
         raise InputError(f"{entry.origin(('runs',))}: runs of a stage has no effect; set runs of the pipeline")
-    values = {key: value for key, value in entry.values.items() if key not in ("name", "from", "recipe")}
+    given_keys = merge([own[0], *for_all, *own[1:]])
+    values = {key: value for key, value in given_keys.values.items() if key not in ("name", "from", "recipe")}
     place: dict[str, Any] = {"name": name, "runs": str(directory)}
     if upstream is not None:
-        if isinstance(values.get("model"), dict) and "path" in values["model"]:
+        if isinstance(entry.values.get("model"), dict) and "path" in entry.values["model"]:
             where = entry.origin(("model", "path"))
             raise InputError(f"{where}: model.path and from: {upstream} both say which model to start from; keep one")
         place["model"] = {"path": f"{_STAGE}{upstream}"}
-    layers = [common, *([read_file(str(folder / file))] if file else []), Layer(values, entry.origins)]
+    layers = [common, *([read_file(str(folder / file))] if file else []), Layer(values, given_keys.origins)]
     where = entry.origin(("from",))
     layers.append(Layer(place, {("model", "path"): where} if where else {}))
     stage = merge(layers).values.get("stage")
@@ -190,6 +199,14 @@ def _name(entry: Layer, at: int, source: str) -> str:
     if not isinstance(name, str) or not name:
         raise InputError(f"{where}: stage {at + 1} of the pipeline has no name; give it one, as text")
     return name
+
+
+def _change_of_all(layer: Layer) -> Layer:
+    """The keys that an override `common.KEY=value` gives to every stage."""
+    if not isinstance(layer.values["common"], dict):
+        where = layer.origin(("common",))
+        raise InputError(f"{where}: common must be a section of keys for every stage; write `common.KEY=value`")
+    return layer.part("common")
 
 
 def _change_of_stage(layer: Layer, names: list[str]) -> tuple[str, Layer]:
