@@ -1,5 +1,6 @@
 """Warnings about recipe keys without effect and about unusual values."""
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -45,7 +46,7 @@ _AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
-    warnings = [*_head(recipe), *_thinking(recipe)]
+    warnings = [*_head(recipe), *_thinking(recipe), *_tracking(recipe)]
     if isinstance(recipe, GenerateRecipe):
         return [*warnings, *_generation(recipe)]
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
@@ -163,6 +164,14 @@ def _thinking_key(environment: EnvironmentRecipe) -> str | None:
     if hasattr(environment, "thinking"):
         return "thinking"
     return "format.thinking" if hasattr(getattr(environment, "format", None), "thinking") else None
+
+
+def _tracking(recipe: Recipe) -> list[str]:
+    """Keys of `tracking` that no sink reads."""
+    used = {"wandb": ("project", "entity", "run_name", "tags"), "trackio": ("project", "run_name")}
+    read = {key for sink in recipe.sinks for key in used.get(sink, ())}
+    given = [key for key in used["wandb"] if _given(recipe.tracking, key) and key not in read]
+    return [_without_effect(f"tracking.{key}", f"sinks is {json.dumps(recipe.sinks)}") for key in given]
 
 
 def _vllm(engine: BaseConfig) -> list[str]:
