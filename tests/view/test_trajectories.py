@@ -92,7 +92,7 @@ def run(tmp_path):
     make = make_env("sokoban")
     for step, answers in ((0, ["<answer>Up</answer>"] * 5), (10, None)):
         write_episodes(run.episodes, step, "evaluation", [episode_of(make, 20_001, answers)])
-    with MetricsLog(run) as log:
+    with MetricsLog(run, []) as log:
         log.write(0, "evaluation", {"success": 0.0, "return": -0.5, "n": 1})
     return run
 
