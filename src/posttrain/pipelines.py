@@ -315,7 +315,8 @@ def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:
             if row.policy in ("random policy", "optimal policy"):
                 baselines[row.policy] = row
             elif row.policy != START:
-                rows.append(replace(row, policy=f"after {stage.name}"))
+                name = stage.name if stage.recipe.stage == "evaluate" else f"after {stage.name}"
+                rows.append(replace(row, policy=name))
             elif not rows:
                 rows.append(replace(row, policy=f"after {stage.upstream}" if stage.upstream else UNTRAINED))
     first = [baselines["random policy"]] if "random policy" in baselines else []

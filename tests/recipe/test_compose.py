@@ -10,6 +10,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.recipe.compose import dump_recipe, load_recipe
 from posttrain.recipe.sources import dump_values, merge, read_text
+from posttrain.recipe.warnings import recipe_warnings
 
 
 def complaint(*overrides, sources=(), stage="rl"):
@@ -334,3 +335,54 @@ def test_an_empty_stop_string_is_refused():
 def test_a_wrong_form_or_case_names_the_nearest_key_or_value(stage, words, message):
     with pytest.raises(InputError, match=message):
         load_recipe([], words, stage)
+
+
+# -- recipes of other stages for evaluate -------------------------------------------------------------------------------
+
+TRAINING = """
+stage: rl
+name: lake
+steps: 40
+model: {path: some/model, dtype: bfloat16, lora: {rank: 8}, gradient_checkpointing: true}
+environment: {type: frozen_lake, size: 5, format: {thinking: true}}
+credit: {type: grpo}
+rollout: {tokens_per_turn: 90, groups_per_step: 2, sampling: {temperature: 0.7}, stop_strings: [</answer>]}
+evaluation: {every: 7, sampling: {temperature: 0.3}, metric: return}
+"""
+
+
+@pytest.fixture
+def training(tmp_path):
+    (tmp_path / "rl.yaml").write_text(TRAINING)
+    return str(tmp_path / "rl.yaml")
+
+
+def test_evaluate_takes_environment_and_sampling_from_a_recipe_of_another_stage(training):
+    recipe = load_recipe([training], ["model.path=runs/lake/model"], "evaluate")
+    assert (recipe.stage, recipe.name, recipe.model.path) == ("evaluate", "lake-evaluation", "runs/lake/model")
+    assert (recipe.environment.size, recipe.environment.format.thinking) == (5, True)
+    assert (recipe.evaluation.sampling.temperature, recipe.rollout.tokens_per_turn) == (0.3, 90)
+    assert (recipe.rollout.stop_strings, recipe.model.dtype, recipe.model.lora) == (["</answer>"], "bfloat16", None)
+    assert recipe_warnings(recipe) == []
+    again = load_recipe([training], ["name=mine", "environment.max_turns=25"], "evaluate")
+    assert (again.name, again.environment.max_turns) == ("mine", 25)
+
+
+def test_evaluate_refuses_wrong_keys_of_the_other_stage_and_recipes_without_an_environment(training, tmp_path):
+    with pytest.raises(InputError, match="stepz"):
+        load_recipe([training], ["stepz=3"], "evaluate")
+    with pytest.raises(InputError, match="steps"):
+        load_recipe([training], ["steps=3"], "evaluate")
+    (tmp_path / "dpo.yaml").write_text("stage: dpo\nname: pairs\ndata: {train: pairs.jsonl}\n")
+    with pytest.raises(InputError, match="is for stage dpo and has no environment to evaluate in"):
+        load_recipe([str(tmp_path / "dpo.yaml")], [], "evaluate")
+    words = ["environment.type=bandit", "model.path=runs/pairs/model"]
+    assert load_recipe([str(tmp_path / "dpo.yaml")], words, "evaluate").environment.type == "bandit"
+
+
+@pytest.mark.parametrize("name", ["ragen/bandit", "ragen/sokoban_sft", "memory/gspo", "rlhf/ppo"])
+def test_ready_recipes_of_all_stages_can_be_evaluated(name):
+    recipe = load_recipe([name], ["model.path=packaged:smollm2-135m"], "evaluate")
+    assert recipe.stage == "evaluate"
+    assert recipe.name.endswith("-evaluation")
+    assert not any("has no effect" in warning for warning in recipe_warnings(recipe))

@@ -13,7 +13,7 @@ from posttrain.recipe.components import environment_class, environment_names, re
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.registry import REGISTRIES, Registry
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides
-from posttrain.recipe.stages import STAGES, Recipe
+from posttrain.recipe.stages import NOT_EVALUATED, STAGES, EvaluateRecipe, Recipe
 from posttrain.recipe.validation import nearest_type, validation_errors
 
 P = TypeVar("P", bound=BaseConfig)
@@ -92,13 +92,43 @@ def plain_values(value: Any) -> Any:
 def merge_typed(layers: list[Layer], stage: str) -> Layer:
     """Merge the layers left to right. Where a later layer changes the `type` of a section, keys of the old type are dropped.
 
-    So one recipe serves several algorithms: `credit.type=rloo` over a file with `credit: {type: gae, gae_lambda: 0.95}`.
+    So one recipe serves several algorithms: `credit.type=rloo` over a file with `credit: {type: gae, gae_lambda: 0.95}`. And
+    `evaluate` takes a recipe of any stage: what an evaluation does not use is left out of it.
     """
     merged = Layer({})
+    if stage == "evaluate":
+        layers = _as_evaluations(layers)
     for layer in layers:
         kept = _without_old_keys(merged.values, layer.values, STAGES[stage])
         merged = merge([Layer(kept, merged.origins), layer])
     return merged
+
+
+def _as_evaluations(layers: list[Layer]) -> list[Layer]:
+    """The layers, with recipes of other stages as recipes of `evaluate`. InputError where these have no environment."""
+    converted = []
+    for layer in layers:
+        trained = layer.values.get("stage", "evaluate")
+        schema = STAGES.get(trained)
+        if trained == "evaluate" or schema is None:
+            converted.append(layer)
+            continue
+        default = "environment" in schema.model_fields and schema.model_fields["environment"].default is not None
+        if not default and not any(isinstance(one.values.get("environment"), dict) for one in layers):
+            raise InputError(
+                f"{layer.origin(('stage',))}: the recipe is for stage {trained} and has no environment to evaluate in; set "
+                "environment.type, or answer rows with `posttrain generate`"
+            )
+        values = {
+            key: {name: kept for name, kept in value.items() if name not in NOT_EVALUATED.get(key, ())}
+            if isinstance(value, dict)
+            else value
+            for key, value in layer.values.items()
+            if key in EvaluateRecipe.model_fields or key not in schema.model_fields
+        }
+        place = {"stage": "evaluate", "name": f"{values.get('name', schema.model_fields['name'].default)}-evaluation"}
+        converted.append(Layer(values | place, layer.origins))
+    return converted
 
 
 def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[BaseConfig]) -> dict[str, Any]:

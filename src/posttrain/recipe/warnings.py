@@ -22,6 +22,7 @@ from posttrain.recipe.model import ModelRecipe, RewardSource, stored_thinking
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.sources import read_file
 from posttrain.recipe.stages import (
+    NOT_EVALUATED,
     DistillRecipe,
     DpoRecipe,
     EvaluateRecipe,
@@ -71,7 +72,7 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
     if isinstance(recipe, EvaluateRecipe):
         warnings += [
             _without_effect(f"evaluation.{key}", "the evaluate stage runs one evaluation, on evaluation.final_seeds")
-            for key in ("every", "seeds", "metric")
+            for key in NOT_EVALUATED["evaluation"]
             if _given(recipe.evaluation, key)
         ]
         warnings += _remote(recipe)
@@ -282,17 +283,8 @@ def _limits(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe) -> li
 
 
 def _rollout_unused(rollout: RolloutRecipe, stage: str) -> list[str]:
-    keys = (
-        "groups_per_step",
-        "episodes_per_group",
-        "sampling",
-        "filter",
-        "overlong_penalty",
-        "missing_eos_penalty",
-        *_AHEAD,
-    )
     reason = f"the {stage} stage samples evaluation episodes only"
-    return [_without_effect(f"rollout.{key}", reason) for key in keys if _given(rollout, key)]
+    return [_without_effect(f"rollout.{key}", reason) for key in NOT_EVALUATED["rollout"] if _given(rollout, key)]
 
 
 def _rl_without_effect(recipe: RlRecipe) -> list[str]:
