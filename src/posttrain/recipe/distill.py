@@ -12,8 +12,8 @@ from posttrain.recipe.engines import (
 )
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.rollout import EvaluationRecipe
-from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe, refuse_overlap
+from posttrain.recipe.rollout import EvaluationRecipe, refuse_overlap
+from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
 from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
 
 
@@ -84,7 +84,7 @@ class DistillRecipe(SampledRecipe):
         rollout, learner = self.rollout, self.learner
         refuse_lone_adapters(self.engine, self.model)
         refuse_unknown_logprobs(self.engine, rollout.sampling)
-        refuse_overlap("seeds", self.seeds, self.evaluation)
+        refuse_overlap({"seeds": self.seeds, **self.evaluation.ranges}, self.environment.rows_key is not None)
         refuse_other_temperature(self.teacher, rollout.sampling.temperature)
         if rollout.sampling.temperature == 0:
             raise ValueError(
@@ -97,7 +97,7 @@ class DistillRecipe(SampledRecipe):
                 "`hardware.ray` is not supported by the distill stage; remove it, and use `hardware.processes` or servers in "
                 "`teacher.urls`"
             )
-        if rollout.groups_per_step > self.seeds.count:
+        if rollout.groups_per_step > (self.seeds.count or rollout.groups_per_step):
             raise ValueError(
                 f"`rollout.groups_per_step` ({rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"
             )
