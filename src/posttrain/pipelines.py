@@ -17,6 +17,7 @@ from posttrain.errors import InputError
 from posttrain.planning.dry_run import tasks_of
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.pipeline import PipelineRecipe, PipelineStage
+from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.warnings import thinking_differs
 from posttrain.runs.directory import write_atomically
@@ -329,7 +330,7 @@ def _finished(pipeline: PipelineRecipe) -> list[PipelineStage]:
 
 def _environment(stage: PipelineStage) -> tuple[EnvironmentRecipe, Sequence[int]] | None:
     """Return the environment and the seeds of the stage's final table; None for a stage without an environment."""
-    environment = getattr(stage.recipe, "environment", None)
+    environment = evaluated_environment(stage.recipe)
     if environment is None:
         return None
     return environment, tasks_of(stage.recipe).test  # type: ignore[arg-type]

@@ -386,3 +386,47 @@ def test_ready_recipes_of_all_stages_can_be_evaluated(name):
     assert recipe.stage == "evaluate"
     assert recipe.name.endswith("-evaluation")
     assert not any("has no effect" in warning for warning in recipe_warnings(recipe))
+
+
+# -- the environment of evaluations -------------------------------------------------------------------------------------
+
+
+def test_the_environment_of_evaluations_has_the_keys_of_training_but_those_that_differ(training):
+    words = ["evaluation.environment.max_turns=25", "evaluation.environment.format.penalty=-2"]
+    recipe = load_recipe([training], words, "rl")
+    assert (recipe.environment.max_turns, recipe.evaluation.environment.max_turns) == (5, 25)
+    own = recipe.evaluation.environment
+    assert (own.type, own.size, own.format.thinking, own.format.penalty) == ("frozen_lake", 5, True, -2)
+    assert load_recipe([], ["evaluation.environment.max_turns=3"], "rl").evaluation.environment.type == "bandit"
+    # Read again, it is the same, also where training has changed since.
+    text = dump_recipe(recipe)
+    (Path(training).parent / "again.yaml").write_text(text)
+    assert load_recipe([str(Path(training).parent / "again.yaml")], [], "rl") == recipe
+
+
+def test_another_type_keeps_no_key_of_the_environment_of_training(training):
+    recipe = load_recipe([training], ["evaluation.environment.type=sokoban"], "rl")
+    assert (recipe.evaluation.environment.dim_x, recipe.evaluation.environment.format.thinking) == (6, False)
+    sft = load_recipe([], ["data.train=rows.jsonl", "evaluation.environment.type=bandit"], "sft")
+    assert (sft.environment, sft.evaluation.environment.type) == (None, "bandit")
+
+
+def test_evaluate_plays_the_environment_of_evaluations(training):
+    words = ["evaluation.environment.max_turns=25", "model.path=m"]
+    recipe = load_recipe([training], words, "evaluate")
+    assert (recipe.environment.max_turns, recipe.environment.size, recipe.evaluation.environment) == (25, 5, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["evaluation.environment.max_turn=3"], "override evaluation.environment.max_turn=3: there is no key"),
+        (["evaluation.environment.size=x"], "evaluation.environment.size"),
+        (["evaluation.environment.type=lake"], "there is no environment 'lake'"),
+        (["seeds.start=1000000"], "`evaluation.seeds`"),
+    ],
+)
+def test_mistakes_in_the_environment_of_evaluations_are_named(training, words, expected):
+    with pytest.raises(InputError) as caught:
+        load_recipe([training], ["evaluation.environment.max_turns=9", *words], "rl")
+    assert expected in str(caught.value)

@@ -50,7 +50,8 @@ def keys_of(
         sections = sections_of(info.annotation)
         if EnvironmentRecipe in sections:
             yield Key(path, "a section", _text(default), info.description or "", variant)
-            yield from _environment_keys(f"{path}.")
+            if not prefix:  # those of `evaluation.environment` are the same
+                yield from _environment_keys(f"{path}.")
         elif not sections:
             yield Key(path, allowed(info), _text(default), info.description or "", variant)
         else:

@@ -38,7 +38,7 @@ OWN_COLUMNS = (
 
 NOT_EVALUATED = {
     "engine": ("adapters",),
-    "evaluation": ("every", "seeds", "metric"),
+    "evaluation": ("every", "metric"),
     "model": ("lora", "gradient_checkpointing"),
     "rollout": (
         *("groups_per_step", "episodes_per_group", "sampling", "filter", "overlong_penalty", "missing_eos_penalty"),
