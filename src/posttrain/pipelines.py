@@ -19,6 +19,7 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.pipeline import ConvertRecipe, PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import SeedRange
 from posttrain.recipe.run import LOGGED_IN
+from posttrain.recipe.warnings import thinking_differs
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.tables import PolicyRow, policy_tables, read_policies, read_tables
 from posttrain.stages import run_stage
@@ -108,6 +109,7 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
     InputError for an unknown stage.
     """
     selected = chosen_stages(pipeline, only, start_from)
+    earlier = {stage.name: stage.recipe for stage in pipeline.stages}
     option = f"--only {only}" if only is not None else f"--from {start_from}"
     lines = out_of_date(pipeline, selected)
     running: set[str] = set()
@@ -136,6 +138,10 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
             running.add(stage.name)
         else:
             lines.append(f"stage {stage.name}: finished, nothing has changed")
+        for name in stage.inputs:
+            path = str(pipeline.directory / name / "model")
+            differences = thinking_differs(stage.recipe, path, earlier[name].model_dump(mode="json"), f"stage {name}")
+            lines += [f"stage {stage.name}: warning: {warning}" for warning in differences]
     return lines
 
 

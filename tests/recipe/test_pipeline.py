@@ -52,6 +52,21 @@ def test_stages_inherit_chain_and_override(pipeline):
     assert (learn.recipe.runs, learn.recipe.name, learn.upstream) == ("out/demo", "learn", "warm")
 
 
+def test_overrides_of_all_stages_win_over_files_and_those_of_one_stage_over_them(pipeline):
+    words = ["common.seed=9", "common.model.dtype=bfloat16", "common.model.path=models/mine", "stages.after.seed=10"]
+    loaded = pipeline(GOOD, *words)
+    assert [stage.recipe.seed for stage in loaded.stages] == [9, 9, 10]
+    assert {stage.recipe.model.dtype for stage in loaded.stages} == {"bfloat16"}
+    # The first stage starts from the model; the others from the stage before them.
+    assert [stage.recipe.model.path for stage in loaded.stages] == [
+        "models/mine",
+        "out/demo/warm/model",
+        "out/demo/learn/model",
+    ]
+    with pytest.raises(InputError, match=r"write `common\.KEY=value`"):
+        load_pipeline("parts/p.yaml", ["common=3"])
+
+
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [

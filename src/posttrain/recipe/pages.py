@@ -32,7 +32,7 @@ and optionally `recipe` (a file to begin with, relative to the pipeline) and `fr
 model becomes `model.path`). The keys of `common` are defaults of every stage. The run of a stage is
 `<runs>/<pipeline>/<stage>`. Any key may name the model of an earlier stage as `stage:NAME`. A stage with `stage: convert` makes
 files from a data set, which later stages read as `stage:NAME/FILE`; `data` of the pipeline is its source. Overrides are
-`data=FOLDER`, `common.KEY=value` and `stages.NAME.KEY=value`.
+`data=FOLDER`, `common.KEY=value` for all stages and `stages.NAME.KEY=value` for one; they win over all files.
 """
 
 

@@ -94,13 +94,13 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     The file has `name`, `runs`, `data` (the source of `convert` stages), `common` (keys beneath every other stage) and
     `stages`, a list of `name`, `from` (an earlier stage whose exported model becomes `model.path`; any other key may name one
     as `stage:NAME`, and a converted file as `stage:NAME/FILE`), `recipe` (a file relative to this one) and the stage's own
-    keys, which win over the file's. Overrides are `name=`, `runs=`, `data=`, `common.KEY=` and `stages.NAME.KEY=`; `changes`
-    are overrides that have been read already.
+    keys, which win over the file's. Overrides are `name=`, `runs=`, `data=`, `common.KEY=` and `stages.NAME.KEY=`; they win
+    over all files, and those of one stage over those of all. `changes` are overrides that have been read already.
     Raises `InputError` with one sentence per problem; each names the stage.
     """
     changes = [*read_overrides(overrides), *changes]
     source = str(recipe_file(source))
-    given = merge([read_file(source), *(layer for layer in changes if "stages" not in layer.values)])
+    given = merge([read_file(source), *(layer for layer in changes if not {"stages", "common"} & layer.values.keys())])
     _check_file(given, source)
     entries = [given.part("stages", str(at)) for at in range(len(given.values["stages"]))]
     names = [_name(entry, at, source) for at, entry in enumerate(entries)]
@@ -110,12 +110,16 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     changed = [_change_of_stage(layer, names) for layer in changes if "stages" in layer.values]
     directory = Path(given.values.get("runs", "runs")) / given.values.get("name", "pipeline")
     common = given.part("common") if "common" in given.values else Layer({})
+    for_all = [_change_of_all(layer) for layer in changes if "common" in layer.values]
     resolved: _Earlier = {}
     problems: list[str] = []
     for name, entry in zip(names, entries, strict=True):
-        layers = [common, entry, *(layer for changed_name, layer in changed if changed_name == name)]
+        own = [entry, *(layer for changed_name, layer in changed if changed_name == name)]
         try:
-            resolved[name] = _resolved(name, layers, Path(source).parent, directory, resolved, names, given)
+            if merge(own).values.get("stage") == "convert":
+                resolved[name] = _conversion(name, merge(own), given, directory)
+            else:
+                resolved[name] = _resolved(name, common, own, for_all, Path(source).parent, directory, resolved, names)
         except InputError as error:
             resolved[name] = None
             problems += [f"stage {name}: {sentence}" for sentence in str(error).splitlines()]
@@ -130,16 +134,24 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     return PipelineRecipe(stages=stages, **{key: given.values[key] for key in ("name", "runs") if key in given.values})
 
 
+def _conversion(name: str, entry: Layer, pipeline: Layer, directory: Path) -> PipelineStage:
+    """A stage that converts data. Its source is `data` of the pipeline where it names none itself."""
+    source = Layer({"source": pipeline.values.get("data")}, {("source",): pipeline.origin(("data",)) or ""})
+    given = merge([source, entry, Layer({"name": name, "runs": str(directory)})])
+    return PipelineStage(name=name, recipe=checked(given, ConvertRecipe))
+
+
 def _resolved(
     name: str,
-    layers: list[Layer],
+    common: Layer,
+    own: list[Layer],
+    for_all: list[Layer],
     folder: Path,
     directory: Path,
     earlier: _Earlier,
     names: list[str],
-    pipeline: Layer,
 ) -> PipelineStage:
-    common, *own = layers
+    """One stage. `own`: its entry in the file and its overrides; `for_all`: overrides of every stage, between those."""
     entry = merge(own)
     upstream, file = entry.values.get("from"), entry.values.get("recipe")
     for key, value in (("from", upstream), ("recipe", file)):
@@ -147,20 +159,15 @@ def _resolved(
             raise InputError(f"{entry.origin((key,))}: {key} is {json.dumps(value)}; it must be text")
     if "runs" in entry.values:
         raise InputError(f"{entry.origin(('runs',))}: runs of a stage has no effect; set runs of the pipeline")
-    values = {key: value for key, value in entry.values.items() if key not in ("name", "from", "recipe")}
+    given_keys = merge([own[0], *for_all, *own[1:]])
+    values = {key: value for key, value in given_keys.values.items() if key not in ("name", "from", "recipe")}
     place: dict[str, Any] = {"name": name, "runs": str(directory)}
-    if values.get("stage") == "convert":
-        if upstream is not None:
-            raise InputError(f"{entry.origin(('from',))}: a stage that converts data starts from no model; remove from")
-        source = Layer({"source": pipeline.values.get("data")}, {("source",): pipeline.origin(("data",)) or ""})
-        made = merge([source, Layer(values, entry.origins), Layer(place)])
-        return PipelineStage(name=name, recipe=checked(made, ConvertRecipe))
     if upstream is not None:
-        if isinstance(values.get("model"), dict) and "path" in values["model"]:
+        if isinstance(entry.values.get("model"), dict) and "path" in entry.values["model"]:
             where = entry.origin(("model", "path"))
             raise InputError(f"{where}: model.path and from: {upstream} both say which model to start from; keep one")
         place["model"] = {"path": f"{_STAGE}{upstream}"}
-    layers = [common, *([read_file(str(folder / file))] if file else []), Layer(values, entry.origins)]
+    layers = [common, *([read_file(str(folder / file))] if file else []), Layer(values, given_keys.origins)]
     where = entry.origin(("from",))
     layers.append(Layer(place, {("model", "path"): where} if where else {}))
     stage = merge(layers).values.get("stage")
@@ -259,6 +266,14 @@ def _name(entry: Layer, at: int, source: str) -> str:
     if not isinstance(name, str) or not name:
         raise InputError(f"{where}: stage {at + 1} of the pipeline has no name; give it one, as text")
     return name
+
+
+def _change_of_all(layer: Layer) -> Layer:
+    """The keys that an override `common.KEY=value` gives to every stage."""
+    if not isinstance(layer.values["common"], dict):
+        where = layer.origin(("common",))
+        raise InputError(f"{where}: common must be a section of keys for every stage; write `common.KEY=value`")
+    return layer.part("common")
 
 
 def _change_of_stage(layer: Layer, names: list[str]) -> tuple[str, Layer]:
