@@ -23,6 +23,7 @@ VARIANTS = [
     {"type": "frozen_lake", "observation": "both", "format": {"actions_per_turn": 2, "prime": True}},
     {"type": "sokoban"},
     {"type": "sokoban", "num_boxes": 2, "dim_x": 7, "observation": "coordinates", "format": {"thinking": True}},
+    {"type": "word_sort"},
     {"type": "sokoban", "player_moves": 3, "format": {"actions_per_turn": 4, "separator": ","}},
 ]
 

@@ -43,7 +43,7 @@ class WordSort(Game):
     def _state(self, first: bool) -> str:
         if self._chosen is None:
             return f"Word: {self._word}."
-        return f"The {self._chosen} box is {'right' if self._succeeded() else 'wrong'}."
+        return f"{self._word} in the {self._chosen} box: {'right' if self._succeeded() else 'wrong'}."
 
     def _key(self) -> str:
         return f"{self._word} in {self._chosen}" if self._chosen else self._word

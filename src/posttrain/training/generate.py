@@ -11,7 +11,9 @@ from posttrain.distributed.world import Interrupts
 from posttrain.episode import CUT_OFF, Episode, Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
+from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.stages import GenerateRecipe
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.driver import run_episodes
 from posttrain.runs.completions import CompletionLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
@@ -46,7 +48,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
         raise InputError(f"{recipe.predictions} exists; replace it with `--overwrite`, or choose another `out`")
     rows, problems = read_prompts(recipe)
     completer = RemoteCompleter(recipe) if recipe.remote is not None else LocalCompleter(recipe, rows)
-    for line in [*problems.summary(), *completer.warnings]:
+    for line in [*recipe_warnings(recipe), *problems.summary(), *completer.warnings]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     all_requests = [(row, sample) for row in rows for sample in range(recipe.samples)]
     requests = [(row, sample) for row, sample in all_requests if row.number not in completer.skipped]
@@ -234,7 +236,8 @@ def _summary(recipe: GenerateRecipe, generation: _Generation, requested: int) ->
 
 def _hash(recipe: GenerateRecipe) -> str:
     """Return the hash of the recipe without the keys of where it is stored and logged."""
-    return recipe_hash(recipe.model_copy(update={"runs": "runs", "name": "run", "sinks": []}))
+    fields = GenerateRecipe.model_fields
+    return recipe_hash(recipe.model_copy(update={key: fields[key].get_default() for key in ("name", *LOGGED_IN)}))
 
 
 def _resume(directory: RunDirectory) -> str:

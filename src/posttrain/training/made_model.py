@@ -36,7 +36,7 @@ EPISODES = 400
 PHASES = ((200, 12), (40, 8))
 """(updates, rows per update): on excerpts of two turns, which are cheap, and then on whole episodes."""
 LEARNING_RATE, WARMUP_UPDATES = 3.0e-3, 15
-HIDDEN, INTERMEDIATE, LAYERS, HEADS, VOCABULARY, CONTEXT = 128, 448, 4, 4, 640, 1024
+HIDDEN, INTERMEDIATE, LAYERS, HEADS, VOCABULARY, CONTEXT = 160, 480, 3, 5, 640, 1024
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *TAGS]
 """Tokens that are never split, among them the tags of an answer."""
 CHAT_TEMPLATE = (
