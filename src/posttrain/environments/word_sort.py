@@ -10,7 +10,24 @@ from posttrain.environments.protocol import Baseline
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
-_WORDS = ("ant arch bear book cat chair deer door eagle engine fence fox glass goat hammer horse").split()
+_WORDS = [
+    "ant",
+    "arch",
+    "bear",
+    "book",
+    "cat",
+    "chair",
+    "deer",
+    "door",
+    "eagle",
+    "engine",
+    "fence",
+    "fox",
+    "glass",
+    "goat",
+    "hammer",
+    "horse",
+]
 """Two words for each letter from a to h."""
 _BOXES = ("red", "green", "blue", "white")
 
