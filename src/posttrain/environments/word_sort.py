@@ -38,7 +38,7 @@ class WordSortRecipe(GameRecipe):
     type: Literal["word_sort"] = "word_sort"
     """Words and boxes."""
     max_turns: int = Field(1, ge=1)
-    """Maximum number of turns; more than one allows another attempt after a rejected answer."""
+    """Attempts at a word: another one follows a rejected answer, and none a box."""
 
 
 class WordSort(Game):
