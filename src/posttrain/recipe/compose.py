@@ -170,18 +170,26 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
         raise InputError(f"{given.origin(('stage',))}: {_other_stage(declared, stage)}")
     values = {"stage": stage, **_with_defaults(schema, None, _with_evaluated(given.values, schema))}
     given = Layer(values, given.origins)
-    sentences, checked = [], values
+    sentences, rest = [], values
     for path in (("environment",), ("evaluation", "environment")):
         if errors := _environment_errors(given, schema, path):
             # Leave out a faulty environment, so that its errors are reported once and those of other sections too.
-            sentences, checked = [*sentences, *errors], _without(checked, path)
+            sentences, rest = [*sentences, *errors], _without(rest, path)
     try:
-        recipe = schema.model_validate_json(json.dumps(checked), strict=True)
-    except ValidationError as error:
-        sentences += validation_errors(error, schema, given, schema)
+        recipe = checked(Layer(rest, given.origins), schema)
+    except InputError as error:
+        raise InputError("\n".join([*sentences, str(error)])) from None
     if sentences:
         raise InputError("\n".join(sentences))
     return recipe
+
+
+def checked(given: Layer, schema: type[P]) -> P:
+    """The values `given` as a typed `schema`; `InputError` as in `load_recipe`."""
+    try:
+        return schema.model_validate_json(json.dumps(given.values), strict=True)
+    except ValidationError as error:
+        raise InputError("\n".join(validation_errors(error, schema, given, schema))) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:
