@@ -140,8 +140,11 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
         else:
             lines.append(f"stage {stage.name}: finished, nothing has changed")
         for name in stage.inputs:
+            origin = earlier[name]
+            if isinstance(stage.recipe, ConvertRecipe) or isinstance(origin, ConvertRecipe):
+                continue
             path = str(pipeline.directory / name / "model")
-            differences = thinking_differs(stage.recipe, path, earlier[name].model_dump(mode="json"), f"stage {name}")
+            differences = thinking_differs(stage.recipe, path, origin.model_dump(mode="json"), f"stage {name}")
             lines += [f"stage {stage.name}: warning: {warning}" for warning in differences]
     return lines
 

@@ -170,7 +170,8 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
         raise InputError(f"{given.origin(('stage',))}: {_other_stage(declared, stage)}")
     values = {"stage": stage, **_with_defaults(schema, None, _with_evaluated(given.values, schema))}
     given = Layer(values, given.origins)
-    sentences, rest = [], values
+    sentences: list[str] = []
+    rest = values
     for path in (("environment",), ("evaluation", "environment")):
         if errors := _environment_errors(given, schema, path):
             # Leave out a faulty environment, so that its errors are reported once and those of other sections too.
