@@ -63,7 +63,7 @@ class Results:
         estimates = self.estimates()
         for one in self.metrics:
             value = estimates[one.name]
-            rows.append((one.name, *_shown(one.scores.kind, value), str(value.n), str(one.texts)))
+            rows.append((one.name, *estimate_cells(one.scores.kind, value), str(value.n), str(one.texts)))
         return Table(
             title=self.predictions,
             headings=("metric", "value", "95% interval", "n", "texts"),
@@ -155,7 +155,8 @@ def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
         ) from error
 
 
-def _shown(kind: str, value: Estimate) -> tuple[str, str]:
+def estimate_cells(kind: str, value: Estimate) -> tuple[str, str]:
+    """A value and its interval as text; rates are percentages."""
     few = 2 if abs(value.value) >= 100 else 4
     digits, scale, unit = {"rate": (1, 100, "%"), "mean": (few, 1, "")}.get(kind, (2, 1, ""))
     shown = f"{value.value * scale:.{digits}f}{unit}"
