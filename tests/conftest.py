@@ -90,7 +90,7 @@ def without_figures(request):
         yield
 
 
-LONG = ("distributed", "vllm", "benchmarks", "tune", "training")
+LONG = ("distributed", "vllm", "benchmarks", "journeys", "tune", "training")
 """Folders whose files take longest: they come first, so that no process ends long after the others."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.main import main
+from tests.journeys import dry
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = [
@@ -16,7 +17,6 @@ COMMANDS = [
     for block in re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     for line in block.splitlines()
 ]
-LONG = ("rl", "sft", "reward", "dpo", "evaluate", "generate", "pipeline", "tune")
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,7 @@ def finished_run(tiny_model, tmp_path_factory):
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("posttrain")])
 def test_a_command_of_the_readme_runs(command, monkeypatch, capsys):
-    words = shlex.split(command)[1:]
-    if words[0] in LONG and "--dry-run" not in words:
-        words.append("--dry-run")
+    words = shlex.split(dry(command))[1:]
     if words[:2] == ["env", "list"]:
         words += ["--seeds", "5"]
     if words[:2] == ["env", "play"]:
