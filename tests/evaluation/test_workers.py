@@ -64,7 +64,7 @@ def test_two_processes_give_the_numbers_of_one(file, tiny_model, tmp_path):
                 assert both["scores"][name][item] == pytest.approx(summands, rel=1e-4)
     # An error in another process is the error of this one.
     with (
-        pytest.raises(InputError, match="--model: .* is not a model directory"),
+        pytest.raises(InputError, match=r"--model: .* is not a model directory"),
         ModelWorkers(missing_model, 2) as workers,
     ):
         workers.map(LanguageModel.score_texts, ["a", "b", "c"])

@@ -4,7 +4,7 @@ import json
 import math
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, get_args
 
@@ -115,7 +115,7 @@ class TextOptions:
     model: str | None = None
     """Causal language model of the perplexities."""
     verifier: str | None = None
-    models: ModelOptions = ModelOptions()
+    models: ModelOptions = field(default_factory=ModelOptions)
     """How the encoder and the language model are loaded."""
 
 
