@@ -138,7 +138,9 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
             running.add(stage.name)
         else:
             lines.append(f"stage {stage.name}: finished, nothing has changed")
-        for name in stage.inputs if not isinstance(stage.recipe, ConvertRecipe) else ():
+        if isinstance(stage.recipe, ConvertRecipe):
+            continue
+        for name in stage.inputs:
             path = str(pipeline.directory / name / "model")
             differences = thinking_differs(stage.recipe, path, earlier[name].model_dump(mode="json"), f"stage {name}")
             lines += [f"stage {stage.name}: warning: {warning}" for warning in differences]
