@@ -225,7 +225,7 @@ def test_the_numbers_of_rl_multiply_out():
         assert f"{updates} updates" in text
         assert recipe.optimizer.warmup_updates == -(-updates * 0.03 // 1)
         assert recipe.critic.optimizer.warmup_updates == recipe.optimizer.warmup_updates
-        assert recipe.seeds.stop == recipe.evaluation.seeds.start == 5000
+        assert recipe.seeds.count == recipe.evaluation.seeds.start == 5000
         assert recipe.evaluation.final_seeds.start == 5500
 
 
