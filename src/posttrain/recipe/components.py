@@ -32,6 +32,7 @@ ENVIRONMENTS = {
     "frozen_lake": "posttrain.environments.frozen_lake:FrozenLake",
     "sokoban": "posttrain.environments.sokoban:Sokoban",
     "text_task": "posttrain.environments.text_task:TextTask",
+    "word_sort": "posttrain.environments.word_sort:WordSort",
 }
 """Built-in environments: name -> `module:Class`. Plug-ins add others, see `environment_names`."""
 
@@ -43,6 +44,11 @@ class EnvironmentRecipe(BaseConfig):
     """A built-in name, `module:Class`, or `path/to/file.py` (with `:Class` if the file defines several)."""
     max_turns: int = Field(1, ge=1)
     """Maximum number of turns of an episode."""
+
+    @property
+    def rows_key(self) -> str | None:
+        """The recipe key of the files whose rows are the tasks; None where tasks are generated from seeds."""
+        return None
 
 
 _registered: dict[str, Any] = {}
