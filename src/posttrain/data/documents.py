@@ -3,7 +3,6 @@
 The files have the names and columns of `posttrain data rationales`, so the same recipes train on them.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.files import write_rows
+from posttrain.data.held_out import as_count, divide, hash_order
 from posttrain.data.messages import Message
 from posttrain.data.rationales.dataset import FOLDERS
 from posttrain.errors import InputError
@@ -101,14 +101,14 @@ def split_documents(documents: Sequence[Document], val: float, test: float) -> d
     Raises:
         InputError: no document is left for training.
     """
-    counts = [share if isinstance(share, int) else max(1, round(share * len(documents))) for share in (val, test)]
-    if sum(counts) >= len(documents):
+    keys = [one.prompt for one in documents]
+    counts = (as_count(val, len(keys)), as_count(test, len(keys)))
+    parts = divide(keys, hash_order(keys), *counts)
+    if not parts[0]:
         raise InputError(
-            f"{len(documents)} documents leave none for training with --val {val} and --test {test}; lower these, or add documents"
+            f"{len(keys)} documents leave none for training with --val {val} and --test {test}; lower these, or add documents"
         )
-    order = sorted(documents, key=lambda one: hashlib.blake2b(one.prompt.encode()).digest())
-    parts = (order[counts[0] : len(order) - counts[1]], order[: counts[0]], order[len(order) - counts[1] :])
-    return {one.name: split for split, part in zip(_SPLITS, parts, strict=True) for one in part}
+    return {documents[place].name: split for split, part in zip(_SPLITS, parts, strict=True) for place in part}
 
 
 def write_documents(
