@@ -138,6 +138,8 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
             running.add(stage.name)
         else:
             lines.append(f"stage {stage.name}: finished, nothing has changed")
+        if isinstance(stage.recipe, ConvertRecipe):
+            continue
         for name in stage.inputs:
             path = str(pipeline.directory / name / "model")
             differences = thinking_differs(stage.recipe, path, earlier[name].model_dump(mode="json"), f"stage {name}")

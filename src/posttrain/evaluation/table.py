@@ -91,8 +91,8 @@ class ModelTable:
 
     def csv(self) -> str:
         """All numbers, unrounded, with a line per metric and model. Rates are in [0, 1]. Unknown values are empty."""
-        columns = ("model", "metric", "better", "value", "low", "high", "n", "base", "difference")
-        columns += ("difference_low", "difference_high", "p", "p_corrected", "shared")
+        columns = ["model", "metric", "better", "value", "low", "high", "n", "base", "difference"]
+        columns += ["difference_low", "difference_high", "p", "p_corrected", "shared"]
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(columns)
