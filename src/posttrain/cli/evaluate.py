@@ -213,6 +213,18 @@ def judge(
     max_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of tokens of a reply, thinking included.", min=1)
     ] = None,
+    token_limit_field: Annotated[
+        str,
+        typer.Option(help="Request field of --max-tokens: max_tokens, or max_completion_tokens for models like o3."),
+    ] = "max_tokens",
+    sampling: Annotated[
+        list[str],
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="A key of `judge.sampling`: temperature (0 by default; null is not sent) or reasoning_effort. May be "
+            "given several times.",
+        ),
+    ] = [],  # noqa: B006
     longest: Annotated[
         int, typer.Option(help="Maximum number of characters of each text shown to the judge.", min=1)
     ] = 50_000,
@@ -226,6 +238,9 @@ def judge(
     posttrain evaluate judge predictions.jsonl --rubric factual_accuracy --url http://localhost:8000/v1 --model NAME
 
     posttrain evaluate judge after.jsonl --against before.jsonl --rubric efficiency --url URL --model NAME --key MY_KEY
+
+    posttrain evaluate judge predictions.jsonl --rubric efficiency --url https://api.openai.com/v1 --model o3 --key
+    OPENAI_API_KEY --sampling temperature=null --sampling reasoning_effort=high
     """
     from dataclasses import replace
 
@@ -240,7 +255,9 @@ def judge(
         questions_of_pairs,
     )
     from posttrain.evaluation.predictions import column_names, read_predictions
+    from posttrain.recipe.compose import section
     from posttrain.recipe.judge import JudgeServerRecipe
+    from posttrain.recipe.sources import merge, read_overrides
 
     if not url.startswith(("http://", "https://")) or len(url.split()) != 1:
         raise InputError(f"--url {url} is not the URL of a server; write http://HOST:PORT/v1")
@@ -259,7 +276,8 @@ def judge(
     stem = place.with_name(f"{place.stem}.{chosen.name}{f'.against.{Path(against).stem}' if against else ''}.jsonl")
     records, kept = out or stem, cache or place.with_name("judge-cache.jsonl")
     _refuse_to_overwrite(records, kept, [path for path in (predictions, against) if path is not None])
-    server = JudgeServerRecipe(
+    server = section(
+        JudgeServerRecipe,
         url=url,
         model=model,
         api_key_variable=key,
@@ -267,6 +285,8 @@ def judge(
         retries=retries,
         requests_per_minute=requests_per_minute,
         max_tokens=max_tokens,
+        token_limit_field=token_limit_field,
+        sampling=merge(read_overrides(sampling)).values,
         structured=structured,
         cache=str(kept),
     )

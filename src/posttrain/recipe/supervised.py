@@ -20,7 +20,7 @@ from posttrain.recipe.loss import (
 )
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange
-from posttrain.recipe.run import CheckpointRecipe, StageRecipe, refuse_overlap
+from posttrain.recipe.run import CheckpointRecipe, ExportedStep, StageRecipe, refuse_overlap
 from posttrain.recipe.units import UnitRewardsRecipe
 
 
@@ -59,6 +59,8 @@ class _Rows(StageRecipe):
     optimizer: OptimizerRecipe = OptimizerRecipe()
     learner: LearnerRecipe = LearnerRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+    export: ExportedStep = "best"
+    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one."""
     hardware: HardwareRecipe = HardwareRecipe()
 
 

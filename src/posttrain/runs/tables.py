@@ -54,6 +54,8 @@ class Table:
         return asdict(self)
 
 
+UNIMPROVED = "training did not improve on the starting model; `model/` is the starting model"
+"""Said where the best checkpoint is that of step 0."""
 POLICY_HEADINGS = ("policy", "success", "95% interval", "mean return", "95% interval of it", "n", "note")
 
 
