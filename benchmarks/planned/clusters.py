@@ -6,7 +6,7 @@ from typing import Any
 
 from posttrain.planning.devices import DEVICES, Device
 from posttrain.planning.memory import ModelSizes, peak_memory
-from posttrain.planning.model_sizes import PUBLISHED, QWEN3_30B, QWEN3_235B
+from posttrain.planning.model_sizes import PUBLISHED
 from posttrain.planning.phases import Phase, idle_share, step_phases, total_seconds
 from posttrain.planning.placement import Placement
 from posttrain.planning.times import step_seconds
@@ -227,12 +227,10 @@ def published_table() -> list[dict[str, Any]]:
     for the lengths behind the reports are not known here."""
     short = Episodes(groups=64, size=32, prompt=256, answer=1024, longest=4096)
     rows = []
-    for name, sizes, count, tensor, reported in (
-        ("Qwen3-30B-A3B", QWEN3_30B, 32, 2, 1102.0),
-        ("Qwen3-235B-A22B", QWEN3_235B, 128, 8, 58.9),
-    ):
+    for name, count, tensor, reported in (("Qwen3-30B-A3B", 32, 2, 1102.0), ("Qwen3-235B-A22B", 128, 8, 58.9)):
         placement = colocated(count, tensor, expert_parallel=8)
-        predicted = [plan(Setting("published", placement, job), sizes, DEVICES["h100"]).speed for job in (short, JOB)]
+        sizes, device = PUBLISHED[name], DEVICES["h100"]
+        predicted = [plan(Setting("published", placement, job), sizes, device).speed for job in (short, JOB)]
         rows.append(
             {
                 "model": name,

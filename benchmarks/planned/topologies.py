@@ -10,7 +10,7 @@ from typing import Any
 
 from posttrain.planning.devices import DEVICES, GPU_LAUNCH_EAGER, Device
 from posttrain.planning.memory import ModelSizes
-from posttrain.planning.model_sizes import QWEN3_4B, QWEN25_3B
+from posttrain.planning.model_sizes import PUBLISHED
 from posttrain.planning.phases import Phase, idle_share, total_seconds
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.planning.times import (
@@ -23,6 +23,7 @@ from posttrain.planning.times import (
 )
 from posttrain.planning.work import Episodes, Tokens, rows_of
 
+QWEN3_4B, QWEN25_3B = PUBLISHED["Qwen3-4B"], PUBLISHED["Qwen2.5-3B"]
 H100 = DEVICES["h100"]
 EAGER = replace(H100, launch=GPU_LAUNCH_EAGER)
 RATIONALES = Episodes(groups=256, size=2, prompt=208, answer=127, longest=227)

@@ -17,6 +17,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.pipeline import PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import SeedRange
+from posttrain.recipe.run import LOGGED_IN
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.tables import PolicyRow, policy_tables, read_policies, read_tables
 from posttrain.stages import run_stage
@@ -177,7 +178,7 @@ def reason_to_run(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Linea
 
 def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
     """Return the digests of the stage's recipe and of its current inputs. The location of the runs does not matter."""
-    recipe = stage.recipe.model_dump(mode="json", exclude={"runs", "sinks"})
+    recipe = stage.recipe.model_dump(mode="json", exclude=set(LOGGED_IN))
     inputs: dict[str, str] = {}
     for name in stage.inputs:
         upstream = _read(pipeline.directory / name / "lineage.json")

@@ -10,7 +10,7 @@ from rich.console import Console
 from posttrain.errors import InputError
 from posttrain.planning.cluster import advised, idle_words, show_placement
 from posttrain.planning.devices import DEVICES
-from posttrain.planning.model_sizes import QWEN3_4B
+from posttrain.planning.model_sizes import published_sizes
 from posttrain.planning.placed_phases import memory_of, placed_phases
 from posttrain.planning.work import Episodes, rows_of
 from posttrain.planning.workers import Node, described, living, place, workers_of
@@ -18,6 +18,7 @@ from posttrain.recipe.compose import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 H100 = DEVICES["h100"]
+QWEN3_4B = published_sizes("Qwen3-4B")
 PUBLISHED = {
     "rlhf/ppo": ("rlhf/ppo_8gpu_published", "rl", "6 of 8 GPUs are idle"),
     "rlhf/drca": ("rlhf/drca_8gpu_published", "rl", "during: scoring"),

@@ -61,6 +61,20 @@ def test_a_colocated_engine_sleeps_while_the_learner_learns():
     assert peak_memory(recipe_of(), SIZES, beside) == (sum(rows.values()) - engine, engine)
 
 
+def test_a_reward_model_has_a_scalar_head_in_place_of_the_output_projection():
+    untied = replace(SIZES, tied=False)
+    rl = ["reward.path=rm", "reward.dtype=bfloat16", "credit.type=gae", "critic.dtype=bfloat16"]
+    for recipe, what in (
+        (load_recipe([], ["data.train=[rows.jsonl]", "model.dtype=bfloat16"], "reward"), "weights"),
+        (load_recipe([], ["data.train=[rows.jsonl]", "model.dtype=bfloat16"], "reward"), "AdamW state"),
+        (recipe_of(*rl), "reward model"),
+        (recipe_of(*rl), "critic"),
+    ):
+        tied, found = (sizes_of(memory_estimate(recipe, sizes))[what] for sizes in (SIZES, untied))
+        assert found / tied == (1000 - 8 * 100) / 1000, what
+    assert memory_estimate(recipe_of(), SIZES) == memory_estimate(recipe_of(), untied)
+
+
 def test_an_offloaded_optimizer():
     here, there = (sizes_of(memory_estimate(recipe_of(), SIZES, Placement(offloaded=off))) for off in (False, True))
     gone = {"AdamW state": 8000, "float32 masters and their gradients": 8000}

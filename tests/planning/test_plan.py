@@ -283,7 +283,10 @@ def test_an_unknown_hub_id_has_no_sizes_and_does_not_fail():
     recipe = recipe_of("model.path=nobody/no-such-model")
     show_plan(recipe, model_sizes(recipe.model.path), console)
     said = console.file.getvalue()
-    assert "the files of nobody/no-such-model are not on this machine, so its sizes and memory are unknown" in said
+    assert (
+        "nobody/no-such-model are not on this machine and its sizes are not known by name, so its memory is unknown"
+        in said
+    )
     assert "64 episodes per step" in said
 
 

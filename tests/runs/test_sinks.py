@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.run import TrackingRecipe
+from posttrain.recipe.stages import RlRecipe
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 
@@ -57,3 +61,49 @@ def test_services_get_the_recipe_and_the_numbers(run: RunDirectory, monkeypatch:
     logged = [call for call in fake.calls if call != "finish" and call[0] != "axis"]
     assert logged == ([({"step": 1, "train/x": 2.0}, None)] if name == "wandb" else [({"train/x": 2.0}, 1)])
     assert fake.calls[-1] == "finish"
+
+
+OWN = {"project": "mine", "entity": "lab", "run_name": "third", "tags": ["gspo", "4b"]}
+VARIABLES = {"WANDB_PROJECT": "set", "WANDB_NAME": "called"}
+
+
+@pytest.mark.parametrize(
+    ("sink", "tracking", "variables", "expected"),
+    [
+        ("wandb", {}, {}, {"project": "posttrain", "entity": None, "name": "tossing", "tags": None}),
+        ("wandb", {}, VARIABLES, {"project": "set", "entity": None, "name": "called", "tags": None}),
+        ("wandb", OWN, VARIABLES, {"project": "mine", "entity": "lab", "name": "third", "tags": ["gspo", "4b"]}),
+        ("trackio", {}, VARIABLES, {"project": "posttrain", "name": "tossing-ID"}),
+        ("trackio", OWN, {}, {"project": "mine", "name": "third-ID"}),
+    ],
+)
+def test_project_entity_name_and_tags(
+    recipe: RlRecipe, monkeypatch: pytest.MonkeyPatch, sink: str, tracking: dict, variables: dict, expected: dict
+) -> None:
+    given: dict[str, Any] = {}
+
+    def init(**arguments: Any) -> FakeRun:
+        given.update(arguments)
+        return FakeRun()
+
+    monkeypatch.setitem(sys.modules, sink, SimpleNamespace(init=init))  # type: ignore[arg-type]
+    for name in ("WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    run = RunDirectory.create(recipe.model_copy(update={"tracking": TrackingRecipe(**tracking)}))
+    with MetricsLog(run, [sink]) as log:
+        log.write(1, "train", {"x": 2.0})
+    found = {key: given[key] for key in expected}
+    found["name"] = found["name"].replace(run.load_environment()["id"], "ID")
+    assert found == expected
+
+
+def test_tracking_that_no_sink_reads_is_warned_of() -> None:
+    def warned(*words: str) -> list[str]:
+        found = recipe_warnings(load_recipe([], [*words], "rl"))
+        return [line.split()[0] for line in found if line.startswith("tracking.")]
+
+    assert warned("tracking.project=p") == ["tracking.project"]
+    assert warned("tracking.project=p", "tracking.tags=[a]", "sinks=[trackio]") == ["tracking.tags"]
+    assert warned("tracking.project=p", "tracking.tags=[a]", "sinks=[wandb]") == []

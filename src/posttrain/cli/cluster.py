@@ -7,7 +7,6 @@ import typer
 from posttrain.cli.stages import OPEN, WORDS, WORDS_HELP, split_words
 
 if TYPE_CHECKING:
-    from posttrain.planning.memory import ModelSizes
     from posttrain.planning.work import Episodes, Tokens
     from posttrain.recipe.stages import Recipe
 
@@ -46,6 +45,7 @@ def plan(
 
     from posttrain.planning.cluster import show_placement
     from posttrain.planning.devices import device_of
+    from posttrain.planning.model_sizes import model_sizes
     from posttrain.planning.workers import described, living, placed_recipe
 
     recipe = placed_recipe(_recipe(*split_words(words or [])))
@@ -60,7 +60,7 @@ def plan(
         machines = _here()
     else:
         machines = described(nodes or 1, 8 if devices is None else devices, device)
-    known = _sizes(sizes or recipe.model.path)
+    known = model_sizes(sizes or recipe.model.path)
     show_placement(recipe, machines, device, known, Console(), _episodes(recipe, lengths), _rows(recipe, lengths))
 
 
@@ -79,12 +79,6 @@ def _here() -> list:
     from posttrain.planning.workers import Node
 
     return [Node("this machine", float(len(os.sched_getaffinity(0))), 0)]
-
-
-def _sizes(name: str) -> "ModelSizes | None":
-    from posttrain.planning.model_sizes import PUBLISHED, model_sizes
-
-    return PUBLISHED.get(name.rpartition("/")[2]) or model_sizes(name)
 
 
 def _numbers(lengths: str) -> list[float]:

@@ -316,7 +316,7 @@ def _memory_warnings(
     gpus: int,
 ) -> list[str]:
     if sizes is None:
-        return [f"the files of {recipe.model.path} are not on this machine, so memory is unknown; pass --sizes"]
+        return [f"the sizes of {recipe.model.path} are not known, so its memory is unknown; pass --sizes"]
     if device is None or device.memory is None or not gpus:
         return []
     limit = (1 - KEPT_FREE) * device.memory

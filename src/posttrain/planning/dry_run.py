@@ -85,7 +85,7 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
     """Print the whole plan.
 
     Args:
-        sizes: Sizes of the model. None if its files are not on this machine; memory and time are then unknown.
+        sizes: Sizes of the model. None: memory and time are unknown.
         device: Device for the time estimate. None: no estimate.
     """
     console.print(f"[bold]recipe[/bold] ({recipe.stage})")
@@ -99,7 +99,10 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
     if recipe.remote is not None:
         console.print("  none for the model: it runs on the server")
     elif sizes is None:
-        unknown = f"  the files of {recipe.model.path} are not on this machine, so its sizes and memory are unknown"
+        unknown = (
+            f"  the files of {recipe.model.path} are not on this machine and its sizes are not known by name, so its memory "
+            "is unknown"
+        )
         console.print(unknown, markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(_memory_table(recipe, sizes, device))

@@ -31,7 +31,8 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
     `engine_memory`. `dtype: auto` counts as float32, the larger of its two possible values.
     """
     width = weight_width(recipe.model)
-    rows = {"weights": (width * sizes.parameters, f"{sizes.parameters:,} parameters of {width} bytes")}
+    count = sizes.scorer_parameters if isinstance(recipe, RewardRecipe) else sizes.parameters
+    rows = {"weights": (width * count, f"{count:,} parameters of {width} bytes")}
     if not isinstance(recipe, EvaluateRecipe | GenerateRecipe):
         rows |= _training(recipe, sizes, width)
     rows = _divided(rows, sizes, placement, width)
@@ -128,7 +129,7 @@ def _divided(
 
 def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
     assert not isinstance(recipe, EvaluateRecipe | GenerateRecipe)
-    trained = trained_parameters(recipe.model, sizes)
+    trained = trained_parameters(recipe.model, sizes, scorer=isinstance(recipe, RewardRecipe))
     rows = {"gradients": (width * trained, f"{trained:,} trained parameters of {width} bytes")}
     if width == 2:
         rows["float32 masters and their gradients"] = (8 * trained, "trained parameters x 8 bytes")
@@ -150,7 +151,7 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
             "the model at model.path, used to segment answers",
         )
     if isinstance(recipe, RlRecipe) and recipe.reward is not None:
-        size = (2 if recipe.reward.dtype == "bfloat16" else 4) * sizes.parameters
+        size = (2 if recipe.reward.dtype == "bfloat16" else 4) * sizes.scorer_parameters
         rows["reward model"] = (size, "assuming the size of the policy")
     if isinstance(recipe, DistillRecipe) or (isinstance(recipe, RlRecipe) and recipe.teacher is not None):
         rows |= _teacher(recipe, sizes, width)
@@ -253,8 +254,8 @@ def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:
     if recipe.critic.backbone == "shared":
         return 16 * sizes.hidden, f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
     width = _critic_width(recipe)
-    trained = trained_parameters(recipe.critic.model(recipe.model), sizes)
-    count = width * sizes.parameters + (width + 8 + (8 if width == 2 else 0)) * trained
+    trained = trained_parameters(recipe.critic.model(recipe.model), sizes, scorer=True)
+    count = width * sizes.scorer_parameters + (width + 8 + (8 if width == 2 else 0)) * trained
     return count, "weights, gradients and AdamW state, assuming the size of the policy"
 
 
@@ -262,10 +263,10 @@ def _critic_width(recipe: RlRecipe) -> int:
     return 2 if recipe.critic.dtype == "bfloat16" else 4
 
 
-def trained_parameters(model: ModelRecipe, sizes: ModelSizes) -> int:
-    """Number of trainable parameters: all, or those of the adapters."""
+def trained_parameters(model: ModelRecipe, sizes: ModelSizes, scorer: bool = False) -> int:
+    """Number of trainable parameters: all, or those of the adapters. `scorer`: of a reward model or critic."""
     if model.lora is None:
-        return sizes.parameters
+        return sizes.scorer_parameters if scorer else sizes.parameters
     wanted = model.lora.targets
     adapted = [
         inputs + outputs
@@ -290,12 +291,14 @@ def process_memory(
 ) -> dict[str, tuple[int, str]]:
     """Item -> (bytes on the device of one of `hardware.processes` processes, how they are counted)."""
     hardware, width = recipe.hardware, weight_width(recipe.model)
-    count, trained = hardware.processes, trained_parameters(recipe.model, sizes)
+    scorer = isinstance(recipe, RewardRecipe)
+    count, trained = hardware.processes, trained_parameters(recipe.model, sizes, scorer)
+    parameters = sizes.scorer_parameters if scorer else sizes.parameters
     rows = memory_estimate(recipe, sizes, Placement(devices=count, shard=count))
     over = f", over {count} processes"
     for what in ("gradients", "float32 masters and their gradients"):
         rows.pop(what, None)
-    frozen = sizes.parameters - trained if recipe.model.lora is None else sizes.parameters
+    frozen = 0 if recipe.model.lora is None else parameters
     shares = (
         width * frozen + 4 * trained,
         f"float32 shards of trained parameters, {width} bytes per frozen parameter{over}",
@@ -312,7 +315,7 @@ def process_memory(
             "float32, accumulated over the forward passes of an update; not needed with `hardware.gradient_sync: per_forward`",
         )
     if not hardware.reshard_after_forward:
-        whole = width * sizes.parameters
+        whole = width * parameters
         rows["gathered temporarily"] = (whole, "all weights, from the forward to the backward pass")
     elif "gathered temporarily" not in rows:
         layer = width * (3 * sizes.layer + 2 * sizes.head)

@@ -1,9 +1,10 @@
-"""Sizes of a model, read from its files without loading weights or using the network.
+"""Sizes of a model, read from its files or known by its name, without loading weights or using the network.
 
 Not covered: architectures other than plain decoders and decoders with experts in every layer.
 """
 
 import json
+import re
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,6 +70,11 @@ class ModelSizes:
         return self.vocabulary * self.hidden
 
     @property
+    def scorer_parameters(self) -> int:
+        """Parameters of a reward model or critic of this size: its scalar head replaces the output projection."""
+        return self.parameters if self.tied else self.parameters - self.head
+
+    @property
     def computed_parameters(self) -> int:
         """Parameters by formula: matrices, two norms per layer, embedding and final norm. For files without a count."""
         ends = self.head * (1 if self.tied else 2)
@@ -76,7 +82,9 @@ class ModelSizes:
 
 
 def model_sizes(path: str) -> ModelSizes | None:
-    """Sizes of the model at `model.path`. None if its files are not on this machine.
+    """Sizes of the model at `model.path`: from its files, or by its name if they are not on this machine (`PUBLISHED`).
+
+    None for another hub id.
 
     Raises `InputError` for a file or directory that is not a model.
     """
@@ -94,7 +102,7 @@ def model_sizes(path: str) -> ModelSizes | None:
         if not (local / "config.json").is_file():
             raise InputError(f"model.path: {path} is not a model directory: it has no config.json")
         return _of_directory(local)
-    return _of_cached(path)
+    return _of_cached(path) or published_sizes(path)
 
 
 def _of_cached(hub_id: str) -> ModelSizes | None:
@@ -186,30 +194,68 @@ def _stored_parameters(directory: Path) -> int:
     return count
 
 
-def _sized(sizes: ModelSizes) -> ModelSizes:
-    return replace(sizes, parameters=sizes.computed_parameters)
-
-
 PACKAGED_SIZES = {"smollm2-135m": ModelSizes(134_515_008, 30, 576, 1536, 9, 3, 64, 49_152)}
 """Name of a packaged model -> its sizes, which plans need before its weights are installed."""
-QWEN3_4B = _sized(ModelSizes(0, 36, 2560, 9728, 32, 8, 128, 151_936))
-QWEN3_32B = _sized(ModelSizes(0, 64, 5120, 25_600, 64, 8, 128, 151_936, tied=False))
-QWEN3_235B = _sized(ModelSizes(0, 94, 4096, 1536, 64, 4, 128, 151_936, experts=128, experts_per_token=8, tied=False))
-"""Qwen3-235B-A22B: `intermediate` is that of one expert."""
-QWEN3_30B = _sized(ModelSizes(0, 48, 2048, 768, 32, 4, 128, 151_936, experts=128, experts_per_token=8, tied=False))
-"""Qwen3-30B-A3B."""
-QWEN25_05B = _sized(ModelSizes(0, 24, 896, 4864, 14, 2, 64, 151_936))
-QWEN25_3B = _sized(ModelSizes(0, 36, 2048, 11_008, 16, 2, 128, 151_936))
-QWEN25_7B = _sized(ModelSizes(0, 28, 3584, 18_944, 28, 4, 128, 152_064, tied=False))
+
+
+def _published(*shape: int, tied: bool = True, experts: int = 0, experts_per_token: int = 0) -> ModelSizes:
+    """Sizes by formula from the shape: layers, hidden, intermediate, heads, key/value heads, head size, vocabulary."""
+    return _counted(ModelSizes(0, *shape, experts=experts, experts_per_token=experts_per_token, tied=tied))
+
 
 PUBLISHED = {
-    "Qwen3-4B": QWEN3_4B,
-    "Qwen3-4B-Thinking-2507": QWEN3_4B,
-    "Qwen3-32B": QWEN3_32B,
-    "Qwen3-30B-A3B": QWEN3_30B,
-    "Qwen3-235B-A22B": QWEN3_235B,
-    "Qwen2.5-0.5B-Instruct": QWEN25_05B,
-    "Qwen2.5-3B-Instruct": QWEN25_3B,
-    "Qwen2.5-7B-Instruct": QWEN25_7B,
+    "Qwen3-0.6B": _published(28, 1024, 3072, 16, 8, 128, 151_936),
+    "Qwen3-1.7B": _published(28, 2048, 6144, 16, 8, 128, 151_936),
+    "Qwen3-4B": _published(36, 2560, 9728, 32, 8, 128, 151_936),
+    "Qwen3-8B": _published(36, 4096, 12_288, 32, 8, 128, 151_936, tied=False),
+    "Qwen3-14B": _published(40, 5120, 17_408, 40, 8, 128, 151_936, tied=False),
+    "Qwen3-32B": _published(64, 5120, 25_600, 64, 8, 128, 151_936, tied=False),
+    # Of models with experts, the third number is that of one expert.
+    "Qwen3-30B-A3B": _published(48, 2048, 768, 32, 4, 128, 151_936, tied=False, experts=128, experts_per_token=8),
+    "Qwen3-235B-A22B": _published(94, 4096, 1536, 64, 4, 128, 151_936, tied=False, experts=128, experts_per_token=8),
+    "Qwen2.5-0.5B": _published(24, 896, 4864, 14, 2, 64, 151_936),
+    "Qwen2.5-1.5B": _published(28, 1536, 8960, 12, 2, 128, 151_936),
+    "Qwen2.5-3B": _published(36, 2048, 11_008, 16, 2, 128, 151_936),
+    "Qwen2.5-7B": _published(28, 3584, 18_944, 28, 4, 128, 152_064, tied=False),
+    "Qwen2.5-14B": _published(48, 5120, 13_824, 40, 8, 128, 152_064, tied=False),
+    "Qwen2.5-32B": _published(64, 5120, 27_648, 40, 8, 128, 152_064, tied=False),
+    "Qwen2.5-72B": _published(80, 8192, 29_568, 64, 8, 128, 152_064, tied=False),
+    "Llama-3-8B": _published(32, 4096, 14_336, 32, 8, 128, 128_256, tied=False),
+    "Llama-3-70B": _published(80, 8192, 28_672, 64, 8, 128, 128_256, tied=False),
+    "Llama-3.1-8B": _published(32, 4096, 14_336, 32, 8, 128, 128_256, tied=False),
+    "Llama-3.1-70B": _published(80, 8192, 28_672, 64, 8, 128, 128_256, tied=False),
+    "Llama-3.1-405B": _published(126, 16_384, 53_248, 128, 8, 128, 128_256, tied=False),
+    "Llama-3.2-1B": _published(16, 2048, 8192, 32, 8, 64, 128_256),
+    "Llama-3.2-3B": _published(28, 3072, 8192, 24, 8, 128, 128_256),
+    "Llama-3.3-70B": _published(80, 8192, 28_672, 64, 8, 128, 128_256, tied=False),
+    "SmolLM-135M": _published(30, 576, 1536, 9, 3, 64, 49_152),
+    "SmolLM-360M": _published(32, 960, 2560, 15, 5, 64, 49_152),
+    "SmolLM-1.7B": _published(24, 2048, 8192, 32, 32, 64, 49_152),
+    "SmolLM2-135M": _published(30, 576, 1536, 9, 3, 64, 49_152),
+    "SmolLM2-360M": _published(32, 960, 2560, 15, 5, 64, 49_152),
+    "SmolLM2-1.7B": _published(24, 2048, 8192, 32, 32, 64, 49_152),
+    "SmolLM3-3B": _published(36, 2048, 11_008, 16, 4, 128, 128_256),
+    "gemma-2-2b": _published(26, 2304, 9216, 8, 4, 256, 256_000),
+    "gemma-2-9b": _published(42, 3584, 14_336, 16, 8, 256, 256_000),
+    "gemma-2-27b": _published(46, 4608, 36_864, 32, 16, 128, 256_000),
+    "gemma-3-270m": _published(18, 640, 2048, 4, 1, 256, 262_144),
+    "gemma-3-1b": _published(26, 1152, 6912, 4, 1, 256, 262_144),
+    # The language models alone, without the encoders of images.
+    "gemma-3-4b": _published(34, 2560, 10_240, 8, 4, 256, 262_208),
+    "gemma-3-12b": _published(48, 3840, 15_360, 16, 8, 256, 262_208),
+    "gemma-3-27b": _published(62, 5376, 21_504, 32, 16, 128, 262_208),
 }
-"""Name, without its owner -> sizes, for plans where the model's files are not at hand."""
+"""Name of a published model, without its owner and the suffix of a variant -> sizes, for models that are not downloaded."""
+
+_BY_LOWER = {name.lower(): sizes for name, sizes in PUBLISHED.items()}
+_VARIANT = re.compile(r"-(instruct|base|chat|thinking|it|pt|\d{4})$")
+"""A suffix of a variant with the sizes of the base model: `Qwen3-4B-Thinking-2507` has two."""
+
+
+def published_sizes(path: str) -> ModelSizes | None:
+    """Sizes of the published model with this hub id or name, such as `Qwen/Qwen3-8B`; None if it is not in `PUBLISHED`."""
+    name = path.rpartition("/")[2].lower().removeprefix("meta-")
+    name = re.sub(r"^(qwen2\.5-)(coder|math)-", r"\1", name)
+    while name not in _BY_LOWER and (variant := _VARIANT.search(name)):
+        name = name[: variant.start()]
+    return _BY_LOWER.get(name)

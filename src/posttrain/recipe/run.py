@@ -54,6 +54,21 @@ class GuardRecipe(BaseConfig):
 
 
 SinkName = Literal["tensorboard", "wandb", "trackio"]
+LOGGED_IN = ("runs", "sinks", "tracking")
+"""Keys of where a run is stored and logged. They do not change what it computes."""
+
+
+class TrackingRecipe(BaseConfig):
+    """Where and under which name the sinks W&B and trackio record the run."""
+
+    project: str | None = Field(None, min_length=1)
+    """Project. Null: for W&B the environment variable `WANDB_PROJECT`, else `posttrain`."""
+    entity: str | None = Field(None, min_length=1)
+    """W&B user or team that owns the project. Null: the environment variable `WANDB_ENTITY`, else the account's default."""
+    run_name: str | None = Field(None, min_length=1)
+    """Name of the run in the project. Null: for W&B the environment variable `WANDB_NAME`, else `name`."""
+    tags: list[str] = []
+    """W&B tags of the run. Empty: the environment variable `WANDB_TAGS`."""
 
 
 class StageRecipe(BaseConfig):
@@ -68,6 +83,7 @@ class StageRecipe(BaseConfig):
     model: ModelRecipe = ModelRecipe()
     sinks: list[SinkName] = []
     """Additional metric loggers; `metrics.jsonl` is always written."""
+    tracking: TrackingRecipe = TrackingRecipe()
 
     @property
     def remote(self) -> BaseConfig | None:

@@ -1,5 +1,7 @@
 """Warnings about recipe keys without effect and about unusual values."""
 
+import json
+
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.credit import CriticRecipe, GdpoCredit
@@ -32,7 +34,7 @@ _AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
-    warnings = _head(recipe)
+    warnings = [*_head(recipe), *_tracking(recipe)]
     if isinstance(recipe, GenerateRecipe):
         return [*warnings, *_generation(recipe)]
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
@@ -88,6 +90,14 @@ def _head(recipe: Recipe) -> list[str]:
             "so policy/mismatch keeps the rounding of its logits"
         ]
     return []
+
+
+def _tracking(recipe: Recipe) -> list[str]:
+    """Keys of `tracking` that no sink reads."""
+    used = {"wandb": ("project", "entity", "run_name", "tags"), "trackio": ("project", "run_name")}
+    read = {key for sink in recipe.sinks for key in used.get(sink, ())}
+    given = [key for key in used["wandb"] if _given(recipe.tracking, key) and key not in read]
+    return [_without_effect(f"tracking.{key}", f"sinks is {json.dumps(recipe.sinks)}") for key in given]
 
 
 def _vllm(engine: BaseConfig) -> list[str]:

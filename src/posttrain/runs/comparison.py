@@ -21,6 +21,7 @@ from scipy.special import stdtrit
 
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
+from posttrain.recipe.run import LOGGED_IN
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.figures import (
     SMOOTHED_STEPS,
@@ -188,7 +189,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return names if paths else []
 
 
-_PER_RUN_KEYS = ("seed", "name", "runs")
+_PER_RUN_KEYS = ("seed", "name", *LOGGED_IN)
 """Recipe keys in which the runs of a bundle may differ."""
 
 

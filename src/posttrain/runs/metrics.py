@@ -272,17 +272,20 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs to the W&B project `posttrain` of the account that is logged in."""
+    """Logs to W&B as `tracking` says. W&B itself reads its environment variables for what is left to it."""
 
     def __init__(self, run: RunDirectory) -> None:
-        module = _load("wandb", "wandb")
+        module, recipe = _load("wandb", "wandb"), run.load_recipe()
+        tracking = recipe.tracking
         self._run = module.init(
-            project="posttrain",
-            name=run.path.name,
+            project=tracking.project or os.environ.get("WANDB_PROJECT") or "posttrain",
+            entity=tracking.entity,
+            name=tracking.run_name or os.environ.get("WANDB_NAME") or run.path.name,
+            tags=tracking.tags or None,
             id=run.load_environment()["id"],
             resume="allow",
             dir=str(run.logs),
-            config=run.load_recipe().model_dump(mode="json"),
+            config=recipe.model_dump(mode="json"),
         )
         # W&B's built-in step cannot decrease; a custom axis lets a resumed run repeat steps.
         self._run.define_metric("step")
@@ -301,15 +304,15 @@ class WandbSink:
 
 
 class TrackioSink:
-    """Logs to the local trackio project `posttrain`."""
+    """Logs to the local trackio project of `tracking`."""
 
     def __init__(self, run: RunDirectory) -> None:
-        module = _load("trackio", "trackio")
+        module, recipe = _load("trackio", "trackio"), run.load_recipe()
         self._run = module.init(
-            project="posttrain",
-            name=f"{run.path.name}-{run.load_environment()['id']}",
+            project=recipe.tracking.project or "posttrain",
+            name=f"{recipe.tracking.run_name or run.path.name}-{run.load_environment()['id']}",
             resume="allow",
-            config=run.load_recipe().model_dump(mode="json"),
+            config=recipe.model_dump(mode="json"),
         )
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from posttrain.engines.protocol import EngineCounters
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.engines import LocalEngineRecipe
+from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.filters import drop_stale, token_staleness
 from posttrain.rollout.in_flight import AsyncRolloutWorker, InFlight
@@ -242,7 +243,7 @@ def replayed_events(recipe: RlRecipe) -> dict[int, BatchEvents] | None:
 
 def _values(recipe: Any) -> dict[str, Any]:
     values = recipe.model_dump(mode="json")
-    for key in ("name", "runs", "sinks"):
+    for key in ("name", *LOGGED_IN):
         values.pop(key, None)
     values.get("rollout", {}).pop("replay", None)
     return values

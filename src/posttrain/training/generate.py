@@ -11,6 +11,7 @@ from posttrain.distributed.world import Interrupts
 from posttrain.episode import CUT_OFF, Episode, Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
+from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.driver import run_episodes
 from posttrain.runs.completions import CompletionLog, Key, line_of, write_lines
@@ -234,7 +235,8 @@ def _summary(recipe: GenerateRecipe, generation: _Generation, requested: int) ->
 
 def _hash(recipe: GenerateRecipe) -> str:
     """Return the hash of the recipe without the keys of where it is stored and logged."""
-    return recipe_hash(recipe.model_copy(update={"runs": "runs", "name": "run", "sinks": []}))
+    fields = GenerateRecipe.model_fields
+    return recipe_hash(recipe.model_copy(update={key: fields[key].get_default() for key in ("name", *LOGGED_IN)}))
 
 
 def _resume(directory: RunDirectory) -> str:
