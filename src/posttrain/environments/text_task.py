@@ -100,6 +100,7 @@ class TextTask(Environment):
             self.blocking = True
         if self.recipe.judge is not None:
             check_judge(self.recipe.judge)
+            self.blocking = True
         self.task_count(recipe)
         self._task: _Task | None = None
 

@@ -178,6 +178,19 @@ def score_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
     return replace(table, title="", words=(), headings=table.headings[1:], rows=[row[1:] for row in table.rows])
 
 
+def evaluated_table(name: str, lines: Sequence[Mapping[str, Any]]) -> Table | None:
+    """`score_table` of checkpoints that were evaluated by runs of their own (`evaluated_checkpoints`)."""
+    table = score_table(lines)
+    if table is None:
+        return None
+    counts = sorted({line["n"] for line in lines if line["kind"] == "evaluation" and line.get("n")})
+    note = (
+        f"Separate evaluations, n = {' or '.join(map(str, counts))} tasks. Brackets: 95% intervals over tasks. `training "
+        "return`: mean over the training episodes since the previous row."
+    )
+    return replace(table, title=f"Scores by checkpoint: {name}", note=note)
+
+
 def scores_of_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table | None:
     """A table with one row per evaluation of each run (name -> lines); None if nothing was evaluated."""
     evaluated = {name: checkpoint_scores(lines) for name, lines in runs.items()}

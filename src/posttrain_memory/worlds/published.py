@@ -98,9 +98,55 @@ def _truth(kind: str, question: str, text: str) -> dict[str, Any]:
 
 
 _NO_TOPICS = frozenset(
-    "about again are can could did does for from had has have her his how know many much our please should tell that the "
-    "their them there these they this those was were what when where which while who whom whose why will with would you "
-    "your".split()
+    [
+        "about",
+        "again",
+        "are",
+        "can",
+        "could",
+        "did",
+        "does",
+        "for",
+        "from",
+        "had",
+        "has",
+        "have",
+        "her",
+        "his",
+        "how",
+        "know",
+        "many",
+        "much",
+        "our",
+        "please",
+        "should",
+        "tell",
+        "that",
+        "the",
+        "their",
+        "them",
+        "there",
+        "these",
+        "they",
+        "this",
+        "those",
+        "was",
+        "were",
+        "what",
+        "when",
+        "where",
+        "which",
+        "while",
+        "who",
+        "whom",
+        "whose",
+        "why",
+        "will",
+        "with",
+        "would",
+        "you",
+        "your",
+    ]
 )
 """Words of a question that do not say what it is about."""
 _MOST_ADDED = 10 * SPARE_CHARACTERS
