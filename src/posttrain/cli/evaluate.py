@@ -347,16 +347,61 @@ def model(
     on: stages.On = None,
     resume: stages.Resume = None,
     overwrite: stages.Overwrite = False,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Evaluate every checkpoint of the run at `model.path`, or those that match it as a pattern."
+        ),
+    ] = False,
 ) -> None:
     """Evaluate a model in an environment on held-out seeds. The word `model` is optional.
+
+    With --all, the report in `<runs>/<name>` has the scores by checkpoint, and figures of them.
 
     Examples:
 
     posttrain evaluate environment.type=sokoban name=before
 
     posttrain evaluate environment.type=bandit model.path=runs/run/model evaluation.sampling.temperature=0.7
+
+    posttrain evaluate environment.type=bandit model.path=runs/run name=scores --all
     """
+    if every:
+        _every_checkpoint(words or [], dry_run, on, resume, overwrite)
+        return
     stages.run("evaluate", words or [], dry_run, on, resume, overwrite)
+
+
+def _every_checkpoint(words: list[str], dry_run: bool, on: str | None, resume: Path | None, overwrite: bool) -> None:
+    """Evaluate all checkpoints at `model.path`, or show which ones and the plan of the first."""
+    from rich.console import Console
+
+    from posttrain.errors import InputError
+    from posttrain.recipe.sources import read_overrides
+    from posttrain.verbs import evaluate_checkpoints, read_recipe
+
+    device = stages.planned_device(dry_run, on)
+    if resume is not None:
+        raise InputError("--resume continues one run; run the command with --all again to continue its evaluations")
+    sources, overrides = stages.split_words(words)
+    if not dry_run:
+        evaluate_checkpoints(*sources, *read_overrides(overrides), overwrite=overwrite)
+        return
+    from posttrain import pipelines
+    from posttrain.planning.dry_run import show_plan
+    from posttrain.planning.model_sizes import model_sizes
+    from posttrain.recipe.stages import EvaluateRecipe
+
+    recipe, console = read_recipe("evaluate", *sources, *read_overrides(overrides)), Console()
+    assert isinstance(recipe, EvaluateRecipe)
+    pipeline = pipelines.evaluate_checkpoints(recipe)
+    for line in pipelines.planned(pipeline, None, None, overwrite):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    first = pipeline.stages[0].recipe
+    assert isinstance(first, EvaluateRecipe)
+    console.rule(f"stage {first.name}")
+    show_plan(first, model_sizes(first.model.path), console, device)
+    stages.show_precision(first, console)
 
 
 app.command(context_settings=stages.OPEN)(model)

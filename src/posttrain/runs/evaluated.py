@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ _PUBLISHED = re.compile(r"(.*?)[-_/]*step[-_]?(\d+)")
 
 
 class EvaluatedRun(Protocol):
-    """A run as `comparison.Source` holds it."""
+    """What is read of a run, such as a `comparison.Source`."""
 
     @property
     def stage(self) -> str | None: ...
@@ -26,6 +27,20 @@ class EvaluatedRun(Protocol):
 
     @property
     def recipe(self) -> Mapping[str, Any] | None: ...
+
+
+@dataclass(frozen=True)
+class _Run:
+    stage: str
+    lines: list[Line]
+    recipe: Mapping[str, Any]
+
+
+def evaluated_run(path: Path) -> EvaluatedRun:
+    """What is read of the run in the directory `path`. InputError if there is none."""
+    run = RunDirectory.open(path)
+    recipe = run.load_recipe()
+    return _Run(recipe.stage, read_metrics(run.metrics), recipe.model_dump(mode="json"))
 
 
 def checkpoint_at(model: str) -> tuple[str, int] | None:
@@ -82,7 +97,8 @@ def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, list[Line]]
 
 
 def _model_of(run: EvaluatedRun) -> str:
-    return str(((run.recipe or {}).get("model") or {}).get("path"))
+    model = (run.recipe or {}).get("model")
+    return str(model.get("path")) if isinstance(model, Mapping) else ""
 
 
 def _lines(run: Path) -> list[Line]:

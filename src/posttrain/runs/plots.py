@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -307,9 +307,10 @@ def compare(sources: Sequence[Source], metrics: Sequence[str] = ()) -> Compared:
         named = {source.name: source.lines for source in measured}
         tables = (result_table(bundles), scores_of_runs(named) if len(measured) > 1 else None)
         compared.tables += [table for table in tables if table is not None]
-        evaluated = scores_of_evaluated(measured)
-        compared.tables += evaluated.tables
-        compared.figures += evaluated.figures
+        groups = evaluated_checkpoints(measured)
+        scores = [evaluated_table(name, lines) for name, lines in groups.items()]
+        compared.tables += [table for table in scores if table is not None]
+        compared.figures += _figures_of_evaluated(groups)
     for metric in chosen:
         figure, warnings = draw_metric(metric, bundles)
         compared.warnings += warnings
@@ -318,21 +319,21 @@ def compare(sources: Sequence[Source], metrics: Sequence[str] = ()) -> Compared:
     return compared
 
 
-def scores_of_evaluated(sources: Sequence[Source]) -> Compared:
-    """The table of scores, and its figures, of each training run of which `sources` evaluated at least two checkpoints."""
-    compared = Compared()
-    groups = evaluated_checkpoints(sources)
+def draw_evaluated(groups: Mapping[str, list[Line]], out: Path) -> list[Path]:
+    """Write the figures of scores by checkpoint (PNG) of `evaluated_checkpoints` to `out`; returns the files."""
+    return [path for name, figure in _figures_of_evaluated(groups) for path in save(figure, out, name, ("png",))]
+
+
+def _figures_of_evaluated(groups: Mapping[str, list[Line]]) -> list[tuple[str, Figure]]:
+    """(file name without suffix, figure) for each training run with at least two evaluated checkpoints."""
+    drawn = []
     for name, lines in groups.items():
-        if (table := evaluated_table(name, lines)) is None:
-            continue
-        compared.tables.append(table)
-        for figure_name in (title for title in TITLES if title.startswith(SCORES_AGAINST)):
+        for figure_name in [title for title in TITLES if title.startswith(SCORES_AGAINST)]:
             with matplotlib.rc_context(STYLE):
                 if (figure := draw_figure(figure_name, lines)) is not None:
                     entitle(figure, f"{TITLES[figure_name]} · {name}")
-                    file = figure_name if len(groups) == 1 else f"{figure_name}_{name.replace(' ', '_')}"
-                    compared.figures.append((file, figure))
-    return compared
+                    drawn.append((metric_of(figure_name if len(groups) == 1 else f"{figure_name} {name}").file, figure))
+    return drawn
 
 
 def _overviews(bundles: Sequence[Bundle]) -> Iterator[tuple[str, Figure]]:

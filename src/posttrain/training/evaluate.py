@@ -15,6 +15,7 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import EvaluateRecipe
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, take_events
@@ -49,7 +50,10 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
     """The evaluator of the model at `model.path` or behind the server, and warnings about tasks and prompts."""
     evaluation = recipe.evaluation
     seeds = range(evaluation.final_seeds.start, evaluation.final_seeds.stop)
-    warnings = check_tasks(recipe.environment, range(0), [seeds], recipe.reward is not None)
+    warnings = [
+        *recipe_warnings(recipe),
+        *check_tasks(recipe.environment, range(0), [seeds], recipe.reward is not None),
+    ]
     left_out: frozenset[int] = frozenset()
     manager: WorkerSource
     if recipe.remote is not None:
