@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.runs.comparison import Source, bundles_of
 from posttrain.runs.evaluated import checkpoint_at, evaluated_checkpoints
-from posttrain.runs.plots import lines_until, plot_files, scores_of_evaluated
+from posttrain.runs.plots import compare, draw_evaluated, lines_until, plot_files
 from posttrain.runs.results import draw_scores, result_table
 from posttrain.runs.tables import checkpoint_scores, evaluated_table, score_table
 from tests.runs.comparing import make_run
@@ -147,8 +147,12 @@ def test_separate_evaluations_fill_the_table_of_their_training_run(trained, tmp_
         ["2", "0.800", "0.400", "0.400", "0.600", "0.150"],
         ["4", "0.900", "0.200", "0.300", "0.500", "0.350"],
     ]
-    compared = scores_of_evaluated(given[:3])
-    assert [name for name, _ in compared.figures] == ["metrics_vs_overall", "metrics_vs_step", "metrics_vs_training"]
+    names = ["metrics_vs_overall", "metrics_vs_step", "metrics_vs_training"]
+    drawn = draw_evaluated(evaluated_checkpoints(given[:3]), tmp_path / "plots")
+    assert [path.name for path in drawn] == [f"{name}.png" for name in names]
+    compared = compare(given[:3])
+    assert [name for name, _ in compared.figures if name in names] == names
+    assert compared.tables[-1].rows == table.rows
     assert [row[1] for row in result_table(bundles_of(given)[0]).rows] == ["4", "2", "–", "4", "–"]
 
 

@@ -10,6 +10,7 @@ import torch
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from posttrain.cli.main import main
 from posttrain.distributed.tensors import read_all
 from posttrain.errors import InputError, RunError
 from posttrain.models.policy import Policy
@@ -171,20 +172,58 @@ def test_rules_that_exclude_each_other_are_refused(rules, message):
         CheckpointRecipe(**rules)
 
 
-@pytest.mark.parametrize(
-    ("export", "learning_rate", "step"), [("best", 1e-30, 0), ("last", 1e-30, 2)], ids=["unimproved", "last"]
-)
-def test_which_step_is_exported_and_said(export, learning_rate, step, tiny_model, tmp_path):
-    values = small.recipe_values(tiny_model, tmp_path, optimizer={"learning_rate": learning_rate}, export=export)
+def finished(tiny_model, runs, export):
+    """A run of two steps that change next to nothing, and what it printed."""
+    values = small.recipe_values(tiny_model, runs, optimizer={"learning_rate": 1e-30}, export=export)
     values |= small.two_steps(values) | {"checkpoint": {"every": 1, "keep": "all"}}
     printed = io.StringIO()
     run = run_stage(TypeAdapter(Recipe).validate_python(values), console=Console(file=printed, width=250))
+    return run, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def last(tiny_model, tmp_path_factory):
+    """A run that exported its last checkpoint."""
+    return finished(tiny_model, tmp_path_factory.mktemp("last"), "last")
+
+
+@pytest.mark.parametrize("export", ["best", "last"])
+def test_which_step_is_exported_and_said(export, last, tiny_model, tmp_path):
+    run, printed = last if export == "last" else finished(tiny_model, tmp_path, export)
+    step = 2 if export == "last" else 0
     (final,) = [line for line in read_metrics(run.metrics) if line["kind"] == "final"]
     assert final["best_step"] == step
     weights = run.checkpoints / f"step_{step:06d}" / "policy" / "model.safetensors"
     assert (run.path / "model" / "model.safetensors").read_bytes() == weights.read_bytes()
     sentence = "training did not improve on the starting model; `model/` is the starting model"
-    table, summary = printed.getvalue().split("report: ")
+    table, summary = printed.split("report: ")
     assert (sentence in table) == (sentence in summary) == (step == 0)
     assert run.report.read_text().lower().count(sentence) == (2 if step == 0 else 0)
+
+
+def test_all_checkpoints_are_evaluated_once_and_make_one_table(last, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("posttrain.pipelines.find_spec", lambda name: None)
+    run, _ = last
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000000", "step_000001", "step_000002"]
+    letters, folder = run.load_recipe().environment.type, str(run.path)
+    words = ["evaluate", f"environment.type={letters}", "environment.max_turns=3", "evaluation.final_seeds.count=2"]
+    words += [f"runs={tmp_path}", "name=scores", "rollout.tokens_per_turn=6", "rollout.tokens_per_episode=700", "--all"]
+    assert main([*words, f"model.path={folder}", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("would run (not run yet)") == 3
+    assert main([*words, f"model.path={folder}"]) == 0
+    report = (tmp_path / "scores" / "report.md").read_text()
+    table = report.split("## Scores by checkpoint: small")[1]
+    assert [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][:5] == [
+        "step",
+        "---:",
+        "0",
+        "1",
+        "2",
+    ]
+    trained = {line["step"]: line["rollout/return"] for line in read_metrics(run.metrics) if line["kind"] == "train"}
+    assert [f"| {trained[step]:.3f} |" in table for step in (1, 2)] == [True, True]
+    capsys.readouterr()
+    assert main([*words, f"model.path={folder}/checkpoints/step_00000[12]"]) == 0
+    assert capsys.readouterr().out.count("finished, nothing has changed") == 2
+    assert main([*words, f"model.path={folder}/nothing*"]) == 2
+    assert "--all found no checkpoints" in capsys.readouterr().err
