@@ -98,55 +98,12 @@ def _truth(kind: str, question: str, text: str) -> dict[str, Any]:
 
 
 _NO_TOPICS = frozenset(
-    [
-        "about",
-        "again",
-        "are",
-        "can",
-        "could",
-        "did",
-        "does",
-        "for",
-        "from",
-        "had",
-        "has",
-        "have",
-        "her",
-        "his",
-        "how",
-        "know",
-        "many",
-        "much",
-        "our",
-        "please",
-        "should",
-        "tell",
-        "that",
-        "the",
-        "their",
-        "them",
-        "there",
-        "these",
-        "they",
-        "this",
-        "those",
-        "was",
-        "were",
-        "what",
-        "when",
-        "where",
-        "which",
-        "while",
-        "who",
-        "whom",
-        "whose",
-        "why",
-        "will",
-        "with",
-        "would",
-        "you",
-        "your",
-    ]
+    re.findall(
+        r"\S+",
+        "a about again am an are at be by can could did do does for from had has have he her his how i in is it know many "
+        "me much my of on or our please should tell that the their them there these they this those to us was we were "
+        "what when where which while who whom whose why will with would you your",
+    )
 )
 """Words of a question that do not say what it is about."""
 _MOST_ADDED = 10 * SPARE_CHARACTERS
