@@ -14,7 +14,6 @@ from harness.data import answer_lengths
 
 from learners.job import KL, LEARNING_RATES, LONGEST_ANSWER, Job, read_job
 from learners.recording import Recorder
-from posttrain.recipe.rollout import SeedRange
 from posttrain.seeds import random_stream
 
 PER_DEVICE = 8
@@ -84,7 +83,7 @@ def _in_our_order(rows: list[dict[str, Any]], job: Job) -> list[dict[str, Any]]:
 
     if job.stage in KL:
         groups = (job.warmup + job.steps) * (job.rows_per_step // job.group)
-        return [rows[i] for i in TaskOrder(SeedRange(start=0, count=groups), job.seed).take(groups)]
+        return [rows[i] for i in TaskOrder(range(groups), job.seed).take(groups)]
     order: Any = EpochRows([rows], [1.0], job.rows_per_step, job.seed)  # type: ignore[list-item]
     return [row for step in range(order.updates_per_epoch) for row in order.batch(step)]
 

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from posttrain.data.convert import convert_files
 from posttrain.errors import InputError
+from posttrain.planning.dry_run import tasks_of
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.pipeline import ConvertRecipe, PipelineRecipe, PipelineStage
-from posttrain.recipe.rollout import SeedRange
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import thinking_differs
@@ -168,6 +168,8 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
             running.add(stage.name)
         else:
             lines.append(f"stage {stage.name}: finished, nothing has changed")
+        if isinstance(stage.recipe, ConvertRecipe):
+            continue
         for name in stage.inputs:
             path = str(pipeline.directory / name / "model")
             differences = thinking_differs(stage.recipe, path, earlier[name].model_dump(mode="json"), f"stage {name}")
@@ -428,9 +430,9 @@ def _finished(pipeline: PipelineRecipe) -> list[PipelineStage]:
     return [stage for stage in pipeline.stages if (pipeline.directory / stage.name / "results.json").is_file()]
 
 
-def _environment(stage: PipelineStage) -> tuple[EnvironmentRecipe, SeedRange] | None:
-    """Return the environment and the final seeds of the stage; None for a stage without an environment."""
+def _environment(stage: PipelineStage) -> tuple[EnvironmentRecipe, Sequence[int]] | None:
+    """Return the environment and the seeds of the stage's final table; None for a stage without an environment."""
     environment = getattr(stage.recipe, "environment", None)
     if environment is None:
         return None
-    return environment, stage.recipe.evaluation.final_seeds  # type: ignore[union-attr]
+    return environment, tasks_of(stage.recipe).test  # type: ignore[arg-type]

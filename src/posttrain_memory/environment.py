@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from posttrain.data.held_out import TaskRow
 from posttrain.environments.game import Rejected, play, require
 from posttrain.environments.judge import check_judge
-from posttrain.environments.protocol import Baseline, Environment, Message, Observation, Step, require_rows
+from posttrain.environments.protocol import Baseline, Environment, Message, Observation, Step
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain_memory.baselines import (
@@ -190,15 +191,20 @@ class Memory(Environment):
         return self._message("I guess.", f"<reply>It is {value}.</reply>")
 
     @classmethod
-    def check_tasks(cls, recipe: EnvironmentRecipe, training: range, held_out: Sequence[range]) -> list[str]:
-        """Warnings about skipped rows and about vaults that are both trained on and held out. Raises InputError for a
-        seed beyond the last row.
-        """
+    def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow] | None:
+        """The rows of `tasks`; None where tasks are generated."""
+        assert isinstance(recipe, MemoryRecipe)
+        return task_table(recipe.tasks, recipe.memories, recipe.judge is not None).tasks if recipe.tasks else None
+
+    @classmethod
+    def check_tasks(
+        cls, recipe: EnvironmentRecipe, training: Sequence[int], held_out: Sequence[Sequence[int]]
+    ) -> list[str]:
+        """Warnings about skipped rows and about vaults that are both trained on and held out."""
         assert isinstance(recipe, MemoryRecipe)
         if not recipe.tasks:
             return []
         table = task_table(recipe.tasks, recipe.memories, recipe.judge is not None)
-        require_rows("environment.tasks", len(table.rows), training, held_out)
         trained = {str(table.rows[seed].files) for seed in training}
         known = sum(str(table.rows[seed].files) in trained for seeds in held_out for seed in seeds)
         shared = f"{known} of the held-out tasks are asked in worlds that are also trained on; move them apart"

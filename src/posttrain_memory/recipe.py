@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
-from posttrain.recipe.data import Sources
+from posttrain.recipe.data import TaskSources
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain_memory.interpreter.pool import InterpreterLimits
 from posttrain_memory.vault.limits import VaultLimits
@@ -49,9 +49,10 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
     """Generated worlds and tasks. Each seed is one task in a world of its own; kinds are drawn in proportion to their
     numbers of tasks. Not used with `tasks`.
     """
-    tasks: Sources = []
+    tasks: TaskSources = []
     """Rows written by `posttrain data worlds` to play instead: a path, or a list of paths and sections. The
-    environment seed is the row number, counted from 0 over all sources.
+    environment seed is the row number, counted from 0 over all sources. `evaluation.held_out` divides them, by vault
+    where there are at least 20.
     """
     memories: str | None = None
     """Folder with the `base_memory.json` files of rows in the published format, which refer to their vault by name."""
@@ -72,6 +73,11 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
     """Size limits of the notes."""
     workers: int = Field(1, ge=1)
     """Number of processes that run code, shared by all episodes of a run."""
+
+    @property
+    def rows_key(self) -> str | None:
+        """`environment.tasks`, unless tasks are generated."""
+        return "environment.tasks" if self.tasks else None
 
     @model_validator(mode="after")
     def _consistent(self) -> "MemoryRecipe":

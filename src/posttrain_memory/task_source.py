@@ -8,9 +8,10 @@ from threading import Lock
 from typing import Any
 
 from posttrain.data.examples import read_examples
+from posttrain.data.held_out import TaskRow
 from posttrain.data.problems import Problems
 from posttrain.errors import InputError
-from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
+from posttrain.recipe.data import ColumnsRecipe, TaskSourceRecipe
 from posttrain.seeds import derive_seed, random_stream
 from posttrain_memory.worlds.dataset import read_row
 from posttrain_memory.worlds.generation import tasks_of
@@ -21,6 +22,8 @@ from posttrain_memory.worlds.task import KINDS, MemoryTask
 
 _WORLDS = 20
 """Number of worlds to try before giving up on a task."""
+_FEW_VAULTS = 20
+"""Below this number of vaults, tasks of one vault may be trained on and held out."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,16 @@ class TaskTable:
     """The rows that are tasks, in order, and the problems of the others."""
 
     rows: list[Assignment]
+    tasks: list[TaskRow]
+    """What each row is for, and the text by which rows are divided: that of its vault, or that of its question and its
+    vault where there are fewer than 20 vaults."""
     problems: Problems
 
 
 _reading = Lock()
 
 
-def task_table(sources: list[SourceRecipe], memories: str | None, judged: bool = False) -> TaskTable:
+def task_table(sources: list[TaskSourceRecipe], memories: str | None, judged: bool = False) -> TaskTable:
     """The tasks of `sources`, read once per process.
 
     `memories` is a folder with the vaults of records that refer to them by name. Updates in the published format are
@@ -82,18 +88,24 @@ def task_table(sources: list[SourceRecipe], memories: str | None, judged: bool =
 
 @lru_cache(maxsize=16)
 def _task_table(key: str, memories: str | None, judged: bool) -> TaskTable:
-    sources = [SourceRecipe.model_validate(values) for values in json.loads(key)]
+    sources = [TaskSourceRecipe.model_validate(values) for values in json.loads(key)]
     vaults = read_memories(Path(memories)) if memories is not None else {}
     problems, rows = Problems(), []
-    for prompt in read_examples("prompt", sources, ColumnsRecipe(), problems):
-        try:
-            rows.append(_of_row(prompt.row, vaults, judged))
-        except InputError as error:
-            problems.used -= 1
-            problems.add("no memory task", prompt.origin, str(error))
+    uses = []
+    for source in sources:
+        for prompt in read_examples("prompt", [source], ColumnsRecipe(), problems):
+            try:
+                rows.append(_of_row(prompt.row, vaults, judged))
+                uses.append(source.use)
+            except InputError as error:
+                problems.used -= 1
+                problems.add("no memory task", prompt.origin, str(error))
     if not rows:
         problems.require_any(", ".join(source.path for source in sources))
-    return TaskTable(rows, problems)
+    texts = [json.dumps(row.files, sort_keys=True) for row in rows]
+    if len(set(texts)) < _FEW_VAULTS:
+        texts = [f"{row.task.question} {text}" for row, text in zip(rows, texts, strict=True)]
+    return TaskTable(rows, [TaskRow(text, use) for text, use in zip(texts, uses, strict=True)], problems)
 
 
 def _of_row(row: dict[str, Any], vaults: dict[str, dict[str, str]], judged: bool) -> Assignment:

@@ -46,7 +46,7 @@ def _reward(path, body):
 def test_a_seed_is_a_row_counted_over_all_sources(tmp_path):
     paths = [_write(tmp_path / "a.jsonl", ROWS[:2]), _write(tmp_path / "b.jsonl", ROWS[2:])]
     recipe = TextTaskRecipe.model_validate({"prompts": paths})
-    assert TextTask.task_count(recipe) == 3
+    assert len(TextTask.task_rows(recipe)) == 3
     shown = [TextTask(recipe).reset(seed).messages for seed in range(3)]
     assert shown == [[{"role": "user", "content": row["prompt"]}] for row in ROWS]
 
@@ -59,7 +59,7 @@ def test_a_seed_beyond_the_rows_names_their_number_and_the_keys(tmp_path, seed):
 
 def test_rows_that_cannot_be_used_are_no_tasks_and_are_kept_as_problems(tmp_path):
     recipe = _recipe(tmp_path, [{"prompt": None}, ROWS[0], {"question": "?"}, ROWS[1]])
-    assert TextTask.task_count(recipe) == 2
+    assert len(TextTask.task_rows(recipe)) == 2
     assert TextTask(recipe).reset(1).messages[0]["content"] == "3 + 3?"
     assert prompt_table(recipe).problems.total == 2
     assert "rows.jsonl row 1" in " ".join(prompt_table(recipe).problems.summary())
@@ -265,7 +265,7 @@ GYM = [
 @pytest.mark.parametrize("gym", GYM, ids=lambda gym: gym["dataset"])
 def test_reasoning_gym_pays_its_reference_and_not_a_wrong_answer(gym):
     recipe = TextTaskRecipe.model_validate({"reasoning_gym": gym})
-    assert TextTask.task_count(recipe) is None
+    assert TextTask.task_rows(recipe) is None
     TextTask.validate(recipe, [*range(10), 10**9])
     task = TextTask(recipe)
     assert len({task.reset(seed).messages[0]["content"] for seed in range(20)}) == 20

@@ -150,7 +150,9 @@ def test_the_records_are_valid_and_the_training_commands_have_plans(folder):
     with serving(says_done, reasoning=True) as server:
         (folder / "own.yaml").write_text(yaml.safe_dump(own_recipe(server.url)))
         validate, *rest = page_commands()
-        assert "memory: valid on 66 seeds" in run(validate)
+        shown = run(validate)
+        assert "memory: valid on 66 of 66 tasks" in shown
+        assert "22 rows dropped" in shown
         planned = [command for command in rest if command.startswith("posttrain rl")]
         assert len(planned) == 3
         shown = run(dry(planned[0]))

@@ -7,9 +7,11 @@ import pytest
 from pydantic import ValidationError
 
 from posttrain.environments.game import play
+from posttrain.environments.protocol import task_split
 from posttrain.errors import InputError
 from posttrain.recipe.components import environment_class, environment_recipe
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 from posttrain.seeds import random_stream
 from posttrain_memory import environment as module
 from posttrain_memory.baselines import BASELINE_POLICIES, bm25
@@ -367,7 +369,7 @@ def test_worlds_that_are_trained_on_and_held_out_are_named(rows):
     together = Memory.check_tasks(recipe, range(first), [range(first - 1, first)])
     assert "1 of the held-out tasks" in together[0]
     with pytest.raises(InputError, match="last seed is 999"):
-        Memory.check_tasks(recipe, range(1000), [range(1)])
+        task_split(recipe, EvaluationRecipe(), SeedRange(start=0, count=1000))
 
 
 def test_rows_of_the_published_form_can_be_played_but_for_updates(tmp_path):

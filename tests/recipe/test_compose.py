@@ -128,7 +128,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         (
             ["environment.type=bandt"],
             "override environment.type=bandt: environment.type: there is no environment 'bandt'; use one of bandit, "
-            "frozen_lake, memory, sokoban, text_task, `module:Class`, or the path of a .py file (did you mean bandit?)",
+            "frozen_lake, memory, sokoban, text_task, word_sort, `module:Class`, or the path of a .py file (did you mean bandit?)",
         ),
         (["environment.type=3"], "override environment.type=3: environment.type is 3; it must be text"),
         (["steps=true"], "override steps=true: steps is true; it must be a whole number, 1 or more"),
@@ -228,7 +228,7 @@ def test_files_and_overrides_merge_left_to_right(recipe_file):
 
 def test_a_part_of_a_default_keeps_the_rest_of_it():
     recipe = load_recipe([], ["evaluation.seeds.count=5", "evaluation.sampling.top_p=0.9", "loss.clip_high=0.3"], "rl")
-    assert (recipe.evaluation.seeds.start, recipe.evaluation.seeds.count) == (1_000_000, 5)
+    assert recipe.evaluation.seeds.of_generated("evaluation.seeds") == range(1_000_000, 1_000_005)
     assert recipe.evaluation.sampling.temperature == 0
     assert (recipe.loss.type, recipe.loss.clip_low, recipe.loss.clip_high) == ("ppo", 0.2, 0.3)
 

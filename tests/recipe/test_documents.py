@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from posttrain.cli.main import main
+from posttrain.planning.memory import memory_estimate
+from posttrain.planning.model_sizes import published_sizes
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.warnings import recipe_warnings
@@ -41,6 +43,8 @@ POSITIONS = "| position | name | value | our key | our value | note |"
 STAGE_NAMES = [stage.name for stage in load_pipeline(str(ROOT / "recipes/rlhf/pipeline.yaml"), []).stages]
 SUPERVISED = ["sft", "dpo", "reward", "unit_reward"]
 PLAYED = ["ppo", "drca", "unit_ppo", "unit_ppo_outcome"]
+COMMANDS = 38
+"""On both pages."""
 HELPSTEER_ROWS = 40
 """Of each split."""
 SPLITS = {"train": 0, "validation": 1001}
@@ -108,7 +112,7 @@ def test_a_recipe_resolves_and_every_key_has_an_effect(path, capsys):
 @pytest.mark.parametrize(
     ("folder", "chain"),
     [
-        ("helpsteer3", [("reward", [], "Qwen/Qwen3-8B"), ("rl", ["reward"], "Qwen/Qwen3-8B")]),
+        ("helpsteer3", [("reward", ["data"], "Qwen/Qwen3-8B"), ("rl", ["data", "reward"], "Qwen/Qwen3-8B")]),
         (
             "rlhf",
             [
@@ -128,7 +132,7 @@ def test_a_pipeline_chains_the_recipes(folder, chain, capsys):
     file = f"recipes/{folder}/pipeline.yaml"
     assert main(["pipeline", file, "--dry-run"]) == 0
     assert "warning:" not in capsys.readouterr().out
-    stages = load_pipeline(file, []).stages
+    stages = [stage for stage in load_pipeline(file, []).stages if stage.recipe.stage != "convert"]
     assert [(stage.name, sorted(stage.inputs), stage.recipe.model.path) for stage in stages] == [
         (name, sorted(inputs), path) for name, inputs, path in chain
     ]
@@ -221,7 +225,7 @@ def test_the_numbers_of_rl_multiply_out():
         assert f"{updates} updates" in text
         assert recipe.optimizer.warmup_updates == -(-updates * 0.03 // 1)
         assert recipe.critic.optimizer.warmup_updates == recipe.optimizer.warmup_updates
-        assert recipe.seeds.stop == recipe.evaluation.seeds.start == 5000
+        assert recipe.seeds.count == recipe.evaluation.seeds.start == 5000
         assert recipe.evaluation.final_seeds.start == 5500
 
 
@@ -249,6 +253,43 @@ def test_the_numbers_of_the_documents_multiply_out():
         assert recipe.optimizer.warmup_updates == -(-updates * share // 1)
 
 
+def test_the_memory_of_the_page_is_the_estimate():
+    section = re.search(r"^## Memory\n(.*?)^## ", PAGES["helpsteer3"], re.M | re.S)[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "GiB |" in line]
+    found = {}
+    for files, keys, memory in rows:
+        names = [f"recipes/helpsteer3/{name}" for name in quoted(files)[0].split()]
+        recipe = load_recipe(names, keys.strip("`").split(), STAGES[names[0]])
+        estimate = sum(count for count, _ in memory_estimate(recipe, published_sizes("Qwen3-8B")).values())
+        assert memory == f"{estimate / 2**30:.1f} GiB", (files, keys)
+        found[files, keys] = estimate
+    assert len(rows) == 6
+    # What the document allows, in gigabytes of 10**9 bytes.
+    assert found["`reward.yaml`", ""] < 24e9
+    assert found["`rl.yaml`", ""] < 40e9
+
+
+def test_the_published_form_differs_where_its_table_says():
+    section = re.search(r"^## As published.*?\n(.*?)^## ", PAGES["helpsteer3"], re.M | re.S)[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:3] == "| `"]
+    files = [f"recipes/helpsteer3/{name}.yaml" for name in ("rl", "rl_published")]
+    ours, published = (
+        load_recipe(files[:count], [], "rl").model_dump(mode="json") | {"name": None} for count in (1, 2)
+    )
+    for key, *cells in rows:
+        for values, cell in zip((ours, published), cells, strict=True):
+            value = yaml.safe_load(re.sub(r"^1e", "1.0e", cell.strip("`")))
+            assert cell == "adapters" or values_at(values, quoted(key)[0]) == value, key
+    changed = {
+        f"{section}.{key}"
+        for section in ours
+        if isinstance(ours[section], dict)
+        for key in ours[section]
+        if ours[section][key] != published[section][key]
+    }
+    assert changed == {quoted(key)[0] for key, *_ in rows}
+
+
 @pytest.mark.slow
 def test_every_command_of_the_pages_resolves(capsys):
     seen = 0
@@ -261,13 +302,14 @@ def test_every_command_of_the_pages_resolves(capsys):
             if verb in ("data", "fit-normalizer") or "install" in words:
                 continue
             seen += 1
-            assert main([verb, *words, *([] if "--dry-run" in words else ["--dry-run"])]) == 0, command
+            dry = [] if "--dry-run" in words or verb == "cluster" else ["--dry-run"]
+            assert main([verb, *words, *dry]) == 0, command
             warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
             # The page says of these that the critic is left out, and a warning says so.
             assert [
                 line for line in warnings if not line.startswith("warning: critic has no effect: credit.type")
             ] == [], command
-    assert seen == 34
+    assert seen == COMMANDS
 
 
 def test_what_a_page_says_is_refused_is_refused(capsys):
@@ -318,23 +360,14 @@ def updates_of(run):
 @pytest.mark.timeout(600)
 def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeypatch, capsys):
     """The commands and the code of the page, in their order, with a tiny model."""
-    sources = {name: write_jsonl(tmp_path / f"{name}.jsonl", helpsteer_rows(at)) for name, at in SPLITS.items()}
+    for name, at in SPLITS.items():
+        write_jsonl(tmp_path / "HelpSteer3" / f"{name}.jsonl", helpsteer_rows(at))
     monkeypatch.chdir(tmp_path)
-    for name, short in (("train", "train"), ("validation", "val")):
-        assert main(["data", "convert", "helpsteer3", sources[name], "--out", f"data/helpsteer3_{short}.jsonl"]) == 0
-    pairs = [json.loads(line) for line in Path("data/helpsteer3_train.jsonl").read_text().splitlines()]
-    assert len(pairs) > 25
-    assert all(pair["chosen"][-1]["content"].startswith("Goal") for pair in pairs)
-
-    for name, short, more in (("train", "train", []), ("validation", "val", ["--shuffle", "--limit", "6"])):
-        out = f"data/helpsteer3_prompts_{short}.jsonl"
-        assert main(["data", "convert", "helpsteer3_prompts", sources[name], "--out", out, *more]) == 0
-    said = capsys.readouterr().out
-    assert " 6 written" in said
-    assert "skipped: language is not english" in said
 
     words = [
         str(ROOT / "recipes/helpsteer3/pipeline.yaml"),
+        "data=HelpSteer3",
+        "common.model.thinking=template",
         *(
             f"stages.{stage}.model.{key}"
             for stage in ("reward", "rl")
@@ -356,6 +389,11 @@ def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeyp
         "stages.rl.evaluation.final_seeds.start=2",
         "stages.rl.evaluation.final_seeds.count=4",
     ]
+    assert main(["pipeline", *words, "--only", "data"]) == 0
+    pairs = [json.loads(line) for line in Path("runs/helpsteer3/data/pairs_train.jsonl").read_text().splitlines()]
+    assert len(pairs) > 25
+    assert all(pair["chosen"][-1]["content"].startswith("Goal") for pair in pairs)
+    assert "skipped: language is not english" in capsys.readouterr().out
     assert main(["pipeline", *words, "--only", "reward"]) == 0
     reward, rl = (tmp_path / "runs" / "helpsteer3" / name for name in ("reward", "rl"))
     assert len(updates_of(reward)) == 2
@@ -368,7 +406,8 @@ def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeyp
     capsys.readouterr()
     assert main(["pipeline", *words]) == 0
     said = capsys.readouterr().out
-    assert "stage reward: finished, nothing has changed\nstage rl: finished, nothing has changed" in said
+    done = [f"stage {name}: finished, nothing has changed" for name in ("data", "reward", "rl")]
+    assert "\n".join(done) in said
     assert main(["pipeline", *words, "stages.reward.optimizer.learning_rate=2e-5"]) == 0
     said = capsys.readouterr().out
     assert "stage reward: runs (its recipe has changed)" in said

@@ -232,3 +232,11 @@ def test_a_mistake_about_converted_files(pipeline, override, expected):
 def test_data_without_a_stage_that_converts_it_is_refused(pipeline):
     with pytest.raises(InputError, match="override data=x: data has no effect without a stage that converts it"):
         pipeline(GOOD, "data=x")
+
+
+def test_a_stage_may_begin_with_several_files(pipeline, tmp_path):
+    (tmp_path / "parts" / "more.yaml").write_text("steps: 8\nlearner: {updates_per_step: 2}\n")
+    learn = pipeline(GOOD, "stages.learn.recipe=[rl.yaml,more.yaml]").stages[1].recipe
+    assert (learn.steps, learn.max_minutes, learn.learner.updates_per_step) == (8, 0.2, 2)
+    with pytest.raises(InputError, match=r"recipe is \[3\]; it must be a file or a list of files"):
+        pipeline(GOOD, "stages.learn.recipe=[3]")

@@ -61,8 +61,8 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: 
         "| stage | rl |",
         "| steps | 7 of 100 |",
         "| run seed | 0 |",
-        f"| held-out seeds of the table | {recipe.evaluation.final_seeds.start} to ",
-        f"| training seeds | 0 to {recipe.seeds.count - 1} |",
+        "| held-out seeds of the table | 2000000 to 2000255 |",
+        "| training seeds | 0 to 99999 |",
         machine["recipe_hash"],
         machine["processor"],
         "| `optimizer.learning_rate` | `3e-06` |",
@@ -118,7 +118,7 @@ def test_a_report_of_rows_names_its_files_and_no_episodes(tmp_path: Path) -> Non
         log.write(1, "train", {"loss/preference": 0.7, "optimizer/skipped": 1.0})
     text = write_report(run, []).read_text()
     assert "| train rows | `a.jsonl` |" in text
-    assert "| validation rows | 5 held out of the training rows |" in text
+    assert "| validation and test rows | 5 held out of the training rows |" in text
     assert "| `data.train` | `[{'path': 'a.jsonl'}]` |" in text
     assert "- skipped updates: 1" in text
     assert "episodes" not in text

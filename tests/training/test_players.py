@@ -2,8 +2,9 @@
 
 from types import SimpleNamespace
 
+from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import EnvironmentFactory
-from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
+from posttrain.recipe.rollout import EvaluationRecipe
 from posttrain.training.evaluators import START, EpisodeEvaluator
 from posttrain_memory.environment import Memory
 from posttrain_memory.recipe import MemoryRecipe
@@ -12,8 +13,8 @@ from posttrain_memory.recipe import MemoryRecipe
 def test_players_of_the_environment_are_rows_of_the_final_table(tmp_path):
     environment = MemoryRecipe.model_validate({"worlds": {"notes": 4, "filler": (0, 0)}})
     manager = SimpleNamespace(environment=EnvironmentFactory(environment), rollout=None, model_name="model")
-    evaluation = EvaluationRecipe(seeds=SeedRange(start=50, count=1), final_seeds=SeedRange(start=5, count=6))
-    evaluator = EpisodeEvaluator(manager, evaluation, 0, tmp_path, "run")
+    tasks = TaskSplit(range(9), range(50, 51), range(5, 11))
+    evaluator = EpisodeEvaluator(manager, EvaluationRecipe(), tasks, 0, tmp_path, "run")
     lines = evaluator.baselines()
     assert set(lines) == {"random", *Memory.scripted_baselines, "optimal"}
     rows = evaluator.rows({**lines, START: {"n": 6, "success": 0.5}})

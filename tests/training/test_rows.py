@@ -100,9 +100,12 @@ def test_a_batch_is_the_same_whatever_was_asked_before():
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.lists(st.integers(3, 9), max_size=12), min_size=1, max_size=3), st.integers(1, 12), st.integers(0, 4)
+    st.lists(st.lists(st.integers(3, 9), max_size=12), min_size=1, max_size=3),
+    st.integers(1, 12),
+    st.integers(0, 4),
+    st.booleans(),
 )
-def test_rows_of_one_prompt_stay_on_one_side(prompts, count, seed):
+def test_rows_of_one_prompt_stay_on_one_side(prompts, count, seed, test):
     given_rows = [
         [row(f"{number}.{place}", prompt) for place, prompt in enumerate(source)]
         for number, source in enumerate(prompts)
@@ -110,22 +113,26 @@ def test_rows_of_one_prompt_stay_on_one_side(prompts, count, seed):
     everything = [r.origin for source in given_rows for r in source]
     sizes = Counter(prompt for source in prompts for prompt in source)
     try:
-        kept, held = hold_out(given_rows, count, seed)
+        kept, validation, final = hold_out(given_rows, count, seed, test)
     except InputError:
-        # At most the rows of one prompt more than was asked for are taken.
-        assert count + max(sizes.values(), default=1) > len(everything)
+        # For each part, at most the rows of one prompt more than was asked for are taken.
+        assert count + (1 + test) * max(sizes.values(), default=1) > len(everything)
         return
+    held = [*validation, *final]
+    assert not {r.prompt for r in validation} & {r.prompt for r in final}
+    assert len(final) >= count // 2 * test
+    assert len(validation) >= count - count // 2 * test
+    assert test or not final
     left = [r for source in kept for r in source]
     assert len(kept) == len(prompts)
     assert left
     assert len(held) >= count
     assert sorted(r.origin for r in [*left, *held]) == sorted(everything)
     assert not {r.prompt for r in left} & {r.prompt for r in held}
-    assert len(held) < count + max(sizes.values())
+    assert len(held) < count + (1 + test) * max(sizes.values())
     for number, source in enumerate(kept):
         assert all(r.origin.startswith(f"{number}.") for r in source)
-    again = hold_out(given_rows, count, seed)
-    assert [r.origin for r in again[1]] == [r.origin for r in held]
+    assert hold_out(given_rows, count, seed, test) == (kept, validation, final)
 
 
 def renderer() -> Renderer:
@@ -146,10 +153,18 @@ def load(recipe, kind="conversation", loss_on="assistant", seed=0):
 
 @pytest.mark.parametrize("loss_on", ["assistant", "last_assistant", "all"])
 def test_rows_are_held_out_whatever_carries_loss(recipe, loss_on):
-    data = load(recipe.model_copy(update={"held_out": 5}), loss_on=loss_on)
-    assert len(data.validation) == 5
-    assert len(data.stored) == 18
+    for held_out in (5, 0.2):
+        data = load(recipe.model_copy(update={"held_out": held_out}), loss_on=loss_on)
+        assert (len(data.validation), len(data.test), len(data.stored)) == (3, 2, 18)
+        assert data.final == data.test
+
+
+def test_without_rows_for_a_test_of_their_own_all_rows_that_are_held_out_are_for_validation(recipe):
+    data = load(recipe.model_copy(update={"held_out": 1}))
+    assert (len(data.validation), data.test) == (1, [])
     assert data.final == data.validation
+    data = load(recipe.model_copy(update={"held_out": 5, "test": recipe.train}))
+    assert (len(data.validation), len(data.test)) == (5, 23)
 
 
 def test_loss_on_everything_keeps_the_answers_of_a_prompt_together(tmp_path):

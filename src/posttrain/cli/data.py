@@ -225,7 +225,6 @@ def experts(
     from posttrain.data.files import require_format, write_rows
     from posttrain.errors import InputError
     from posttrain.recipe.components import environment_class
-    from posttrain.recipe.rollout import SeedRange
     from posttrain.training.experts import expert_rows
 
     require_format(out)
@@ -235,6 +234,6 @@ def experts(
             "rows that already contain answers need no expert: use `posttrain sft data.train=FILE`"
         )
     recipe = environment_of(environment, words or [])
-    rows = expert_rows(recipe, SeedRange(start=start, count=count), expert.value, history.value, 0)
+    rows = expert_rows(recipe, range(start, start + count), expert.value, history.value, 0)
     write_rows(out, rows)
     typer.echo(f"{out}: {len(rows)} rows of {count} episodes, seeds {start} to {start + count - 1}")

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from posttrain.errors import InputError
+from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks
 from posttrain.recipe.components import EnvironmentRecipe, Factory, environment_class
+from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 
 Message = dict[str, str]
 """A chat message: `{"role": "system" | "user", "content": text}`."""
@@ -92,8 +93,15 @@ class Environment(ABC):
         """Apply an action: the text of the policy's answer, as sampled. RuntimeError after the last step."""
 
     @classmethod
-    def check_tasks(cls, recipe: EnvironmentRecipe, training: range, held_out: Sequence[range]) -> list[str]:
-        """Return warnings about the tasks of these seeds before a run; InputError where a seed has no task."""
+    def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow] | None:
+        """Return the rows of files that are the tasks of seeds 0, 1, ...; None where every seed is a task."""
+        return None
+
+    @classmethod
+    def check_tasks(
+        cls, recipe: EnvironmentRecipe, training: Sequence[int], held_out: Sequence[Sequence[int]]
+    ) -> list[str]:
+        """Return warnings about the tasks of these seeds before a run; InputError where one cannot be played or scored."""
         return []
 
     @classmethod
@@ -165,19 +173,12 @@ class EnvironmentFactory:
         return self._make(self.recipe)
 
 
-def require_rows(key: str, count: int, training: range, held_out: Sequence[range]) -> None:
-    """Check that all seeds are rows of a file: InputError that names the key of the seeds.
-
-    Args:
-        key: the recipe key of the file.
-        count: number of usable rows. Seeds 0 to `count - 1` are valid.
-        training: training seeds.
-        held_out: the seeds of the learning curve first, those of the final evaluation last.
-    """
-    keys = ("seeds", "evaluation.seeds", "evaluation.final_seeds")
-    for seeds_key, seeds in zip(keys, (training, held_out[0], held_out[-1]), strict=True):
-        if seeds.stop > count:
-            raise InputError(
-                f"{seeds_key}: the last seed is {seeds.stop - 1}, but {key} has {count} usable rows, and a seed is a row "
-                f"(0 to {count - 1}); set `{seeds_key}.start` and `{seeds_key}.count`"
-            )
+def task_split(
+    environment: EnvironmentRecipe,
+    evaluation: EvaluationRecipe,
+    training: SeedRange | None,
+    training_key: str = "seeds",
+) -> TaskSplit:
+    """The tasks of a run by what they are for; arguments and errors as for `posttrain.data.held_out.split_tasks`."""
+    rows = environment_class(environment.type).task_rows(environment)
+    return split_tasks(rows, environment.rows_key or "the environment", evaluation, training, training_key)

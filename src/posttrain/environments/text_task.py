@@ -13,16 +13,17 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from posttrain.data.examples import read_examples
+from posttrain.data.held_out import TaskRow
 from posttrain.data.messages import PromptExample
 from posttrain.data.problems import Problems
 from posttrain.environments.game import play, require
 from posttrain.environments.judge import check_judge, judge_score
-from posttrain.environments.protocol import Environment, Message, Observation, Step, require_rows
+from posttrain.environments.protocol import Environment, Message, Observation, Step
 from posttrain.environments.rewards import BUILT_IN, SCORE, RewardFailure, finite_scores, load_reward
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
 from posttrain.recipe.components import EnvironmentRecipe
-from posttrain.recipe.data import ColumnsRecipe, Sources
+from posttrain.recipe.data import ColumnsRecipe, TaskSources
 from posttrain.recipe.judge import JudgeRecipe, ReasoningGymRecipe
 from posttrain.seeds import derive_seed
 
@@ -37,8 +38,8 @@ class TextTaskRecipe(EnvironmentRecipe):
     """One prompt, one answer, one score."""
     max_turns: Literal[1] = 1
     """One answer ends the episode."""
-    prompts: Sources = []
-    """Rows to answer: a path, or a list of paths and sections. The environment seed is the row number, from 0, over all sources."""
+    prompts: TaskSources = []
+    """Rows to answer: a path, or a list of paths and sections. The environment seed is the row number, from 0, over all sources. `evaluation.held_out` divides them."""
     columns: ColumnsRecipe = ColumnsRecipe()
     """Column names of `prompts`."""
     reasoning_gym: ReasoningGymRecipe | None = None
@@ -56,6 +57,11 @@ class TextTaskRecipe(EnvironmentRecipe):
     success_reward: float | None = 1.0
     """Success is a score of at least this. null, or a missing score, reports no success."""
 
+    @property
+    def rows_key(self) -> str | None:
+        """`environment.prompts`, unless tasks are generated."""
+        return None if self.reasoning_gym is not None else "environment.prompts"
+
     @model_validator(mode="after")
     def _one_source_and_one_score(self) -> "TextTaskRecipe":
         if bool(self.prompts) == (self.reasoning_gym is not None):
@@ -72,6 +78,8 @@ class PromptTable:
     """The usable rows of `prompts`, in order, and the problems of the others."""
 
     rows: list[PromptExample]
+    tasks: list[TaskRow]
+    """What each row is for, and its prompt as text."""
     problems: Problems
 
 
@@ -101,33 +109,37 @@ class TextTask(Environment):
         if self.recipe.judge is not None:
             check_judge(self.recipe.judge)
             self.blocking = True
-        self.task_count(recipe)
+        self.task_rows(recipe)
         self._task: _Task | None = None
 
     @classmethod
-    def task_count(cls, recipe: EnvironmentRecipe) -> int | None:
-        """Return n where seeds 0 to n - 1 are valid; None where every seed is. Rows are read once per process."""
+    def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow] | None:
+        """Return the prompts, which are read once per process; None for generated tasks."""
         assert isinstance(recipe, TextTaskRecipe)
         if recipe.reasoning_gym is None:
-            return len(prompt_table(recipe).rows)
+            return prompt_table(recipe).tasks
         _require_gym(recipe.reasoning_gym.model_dump_json())
         return None
 
     @classmethod
-    def check_tasks(cls, recipe: EnvironmentRecipe, training: range, held_out: Sequence[range]) -> list[str]:
+    def check_tasks(
+        cls, recipe: EnvironmentRecipe, training: Sequence[int], held_out: Sequence[Sequence[int]]
+    ) -> list[str]:
         """Return warnings about skipped rows and about held-out prompts that are also training prompts."""
         assert isinstance(recipe, TextTaskRecipe)
-        if recipe.reasoning_gym is not None:
-            cls.task_count(recipe)
+        tasks = cls.task_rows(recipe)
+        if tasks is None:
             return []
-        table = prompt_table(recipe)
-        table.problems.raise_if(recipe.strict)
-        require_rows("environment.prompts", len(table.rows), training, held_out)
-        training_prompts = {_text_of(table.rows[seed]) for seed in training}
-        shared = sum(_text_of(table.rows[seed]) in training_prompts for seeds in held_out for seed in seeds)
-        messages = table.problems.summary()
+        problems = prompt_table(recipe).problems
+        problems.raise_if(recipe.strict)
+        training_prompts = {tasks[seed].key for seed in training}
+        shared = sum(tasks[seed].key in training_prompts for seeds in held_out for seed in seeds)
+        messages = problems.summary()
         if shared:
-            messages.append(f"{shared} held-out prompts are also training prompts; change the ranges of seeds")
+            messages.append(
+                f"{shared} held-out prompts are also training prompts; leave out `seeds` and `evaluation.seeds`, or remove "
+                "them from one of the files"
+            )
         return messages
 
     @classmethod
@@ -196,9 +208,9 @@ class TextTask(Environment):
         """
         assert isinstance(recipe, TextTaskRecipe)
         environment = cls(recipe)
-        count = cls.task_count(recipe)
+        tasks = cls.task_rows(recipe)
         full = 1.0 if recipe.success_reward is None else recipe.success_reward
-        for seed in [seed for seed in seeds if count is None or seed < count] or seeds[:1]:
+        for seed in [seed for seed in seeds if tasks is None or seed < len(tasks)] or seeds[:1]:
             require(environment.reset(seed) == environment.reset(seed), seed, "two resets differ")
             if recipe.judge is not None:
                 continue
@@ -280,8 +292,13 @@ def _prompt_table(key: str) -> PromptTable:
     values = json.loads(key)
     recipe = TextTaskRecipe.model_validate(values)
     problems = Problems()
-    examples = read_examples("prompt", recipe.prompts, recipe.columns, problems)
-    rows = [row for row in examples if isinstance(row, PromptExample)]
+    found = [
+        (row, source.use)
+        for source in recipe.prompts
+        for row in read_examples("prompt", [source], recipe.columns, problems)
+        if isinstance(row, PromptExample)
+    ]
+    rows = [row for row, _ in found]
     if not rows:
         problems.require_any(", ".join(source.path for source in recipe.prompts))
     with_tools = next((row for row in rows if row.tools), None)
@@ -290,7 +307,8 @@ def _prompt_table(key: str) -> PromptTable:
             f"{with_tools.origin} has tools, which a single answer cannot use; remove that column, or set "
             "columns.tools to a column that does not exist"
         )
-    return PromptTable(rows, problems)
+    tasks = [TaskRow(json.dumps(row.messages, sort_keys=True), use) for row, use in found]
+    return PromptTable(rows, tasks, problems)
 
 
 @lru_cache(maxsize=16)
@@ -340,10 +358,6 @@ def _seeded_globals(seed: int) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
-
-
-def _text_of(prompt: PromptExample) -> str:
-    return json.dumps(prompt.messages, sort_keys=True)
 
 
 def _reference(row: dict[str, Any]) -> str | None:

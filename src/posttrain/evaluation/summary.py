@@ -10,7 +10,7 @@ import numpy as np
 
 from posttrain.episode import Episode, Outcome
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
-from posttrain.recipe.rollout import SCORES, EvaluationRecipe
+from posttrain.recipe.rollout import SCORES
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, collect_episodes
 
 PASS = "pass@k/"
@@ -175,18 +175,22 @@ def _average(values: Sequence[float]) -> float:
 
 
 def evaluate(
-    worker: EpisodeWorker[Any], recipe: EvaluationRecipe, run_seed: int, left_out: frozenset[int] = frozenset()
+    worker: EpisodeWorker[Any],
+    seeds: Sequence[int],
+    episodes_per_seed: int,
+    run_seed: int,
+    left_out: frozenset[int] = frozenset(),
 ) -> tuple[Evaluation, list[Episode]]:
-    """Play every held-out seed not in `left_out`; returns the summary and the episodes.
+    """Play every one of the `seeds` that is not in `left_out`; returns the summary and the episodes.
 
-    Random numbers depend only on the run seed and the held-out seed, so two evaluations of one run differ only by the
-    policy. `worker.sampling` should be `recipe.sampling`.
+    Random numbers depend only on the run seed and the place of the held-out seed, so two evaluations of one run differ only
+    by the policy.
     """
     requests = [
         EpisodeRequest(seed, group, index, (run_seed, "evaluation", group, index))
-        for group, seed in enumerate(range(recipe.seeds.start, recipe.seeds.stop))
+        for group, seed in enumerate(seeds)
         if seed not in left_out
-        for index in range(recipe.episodes_per_seed)
+        for index in range(episodes_per_seed)
     ]
     episodes = collect_episodes(worker, requests)
     return summarize(episodes), episodes

@@ -5,12 +5,15 @@ import math
 from rich.console import Console
 from rich.table import Table
 
+from posttrain.data.held_out import TaskSplit
+from posttrain.environments.protocol import task_split
+from posttrain.errors import InputError
 from posttrain.planning.devices import DEVICES, Device
 from posttrain.planning.memory import ModelSizes, memory_estimate, process_memory
 from posttrain.planning.phases import Phase, evaluation_phases, plain, step_phases, total_seconds
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
-from posttrain.recipe.rollout import updates_behind
+from posttrain.recipe.rollout import SeedRange, shown_seeds, updates_behind
 from posttrain.recipe.stages import (
     DistillRecipe,
     DpoRecipe,
@@ -81,6 +84,28 @@ def duration(seconds: float) -> str:
 Learned = RlRecipe | DistillRecipe | SftRecipe | DpoRecipe | RewardRecipe
 
 
+Played = RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe
+
+
+def tasks_of(recipe: Played) -> TaskSplit:
+    """The tasks of a stage with an environment; reads the files whose rows are tasks. InputError as when it runs."""
+    assert recipe.environment is not None
+    if isinstance(recipe, RlRecipe | DistillRecipe):
+        return task_split(recipe.environment, recipe.evaluation, recipe.seeds)
+    if isinstance(recipe, SftRecipe):
+        return task_split(recipe.environment, recipe.evaluation, recipe.experts.seeds, "experts.seeds")
+    return task_split(recipe.environment, recipe.evaluation, None)
+
+
+def _counted(recipe: Recipe, tasks: TaskSplit | None) -> Recipe:
+    """The recipe with the numbers of held-out tasks."""
+    if tasks is None or tasks.source is None or not isinstance(recipe, Played):
+        return recipe
+    counts = {"seeds": len(tasks.validation), "final_seeds": len(tasks.test)}
+    ranges = {key: SeedRange(start=0, count=count) for key, count in counts.items() if count}
+    return recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update=ranges)})
+
+
 def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device: Device | None = None) -> None:
     """Print the whole plan.
 
@@ -90,8 +115,14 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
     """
     console.print(f"[bold]recipe[/bold] ({recipe.stage})")
     console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
+    tasks = None
+    if isinstance(recipe, Played) and recipe.environment is not None:
+        try:
+            tasks = tasks_of(recipe)
+        except InputError as error:
+            console.print(f"\ntasks: {error}", markup=False, highlight=False, soft_wrap=True)
     console.print("\n[bold]batches[/bold]")
-    for line in batch_arithmetic(recipe):
+    for line in batch_arithmetic(recipe, tasks):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     if isinstance(recipe, Learned) and recipe.hardware.processes > 1:
         console.print(f"  {_processes(recipe)}", markup=False, highlight=False, soft_wrap=True)
@@ -106,7 +137,7 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
         console.print(unknown, markup=False, highlight=False, soft_wrap=True)
     else:
         console.print(_memory_table(recipe, sizes, device))
-        show_times(recipe, sizes, device, console)
+        show_times(_counted(recipe, tasks), sizes, device, console)
     for warning in recipe_warnings(recipe):
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
 
@@ -120,15 +151,17 @@ def _processes(recipe: Learned) -> str:
     )
 
 
-def batch_arithmetic(recipe: Recipe) -> list[str]:
-    """Batch arithmetic of the recipe, one line per part."""
+def batch_arithmetic(recipe: Recipe, tasks: TaskSplit | None = None) -> list[str]:
+    """Batch arithmetic of the recipe, one line per part. Rows that are tasks are counted where `tasks` is given."""
+    if isinstance(recipe, Played) and recipe.environment is not None and recipe.environment.rows_key is None:
+        tasks = tasks_of(recipe)
     if isinstance(recipe, RlRecipe):
-        return [*_rl(recipe), *_evaluation(recipe, recipe.steps)]
+        return [*_rl(recipe), _tasks(recipe, tasks), *_evaluation(recipe, tasks, recipe.steps)]
     if isinstance(recipe, DistillRecipe):
-        return [*_distill(recipe), *_evaluation(recipe, recipe.steps)]
+        return [*_distill(recipe), _tasks(recipe, tasks), *_evaluation(recipe, tasks, recipe.steps)]
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
-        return _rows(recipe)
-    return _generation(recipe) if isinstance(recipe, GenerateRecipe) else _evaluation(recipe, 0)
+        return _rows(recipe, tasks)
+    return _generation(recipe) if isinstance(recipe, GenerateRecipe) else _evaluation(recipe, tasks, 0)
 
 
 def _generation(recipe: GenerateRecipe) -> list[str]:
@@ -151,31 +184,33 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
     return [*lines, f"predictions: {recipe.predictions}"]
 
 
-def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
+def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe, tasks: TaskSplit | None) -> list[str]:
     learner, each = recipe.learner, recipe.rows_per_update
     what = {"sft": "rows", "reward": "pairs", "dpo": "pairs"}[recipe.stage]
     if recipe.data is None:
         assert isinstance(recipe, SftRecipe)
-        count = recipe.experts.seeds.count
-        updates = recipe.steps or recipe.epochs * math.ceil(count / each)
+        seeds = tasks.training if tasks is not None else recipe.experts.seeds.of_generated("experts.seeds")
+        updates = recipe.steps or recipe.epochs * math.ceil(len(seeds) / each)
         lines = [
-            f"{count} traces of the {recipe.experts.expert} policy, {recipe.epochs} "
+            f"{len(seeds)} traces of the {recipe.experts.expert} policy, {recipe.epochs} "
             f"{_plural('epoch', recipe.epochs)}, {each} traces per update: {updates} updates",
-            f"traces on seeds {recipe.experts.seeds}",
+            f"traces on {_named(tasks, 0)}",
         ]
     else:
         paths = ", ".join(source.path for source in recipe.data.train)
         end = f"{recipe.steps} updates" if recipe.steps else f"{recipe.epochs} {_plural('epoch', recipe.epochs)}"
         lines = [f"{what} from {paths}, {each} per update, {end}", f"rows of at most {recipe.data.max_tokens} tokens"]
         held = recipe.data.held_out
+        share = f"{100 * held:g}% of the" if isinstance(held, float) else str(held)
         for name in ("validation", "test"):
             paths = ", ".join(source.path for source in getattr(recipe.data, name))
             lines += [f"{name} on {paths}"] if paths else []
-        lines += [f"validation on {held} rows held out from the training rows"] if held else []
+        parts = "validation" if recipe.data.test or held == 1 else "validation and the final table, half of them each,"
+        lines += [f"{parts} on {share} rows held out from the training rows"] if held else []
         updates = recipe.steps or 0
     lines.append(f"forward passes of at most {learner.tokens_per_batch} tokens, without padding")
     if isinstance(recipe, SftRecipe) and recipe.environment is not None:
-        lines += _evaluation(recipe, updates)
+        lines += _evaluation(recipe, tasks, updates)
     return lines
 
 
@@ -186,7 +221,6 @@ def _rl(recipe: RlRecipe) -> list[str]:
         *_ahead(recipe),
         *_additional(recipe, updates),
         *([] if recipe.unit_credit is None else [_units(recipe.unit_credit)]),
-        _tasks(recipe),
     ]
 
 
@@ -203,7 +237,7 @@ def _distill(recipe: DistillRecipe) -> list[str]:
             f"each step trains on {off.rows_per_step} rows from {paths} with probability {off.share:g} in place of episodes: "
             f"about {recipe.steps * off.share:,.0f} of {recipe.steps:,} steps"
         )
-    return [*lines, _tasks(recipe)]
+    return lines
 
 
 def _episodes(recipe: RlRecipe | DistillRecipe) -> list[str]:
@@ -224,14 +258,23 @@ def _episodes(recipe: RlRecipe | DistillRecipe) -> list[str]:
     ]
 
 
-def _tasks(recipe: RlRecipe | DistillRecipe) -> str:
-    tasks = recipe.steps * recipe.rollout.groups_per_step
-    used = (
-        f"{tasks:,} of them used"
-        if tasks <= recipe.seeds.count
-        else f"each used about {tasks / recipe.seeds.count:.1f} times"
-    )
-    return f"training on seeds {recipe.seeds}, {used}"
+def _tasks(recipe: RlRecipe | DistillRecipe, tasks: TaskSplit | None) -> str:
+    taken, count = recipe.steps * recipe.rollout.groups_per_step, len(tasks.training) if tasks is not None else 0
+    used = f"{taken:,} of them used"
+    if 0 < count < taken:
+        used = f"each used about {taken / count:.1f} times"
+    return f"training on {_named(tasks, 0)}, {used}"
+
+
+def _named(tasks: TaskSplit | None, part: int) -> str:
+    """The tasks of a part: 0 for training, 1 for the learning curve, 2 for the final table."""
+    kind = "" if part == 0 else "held-out "
+    if tasks is None:
+        return f"{kind}tasks, which are known when they are read"
+    seeds = (tasks.training, *tasks.held_out)[part]
+    if tasks.source is None:
+        return f"{'the ' * bool(kind)}{kind}seeds {shown_seeds(seeds)}"
+    return f"{len(seeds):,} {kind}{_plural('task', len(seeds))} of {tasks.source}"
 
 
 def _ahead(recipe: RlRecipe) -> list[str]:
@@ -294,28 +337,29 @@ def _additional(recipe: RlRecipe, updates: int) -> list[str]:
     return lines
 
 
-def _evaluation(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe, steps: int) -> list[str]:
+def _evaluation(recipe: Played, tasks: TaskSplit | None, steps: int) -> list[str]:
     evaluation = recipe.evaluation
-    each = evaluation.seeds.count * evaluation.episodes_per_seed
-    final = evaluation.final_seeds.count * evaluation.episodes_per_seed
+    each, final = (
+        f"{len(seeds) * evaluation.episodes_per_seed or 'one or more'} episodes on {_named(tasks, part)}"
+        for part, seeds in enumerate(tasks.held_out if tasks is not None else ((), ()), 1)
+    )
     how = "greedy" if evaluation.sampling.temperature == 0 else f"at temperature {evaluation.sampling.temperature:g}"
     if isinstance(recipe, EvaluateRecipe):
-        played = f"evaluation, {how}: {final} episodes on the held-out seeds {evaluation.final_seeds}"
-        return [played, *_remote(recipe)]
+        return [f"evaluation, {how}: {final}", *_remote(recipe, tasks)]
     during = (steps - 1) // evaluation.every if evaluation.every else 0
     return [
-        f"evaluation, {how}: {each} episodes on the held-out seeds {evaluation.seeds}, "
-        f"before, {during} {_plural('time', during)} during and after training",
-        f"final table, {how}: {final} episodes on the held-out seeds {evaluation.final_seeds}, before and after training",
+        f"evaluation, {how}: {each}, before, {during} {_plural('time', during)} during and after training",
+        f"final table, {how}: {final}, before and after training",
     ]
 
 
-def _remote(recipe: EvaluateRecipe) -> list[str]:
+def _remote(recipe: EvaluateRecipe, tasks: TaskSplit | None) -> list[str]:
     """Server and maximum number of requests and tokens of an evaluation with a remote model."""
     if (engine := recipe.remote) is None:
         return []
     evaluation, most = recipe.evaluation, recipe.rollout.tokens_per_turn
-    episodes, turns = evaluation.final_seeds.count * evaluation.episodes_per_seed, recipe.environment.max_turns
+    count = len(tasks.test) if tasks is not None else 0
+    episodes, turns = count * evaluation.episodes_per_seed, recipe.environment.max_turns
     # A follow-up turns each update into two conversations.
     turns *= 2 if getattr(recipe.environment, "follow_up", False) else 1
     return [

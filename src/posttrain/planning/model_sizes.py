@@ -200,53 +200,49 @@ PACKAGED_SIZES = {"smollm2-135m": ModelSizes(134_515_008, 30, 576, 1536, 9, 3, 6
 """Name of a packaged model -> its sizes, which plans need before its weights are installed."""
 
 
-def _published(*shape: int, tied: bool = True, experts: int = 0, experts_per_token: int = 0) -> ModelSizes:
-    """Sizes by formula from the shape: layers, hidden, intermediate, heads, key/value heads, head size, vocabulary."""
-    return _counted(ModelSizes(0, *shape, experts=experts, experts_per_token=experts_per_token, tied=tied))
-
-
-PUBLISHED = {
-    "Qwen3-0.6B": _published(28, 1024, 3072, 16, 8, 128, 151_936),
-    "Qwen3-1.7B": _published(28, 2048, 6144, 16, 8, 128, 151_936),
-    "Qwen3-4B": _published(36, 2560, 9728, 32, 8, 128, 151_936),
-    "Qwen3-8B": _published(36, 4096, 12_288, 32, 8, 128, 151_936, tied=False),
-    "Qwen3-14B": _published(40, 5120, 17_408, 40, 8, 128, 151_936, tied=False),
-    "Qwen3-32B": _published(64, 5120, 25_600, 64, 8, 128, 151_936, tied=False),
+_SHAPES = {
+    "Qwen3-0.6B": ModelSizes(0, 28, 1024, 3072, 16, 8, 128, 151_936),
+    "Qwen3-1.7B": ModelSizes(0, 28, 2048, 6144, 16, 8, 128, 151_936),
+    "Qwen3-4B": ModelSizes(0, 36, 2560, 9728, 32, 8, 128, 151_936),
+    "Qwen3-8B": ModelSizes(0, 36, 4096, 12_288, 32, 8, 128, 151_936, tied=False),
+    "Qwen3-14B": ModelSizes(0, 40, 5120, 17_408, 40, 8, 128, 151_936, tied=False),
+    "Qwen3-32B": ModelSizes(0, 64, 5120, 25_600, 64, 8, 128, 151_936, tied=False),
     # Of models with experts, the third number is that of one expert.
-    "Qwen3-30B-A3B": _published(48, 2048, 768, 32, 4, 128, 151_936, tied=False, experts=128, experts_per_token=8),
-    "Qwen3-235B-A22B": _published(94, 4096, 1536, 64, 4, 128, 151_936, tied=False, experts=128, experts_per_token=8),
-    "Qwen2.5-0.5B": _published(24, 896, 4864, 14, 2, 64, 151_936),
-    "Qwen2.5-1.5B": _published(28, 1536, 8960, 12, 2, 128, 151_936),
-    "Qwen2.5-3B": _published(36, 2048, 11_008, 16, 2, 128, 151_936),
-    "Qwen2.5-7B": _published(28, 3584, 18_944, 28, 4, 128, 152_064, tied=False),
-    "Qwen2.5-14B": _published(48, 5120, 13_824, 40, 8, 128, 152_064, tied=False),
-    "Qwen2.5-32B": _published(64, 5120, 27_648, 40, 8, 128, 152_064, tied=False),
-    "Qwen2.5-72B": _published(80, 8192, 29_568, 64, 8, 128, 152_064, tied=False),
-    "Llama-3-8B": _published(32, 4096, 14_336, 32, 8, 128, 128_256, tied=False),
-    "Llama-3-70B": _published(80, 8192, 28_672, 64, 8, 128, 128_256, tied=False),
-    "Llama-3.1-8B": _published(32, 4096, 14_336, 32, 8, 128, 128_256, tied=False),
-    "Llama-3.1-70B": _published(80, 8192, 28_672, 64, 8, 128, 128_256, tied=False),
-    "Llama-3.1-405B": _published(126, 16_384, 53_248, 128, 8, 128, 128_256, tied=False),
-    "Llama-3.2-1B": _published(16, 2048, 8192, 32, 8, 64, 128_256),
-    "Llama-3.2-3B": _published(28, 3072, 8192, 24, 8, 128, 128_256),
-    "Llama-3.3-70B": _published(80, 8192, 28_672, 64, 8, 128, 128_256, tied=False),
-    "SmolLM-135M": _published(30, 576, 1536, 9, 3, 64, 49_152),
-    "SmolLM-360M": _published(32, 960, 2560, 15, 5, 64, 49_152),
-    "SmolLM-1.7B": _published(24, 2048, 8192, 32, 32, 64, 49_152),
-    "SmolLM2-135M": _published(30, 576, 1536, 9, 3, 64, 49_152),
-    "SmolLM2-360M": _published(32, 960, 2560, 15, 5, 64, 49_152),
-    "SmolLM2-1.7B": _published(24, 2048, 8192, 32, 32, 64, 49_152),
-    "SmolLM3-3B": _published(36, 2048, 11_008, 16, 4, 128, 128_256),
-    "gemma-2-2b": _published(26, 2304, 9216, 8, 4, 256, 256_000),
-    "gemma-2-9b": _published(42, 3584, 14_336, 16, 8, 256, 256_000),
-    "gemma-2-27b": _published(46, 4608, 36_864, 32, 16, 128, 256_000),
-    "gemma-3-270m": _published(18, 640, 2048, 4, 1, 256, 262_144),
-    "gemma-3-1b": _published(26, 1152, 6912, 4, 1, 256, 262_144),
+    "Qwen3-30B-A3B": ModelSizes(0, 48, 2048, 768, 32, 4, 128, 151_936, tied=False, experts=128, experts_per_token=8),
+    "Qwen3-235B-A22B": ModelSizes(0, 94, 4096, 1536, 64, 4, 128, 151_936, tied=False, experts=128, experts_per_token=8),
+    "Qwen2.5-0.5B": ModelSizes(0, 24, 896, 4864, 14, 2, 64, 151_936),
+    "Qwen2.5-1.5B": ModelSizes(0, 28, 1536, 8960, 12, 2, 128, 151_936),
+    "Qwen2.5-3B": ModelSizes(0, 36, 2048, 11_008, 16, 2, 128, 151_936),
+    "Qwen2.5-7B": ModelSizes(0, 28, 3584, 18_944, 28, 4, 128, 152_064, tied=False),
+    "Qwen2.5-14B": ModelSizes(0, 48, 5120, 13_824, 40, 8, 128, 152_064, tied=False),
+    "Qwen2.5-32B": ModelSizes(0, 64, 5120, 27_648, 40, 8, 128, 152_064, tied=False),
+    "Qwen2.5-72B": ModelSizes(0, 80, 8192, 29_568, 64, 8, 128, 152_064, tied=False),
+    "Llama-3-8B": ModelSizes(0, 32, 4096, 14_336, 32, 8, 128, 128_256, tied=False),
+    "Llama-3-70B": ModelSizes(0, 80, 8192, 28_672, 64, 8, 128, 128_256, tied=False),
+    "Llama-3.1-8B": ModelSizes(0, 32, 4096, 14_336, 32, 8, 128, 128_256, tied=False),
+    "Llama-3.1-70B": ModelSizes(0, 80, 8192, 28_672, 64, 8, 128, 128_256, tied=False),
+    "Llama-3.1-405B": ModelSizes(0, 126, 16_384, 53_248, 128, 8, 128, 128_256, tied=False),
+    "Llama-3.2-1B": ModelSizes(0, 16, 2048, 8192, 32, 8, 64, 128_256),
+    "Llama-3.2-3B": ModelSizes(0, 28, 3072, 8192, 24, 8, 128, 128_256),
+    "Llama-3.3-70B": ModelSizes(0, 80, 8192, 28_672, 64, 8, 128, 128_256, tied=False),
+    "SmolLM-135M": ModelSizes(0, 30, 576, 1536, 9, 3, 64, 49_152),
+    "SmolLM-360M": ModelSizes(0, 32, 960, 2560, 15, 5, 64, 49_152),
+    "SmolLM-1.7B": ModelSizes(0, 24, 2048, 8192, 32, 32, 64, 49_152),
+    "SmolLM2-135M": ModelSizes(0, 30, 576, 1536, 9, 3, 64, 49_152),
+    "SmolLM2-360M": ModelSizes(0, 32, 960, 2560, 15, 5, 64, 49_152),
+    "SmolLM2-1.7B": ModelSizes(0, 24, 2048, 8192, 32, 32, 64, 49_152),
+    "SmolLM3-3B": ModelSizes(0, 36, 2048, 11_008, 16, 4, 128, 128_256),
+    "gemma-2-2b": ModelSizes(0, 26, 2304, 9216, 8, 4, 256, 256_000),
+    "gemma-2-9b": ModelSizes(0, 42, 3584, 14_336, 16, 8, 256, 256_000),
+    "gemma-2-27b": ModelSizes(0, 46, 4608, 36_864, 32, 16, 128, 256_000),
+    "gemma-3-270m": ModelSizes(0, 18, 640, 2048, 4, 1, 256, 262_144),
+    "gemma-3-1b": ModelSizes(0, 26, 1152, 6912, 4, 1, 256, 262_144),
     # The language models alone, without the encoders of images.
-    "gemma-3-4b": _published(34, 2560, 10_240, 8, 4, 256, 262_208),
-    "gemma-3-12b": _published(48, 3840, 15_360, 16, 8, 256, 262_208),
-    "gemma-3-27b": _published(62, 5376, 21_504, 32, 16, 128, 262_208),
+    "gemma-3-4b": ModelSizes(0, 34, 2560, 10_240, 8, 4, 256, 262_208),
+    "gemma-3-12b": ModelSizes(0, 48, 3840, 15_360, 16, 8, 256, 262_208),
+    "gemma-3-27b": ModelSizes(0, 62, 5376, 21_504, 32, 16, 128, 262_208),
 }
+PUBLISHED = {name: _counted(sizes) for name, sizes in _SHAPES.items()}
 """Name of a published model, without its owner and the suffix of a variant -> sizes, for models that are not downloaded."""
 
 _BY_LOWER = {name.lower(): sizes for name, sizes in PUBLISHED.items()}

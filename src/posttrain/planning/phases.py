@@ -120,8 +120,9 @@ def episodes_at_most(recipe: RlRecipe | DistillRecipe) -> Episodes:
 def evaluated_at_most(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe) -> Episodes:
     """Episodes of one evaluation at their maximum length. The `evaluate` stage uses `final_seeds`."""
     evaluation = recipe.evaluation
-    seeds = evaluation.final_seeds if isinstance(recipe, EvaluateRecipe) else evaluation.seeds
-    return _episodes(recipe, seeds.count, evaluation.episodes_per_seed)
+    key = "evaluation.final_seeds" if isinstance(recipe, EvaluateRecipe) else "evaluation.seeds"
+    # The usual number where the rows of a file have not been counted.
+    return _episodes(recipe, len(evaluation.ranges[key].of_generated(key)), evaluation.episodes_per_seed)
 
 
 def _episodes(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe, groups: int, size: int) -> Episodes:

@@ -45,6 +45,11 @@ class EnvironmentRecipe(BaseConfig):
     max_turns: int = Field(1, ge=1)
     """Maximum number of turns of an episode."""
 
+    @property
+    def rows_key(self) -> str | None:
+        """The recipe key of the files whose rows are the tasks; None where tasks are generated from seeds."""
+        return None
+
 
 _registered: dict[str, Any] = {}
 """Name -> environment class that this process registered."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.rollout import HeldOut
 
 
 class ColumnsRecipe(BaseConfig):
@@ -45,6 +46,13 @@ class SourceRecipe(BaseConfig):
     """Passes over these rows per epoch. 0.5 uses half of the rows in each epoch; 2 uses each row twice."""
 
 
+class TaskSourceRecipe(SourceRecipe):
+    """One source of tasks."""
+
+    use: Literal["training", "validation", "test"] = "training"
+    """What its tasks are for. `training`: to train on, less the held-out tasks. `validation`: the learning curve. `test`: the final table."""
+
+
 def _sources(value: Any) -> Any:
     """`path` alone, or a list of paths and sections, as a list of sections."""
     listed = value if isinstance(value, list) else [value]
@@ -53,6 +61,8 @@ def _sources(value: Any) -> Any:
 
 Sources = Annotated[list[SourceRecipe], BeforeValidator(_sources)]
 """A path, or a list of paths and of sections with `path`, `split`, `subset` and `weight`."""
+TaskSources = Annotated[list[TaskSourceRecipe], BeforeValidator(_sources)]
+"""As `Sources`; a section may say what its tasks are for (`use`)."""
 
 
 class DataRecipe(BaseConfig):
@@ -63,9 +73,9 @@ class DataRecipe(BaseConfig):
     validation: Sources = []
     """Validation rows, for the learning curve and the choice of the best checkpoint."""
     test: Sources = []
-    """Test rows, for the final table; nothing is selected on them. If empty, the final table uses the validation rows and has a selection bias."""
-    held_out: int = Field(0, ge=0)
-    """Number of training rows to hold out for validation if `validation` is empty. Rows with the same prompt stay together."""
+    """Test rows, for the final table; nothing is selected on them. If empty, and `held_out` is too, the final table uses the validation rows and has a selection bias."""
+    held_out: HeldOut | Literal[0] = 0
+    """Training rows to hold out if `validation` is empty: a number (100) or a share (0.1). They are for validation; if `test` is empty, half of them are for the final table instead. Rows with the same prompt stay together."""
     columns: ColumnsRecipe = ColumnsRecipe()
     max_rows: int | None = Field(None, ge=1)
     """Use at most this many training rows of each source. Null: all."""

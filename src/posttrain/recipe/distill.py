@@ -9,8 +9,8 @@ from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.engines import refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.rollout import EvaluationRecipe
-from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe, refuse_overlap
+from posttrain.recipe.rollout import EvaluationRecipe, refuse_overlap
+from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
 from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
 
 
@@ -80,7 +80,7 @@ class DistillRecipe(SampledRecipe):
     def _parts_fit(self):
         rollout, learner = self.rollout, self.learner
         refuse_lone_adapters(self.engine, self.model)
-        refuse_overlap("seeds", self.seeds, self.evaluation)
+        refuse_overlap({"seeds": self.seeds, **self.evaluation.ranges}, self.environment.rows_key is not None)
         refuse_other_temperature(self.teacher, rollout.sampling.temperature)
         if rollout.sampling.temperature == 0:
             raise ValueError(
@@ -93,7 +93,7 @@ class DistillRecipe(SampledRecipe):
                 "`hardware.ray` is not supported by the distill stage; remove it, and use `hardware.processes` or servers in "
                 "`teacher.urls`"
             )
-        if rollout.groups_per_step > self.seeds.count:
+        if rollout.groups_per_step > (self.seeds.count or rollout.groups_per_step):
             raise ValueError(
                 f"`rollout.groups_per_step` ({rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"
             )

@@ -18,10 +18,11 @@ def with_thinking(template: str, thinking: "Thinking") -> str | None:
     for name in SWITCHES:
         for value in ("true", "false"):
             template = template.removeprefix(_DEFAULT.replace("NAME", name).replace("VALUE", value))
-    name = next((name for name in SWITCHES if re.search(rf"\b{name}\b", template)), None)
-    if name is None:
-        return None
-    return _DEFAULT.replace("NAME", name).replace("VALUE", "true" if thinking == "on" else "false") + template
+    value = "true" if thinking == "on" else "false"
+    for name in SWITCHES:
+        if re.search(rf"\b{name}\b", template):
+            return _DEFAULT.replace("NAME", name).replace("VALUE", value) + template
+    return None
 
 
 def thinking_of(template: str) -> Literal["on", "off"] | None:

@@ -28,7 +28,7 @@ no others. `posttrain rl ... --dry-run` prints the whole recipe with its default
 of the memory.
 
 A pipeline is a file with `stage: pipeline`, a `name`, and `stages`: a list whose items have a `name`, the keys of a recipe,
-and optionally `recipe` (a file to begin with, relative to the pipeline) and `from` (an earlier stage, whose exported
+and optionally `recipe` (a file to begin with, or a list of files, relative to the pipeline) and `from` (an earlier stage, whose exported
 model becomes `model.path`). The keys of `common` are defaults of every stage. The run of a stage is
 `<runs>/<pipeline>/<stage>`. Any key may name the model of an earlier stage as `stage:NAME`. A stage with `stage: convert` makes
 files from a data set, which later stages read as `stage:NAME/FILE`; `data` of the pipeline is its source. Overrides are

@@ -93,8 +93,8 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
 
     The file has `name`, `runs`, `data` (the source of `convert` stages), `common` (keys beneath every other stage) and
     `stages`, a list of `name`, `from` (an earlier stage whose exported model becomes `model.path`; any other key may name one
-    as `stage:NAME`, and a converted file as `stage:NAME/FILE`), `recipe` (a file relative to this one) and the stage's own
-    keys, which win over the file's. Overrides are `name=`, `runs=`, `data=`, `common.KEY=` and `stages.NAME.KEY=`; they win
+    as `stage:NAME`, and a converted file as `stage:NAME/FILE`), `recipe` (a file relative to this one, or several, merged
+    left to right) and the stage's own keys, which win over the file's. Overrides are `name=`, `runs=`, `data=`, `common.KEY=` and `stages.NAME.KEY=`; they win
     over all files, and those of one stage over those of all. `changes` are overrides that have been read already.
     Raises `InputError` with one sentence per problem; each names the stage.
     """
@@ -153,10 +153,15 @@ def _resolved(
 ) -> PipelineStage:
     """One stage. `own`: its entry in the file and its overrides; `for_all`: overrides of every stage, between those."""
     entry = merge(own)
-    upstream, file = entry.values.get("from"), entry.values.get("recipe")
-    for key, value in (("from", upstream), ("recipe", file)):
-        if value is not None and not isinstance(value, str):
-            raise InputError(f"{entry.origin((key,))}: {key} is {json.dumps(value)}; it must be text")
+    upstream, files = entry.values.get("from"), entry.values.get("recipe") or []
+    if isinstance(files, str):
+        files = [files]
+    if upstream is not None and not isinstance(upstream, str):
+        raise InputError(f"{entry.origin(('from',))}: from is {json.dumps(upstream)}; it must be text")
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise InputError(
+            f"{entry.origin(('recipe',))}: recipe is {json.dumps(files)}; it must be a file or a list of files"
+        )
     if "runs" in entry.values:
         raise InputError(f"{entry.origin(('runs',))}: runs of a stage has no effect; set runs of the pipeline")
     given_keys = merge([own[0], *for_all, *own[1:]])
@@ -167,7 +172,7 @@ def _resolved(
             where = entry.origin(("model", "path"))
             raise InputError(f"{where}: model.path and from: {upstream} both say which model to start from; keep one")
         place["model"] = {"path": f"{_STAGE}{upstream}"}
-    layers = [common, *([read_file(str(folder / file))] if file else []), Layer(values, given_keys.origins)]
+    layers = [common, *(read_file(str(folder / file)) for file in files), Layer(values, given_keys.origins)]
     where = entry.origin(("from",))
     layers.append(Layer(place, {("model", "path"): where} if where else {}))
     stage = merge(layers).values.get("stage")

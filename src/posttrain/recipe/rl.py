@@ -23,8 +23,8 @@ from posttrain.recipe.engines import has_truncated_logprobs, refuse_lone_adapter
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import ADAPTERS_OFF, EntropyRecipe, KlRecipe, LossRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
-from posttrain.recipe.rollout import EvaluationRecipe, refuse_ahead
-from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe, refuse_overlap
+from posttrain.recipe.rollout import EvaluationRecipe, refuse_ahead, refuse_overlap
+from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
 from posttrain.recipe.teacher import RewardTeacherRecipe, refuse_other_temperature
 from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, UnitCreditRecipe
 
@@ -197,8 +197,8 @@ class RlRecipe(SampledRecipe):
 
     @model_validator(mode="after")
     def _parts_fit(self):
-        refuse_overlap("seeds", self.seeds, self.evaluation)
-        if self.rollout.groups_per_step > self.seeds.count:
+        refuse_overlap({"seeds": self.seeds, **self.evaluation.ranges}, self.environment.rows_key is not None)
+        if self.rollout.groups_per_step > (self.seeds.count or self.rollout.groups_per_step):
             raise ValueError(
                 f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"
             )

@@ -1,5 +1,7 @@
 """How episodes are sampled, in training and in evaluation."""
 
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -9,6 +11,10 @@ from posttrain.recipe.model import LearnerRecipe
 
 SCORES = "score/"
 """What the names of scores that an environment reports begin with in an evaluation's line of the metrics log."""
+CURVE, FINAL = 64, 256
+"""Usual numbers of held-out tasks: of the learning curve, and of the final table."""
+HeldOut = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
+"""A number of tasks or rows, or a share of them."""
 
 
 def _not_empty(text: str) -> str:
@@ -103,20 +109,45 @@ class RolloutRecipe(BaseConfig):
 class SeedRange(BaseConfig):
     """Environment seeds start, start + 1, ..., start + count - 1."""
 
-    start: int = Field(ge=0)
-    """First seed."""
-    count: int = Field(ge=1)
-    """Number of seeds."""
+    start: int | None = Field(None, ge=0)
+    """First seed. Null: tasks that are rows of a file are drawn from its rows; seeds of generated tasks start at their usual number."""
+    count: int | None = Field(None, ge=1)
+    """Number of seeds. Null: with `start`, all rows of a file from there on; otherwise the usual number."""
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.count
+    def of_generated(self, key: str) -> range:
+        """The seeds where tasks are generated. `key`: the recipe key of this section."""
+        start, count = USUAL_SEEDS[key]
+        start = start if self.start is None else self.start
+        return range(start, start + (self.count or count))
 
-    def overlaps(self, other: "SeedRange") -> bool:
-        return self.start < other.stop and other.start < self.stop
 
-    def __str__(self) -> str:
-        return f"{self.start}..{self.stop - 1}"
+USUAL_SEEDS = {
+    "seeds": (0, 100_000),
+    "experts.seeds": (200_000, 64),
+    "evaluation.seeds": (1_000_000, CURVE),
+    "evaluation.final_seeds": (2_000_000, FINAL),
+}
+"""Recipe key -> first seed and number of seeds, where tasks are generated."""
+
+
+def shown_seeds(seeds: Sequence[int]) -> str:
+    """`first..last` for a range of seeds."""
+    return f"{seeds[0]}..{seeds[-1]}"
+
+
+def refuse_overlap(ranges: Mapping[str, SeedRange], rows: bool) -> None:
+    """Raise ValueError if two of the `ranges` (by recipe key) have a seed in common.
+
+    `rows`: tasks are rows of a file. A range without a start is then drawn from rows that are in no other one.
+    """
+    for (one, first), (other, second) in itertools.combinations(ranges.items(), 2):
+        if rows and (first.start is None or second.start is None):
+            continue
+        a, b = first.of_generated(one), second.of_generated(other)
+        if a.start < b.stop and b.start < a.stop:
+            raise ValueError(
+                f"`{one}` ({shown_seeds(a)}) and the held-out `{other}` ({shown_seeds(b)}) overlap; move one `start`"
+            )
 
 
 class EvaluationRecipe(BaseConfig):
@@ -124,10 +155,12 @@ class EvaluationRecipe(BaseConfig):
 
     every: int = Field(10, ge=0)
     """Steps between evaluations. 0: only before and after training."""
-    seeds: SeedRange = SeedRange(start=1_000_000, count=64)
-    """Held-out environment seeds of the learning curve. The best checkpoint is selected on them."""
-    final_seeds: SeedRange = SeedRange(start=2_000_000, count=256)
-    """Held-out environment seeds of the final table. Nothing is selected on them, so the final numbers have no selection bias."""
+    held_out: HeldOut | None = None
+    """Tasks held out of a file of tasks: a number (100) or a share (0.1). At most half of them, and at most 64 unless `seeds.count` is given, are for the learning curve, the others for the final table. Null: a tenth of the tasks each for the curve and the table, at most 64 and 256."""
+    seeds: SeedRange = SeedRange()
+    """Held-out seeds of the learning curve, on which the best checkpoint is selected. Usual for generated tasks: 64 from 1,000,000 on."""
+    final_seeds: SeedRange = SeedRange()
+    """Held-out seeds of the final table. Nothing is selected on them, so the final numbers have no selection bias. Usual for generated tasks: 256 from 2,000,000 on."""
     episodes_per_seed: int = Field(1, ge=1)
     """Episodes per held-out seed."""
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
@@ -135,13 +168,10 @@ class EvaluationRecipe(BaseConfig):
     metric: Literal["success", "return"] | None = None
     """Metric that selects the best checkpoint: the mean over the held-out seeds, larger is better. Null: `success` if the environment reports it, else `return`."""
 
-    @model_validator(mode="after")
-    def _final_seeds_are_apart(self):
-        if self.seeds.overlaps(self.final_seeds):
-            raise ValueError(
-                "`evaluation.seeds` and `evaluation.final_seeds` overlap; move `evaluation.final_seeds.start`"
-            )
-        return self
+    @property
+    def ranges(self) -> dict[str, SeedRange]:
+        """The seeds by recipe key."""
+        return {"evaluation.seeds": self.seeds, "evaluation.final_seeds": self.final_seeds}
 
     @model_validator(mode="after")
     def _greedy_once(self):
@@ -169,10 +199,10 @@ def refuse_ahead(
             "with `rollout.async_rollouts` above 0 only the first process samples and scores, but with `hardware.processes` above "
             "1 the reward model of `reward.path` is sharded over all processes; change one of the three"
         )
-    if rollout.async_rollouts and rollout.on_new_weights == "continue" and ray:
+    if rollout.async_rollouts and rollout.on_new_weights != "finish" and ray:
         raise ValueError(
-            "engines on a Ray cluster load new weights only between rollouts, so `rollout.on_new_weights: continue` is not "
-            "supported; use finish or restart"
+            "engines on a Ray cluster load new weights only between rollouts, so `rollout.on_new_weights: "
+            f"{rollout.on_new_weights}` is not supported; set it to finish"
         )
     behind = updates_behind(rollout, learner)
     if rollout.max_staleness is not None and rollout.on_new_weights == "finish" and rollout.max_staleness < behind:

@@ -8,7 +8,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange
+from posttrain.recipe.rollout import RolloutRecipe, SeedRange
 
 
 class CheckpointRecipe(BaseConfig):
@@ -112,19 +112,10 @@ class SampledRecipe(PlayedRecipe):
     """Number of steps. Each samples groups_per_step x episodes_per_group episodes and makes updates_per_step x epochs_per_step updates."""
     max_minutes: float | None = Field(None, gt=0)
     """Start no step after this many minutes; the run then ends as usual. Null: no limit."""
-    seeds: SeedRange = SeedRange(start=0, count=100_000)
-    """Training seeds of the environment, reshuffled on every pass over them."""
+    seeds: SeedRange = SeedRange()
+    """Training seeds of the environment, reshuffled on every pass over them. Usual for generated tasks: 100,000 from 0 on; for rows of a file: all that are not held out."""
     engine: PolicyEngineRecipe = LocalEngineRecipe()
     """Engine that samples episodes: in this process on the weights in training, or vLLM."""
     rollout: RolloutRecipe = RolloutRecipe()
     export: ExportedStep = "best"
     """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one."""
-
-
-def refuse_overlap(key: str, seeds: SeedRange, evaluation: EvaluationRecipe) -> None:
-    """Raise ValueError if training seeds overlap the held-out seeds."""
-    for name, held_out in (("seeds", evaluation.seeds), ("final_seeds", evaluation.final_seeds)):
-        if seeds.overlaps(held_out):
-            raise ValueError(
-                f"`{key}` ({seeds}) and the held-out `evaluation.{name}` ({held_out}) overlap; move one `start`"
-            )

@@ -17,7 +17,7 @@ from posttrain.recipe.engines import (
 )
 from posttrain.recipe.model import RewardSource
 from posttrain.recipe.rl import RlRecipe
-from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SamplingRecipe, StopString
+from posttrain.recipe.rollout import EvaluationRecipe, HeldOut, RolloutRecipe, SamplingRecipe, StopString
 from posttrain.recipe.run import PlayedRecipe, StageRecipe
 from posttrain.recipe.supervised import DpoRecipe, RewardRecipe, SftRecipe
 
@@ -36,6 +36,13 @@ OWN_COLUMNS = (
 """Columns of a prediction, besides those of `keep_columns`."""
 
 
+class FinalEvaluation(EvaluationRecipe):
+    """One evaluation, on `final_seeds`."""
+
+    held_out: HeldOut | Literal["all"] | None = "all"  # type: ignore[assignment]
+    """Which tasks of a file of tasks to evaluate on. `all`: every one, or those of sources with `use: test`. A number, a share or null: those that a training run with the same value holds out for its final table."""
+
+
 class EvaluateRecipe(PlayedRecipe):
     """Evaluation of a model in an environment on held-out seeds."""
 
@@ -48,7 +55,7 @@ class EvaluateRecipe(PlayedRecipe):
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardSource | None = None
     """Reward model whose score is added to the environment's reward. Null: none."""
-    evaluation: EvaluationRecipe = EvaluationRecipe()
+    evaluation: FinalEvaluation = FinalEvaluation()
 
     @property
     def remote(self) -> OpenAIEngineRecipe | None:

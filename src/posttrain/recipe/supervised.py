@@ -19,16 +19,16 @@ from posttrain.recipe.loss import (
     SftLossRecipe,
 )
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange
-from posttrain.recipe.run import CheckpointRecipe, ExportedStep, StageRecipe, refuse_overlap
+from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange, refuse_overlap
+from posttrain.recipe.run import CheckpointRecipe, ExportedStep, StageRecipe
 from posttrain.recipe.units import UnitRewardsRecipe
 
 
 class ExpertsRecipe(BaseConfig):
     """Expert traces of an environment, rendered exactly as episodes of RL."""
 
-    seeds: SeedRange = SeedRange(start=200_000, count=64)
-    """Environment seeds of the traces. They must not overlap the held-out seeds."""
+    seeds: SeedRange = SeedRange()
+    """Environment seeds of the traces. They must not overlap the held-out seeds. Usual for generated tasks: 64 from 200,000 on; for rows of a file: all that are not held out."""
     expert: Literal["optimal", "random"] = "optimal"
     """Baseline policy that plays. `optimal`: the optimal policy. `random`: uniformly random valid actions, which teach the answer format only."""
 
@@ -93,9 +93,10 @@ class SftRecipe(_Rows):
         refuse_lone_adapters(self.engine, self.model)
         if self.data is None and self.environment is None:
             raise ValueError("no training data; set `data.train`, or set `environment.type` to train on expert traces")
-        if self.data is None:
-            refuse_overlap("experts.seeds", self.experts.seeds, self.evaluation)
-        else:
+        if self.environment is not None:
+            experts = {"experts.seeds": self.experts.seeds} if self.data is None else {}
+            refuse_overlap({**experts, **self.evaluation.ranges}, self.environment.rows_key is not None)
+        if self.data is not None:
             _check_rows(self, self.data, 1)
         if self.evaluation.metric == "loss" and not _measured(self.data):
             raise ValueError(

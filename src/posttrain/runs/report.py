@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.rollout import SeedRange
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import duration, read_metrics
 from posttrain.runs.tables import UNIMPROVED, Table, markdown_table, score_table
@@ -108,18 +109,30 @@ def _data(recipe: "Recipe") -> list[tuple[str, str]]:
             paths = ", ".join(f"`{source.path}`" for source in getattr(data, name))
             rows += [(f"{name} rows", paths)] if paths else []
         if data.held_out:
-            rows.append(("validation rows", f"{data.held_out} held out of the training rows"))
+            names = "validation rows" if data.test or data.held_out == 1 else "validation and test rows"
+            share = f"{100 * data.held_out:g}%" if isinstance(data.held_out, float) else str(data.held_out)
+            rows.append((names, f"{share} held out of the training rows"))
     if recipe.stage == "reward" or recipe.stage == "dpo" or recipe.environment is None:
         return rows
-    ranges = {"held-out seeds of the table": recipe.evaluation.final_seeds}
+    ranges = {"held-out seeds of the table": ("evaluation.final_seeds", recipe.evaluation.final_seeds)}
     if recipe.stage != "evaluate":
-        ranges["held-out seeds of the curve"] = recipe.evaluation.seeds
-    if recipe.stage in ("rl", "distill"):
-        ranges["training seeds"] = recipe.seeds
+        ranges["held-out seeds of the curve"] = ("evaluation.seeds", recipe.evaluation.seeds)
+    if recipe.stage == "rl" or recipe.stage == "distill":
+        ranges["training seeds"] = ("seeds", recipe.seeds)
     if recipe.stage == "sft" and data is None:
-        ranges["training seeds"] = recipe.experts.seeds
-    seeds = [(name, f"{seeds.start} to {seeds.stop - 1}") for name, seeds in ranges.items()]
+        ranges["training seeds"] = ("experts.seeds", recipe.experts.seeds)
+    rows_key = recipe.environment.rows_key
+    seeds = [(name, _seeds(key, part, rows_key)) for name, (key, part) in ranges.items()]
     return [*rows, ("environment", f"`{recipe.environment.type}`"), *_reward_model(recipe), *seeds]
+
+
+def _seeds(key: str, seeds: SeedRange, rows_key: str | None) -> str:
+    if rows_key is not None and seeds.start is None:
+        return f"drawn from the rows of {rows_key}"
+    if rows_key is not None and seeds.count is None:
+        return f"{seeds.start} to the last row of {rows_key}"
+    generated = seeds.of_generated(key)
+    return f"{generated[0]} to {generated[-1]}"
 
 
 def _reward_model(recipe: "Recipe") -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from posttrain.environments.protocol import Environment
+from posttrain.environments.protocol import Environment, task_split
 from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import environment_class
@@ -129,10 +129,9 @@ class Components:
 
 def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequence[Callback]) -> Components:
     """All that `recipe` asks for. Raises InputError for settings that do not fit together or do not fit the model."""
-    training = range(recipe.seeds.start, recipe.seeds.stop)
-    held_out = [range(s.start, s.stop) for s in (recipe.evaluation.seeds, recipe.evaluation.final_seeds)]
+    tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
     # The teacher gives the signal, so an environment without rewards is allowed.
-    warnings = [*recipe_warnings(recipe), *check_tasks(recipe.environment, training, held_out, True)]
+    warnings = [*recipe_warnings(recipe), *check_tasks(recipe.environment, tasks, True)]
     policy = Policy(recipe.model, recipe.seed)
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
@@ -142,8 +141,8 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
     )
 
     manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, logs=run.logs)
-    left_out, summary = too_long(recipe.environment, recipe.rollout, manager.renderer, training, held_out)
-    tasks = TaskOrder(recipe.seeds, recipe.seed, left_out=left_out)
+    left_out, summary = too_long(recipe.environment, recipe.rollout, manager.renderer, tasks)
+    order = TaskOrder(tasks.training, recipe.seed, left_out=left_out)
     teacher, teacher_warnings = open_teacher(
         recipe.teacher,
         policy,
@@ -152,7 +151,7 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
         temperature,
         recipe.learner.logits_per_chunk,
         recipe.rollout.failures.max_share,
-        tasks.seeds[0],
+        order.seeds[0],
         (recipe.loss.top_k or WHOLE) if isinstance(recipe.loss, JsdLoss) else None,
     )
     rows = None
@@ -166,7 +165,7 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
         *manager.template_warnings(),
     ]
     guards = Guards(recipe.guards)
-    evaluator = EpisodeEvaluator(manager, recipe.evaluation, recipe.seed, run.episodes, recipe.name, left_out)
+    evaluator = EpisodeEvaluator(manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out)
     kind: type[Environment] = environment_class(recipe.environment.type)
     # Without rewards every checkpoint has the same return, so the last one is kept.
     rewarded = kind.has_reward(recipe.environment)
@@ -177,14 +176,14 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
         learner,
         evaluators=[evaluator] if rewarded else [],
         best_by=evaluator.choice(recipe.evaluation.metric) if rewarded else None,
-        stateful={"tasks": tasks, "guards": guards},
+        stateful={"tasks": order, "guards": guards},
         warnings=warnings,
         callbacks=callbacks,
     )
     return Components(
         run=run,
         learner=learner,
-        rollouts=SyncRollouts(manager, tasks),
+        rollouts=SyncRollouts(manager, order),
         teacher=teacher,
         fixed_rows=rows,
         share=recipe.off_policy.share if recipe.off_policy is not None else 0.0,

@@ -5,11 +5,12 @@ A model behind a server is evaluated without importing torch.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from rich.console import Console
 
 from posttrain.engines.openai import chat_client
-from posttrain.environments.protocol import EnvironmentFactory
+from posttrain.environments.protocol import EnvironmentFactory, task_split
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
@@ -49,16 +50,16 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
 def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[EpisodeEvaluator, list[str]]:
     """The evaluator of the model at `model.path` or behind the server, and warnings about tasks and prompts."""
     evaluation = recipe.evaluation
-    seeds = range(evaluation.final_seeds.start, evaluation.final_seeds.stop)
+    tasks = replace(task_split(recipe.environment, evaluation, None), validation=())
     warnings = [
         *recipe_warnings(recipe),
-        *check_tasks(recipe.environment, range(0), [seeds], recipe.reward is not None),
+        *check_tasks(recipe.environment, tasks, recipe.reward is not None),
     ]
     left_out: frozenset[int] = frozenset()
     manager: WorkerSource
     if recipe.remote is not None:
         # Only the server can count the tokens of its prompts.
-        episodes = evaluation.final_seeds.count * evaluation.episodes_per_seed
+        episodes = len(tasks.test) * evaluation.episodes_per_seed
         manager = RemoteRolloutManager(recipe.remote, recipe.environment, recipe.rollout, episodes)
     else:
         from posttrain.models.policy import Policy
@@ -75,9 +76,9 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
             evaluation.sampling,
             directory.logs,
         )
-        left_out, summary = too_long(recipe.environment, recipe.rollout, local.renderer, range(0), [seeds])
+        left_out, summary = too_long(recipe.environment, recipe.rollout, local.renderer, tasks)
         warnings = [*warnings, *summary]
-    evaluator = EpisodeEvaluator(manager, evaluation, recipe.seed, directory.episodes, recipe.name, left_out)
+    evaluator = EpisodeEvaluator(manager, evaluation, tasks, recipe.seed, directory.episodes, recipe.name, left_out)
     return evaluator, warnings
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
 from posttrain.recipe.components import environment_class
-from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe, SeedRange
+from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeWorker
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.tables import PolicyRow, Table, policy_tables
@@ -71,6 +72,7 @@ class EpisodeEvaluator:
         self,
         manager: WorkerSource,
         evaluation: EvaluationRecipe,
+        tasks: TaskSplit,
         seed: int,
         episodes: Path,
         title: str,
@@ -79,6 +81,7 @@ class EpisodeEvaluator:
         """Create an evaluator.
 
         Args:
+            tasks: its `validation` seeds make the learning curve, and its `test` seeds the final table.
             seed: the run seed.
             episodes: directory to which the episodes are written.
             title: name of the run, for the table.
@@ -87,6 +90,7 @@ class EpisodeEvaluator:
         self.manager = manager
         self.environment = manager.environment.recipe
         self.evaluation = evaluation
+        self.tasks = tasks
         self.seed = seed
         self.episodes = episodes
         self.title = title
@@ -100,8 +104,7 @@ class EpisodeEvaluator:
 
     def baselines(self) -> dict[str, dict[str, Any]]:
         """Values of the baseline policies on the final seeds, as far as the environment can compute them."""
-        seeds = self.evaluation.final_seeds
-        baselines = environment_class(self.environment.type).baselines(self.environment, range(seeds.start, seeds.stop))
+        baselines = environment_class(self.environment.type).baselines(self.environment, self.tasks.test)
         return {
             policy: {
                 "success": baseline.success,
@@ -120,15 +123,15 @@ class EpisodeEvaluator:
 
     def curve(self, step: int) -> dict[str, Any]:
         """Play the held-out seeds of the learning curve."""
-        return self._play(self.evaluation.seeds, step, "evaluation")
+        return self._play(self.tasks.validation, step, "evaluation")
 
     def final(self, step: int) -> dict[str, Any]:
         """Play the held-out seeds of the final table."""
-        return self._play(self.evaluation.final_seeds, step, "final")
+        return self._play(self.tasks.test, step, "final")
 
     def cost(self) -> str:
         """For the display."""
-        return f"playing {self.evaluation.final_seeds.count} held-out episodes"
+        return f"playing {len(self.tasks.test)} held-out episodes"
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Random, start, trained, optimal; and what the environment reports of each besides."""
@@ -159,10 +162,9 @@ class EpisodeEvaluator:
     def artefacts(self) -> Sequence[str]:
         return []
 
-    def _play(self, seeds: SeedRange, step: int, split: Split) -> dict[str, Any]:
-        evaluation = self.evaluation.model_copy(update={"seeds": seeds})
-        with self.manager.worker(evaluation.sampling) as worker:
-            result, episodes = evaluate(worker, evaluation, self.seed, self.left_out)
+    def _play(self, seeds: Sequence[int], step: int, split: Split) -> dict[str, Any]:
+        with self.manager.worker(self.evaluation.sampling) as worker:
+            result, episodes = evaluate(worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out)
         write_episodes(self.episodes, step, split, episodes, None)
         self.warnings = _warnings(episodes, self.manager.rollout.tokens_per_turn)
         return replace(result, scores=self._ordered(result.scores)).metrics()

@@ -15,7 +15,7 @@ from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.data import SourceRecipe
-from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
+from posttrain.recipe.rollout import SeedRange, shown_seeds
 from posttrain.recipe.stages import SftRecipe
 from posttrain.rollout.driver import TokenTranscript
 from posttrain.seeds import random_stream
@@ -30,18 +30,17 @@ _MAX_NAMED = 3
 """Maximum number of settings that a warning names."""
 
 
-def expert_episodes(recipe: SftRecipe, renderer: Renderer) -> list[Episode]:
-    """Return one episode per seed of `experts.seeds`. Its answers count as sampled, with log-probability 0.
+def expert_episodes(recipe: SftRecipe, seeds: Sequence[int], renderer: Renderer) -> list[Episode]:
+    """Return one episode of `recipe.environment` per seed. Its answers count as sampled, with log-probability 0.
 
     Raises:
         InputError: the environment does not have the policy of `experts.expert`.
         RunError: an answer does not start with the primer of the environment.
     """
-    seeds = recipe.experts.seeds
-    return [_expert_episode(recipe, renderer, seed) for seed in range(seeds.start, seeds.stop)]
+    return [_expert_episode(recipe, renderer, seed, group) for group, seed in enumerate(seeds)]
 
 
-def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode:
+def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int, group: int) -> Episode:
     assert recipe.environment is not None
     environment: Environment = environment_class(recipe.environment.type)(recipe.environment)
     draws = random_stream(recipe.seed, "expert", seed)
@@ -62,7 +61,7 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode
         if step.terminated or step.truncated:
             return Episode(
                 seed,
-                seed - recipe.experts.seeds.start,
+                group,
                 0,
                 0,
                 transcript.streams(),
@@ -75,7 +74,7 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int) -> Episode
 
 
 def expert_rows(
-    recipe: EnvironmentRecipe, seeds: SeedRange, expert: Expert, history: History, run_seed: int
+    recipe: EnvironmentRecipe, seeds: range, expert: Expert, history: History, run_seed: int
 ) -> list[dict[str, Any]]:
     """Return the episodes of `seeds` as rows, with the environment, its seed and its settings.
 
@@ -85,13 +84,15 @@ def expert_rows(
     Raises:
         InputError: the environment does not have this policy, or the seeds overlap with those of RL's evaluation.
     """
-    held_out = EvaluationRecipe()
-    for name, other in (("seeds", held_out.seeds), ("final_seeds", held_out.final_seeds)):
-        if seeds.overlaps(other):
-            raise InputError(f"--start: seeds {seeds} overlap evaluation.{name} ({other}); choose another start")
+    for key in ("evaluation.seeds", "evaluation.final_seeds") if recipe.rows_key is None else ():
+        other = SeedRange().of_generated(key)
+        if seeds.start < other.stop and other.start < seeds.stop:
+            raise InputError(
+                f"--start: seeds {shown_seeds(seeds)} overlap {key} ({shown_seeds(other)}); choose another start"
+            )
     rows = []
     settings = settings_text(recipe)
-    for seed in range(seeds.start, seeds.stop):
+    for seed in seeds:
         columns = {"domain": recipe.type, "seed": seed, SETTINGS_COLUMN: settings}
         for messages in _conversations(recipe, seed, expert, run_seed):
             if history == "episode":

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from posttrain.credit.assign import compute_advantages, zero_groups
+from posttrain.environments.protocol import task_split
 from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.losses.entropy import EntropyController
 from posttrain.losses.kl import KlController
@@ -262,11 +263,10 @@ def make_components(
     recipe: RlRecipe, run: RunDirectory, callbacks: Sequence[Callback], make_rollouts: MakeRollouts
 ) -> Components:
     """All that `recipe` asks for. Raises InputError for settings that do not fit together or do not fit the model."""
-    training = range(recipe.seeds.start, recipe.seeds.stop)
-    held_out = [range(s.start, s.stop) for s in (recipe.evaluation.seeds, recipe.evaluation.final_seeds)]
+    tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
     warnings = [
         *recipe_warnings(recipe),
-        *check_tasks(recipe.environment, training, held_out, recipe.reward is not None or recipe.teacher is not None),
+        *check_tasks(recipe.environment, tasks, recipe.reward is not None or recipe.teacher is not None),
     ]
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
 
@@ -290,7 +290,7 @@ def make_components(
 
     scorer = open_scorer(recipe.reward, policy)
     manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, scorer, logs=run.logs)
-    left_out, summary = too_long(recipe.environment, recipe.rollout, manager.renderer, training, held_out)
+    left_out, summary = too_long(recipe.environment, recipe.rollout, manager.renderer, tasks)
     running = RunningStatistics(recipe.reward)
     unit_credit = None
     if recipe.unit_credit is not None and scorer is not None:
@@ -306,7 +306,7 @@ def make_components(
             recipe.rollout.sampling.temperature,
             recipe.learner.logits_per_chunk,
             recipe.rollout.failures.max_share,
-            next(seed for seed in training if seed not in left_out),
+            next(seed for seed in tasks.training if seed not in left_out),
         )
         warnings += more
     ptx = None
@@ -328,9 +328,9 @@ def make_components(
         of_episodes = policy_objective if head is None else with_values
         return of_episodes if recipe.ptx is None else MixedObjective(of_episodes, recipe.ptx.coefficient)
 
-    tasks = TaskOrder(recipe.seeds, recipe.seed, left_out=left_out)
-    rollouts = make_rollouts(recipe, manager, tasks, run)
-    evaluator = EpisodeEvaluator(manager, recipe.evaluation, recipe.seed, run.episodes, recipe.name, left_out)
+    order = TaskOrder(tasks.training, recipe.seed, left_out=left_out)
+    rollouts = make_rollouts(recipe, manager, order, run)
+    evaluator = EpisodeEvaluator(manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out)
     checkpointables: dict[str, Checkpointable] = {"critic": critic} if critic is not None else {}
     reference = MovingReference(recipe.kl.reference, policy, optimizer) if recipe.moves_reference else None
     if reference is not None:
@@ -348,7 +348,7 @@ def make_components(
         learner,
         evaluators=[evaluator],
         best_by=evaluator.choice(recipe.evaluation.metric),
-        stateful={"tasks": tasks, "kl": kl, "entropy": entropy, "guards": guards, "reward": running},
+        stateful={"tasks": order, "kl": kl, "entropy": entropy, "guards": guards, "reward": running},
         checkpointables=checkpointables,
         warnings=warnings,
         callbacks=callbacks,

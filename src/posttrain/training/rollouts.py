@@ -1,5 +1,6 @@
 """The episodes of a step: tasks in a fixed order, played in groups by an engine, filtered, and refilled where asked."""
 
+import hashlib
 import threading
 import time
 from collections import defaultdict
@@ -18,11 +19,12 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.episode import Episode, Outcome
+from posttrain.errors import InputError
 from posttrain.evaluation.summary import environment_scores, reports_success
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
-from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe, SeedRange
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import (
     EpisodeRequest,
     EpisodeSharding,
@@ -116,12 +118,14 @@ class RolloutManager:
 class TaskOrder:
     """Environment seeds in an order that is shuffled anew for each pass. `drawn` counts the seeds taken so far."""
 
-    def __init__(self, seeds: SeedRange, run_seed: int, drawn: int = 0, left_out: frozenset[int] = frozenset()) -> None:
-        """`left_out`: seeds of the range that are never drawn."""
-        self.range, self.left_out = seeds, left_out
-        self.seeds = [seed for seed in range(seeds.start, seeds.stop) if seed not in left_out]
+    def __init__(
+        self, seeds: Sequence[int], run_seed: int, drawn: int = 0, left_out: frozenset[int] = frozenset()
+    ) -> None:
+        """`left_out`: seeds that are never drawn."""
+        self.seeds = [seed for seed in seeds if seed not in left_out]
         self.run_seed = run_seed
         self.drawn = drawn
+        self._digest = hashlib.blake2b(np.array(self.seeds, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
     def take(self, count: int) -> list[int]:
         """The next `count` environment seeds."""
@@ -134,12 +138,17 @@ class TaskOrder:
 
     def copy(self) -> "TaskOrder":
         """An independent order that continues from here."""
-        return TaskOrder(self.range, self.run_seed, self.drawn, self.left_out)
+        return TaskOrder(self.seeds, self.run_seed, self.drawn)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn}
+        return {"drawn": self.drawn, "tasks": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state.get("tasks", self._digest) != self._digest:
+            raise InputError(
+                "the tasks to train on are no longer those that this run began with, because its files have changed; restore "
+                "the files, or start a run with another name"
+            )
         self.drawn = state["drawn"]
 
     def _order(self, passes: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from posttrain.data.examples import read_examples
+from posttrain.data.held_out import as_count, divide
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import LossOn, Renderer
 from posttrain.data.tokens import Kind, TokenRow, load_rows, tokenize
@@ -75,7 +76,8 @@ def load_data(
     problems.raise_if(recipe.strict)
     if recipe.held_out:
         try:
-            train, validation = hold_out(train, recipe.held_out, seed)
+            train, validation, drawn = hold_out(train, recipe.held_out, seed, not test)
+            test = test or drawn
         except InputError as error:
             # Unusable rows may be the reason for the small number, so report them too.
             raise InputError("\n".join([str(error), *problems.summary()])) from error
@@ -105,28 +107,25 @@ def _content(row: TokenRow) -> bytes:
     return b"".join(stream.ids.tobytes() for stream in row.streams)
 
 
-def hold_out(sources: list[list[TokenRow]], count: int, seed: int) -> tuple[list[list[TokenRow]], list[TokenRow]]:
-    """Return the training rows by source and at least `count` validation rows, drawn so that they share no prompt."""
-    by_prompt: dict[bytes, list[tuple[int, int]]] = {}
-    for number, rows in enumerate(sources):
-        for index, row in enumerate(rows):
-            by_prompt.setdefault(row.prompt, []).append((number, index))
-    groups = list(by_prompt.values())
-    held: list[tuple[int, int]] = []
-    for group in random_stream(seed, "held out").permutation(len(groups)):
-        if len(held) >= count:
-            break
-        held += groups[group]
-    if len(held) == sum(len(rows) for rows in sources):
+def hold_out(
+    sources: list[list[TokenRow]], held_out: float, seed: int, test: bool
+) -> tuple[list[list[TokenRow]], list[TokenRow], list[TokenRow]]:
+    """Divide rows into training rows by source, validation rows and test rows, which share no prompt.
+
+    `held_out`: the number (int) or share (float) of rows to hold out, at least. If `test`, half of them are test rows.
+    """
+    places = [(number, row) for number, rows in enumerate(sources) for row in rows]
+    prompts = [row.prompt for _, row in places]
+    different = list(dict.fromkeys(prompts))
+    order = [different[place] for place in random_stream(seed, "held out").permutation(len(different))]
+    count = as_count(held_out, len(places))
+    train, validation, final = divide(prompts, order, count - count // 2 * test, count // 2 * test)
+    if not train or len(validation) + len(final) < count:
         raise InputError(
-            f"data.held_out: {count} rows would leave none of the {sum(map(len, sources))} usable rows to train on; hold out fewer"
+            f"data.held_out: {count} rows would leave none of the {len(places)} usable rows to train on; hold out fewer"
         )
-    held_out = set(held)
-    kept = [
-        [row for index, row in enumerate(rows) if (number, index) not in held_out]
-        for number, rows in enumerate(sources)
-    ]
-    return kept, [sources[number][index] for number, index in sorted(held)]
+    kept = [[places[index][1] for index in train if places[index][0] == number] for number in range(len(sources))]
+    return kept, [places[index][1] for index in validation], [places[index][1] for index in final]
 
 
 class EpochRows:

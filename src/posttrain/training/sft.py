@@ -5,7 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
+from posttrain.data.held_out import TaskSplit
 from posttrain.data.rendering import Renderer
+from posttrain.environments.protocol import task_split
 from posttrain.models.policy import Policy
 from posttrain.recipe.stages import SftRecipe
 from posttrain.recipe.warnings import recipe_warnings
@@ -27,10 +29,13 @@ def train(
     recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Sequence[Callback] = ()
 ) -> None:
     """Train the policy; one step is one update on `rows_per_update` rows or traces."""
+    tasks = TaskSplit((), (), ())
+    if recipe.environment is not None:
+        tasks = task_split(recipe.environment, recipe.evaluation, recipe.experts.seeds, "experts.seeds")
     policy = Policy(recipe.model, recipe.seed)
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
     if recipe.data is None:
-        batches: SampleBatches = _Traces(recipe, renderer, run)
+        batches: SampleBatches = _Traces(recipe, tasks.training, renderer, run)
         data = None
     else:
         data = load_data("conversation", recipe.data, renderer, recipe.loss_on, recipe.rows_per_update, recipe.seed)
@@ -49,7 +54,7 @@ def train(
         manager = RolloutManager(
             policy, recipe.engine, recipe.environment, recipe.rollout, sampling=evaluation.sampling, logs=run.logs
         )
-        evaluator = EpisodeEvaluator(manager, evaluation, recipe.seed, run.episodes, recipe.name)
+        evaluator = EpisodeEvaluator(manager, evaluation, tasks, recipe.seed, run.episodes, recipe.name)
         evaluators.append(evaluator)
         best_by = evaluator.choice(metric if metric != "loss" else None)
         warnings += [text for text in manager.template_warnings() if text not in warnings]
@@ -79,8 +84,8 @@ def negative_validation_loss(values: Mapping[str, float]) -> float:
 class _Traces:
     """Expert traces in batches. Each epoch has all traces once, in its own order."""
 
-    def __init__(self, recipe: SftRecipe, renderer: Renderer, run: RunDirectory) -> None:
-        episodes = expert_episodes(recipe, renderer)
+    def __init__(self, recipe: SftRecipe, seeds: Sequence[int], renderer: Renderer, run: RunDirectory) -> None:
+        episodes = expert_episodes(recipe, seeds, renderer)
         write_episodes(run.episodes, 0, "train", episodes, None)
         self.recipe = recipe
         self.samples = [samples_of_episodes([episode], 0) for episode in episodes]

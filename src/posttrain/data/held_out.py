@@ -1,0 +1,190 @@
+"""Division of tasks and rows into training, validation and test. Items with the same key stay in one part."""
+
+import hashlib
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from posttrain.errors import InputError
+from posttrain.recipe.rollout import CURVE, FINAL, EvaluationRecipe, SeedRange, shown_seeds
+
+_CURVE, _FINAL = "evaluation.seeds", "evaluation.final_seeds"
+_MARKED = {_CURVE: "validation", _FINAL: "test"}
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """A row of a file that is a task."""
+
+    key: str
+    """Its text. Tasks with the same text are never on two sides of a division."""
+    use: Literal["training", "validation", "test"] = "training"
+    """`use` of its source."""
+
+
+@dataclass(frozen=True)
+class TaskSplit:
+    """Environment seeds of a run. No seed is in two parts."""
+
+    training: Sequence[int]
+    validation: Sequence[int]
+    """Of the learning curve."""
+    test: Sequence[int]
+    """Of the final table."""
+    source: str | None = None
+    """The recipe key of the files whose rows the seeds are; None where tasks are generated."""
+
+    @property
+    def held_out(self) -> list[Sequence[int]]:
+        """The seeds of the curve and those of the table."""
+        return [self.validation, self.test]
+
+    def __str__(self) -> str:
+        """The number of tasks of each part, and where they come from."""
+        parts = [
+            f"{len(seeds):,} {what}" + ("" if self.source else f" (seeds {shown_seeds(seeds)})")
+            for seeds, what in (
+                (self.training, "to train on"),
+                (self.validation, "for the learning curve"),
+                (self.test, "for the final table"),
+            )
+            if seeds
+        ]
+        return f"tasks{f' of {self.source}' if self.source else ''}: {', '.join(parts)}"
+
+
+def hash_order(keys: Iterable[str]) -> list[str]:
+    """The different keys in an order of hashes, in which the place of two keys does not depend on the other keys."""
+    return sorted(set(keys), key=lambda key: hashlib.blake2b(key.encode("utf-8", "backslashreplace")).digest())
+
+
+def divide(
+    keys: Sequence[Any], order: Sequence[Hashable], validation: int, test: int
+) -> tuple[list[int], list[int], list[int]]:
+    """Divide items into training, validation and test parts; returns the indices of each, ascending.
+
+    Validation takes whole groups of equal keys from the start of `order` until it has at least `validation` items, and test
+    from the end until it has at least `test`. So the size of one part does not change the other.
+
+    Args:
+        keys: one key for each item.
+        order: the different keys, each once.
+    """
+    groups: dict[Hashable, list[int]] = {key: [] for key in order}
+    for index, key in enumerate(keys):
+        groups[key].append(index)
+    remaining = list(order)
+    parts: list[list[int]] = []
+    for wanted, end in ((validation, 0), (test, -1)):
+        part: list[int] = []
+        while len(part) < wanted and remaining:
+            part += groups[remaining.pop(end)]
+        parts.append(sorted(part))
+    return sorted(index for key in remaining for index in groups[key]), parts[0], parts[1]
+
+
+def as_count(held_out: float, items: int) -> int:
+    """The number that `held_out`, a number (int) or a share (float), is of `items`; at least 1."""
+    return held_out if isinstance(held_out, int) else max(1, round(held_out * items))
+
+
+def split_tasks(
+    rows: Sequence[TaskRow] | None,
+    source: str,
+    evaluation: EvaluationRecipe,
+    training: SeedRange | None,
+    training_key: str = "seeds",
+) -> TaskSplit:
+    """Decide which tasks a run trains on, which make its learning curve, and which its final table.
+
+    A range of seeds with a `start` is taken as it is. The other held-out tasks are those of sources with `use: validation` and
+    `use: test`. Where there are none, they are drawn from the rest in an order of hashes of their text, which depends on
+    neither the run seed nor other rows.
+
+    Args:
+        rows: the rows that are tasks, in the order of their seeds; None where tasks are generated from seeds.
+        source: the recipe key of the rows, for messages.
+        training: None in a stage that only evaluates.
+
+    Raises:
+        InputError: a range has seeds without a row, or there are too few rows.
+    """
+    asked = {**({} if training is None else {training_key: training}), **evaluation.ranges}
+    parts: dict[str, Sequence[int]] = {training_key: ()}
+    if rows is None:
+        if isinstance(evaluation.held_out, int | float):
+            raise InputError(
+                "evaluation.held_out divides tasks that are rows of files, and this environment generates its tasks; remove "
+                "it, or set evaluation.seeds.count and evaluation.final_seeds.count"
+            )
+        parts |= {key: seeds.of_generated(key) for key, seeds in asked.items()}
+        return TaskSplit(parts[training_key], parts[_CURVE], parts[_FINAL])
+    given = {key: _given_rows(key, seeds, len(rows), source) for key, seeds in asked.items() if seeds.start is not None}
+    taken = {index for part in given.values() for index in part}
+    free = [index for index in range(len(rows)) if index not in taken]
+    parts |= given
+    wanted: dict[str, int | None] = {}
+    for key, seeds in evaluation.ranges.items():
+        marked = [index for index in free if rows[index].use == _MARKED[key]]
+        if key in given:
+            continue
+        if marked:
+            parts[key] = _drawn(rows, marked, key, seeds.count)
+        elif evaluation.held_out != "all":
+            wanted[key] = seeds.count
+        else:
+            everything = [index for index in free if rows[index].use == "training"]
+            parts[key] = _drawn(rows, everything, key, seeds.count) if key == _FINAL else ()
+    base = [index for index in free if rows[index].use == "training"]
+    order = hash_order(rows[index].key for index in base)
+    sizes = _sizes(len(base), evaluation, wanted)
+    rest, curve, final = divide([rows[index].key for index in base], order, sizes[_CURVE], sizes[_FINAL])
+    no_training = training is not None and training_key not in given and not rest
+    if len(curve) < sizes[_CURVE] or len(final) < sizes[_FINAL] or no_training:
+        raise InputError(
+            f"{source} has {len(base)} tasks with {len(order)} different texts, too few to train on some and hold out "
+            f"{sizes[_CURVE]} for the learning curve and {sizes[_FINAL]} for the final table; give it more rows, or hold "
+            "out fewer (evaluation.held_out)"
+        )
+    drawn = {_CURVE: curve, _FINAL: final}
+    parts |= {key: [base[place] for place in drawn[key]] for key in wanted}
+    if training is not None and training_key not in given:
+        parts[training_key] = _drawn(rows, [base[place] for place in rest], training_key, training.count)
+    return TaskSplit(parts[training_key], parts[_CURVE], parts[_FINAL], source)
+
+
+def _sizes(rows: int, evaluation: EvaluationRecipe, wanted: Mapping[str, int | None]) -> dict[str, int]:
+    """How many of `rows` tasks to hold out for the curve and for the table: the numbers that are `wanted`, usual ones for
+    None, and 0 where none are wanted.
+    """
+    tenth = max(1, rows // 10)
+    usual = {_CURVE: min(CURVE, tenth), _FINAL: min(FINAL, tenth)}
+    if isinstance(evaluation.held_out, int | float) and wanted:
+        count = as_count(evaluation.held_out, rows)
+        curve = min(CURVE, math.ceil(count / 2)) if _FINAL in wanted else count
+        curve = (wanted[_CURVE] or curve) if _CURVE in wanted else 0
+        usual = {_CURVE: curve, _FINAL: max(1, count - curve)}
+    return {key: (wanted[key] or usual[key]) if key in wanted else 0 for key in usual}
+
+
+def _given_rows(key: str, seeds: SeedRange, rows: int, source: str) -> range:
+    """The rows of a range that has a start."""
+    assert seeds.start is not None
+    stop = rows if seeds.count is None else seeds.start + seeds.count
+    if stop > rows or seeds.start >= stop:
+        raise InputError(
+            f"{key}: the last seed is {max(stop - 1, seeds.start)}, but {source} has {rows} usable rows, and a seed is a row "
+            f"(0 to {rows - 1}); leave out `{key}` to have the rows divided, or set `{key}.start` and `{key}.count`"
+        )
+    return range(seeds.start, stop)
+
+
+def _drawn(rows: Sequence[TaskRow], pool: Sequence[int], key: str, count: int | None) -> Sequence[int]:
+    """`count` rows of the pool, ascending; all where it is None."""
+    if count is None:
+        return pool
+    if count > len(pool):
+        raise InputError(f"{key}.count is {count}, but there are {len(pool)} tasks for it; lower it, or leave it out")
+    place = {text: number for number, text in enumerate(hash_order(rows[index].key for index in pool))}
+    return sorted(sorted(pool, key=lambda index: place[rows[index].key])[:count])
