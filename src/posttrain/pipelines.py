@@ -8,6 +8,8 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.pipeline import ConvertRecipe, PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import LOGGED_IN
+from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import thinking_differs
 from posttrain.runs.directory import write_atomically
-from posttrain.runs.tables import PolicyRow, policy_tables, read_policies, read_tables
+from posttrain.runs.evaluated import evaluated_checkpoints, evaluated_run
+from posttrain.runs.tables import PolicyRow, evaluated_table, policy_tables, read_policies, read_tables
 from posttrain.stages import run_stage
 from posttrain.training.evaluators import START
 
@@ -86,6 +90,32 @@ def _convert(recipe: ConvertRecipe, directory: Path, console: Console) -> None:
     convert_files(recipe, directory, report)
     listed = "\n".join(f"- {line}" for line in lines)
     write_atomically(directory / "report.md", f"# {recipe.name}\n\nSource: {recipe.source or 'the hub'}\n\n{listed}\n")
+
+
+def evaluate_checkpoints(recipe: EvaluateRecipe) -> PipelineRecipe:
+    """Return the evaluations of all checkpoints at `recipe.model.path` as a pipeline, one stage for each.
+
+    The path is a run, or a pattern of checkpoints such as `runs/run/checkpoints/step_00001*`. InputError if there are none.
+    """
+    path = recipe.model.path
+    pattern = f"{path}/checkpoints/step_*" if (Path(path) / "checkpoints").is_dir() else path
+    folders = [Path(found) for found in sorted(glob(pattern))]
+    models = {folder: folder / "policy" if (folder / "policy").is_dir() else folder for folder in folders}
+    models = {folder: model for folder, model in models.items() if list(model.glob("*config.json"))}
+    if not models:
+        raise InputError(
+            f"model.path {path}: --all found no checkpoints; name a run with checkpoints, or a pattern in quotes, such as "
+            "'runs/run/checkpoints/step_*'"
+        )
+    alone = len({folder.name for folder in models}) == len(models)
+    stages = []
+    for folder, model in models.items():
+        # RUN/checkpoints/step_N of several runs
+        name = folder.name if alone else f"{folder.parents[1].name}-{folder.name}"
+        values = {"model": recipe.model.model_copy(update={"path": str(model)}), "name": name}
+        values["runs"] = str(Path(recipe.runs) / recipe.name)
+        stages.append(PipelineStage(name=name, recipe=recipe.model_copy(update=values)))
+    return PipelineRecipe(name=recipe.name, runs=recipe.runs, stages=stages)
 
 
 # -- planning ---------------------------------------------------------------------------------------------------------
@@ -240,7 +270,11 @@ def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
         for file in _converted(pipeline, name):
             recipe = _replace_path(recipe, str(pipeline.directory / name / file), f"{file} of {name}")
     if stage.upstream is None and Path(stage.recipe.model.path).exists():
-        inputs[f"the model {stage.recipe.model.path}"] = _digest(_files(Path(stage.recipe.model.path), digests=False))
+        model = Path(stage.recipe.model.path)
+        # Files of two checkpoints have the same sizes, and a checkpoint has digests of its own.
+        sealed = _read(model.parent / "manifest.json").get("files", {})
+        policy = {name: digest for name, digest in sealed.items() if name.startswith(f"{model.name}/")}
+        inputs[f"the model {stage.recipe.model.path}"] = _digest(policy or _files(model, digests=False))
     for path in _texts({key: value for key, value in recipe.items() if key != "out"}):
         if path.split(":")[0] != path and not Path(path).exists():
             path = path.split(":")[0]
@@ -343,11 +377,23 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     for stage in _finished(pipeline):
         stage_tables = read_tables(pipeline.directory / stage.name)
         tables += [replace(table, title=f"{stage.name}: {table.title}") for table in stage_tables if not table.played]
+    evaluated = [
+        evaluated_run(pipeline.directory / one.name) for one in _finished(pipeline) if one.recipe.stage == "evaluate"
+    ]
+    groups = evaluated_checkpoints(evaluated)
+    scores = [evaluated_table(name, lines) for name, lines in groups.items()]
+    tables += [table for table in scores if table is not None]
     if not tables:
         return None
+    figures: list[Path] = []
+    if groups and find_spec("matplotlib") is not None:
+        from posttrain.runs.plots import draw_evaluated
+
+        figures = draw_evaluated(groups, pipeline.directory / "plots")
     links = [f"- [{stage.name}]({stage.name}/report.md)" for stage in pipeline.stages]
     parts = [f"# {pipeline.name}"]
     parts += [f"## {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in tables]
+    parts += [f"![{figure.stem}](plots/{figure.name})" for figure in figures]
     report = pipeline.directory / "report.md"
     write_atomically(report, "\n\n".join([*parts, "## Stages", "\n".join(links)]) + "\n")
     for table in tables:

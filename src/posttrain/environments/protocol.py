@@ -74,6 +74,8 @@ class Environment(ABC):
     """The default recipe is a complete task. False where a recipe has to name data."""
     scripted_baselines: ClassVar[tuple[str, ...]] = ()
     """Names of the scripted policies that `baselines` measures besides random and optimal, in the order of tables."""
+    score_order: ClassVar[tuple[str, ...]] = ()
+    """Names of scores in the order of tables. Others follow in the order in which episodes report them."""
     blocking: bool = False
     """The methods wait for another process, so they are called in threads."""
     primer: str = ""

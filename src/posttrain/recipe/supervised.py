@@ -26,7 +26,7 @@ from posttrain.recipe.rollout import (
     evaluated_environment,
     refuse_overlap,
 )
-from posttrain.recipe.run import CheckpointRecipe, StageRecipe
+from posttrain.recipe.run import CheckpointRecipe, ExportedStep, StageRecipe
 from posttrain.recipe.units import UnitRewardsRecipe
 
 
@@ -67,6 +67,8 @@ class _Rows(StageRecipe):
     optimizer: OptimizerRecipe = OptimizerRecipe()
     learner: LearnerRecipe = LearnerRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+    export: ExportedStep = "best"
+    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one."""
     hardware: HardwareRecipe = HardwareRecipe()
 
 

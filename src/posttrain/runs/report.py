@@ -11,7 +11,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.rollout import SeedRange, evaluated_environment
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import duration, read_metrics
-from posttrain.runs.tables import Table, markdown_table, score_table
+from posttrain.runs.tables import UNIMPROVED, Table, markdown_table, score_table
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
@@ -39,7 +39,7 @@ def write_report(
         _by_checkpoint(lines),
         _changed(changed_rows(run)),
         _plots(run),
-        _checkpoint(model_directory, run.load_recipe().stage),
+        _checkpoint(model_directory, run.load_recipe().stage, is_unimproved(lines)),
         _episodes(run),
         "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in run_warnings(lines, warnings)),
     ]
@@ -197,9 +197,15 @@ def _plots(run: RunDirectory) -> str:
     return "## Curves\n\n" + "\n\n".join(images) if images else ""
 
 
-def _checkpoint(directory: Path | None, stage: str) -> str:
+def is_unimproved(lines: Sequence[dict[str, Any]]) -> bool:
+    """Whether the exported model is the starting model, because no later checkpoint was better."""
+    return any(line.get("chosen") == UNIMPROVED for line in lines)
+
+
+def _checkpoint(directory: Path | None, stage: str, unimproved: bool) -> str:
     if directory is None:
         return ""
+    warning = f"\n\n{UNIMPROVED[0].upper()}{UNIMPROVED[1:]}." if unimproved else ""
     adapter = (directory / "adapter_config.json").is_file()
     note = (
         "\n\nThis is a LoRA adapter. transformers loads it with its base model if peft is installed." if adapter else ""
@@ -208,7 +214,7 @@ def _checkpoint(directory: Path | None, stage: str) -> str:
     loader = "AutoModelForSequenceClassification" if stage == "reward" else "AutoModelForCausalLM"
     return f"""## The trained model
 
-`{directory}`{note}
+`{directory}`{warning}{note}
 
 ```python
 from transformers import {loader}, AutoTokenizer

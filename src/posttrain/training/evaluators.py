@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import EnvironmentFactory
@@ -17,6 +17,7 @@ from posttrain.rollout.driver import EpisodeWorker
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.tables import PolicyRow, Table, policy_tables
 
+T = TypeVar("T")
 START = "start of this run"
 TRAINED = "trained"
 EVALUATED = "evaluated"
@@ -119,7 +120,7 @@ class EpisodeEvaluator:
             }
             | {
                 f"{SCORES}{name}{limit}": value
-                for name, score in baseline.scores.items()
+                for name, score in self._ordered(baseline.scores).items()
                 for limit, value in zip(("", "_low", "_high"), score, strict=True)
             }
             for policy, baseline in baselines.items()
@@ -171,7 +172,11 @@ class EpisodeEvaluator:
             result, episodes = evaluate(worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out)
         write_episodes(self.episodes, step, split, episodes, None)
         self.warnings = _warnings(episodes, self.manager.rollout.tokens_per_turn)
-        return result.metrics()
+        return replace(result, scores=self._ordered(result.scores)).metrics()
+
+    def _ordered(self, scores: Mapping[str, T]) -> dict[str, T]:
+        order = environment_class(self.environment.type).score_order
+        return {name: scores[name] for name in dict.fromkeys([*order, *scores]) if name in scores}
 
 
 def _attempts(line: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
