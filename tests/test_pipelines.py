@@ -8,6 +8,7 @@ from rich.console import Console
 
 from posttrain import pipelines as module
 from posttrain.cli.main import main
+from posttrain.data.files import write_rows
 from posttrain.errors import InputError
 from posttrain.pipelines import planned, run_pipeline
 from posttrain.recipe.pipeline import load_pipeline
@@ -219,3 +220,86 @@ def test_dry_run_names_the_stages_and_shows_the_chosen_ones(stages, capsys):
     assert "recipe (sft)" in out
     assert "recipe (rl)" not in out
     assert not Path("runs").exists()
+
+
+CONVERTING = """
+name: p
+data: folder
+stages:
+- name: rows
+  stage: convert
+  files: {train: {converter: pairs, split: train}, test: {converter: pairs, split: test}}
+- {name: learn, stage: reward, data: {train: "stage:rows/train", test: "stage:rows/test"}}
+"""
+
+
+def converted(stages, *overrides, **options):
+    Path("p.yaml").write_text(CONVERTING)
+    stages.calls = []
+    console = Console(file=StringIO(), width=200)
+    run_pipeline(load_pipeline("p.yaml", list(overrides)), console=console, **options)
+    return stages.calls, [line for line in console.file.getvalue().splitlines() if line.startswith("stage ")]
+
+
+def write_pairs(folder, **counts):
+    Path(folder).mkdir(exist_ok=True)
+    for split, count in counts.items():
+        rows = [{"prompt": f"q{n}", "chosen": "good", "rejected": "bad"} for n in range(count)]
+        write_rows(Path(folder) / f"pairs_{split}.jsonl", rows)
+
+
+def test_converted_data_has_lineage(stages):
+    write_pairs("folder", train=3, test=2)
+    calls, said = converted(stages)
+    assert calls == [("learn", "fresh")]
+    assert said == ["stage rows: runs (not run yet)", "stage learn: runs (not run yet)"]
+    assert len(Path("runs/p/rows/train.jsonl").read_text().splitlines()) == 3
+    assert "test.jsonl: 2 rows read, 2 written" in Path("runs/p/rows/report.md").read_text()
+    done = [f"stage {name}: finished, nothing has changed" for name in ("rows", "learn")]
+    assert converted(stages) == ([], done)
+    # The rows count, not the place of the folder or of the runs.
+    Path("folder").rename("moved")
+    Path("runs").rename("elsewhere")
+    assert converted(stages, "data=moved", "runs=elsewhere") == ([], done)
+    write_pairs("moved", train=4)
+    calls, said = converted(stages, "data=moved", "runs=elsewhere")
+    assert (calls, said) == (
+        [("learn", "overwrite")],
+        ["stage rows: runs (the data has changed)", "stage learn: runs (stage rows has changed)"],
+    )
+    Path("elsewhere/p/rows/test.jsonl").write_text("")
+    assert converted(stages, "data=moved", "runs=elsewhere")[1][0] == "stage rows: runs (its files were modified)"
+
+
+def test_a_conversion_that_was_interrupted_starts_again(stages, monkeypatch):
+    def interrupted(*given):
+        Path("runs/p/rows").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    write_pairs("folder", train=3, test=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "convert_files", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            converted(stages)
+    assert converted(stages)[1] == ["stage rows: runs (it was interrupted)", "stage learn: runs (not run yet)"]
+
+
+def test_a_later_stage_needs_the_files(stages):
+    write_pairs("folder", train=3, test=2)
+    with pytest.raises(InputError, match="stage learn uses the files of rows, which has not finished"):
+        converted(stages, only="learn")
+
+
+def test_the_plan_of_a_conversion_counts_the_rows_and_writes_none(stages, capsys):
+    write_pairs("folder", train=3)
+    Path("p.yaml").write_text(CONVERTING)
+    assert main(["pipeline", "p.yaml", "--dry-run", "--only", "rows"]) == 2
+    taken = capsys.readouterr()
+    assert "train.jsonl: 3 rows read, 3 to write" in taken.out
+    assert taken.err == (
+        "posttrain: files.test: folder: no file of the split test, and its files are pairs_train.jsonl; name one `test.jsonl`, "
+        "or set `split`\n"
+    )
+    assert not Path("runs").exists()
+    assert main(["pipeline", "p.yaml", "--dry-run", "--only", "rows", "data=someone/pairs"]) == 0
+    assert "train.jsonl: rows of someone/pairs, which is read when the stage runs" in capsys.readouterr().out

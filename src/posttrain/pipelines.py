@@ -1,6 +1,6 @@
 """Running a pipeline: stages in order, skipping those that are finished and unchanged, with one line per stage.
 
-A finished stage writes `lineage.json`: digests of its recipe, of everything it read, and of the model it exported. A stage
+A finished stage writes `lineage.json`: digests of its recipe, of everything it read, and of what it made. A stage
 runs again if its recipe or one of its inputs has changed.
 """
 
@@ -13,11 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
+from posttrain.data.convert import convert_files
 from posttrain.errors import InputError
 from posttrain.planning.dry_run import tasks_of
 from posttrain.recipe.components import EnvironmentRecipe
-from posttrain.recipe.pipeline import PipelineRecipe, PipelineStage
+from posttrain.recipe.pipeline import ConvertRecipe, PipelineRecipe, PipelineStage
 from posttrain.recipe.run import LOGGED_IN
+from posttrain.recipe.warnings import thinking_differs
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.tables import PolicyRow, policy_tables, read_policies, read_tables
 from posttrain.stages import run_stage
@@ -38,7 +40,7 @@ def run_pipeline(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> list[Path]:
-    """Run the unfinished stages in order and return the run directories of all selected stages.
+    """Run the unfinished stages in order and return the run directories of all selected stages that are runs.
 
     Args:
         only: run this stage only. Earlier stages must have finished. Their models are used as they are, with a warning
@@ -63,10 +65,26 @@ def run_pipeline(
             continue
         console.print(f"stage {stage.name}: {'resumes' if resume else 'runs'} ({reason})", highlight=False)
         record_start(pipeline, stage, lineage)
-        run_stage(stage.recipe, resume=resume, overwrite=not resume and directory.exists(), console=console)
+        if isinstance(stage.recipe, ConvertRecipe):
+            _convert(stage.recipe, directory, console)
+        else:
+            run_stage(stage.recipe, resume=resume, overwrite=not resume and directory.exists(), console=console)
         record_finish(pipeline, stage, lineage)
     report_pipeline(pipeline, console)
-    return [pipeline.directory / stage.name for stage in selected]
+    return [pipeline.directory / stage.name for stage in selected if not isinstance(stage.recipe, ConvertRecipe)]
+
+
+def _convert(recipe: ConvertRecipe, directory: Path, console: Console) -> None:
+    """Write the files of a `convert` stage and its report, which says what was read, skipped and written."""
+    lines: list[str] = []
+
+    def report(line: str) -> None:
+        lines.append(line)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    convert_files(recipe, directory, report)
+    listed = "\n".join(f"- {line}" for line in lines)
+    write_atomically(directory / "report.md", f"# {recipe.name}\n\nSource: {recipe.source or 'the hub'}\n\n{listed}\n")
 
 
 # -- planning ---------------------------------------------------------------------------------------------------------
@@ -91,6 +109,7 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
     InputError for an unknown stage.
     """
     selected = chosen_stages(pipeline, only, start_from)
+    earlier = {stage.name: stage.recipe for stage in pipeline.stages}
     option = f"--only {only}" if only is not None else f"--from {start_from}"
     lines = out_of_date(pipeline, selected)
     running: set[str] = set()
@@ -99,7 +118,9 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
             lines.append(f"stage {stage.name}: skipped ({option})")
             continue
         if missing := unfinished_upstream(pipeline, stage, running):
-            lines.append(f"stage {stage.name}: could not run; it uses the model of {missing}, which has not finished")
+            lines.append(
+                f"stage {stage.name}: could not run; it uses {_made(pipeline, missing)}, which has not finished"
+            )
             running.add(stage.name)
             continue
         reason, resume = reason_to_run(pipeline, stage, lineage_of(pipeline, stage))
@@ -110,26 +131,44 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
             lines.append(f"stage {stage.name}: would {'resume' if resume else 'run'} ({reason})")
             running.add(stage.name)
         elif running_inputs:
-            lines.append(f"stage {stage.name}: would run if {' or '.join(running_inputs)} exports a different model")
+            different = (
+                "makes different files" if _converted(pipeline, running_inputs[0]) else "exports a different model"
+            )
+            lines.append(f"stage {stage.name}: would run if {' or '.join(running_inputs)} {different}")
             running.add(stage.name)
         else:
             lines.append(f"stage {stage.name}: finished, nothing has changed")
+        for name in stage.inputs:
+            path = str(pipeline.directory / name / "model")
+            differences = thinking_differs(stage.recipe, path, earlier[name].model_dump(mode="json"), f"stage {name}")
+            lines += [f"stage {stage.name}: warning: {warning}" for warning in differences]
     return lines
 
 
 def unfinished_upstream(pipeline: PipelineRecipe, stage: PipelineStage, running: Collection[str] = ()) -> str | None:
-    """Return a stage whose model `stage` uses and that is neither finished nor in `running`; None if there is none."""
+    """Return a stage whose model or files `stage` uses and that is neither finished nor in `running`; None if there is none."""
     missing = [name for name in stage.inputs if not _read(pipeline.directory / name / "lineage.json")]
     return next((name for name in missing if name not in running), None)
 
 
 def require_upstream(pipeline: PipelineRecipe, stage: PipelineStage) -> None:
-    """InputError unless every stage whose model `stage` uses has finished."""
+    """InputError unless every stage whose model or files `stage` uses has finished."""
     if missing := unfinished_upstream(pipeline, stage):
         raise InputError(
-            f"stage {stage.name} uses the model of {missing}, which has not finished; "
+            f"stage {stage.name} uses {_made(pipeline, missing)}, which has not finished; "
             f"run `posttrain pipeline` without --only or --from, or with `--from {missing}`"
         )
+
+
+def _converted(pipeline: PipelineRecipe, name: str) -> list[str]:
+    """Return the names of the files that the stage `name` makes; empty where it exports a model."""
+    recipe = next(stage.recipe for stage in pipeline.stages if stage.name == name)
+    return [f"{file}.jsonl" for file in recipe.files] if isinstance(recipe, ConvertRecipe) else []
+
+
+def _made(pipeline: PipelineRecipe, name: str) -> str:
+    """What the stage `name` makes, in words."""
+    return f"the {'files' if _converted(pipeline, name) else 'model'} of {name}"
 
 
 def out_of_date(pipeline: PipelineRecipe, selected: Sequence[PipelineStage]) -> list[str]:
@@ -163,13 +202,15 @@ def reason_to_run(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Linea
     if not finished:
         started = _read(pipeline.directory / "started.json").get(stage.name, {})
         change = _change(started, lineage) if started else "it was not started by this pipeline"
-        return (f"{change} after it was interrupted", False) if change else ("it was interrupted", True)
+        converts = isinstance(stage.recipe, ConvertRecipe)
+        return (f"{change} after it was interrupted", False) if change else ("it was interrupted", not converts)
     if change := _change(finished, lineage):
         return change, False
     expected_sizes = {name: size for name, (size, _) in finished["outputs"].items()}
-    sizes = {name: size for name, (size, _) in _files(directory / "model", digests=False).items()}
+    sizes = {name: size for name, (size, _) in _outputs(directory, stage, digests=False).items()}
     if expected_sizes != sizes:
-        return "its exported model was modified", False
+        made = "its files were" if isinstance(stage.recipe, ConvertRecipe) else "its exported model was"
+        return f"{made} modified", False
     return None, False
 
 
@@ -178,12 +219,22 @@ def reason_to_run(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Linea
 
 def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
     """Return the digests of the stage's recipe and of its current inputs. The location of the runs does not matter."""
+    if isinstance(stage.recipe, ConvertRecipe):
+        source = Path(stage.recipe.source).expanduser() if stage.recipe.source is not None else None
+        if source is None or not source.exists():
+            return {"recipe": _digest(stage.recipe.model_dump(mode="json", exclude={"runs"})), "inputs": {}}
+        # The rows count, not the place of the folder.
+        digest = _digest(_files(source, digests=True))
+        recipe = stage.recipe.model_dump(mode="json", exclude={"runs", "source"})
+        return {"recipe": _digest(recipe), "inputs": {"the data": digest}}
     recipe = stage.recipe.model_dump(mode="json", exclude=set(LOGGED_IN))
     inputs: dict[str, str] = {}
     for name in stage.inputs:
         upstream = _read(pipeline.directory / name / "lineage.json")
         inputs[f"stage {name}"] = _digest(upstream["outputs"]) if upstream else _MISSING
         recipe = _replace_path(recipe, str(pipeline.directory / name / "model"), f"the model of {name}")
+        for file in _converted(pipeline, name):
+            recipe = _replace_path(recipe, str(pipeline.directory / name / file), f"{file} of {name}")
     if stage.upstream is None and Path(stage.recipe.model.path).exists():
         inputs[f"the model {stage.recipe.model.path}"] = _digest(_files(Path(stage.recipe.model.path), digests=False))
     for path in _texts({key: value for key, value in recipe.items() if key != "out"}):
@@ -204,10 +255,18 @@ def record_start(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Lineag
 
 
 def record_finish(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Lineage) -> None:
-    """Store the lineage of a finished stage with the digests of its exported model."""
+    """Store the lineage of a finished stage with the digests of its exported model or files."""
     directory = pipeline.directory / stage.name
-    finished = lineage | {"outputs": _files(directory / "model", digests=True)}
+    finished = lineage | {"outputs": _outputs(directory, stage, digests=True)}
     write_atomically(directory / "lineage.json", json.dumps(finished, indent=2) + "\n")
+
+
+def _outputs(directory: Path, stage: PipelineStage, digests: bool) -> dict[str, list[Any]]:
+    """Return the files of the stage's exported model, or those that it converted, as `_files`."""
+    if not isinstance(stage.recipe, ConvertRecipe):
+        return _files(directory / "model", digests)
+    made = _files(directory, digests)
+    return {name: made[name] for name in (f"{file}.jsonl" for file in stage.recipe.files) if name in made}
 
 
 def _change(before: Lineage, now: Lineage) -> str | None:
@@ -221,6 +280,8 @@ def _replace_path(value: Any, path: str, name: str) -> Any:
     """Return `value` with every text `path` replaced by `name`, so that digests do not depend on the location."""
     if isinstance(value, dict):
         return {key: _replace_path(inner, path, name) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_replace_path(inner, path, name) for inner in value]
     return name if value == path else value
 
 

@@ -9,7 +9,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from posttrain.data.files import plain, read_rows
+from posttrain.data.files import plain, read_rows, read_split
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import SourceRecipe
 
@@ -101,6 +101,39 @@ def test_a_directory_is_read_in_the_order_of_names(tmp_path):
     write_lines(tmp_path / ".cache" / "hidden.jsonl", ROWS)
     (tmp_path / "README.md").write_text("no rows")
     assert read(tmp_path) == numbered("a.jsonl", ROWS[2:]) + numbered("b/one.jsonl", ROWS[:2])
+
+
+def split_of(path, split, subset=None):
+    return [origin.split()[0] for origin, _ in read_split(SourceRecipe(path=str(path), split=split, subset=subset))]
+
+
+def test_the_files_of_a_split_are_found_by_their_names(tmp_path):
+    for name in ("preference/train.jsonl.gz", "preference/validation.jsonl.gz", "edit/train.jsonl.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        with gzip.open(tmp_path / name, "wt") as file:
+            file.write(json.dumps(ROWS[0]) + "\n")
+    assert split_of(tmp_path, "train", "preference") == ["train.jsonl.gz"]
+    assert split_of(tmp_path, "validation", "preference") == ["validation.jsonl.gz"]
+    # Without such a subdirectory, the whole directory counts.
+    assert split_of(tmp_path, "train", "other") == ["edit/train.jsonl.gz", "preference/train.jsonl.gz"]
+    assert split_of(tmp_path / "edit", "train", "preference") == ["train.jsonl.gz"]
+    with pytest.raises(
+        InputError, match=r"edit: no file of the split test, and its files are train\.jsonl\.gz; name one"
+    ):
+        split_of(tmp_path / "edit", "test")
+
+
+def test_the_words_of_splits_and_directories_without_them(tmp_path):
+    names = ["own_val.jsonl", "own-dev-00000-of-00001.jsonl", "evaluate_trains.jsonl", "train_prefs.jsonl"]
+    for name in names:
+        write_lines(tmp_path / name, ROWS[:1])
+    assert split_of(tmp_path, "validation") == ["own-dev-00000-of-00001.jsonl", "own_val.jsonl"]
+    assert split_of(tmp_path, "train_prefs") == ["train_prefs.jsonl"]
+    for name in names[:2] + names[3:]:
+        (tmp_path / name).unlink()
+    assert split_of(tmp_path, "train") == ["evaluate_trains.jsonl"]
+    with pytest.raises(InputError, match="no file of the split validation"):
+        split_of(tmp_path, "validation")
 
 
 def test_many_files_are_in_order(tmp_path):

@@ -52,6 +52,21 @@ def test_stages_inherit_chain_and_override(pipeline):
     assert (learn.recipe.runs, learn.recipe.name, learn.upstream) == ("out/demo", "learn", "warm")
 
 
+def test_overrides_of_all_stages_win_over_files_and_those_of_one_stage_over_them(pipeline):
+    words = ["common.seed=9", "common.model.dtype=bfloat16", "common.model.path=models/mine", "stages.after.seed=10"]
+    loaded = pipeline(GOOD, *words)
+    assert [stage.recipe.seed for stage in loaded.stages] == [9, 9, 10]
+    assert {stage.recipe.model.dtype for stage in loaded.stages} == {"bfloat16"}
+    # The first stage starts from the model; the others from the stage before them.
+    assert [stage.recipe.model.path for stage in loaded.stages] == [
+        "models/mine",
+        "out/demo/warm/model",
+        "out/demo/learn/model",
+    ]
+    with pytest.raises(InputError, match=r"write `common\.KEY=value`"):
+        load_pipeline("parts/p.yaml", ["common=3"])
+
+
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -110,7 +125,7 @@ def test_stages_inherit_chain_and_override(pipeline):
             "name: demo",
             "seed: 3",
             "parts/p.yaml line 3: there is no key seed in a pipeline (put it under common); "
-            "the keys are stage, name, runs, common, stages",
+            "the keys are stage, name, runs, data, common, stages",
         ),
         (
             "stage: pipeline",
@@ -150,3 +165,70 @@ def test_a_bad_override_of_a_stage(pipeline, override, expected):
 def test_an_evaluation_exports_no_model(pipeline):
     with pytest.raises(InputError, match=r"stage more: .* line 21: after only evaluates and exports no model"):
         pipeline(GOOD + "- name: more\n  stage: rl\n  from: after\n")
+
+
+CONVERTED = """
+name: chain
+data: folder
+common: {seed: 5}
+stages:
+- name: made
+  stage: convert
+  files:
+    pairs: {converter: pairs, split: train}
+    prompts: {converter: prompts}
+- name: learn
+  stage: reward
+  data: {train: "stage:made/pairs"}
+- name: play
+  stage: rl
+  from: learn
+  environment: {type: text_task, prompts: ["stage:made/prompts", more.jsonl]}
+  reward: {path: "stage:learn"}
+"""
+
+
+def test_a_stage_that_converts_data_gives_files_to_later_ones(pipeline):
+    made, learn, play = pipeline(CONVERTED, "stages.made.files.prompts.limit=3").stages
+    assert (made.recipe.stage, made.recipe.source, made.inputs) == ("convert", "folder", [])
+    assert made.recipe.files["prompts"].limit == 3
+    assert [source.path for source in learn.recipe.data.train] == ["runs/chain/made/pairs.jsonl"]
+    prompts = [source.path for source in play.recipe.environment.prompts]
+    assert prompts == ["runs/chain/made/prompts.jsonl", "more.jsonl"]
+    assert (learn.inputs, sorted(play.inputs)) == (["made"], ["learn", "made"])
+    assert (learn.recipe.seed, play.recipe.seed) == (5, 5)
+    assert pipeline(CONVERTED, "data=/elsewhere").stages[0].recipe.source == "/elsewhere"
+    assert pipeline(CONVERTED, "stages.made.source=mine").stages[0].recipe.source == "mine"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "stages.learn.data.train=stage:made/pair",
+            "stage learn: override stages.learn.data.train=stage:made/pair: made makes no file 'pair' (did you mean pairs?); "
+            "use stage:made/pairs or stage:made/prompts",
+        ),
+        (
+            "stages.play.reward.path=stage:learn/pairs",
+            "stage play: override stages.play.reward.path=stage:learn/pairs: learn exports a model and no files; write stage:learn",
+        ),
+        (
+            "stages.made.files.pairs.limt=3",
+            "stage made: override stages.made.files.pairs.limt=3: there is no key files.pairs.limt; the nearest is files.pairs.limit",
+        ),
+        (
+            "stages.made.files.pairs.limit=0",
+            "stage made: override stages.made.files.pairs.limit=0: files.pairs.limit is 0; it must be a whole number, 1 or more, or null",
+        ),
+    ],
+)
+def test_a_mistake_about_converted_files(pipeline, override, expected):
+    with pytest.raises(InputError) as caught:
+        pipeline(CONVERTED, override)
+    assert str(caught.value) == expected
+
+
+def test_data_without_a_stage_that_converts_it_is_refused(pipeline):
+    with pytest.raises(InputError, match="override data=x: data has no effect without a stage that converts it"):
+        pipeline(GOOD, "data=x")

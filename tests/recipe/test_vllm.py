@@ -7,6 +7,9 @@ from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.warnings import recipe_warnings
 
+COOL = ["rollout.sampling.temperature=0.7", "rollout.sampling.top_p=0.95"]
+"""The sampling of the agent recipes."""
+
 
 def test_the_engine_of_each_stage_may_be_vllm():
     for stage in ("rl", "evaluate", "sft"):
@@ -23,7 +26,9 @@ def test_the_engine_of_each_stage_may_be_vllm():
         (["engine.urls=[http://a:1]", "engine.servers=2"], "set only one of them"),
         (["engine.urls=[a:1]"], "must begin with http"),
         (["engine.adapters=adapter_only"], "set `model.lora`"),
-        (["rollout.sampling.temperature=0.7", "rollout.sampling.top_p=0.9"], "needs them after temperature only"),
+        ([*COOL, "loss.old=rollout"], "`loss.old: rollout` would take truncation"),
+        ([*COOL, "loss.correction.weights=sequence"], "`loss.correction.weights: sequence` would take"),
+        ([*COOL, "loss.correction.reject=geometric"], "`loss.correction.reject: geometric` would take"),
     ],
 )
 def test_what_does_not_go_together_is_refused(given, words):
@@ -31,9 +36,21 @@ def test_what_does_not_go_together_is_refused(given, words):
         load_recipe([], ["engine.type=vllm", *given], "rl")
 
 
-def test_truncation_goes_with_temperature_one_and_adapters_with_lora():
-    given = ["engine.type=vllm", "rollout.sampling.top_p=0.9", "engine.adapters=adapter_only", "model.lora.rank=4"]
-    assert load_recipe([], given, "rl").rollout.sampling.top_p == 0.9
+def test_adapters_go_with_lora():
+    given = ["engine.type=vllm", "engine.adapters=adapter_only", "model.lora.rank=4"]
+    assert load_recipe([], given, "rl").engine.adapters == "adapter_only"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "truncated"),
+    [(COOL, True), (COOL[:1], False), (COOL[1:], False), (["rollout.sampling.temperature=0", COOL[1]], False)],
+)
+def test_log_probabilities_of_the_truncated_distribution_are_announced(sampling, truncated):
+    given = ["engine.type=vllm", "loss.correction.weights=token", *sampling]
+    warnings = recipe_warnings(load_recipe([], given, "rl"))
+    assert any("of the truncated distribution" in warning for warning in warnings) is truncated
+    local = recipe_warnings(load_recipe([], sampling, "rl"))
+    assert not any("of the truncated distribution" in warning for warning in local)
 
 
 def test_notes_say_what_nothing_corrects_and_what_has_no_effect():

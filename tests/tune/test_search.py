@@ -223,6 +223,48 @@ def test_groups_run_their_grids_and_chain_the_best_values(begun, tmp_path):
         assert (tmp_path / f"runs/s/plots/{name}.png").is_file()
 
 
+def test_one_group_runs_alone_and_takes_over_what_earlier_groups_found(begun, tmp_path, capsys):
+    alone = {"search": None, "trials": None, "groups": GROUPS}
+    assert studies.tune(tmp_path, "--group", "2", **alone) == 0
+    found = studies.trials(tmp_path)
+    assert [trial.params for trial in found] == [{"optimizer.learning_rate": rate} for rate in (1e-5, 1e-4, 1e-3)]
+    assert best(tmp_path) == yaml.safe_load((tmp_path / "runs/s/best_two.yaml").read_text())
+    assert not (tmp_path / "runs/s/best_one.yaml").exists()
+    # The other order, in one study: group one first, then two with the best of one.
+    assert studies.tune(tmp_path, "--group", "one", "name=t", **alone) == 0
+    assert {trial.user_attrs["group"] for trial in studies.trials(tmp_path, "t")} == {"one"}
+    assert studies.tune(tmp_path, "--group", "two", "name=t", **alone) == 2
+    assert "continue it with `--resume`" in capsys.readouterr().err
+    assert studies.tune(tmp_path, "--group", "two", "--resume", "name=t", **alone) == 0
+    chosen = yaml.safe_load((tmp_path / "runs/t/best_one.yaml").read_text())["rollout"]
+    later = studies.trials(tmp_path, "t")[6:]
+    assert [trial.params["rollout.groups_per_step"] for trial in later] == [chosen["groups_per_step"]] * 3
+    ready = load_recipe([str(tmp_path / "runs/t/best_two.yaml")], ["environment.type=bandit"], "rl")
+    assert (ready.optimizer.learning_rate, ready.rollout.episodes_per_group) == (1e-4, chosen["episodes_per_group"])
+
+
+@pytest.mark.parametrize(
+    ("words", "changes", "said"),
+    [
+        (["--group", "3"], {"search": None, "trials": None, "groups": GROUPS}, "its groups are 1 (one), 2 (two)"),
+        (["--group", "1"], {}, "the study s has no groups"),
+    ],
+)
+def test_a_group_that_does_not_exist_is_refused(words, changes, said, begun, tmp_path, capsys):
+    for more in ([], ["--dry-run"]):
+        assert studies.tune(tmp_path, *words, *more, **changes) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_group_waits_for_the_unfinished_trials_of_another(begun, tmp_path, capsys):
+    both = {"search": None, "trials": None, "groups": GROUPS}
+    assert studies.tune(tmp_path, "--group", "1", **both) == 0
+    study = optuna.load_study(study_name="s", storage=f"sqlite:///{tmp_path}/runs/s/study.db")
+    study.enqueue_trial({}, user_attrs={"group": "one", "point": 9, "names": []})
+    assert studies.tune(tmp_path, "--group", "2", "--resume", **both) == 2
+    assert "1 trials of group one have not ended" in capsys.readouterr().err
+
+
 def test_a_group_that_fails_whole_ends_the_study_with_its_table(begun, tmp_path, capsys):
     groups = [{"name": "rates", "grid": {"optimizer.learning_rate": [4e-3, 5e-3]}}, GROUPS[0]]
     assert studies.tune(tmp_path, search=None, trials=None, groups=groups) == 1

@@ -12,7 +12,10 @@ def convert(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="helpsteer3, helpsteer3_prompts, gsm8k or ultrafeedback_binarized.", show_default=False
+            metavar="NAME",
+            help="helpsteer3, helpsteer3_prompts, gsm8k or ultrafeedback_binarized; for rows of your own conversations, pairs or "
+            "prompts.",
+            show_default=False,
         ),
     ],
     source: Annotated[

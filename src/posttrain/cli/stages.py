@@ -242,8 +242,8 @@ def generate(
 
 
 _WORDS_HELP = (
-    "The pipeline's file, then overrides: `name=value`, `runs=value`, `common.KEY=value` for all stages, "
-    "`stages.NAME.KEY=value` for one stage."
+    "The pipeline's file, then overrides: `name=value`, `runs=value`, `data=FOLDER` for the stage that converts data, "
+    "`common.KEY=value` for all other stages, `stages.NAME.KEY=value` for one stage."
 )
 
 
@@ -262,7 +262,7 @@ def pipeline(
     on: On = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Run finished stages again.")] = False,
 ) -> None:
-    """Run stages in order, each from the model of an earlier one. Finished, unchanged stages are skipped.
+    """Run stages in order, each from the files or the model of an earlier one. Finished, unchanged stages are skipped.
 
     Examples:
 
@@ -285,9 +285,11 @@ def pipeline(
     if others:
         raise InputError(f"posttrain pipeline takes one file; remove {', '.join(others)}")
     if dry_run:
+        from posttrain.data.convert import convert_files
         from posttrain.pipelines import chosen_stages, planned
         from posttrain.planning.dry_run import show_plan
         from posttrain.planning.model_sizes import model_sizes
+        from posttrain.recipe.pipeline import ConvertRecipe
 
         loaded, console = load_pipeline(file, overrides), Console()
         for line in planned(loaded, only, start_from, overwrite):
@@ -297,6 +299,11 @@ def pipeline(
         made: list[Path] = []
         problems: list[str] = []
         for stage in loaded.stages:
+            if isinstance(stage.recipe, ConvertRecipe):
+                if stage in chosen:
+                    console.rule(f"stage {stage.name}")
+                    convert_files(stage.recipe, None, lambda line: console.print(line, markup=False, soft_wrap=True))
+                continue
             # The model that a stage exports has the sizes of the model that it started from.
             start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
             if stage in chosen:

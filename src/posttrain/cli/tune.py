@@ -17,6 +17,14 @@ def tune(
     words: Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help=_WORDS_HELP)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the trials and run nothing.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the existing study.")] = False,
+    group: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GROUP",
+            help="Run only this group of a study with `groups`: its number, counted from 1, or its name. The best values of "
+            "earlier groups apply if the study has run them.",
+        ),
+    ] = None,
 ) -> None:
     """Search for values of recipe keys. Every trial is a run, scored by a held-out metric.
 
@@ -27,6 +35,8 @@ def tune(
     posttrain tune rlhf/tune_sft trials=8 keys.model.path=packaged:smollm2-135m
 
     posttrain tune rlhf/tune_sft --resume workers=2
+
+    posttrain tune ragen/search --group 2
     """
     from rich.console import Console
 
@@ -42,8 +52,8 @@ def tune(
     if dry_run:
         from posttrain.tune.run import show_study
 
-        show_study(study, console)
+        show_study(study, console, group)
         return
     from posttrain.tune.run import run_study
 
-    run_study(study, resume, console)
+    run_study(study, resume, console, group)

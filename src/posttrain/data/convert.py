@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.examples import ROW_FUNCTIONS, Kind
-from posttrain.data.files import read_rows, require_format, write_rows
+from posttrain.data.files import read_split, require_format, write_rows
 from posttrain.data.messages import PromptExample, UnusableRow, as_messages
 from posttrain.data.problems import Problems
 from posttrain.errors import InputError
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
+from posttrain.recipe.pipeline import ConvertRecipe
 from posttrain.seeds import random_stream
 
 ANY = "any"
@@ -86,6 +87,11 @@ def ultrafeedback_binarized(row: dict[str, Any]) -> dict[str, Any] | str:
     # Both sides are usually complete conversations that already contain the prompt.
     complete = isinstance(pair["chosen"], list) and pair["chosen"][:1] != [] and _role(pair["chosen"][0]) != "assistant"
     return pair if complete else {"prompt": row.get("prompt"), **pair}
+
+
+def own_rows(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row as it is: rows of the user's own that the stages read already."""
+    return row
 
 
 def _role(message: Any) -> Any:
@@ -163,8 +169,8 @@ class Converter:
     """A row of the data set -> a row for the stages, or the reason to skip it. Takes `language` if `language` is set."""
     kind: Kind
     """The kind of the converted rows."""
-    hub: str
-    """The hub id of the data set."""
+    hub: str | None = None
+    """The hub id of the data set. None: the rows are the user's own."""
     split: str = "train"
     subset: str | None = None
     language: str | None = None
@@ -174,12 +180,19 @@ class Converter:
 
 
 CONVERTERS = {
-    "helpsteer3": Converter(helpsteer3, "pair", "nvidia/HelpSteer3", language="english", check=check_sign),
-    "helpsteer3_prompts": Converter(helpsteer3_prompts, "prompt", "nvidia/HelpSteer3", language="english"),
+    "helpsteer3": Converter(
+        helpsteer3, "pair", "nvidia/HelpSteer3", subset="preference", language="english", check=check_sign
+    ),
+    "helpsteer3_prompts": Converter(
+        helpsteer3_prompts, "prompt", "nvidia/HelpSteer3", subset="preference", language="english"
+    ),
     "gsm8k": Converter(gsm8k, "conversation", "openai/gsm8k", subset="main"),
     "ultrafeedback_binarized": Converter(
         ultrafeedback_binarized, "pair", "HuggingFaceH4/ultrafeedback_binarized", split="train_prefs"
     ),
+    "conversations": Converter(own_rows, "conversation"),
+    "pairs": Converter(own_rows, "pair"),
+    "prompts": Converter(own_rows, "prompt"),
 }
 
 
@@ -195,45 +208,58 @@ class Conversion:
     """Unusable rows."""
     check: SignCheck | None = None
 
-    def lines(self) -> list[str]:
-        """Return the counts and the check as lines of text."""
+    def lines(self, done: str = "written") -> list[str]:
+        """Return the counts and the check as lines of text. `done`: what happens to usable rows."""
         skipped = [f"{count:,} skipped: {reason}" for reason, count in self.skipped.most_common()]
         checked = self.check.lines() if self.check else []
-        return [f"{self.read:,} rows read, {self.written:,} written", *skipped, *self.problems.summary(), *checked]
+        return [f"{self.read:,} rows read, {self.written:,} {done}", *skipped, *self.problems.summary(), *checked]
+
+
+def find_converter(name: str) -> Converter:
+    """Return the converter of this name; InputError where there is none."""
+    if name not in CONVERTERS:
+        raise InputError(f"unknown converter {name!r}; use one of {', '.join(CONVERTERS)}")
+    return CONVERTERS[name]
 
 
 def convert_rows(
     name: str,
-    out: Path,
+    out: Path | None,
     source: str | None = None,
     language: str | None = None,
     split: str | None = None,
     limit: int | None = None,
     shuffle: bool = False,
+    subset: str | None = None,
 ) -> Conversion:
     """Convert the data set `name` and write it to the .jsonl or .parquet file `out` atomically.
 
     Args:
-        source: a local file or directory, or a hub id; None reads the published data set.
+        out: None counts the rows and writes nothing.
+        source: a local file or directory, or a hub id; None reads the published data set. Of a directory, the files
+            whose names contain the split are read (`read_split`).
         limit: maximum number of rows to write. With `shuffle` they are drawn from all rows.
+        subset: subdirectory of a directory, or configuration of a hub data set; None: that of the published data set.
 
     Raises:
         InputError: another suffix of `out`, an unknown `name` or `source`, no row to write, or a sample of rows most of
             which contradict the sign of the preferences.
     """
-    converter = CONVERTERS.get(name)
-    if converter is None:
-        raise InputError(f"unknown converter {name!r}; use one of {', '.join(CONVERTERS)}")
-    require_format(out)
+    converter = find_converter(name)
+    if out is not None:
+        require_format(out)
     if language and not converter.language:
-        raise InputError(f"--language: the rows of {name} have no language; remove the option")
+        raise InputError(f"language: the rows of {name} have no language; leave it out")
+    path = source or converter.hub
+    if path is None:
+        raise InputError(f"{name}: these rows are your own; name their file, directory or hub id")
     convert = partial(converter.row, language=language or converter.language) if converter.language else converter.row
-    rows_source = SourceRecipe(path=source or converter.hub, split=split or converter.split, subset=converter.subset)
+    rows_source = SourceRecipe(path=path, split=split or converter.split, subset=subset or converter.subset)
     result = Conversion()
     written: list[dict[str, Any]] = []
     sample: list[dict[str, Any]] = []
     draws = random_stream("convert", "sign check")
-    for origin, row in read_rows(rows_source):
+    for origin, row in read_split(rows_source):
         if len(written) == limit and not shuffle:
             break
         result.read += 1
@@ -269,8 +295,28 @@ def convert_rows(
                 f"{rows_source.path}: the sign of the preferences is inverted; nothing was written. "
                 + "; ".join(result.check.lines())
             )
-    write_rows(out, written)
+    if out is not None:
+        write_rows(out, written)
     return result
+
+
+def convert_files(recipe: ConvertRecipe, directory: Path | None, report: Callable[[str], None]) -> None:
+    """Write the files of a `convert` stage to `directory` and a line for each count to `report`.
+
+    Without a directory, rows of local sources are counted, and nothing is written. InputError as `convert_rows`.
+    """
+    for name, file in recipe.files.items():
+        out = directory / f"{name}.jsonl" if directory is not None else None
+        try:
+            source = recipe.source or find_converter(file.converter).hub
+            if directory is None and source is not None and not Path(source).expanduser().exists():
+                report(f"{name}.jsonl: rows of {source}, which is read when the stage runs")
+                continue
+            done = convert_rows(file.converter, out, source, **file.model_dump(exclude={"converter"}))
+        except InputError as error:
+            raise InputError(f"files.{name}: {error}") from error
+        for line in done.lines("to write" if out is None else "written"):
+            report(f"{name}.jsonl: {line}")
 
 
 def reference_answer(prompt: PromptExample, columns: ColumnsRecipe) -> str | None:

@@ -31,6 +31,12 @@ _BOM = b"\xef\xbb\xbf"
 """The byte order mark that some editors write."""
 _NOT_UNICODE = "broken UTF-8: a byte or an escape of the row is no character"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$", re.ASCII)
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Split -> the words by which file names say it, as in the library `datasets`."""
 _HUB_SECONDS = 10.0
 """Time-out of the request that checks whether a data set exists."""
 
@@ -42,7 +48,7 @@ def read_rows(source: SourceRecipe) -> Iterator[Row]:
     """
     path = Path(source.path).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if _suffix(file) in _FORMATS and _visible(file, path))
+        files = sorted(file for file in path.rglob("*") if _readable(file, path))
         if not files:
             raise InputError(f"{source.path}: the directory has no {', '.join(_FORMATS)} file; name another")
         return chain.from_iterable(_read_file(file, str(file.relative_to(path))) for file in files)
@@ -54,6 +60,38 @@ def read_rows(source: SourceRecipe) -> Iterator[Row]:
     if suffix in _FORMATS or not _HUB_ID.match(source.path):
         raise InputError(f"{source.path}: no such file or directory; correct the path")
     return _read_hub(source)
+
+
+def read_split(source: SourceRecipe) -> Iterator[Row]:
+    """As `read_rows`, but of a directory only the files of `source.split`, as the hub divides data sets.
+
+    The files are those of the subdirectory `source.subset`, if there is one. Their names contain the split
+    (`train.jsonl.gz`, `train-00000-of-00002.parquet`, `rationales_sft_val.parquet`). A directory without such names is one
+    split, `train`. InputError where it has no file of the split.
+    """
+    path = Path(source.path).expanduser()
+    if not path.is_dir():
+        return read_rows(source)
+    root = path / source.subset if source.subset and (path / source.subset).is_dir() else path
+    names = sorted(str(file.relative_to(root)) for file in root.rglob("*") if _readable(file, root))
+    chosen = [name for name in names if _names_split(name, source.split)]
+    if (
+        not chosen
+        and source.split == "train"
+        and not any(_names_split(name, split) for name in names for split in _SPLITS)
+    ):
+        chosen = names
+    if not chosen:
+        found = f"its files are {', '.join(names[:8])}" if names else f"it has no {', '.join(_FORMATS)} file"
+        raise InputError(
+            f"{root}: no file of the split {source.split}, and {found}; name one `{source.split}.jsonl`, or set `split`"
+        )
+    return chain.from_iterable(_read_file(root / name, name) for name in chosen)
+
+
+def _names_split(name: str, split: str) -> bool:
+    words = "|".join(map(re.escape, _SPLITS.get(split, (split,))))
+    return re.search(rf"(?<![a-z0-9])({words})(?![a-z0-9])", name.lower()) is not None
 
 
 def plain(value: Any) -> Any:
@@ -75,8 +113,13 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _visible(file: Path, root: Path) -> bool:
-    return file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
+def _readable(file: Path, root: Path) -> bool:
+    """Whether `file` has a known format and is not hidden below `root`."""
+    return (
+        _suffix(file) in _FORMATS
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(root).parts)
+    )
 
 
 def _read_file(file: Path, name: str) -> Iterator[Row]:

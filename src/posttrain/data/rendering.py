@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from posttrain.errors import InputError
+from posttrain.recipe.model import thinking_of
 
 Message = dict[str, Any]
 
@@ -35,6 +36,8 @@ class Renderer:
         """The template changes earlier answers, so every turn needs its own stream."""
         self.rewrites_thoughts = not self._keeps_history(_THOUGHT + "an answer")
         """The template changes earlier answers that contain thinking (Qwen3 and DeepSeek drop it)."""
+        self.thinking = thinking_of(tokenizer.get_chat_template())
+        """`model.thinking` of this run or of the run that exported the model; None if neither set it."""
 
     def prompt(self, messages: Sequence[Message], primer: str = "") -> list[int]:
         """Return the tokens of a conversation up to the policy's answer; `primer` is text that starts the answer."""
@@ -62,6 +65,16 @@ class Renderer:
         """Return warnings about how the template changes conversations."""
         warning = "the chat template has no system role, so the system message is prepended to the first user message"
         return [warning] if self.folds_system else []
+
+    def thinking_problem(self, messages: Sequence[Message]) -> str | None:
+        """How the answers among `messages` contradict `model.thinking`; None if they do not."""
+        answers = [message for message in messages if message["role"] == "assistant"]
+        thoughts = [bool(m.get("reasoning_content")) or "</think>" in str(m.get("content")) for m in answers]
+        if self.thinking == "off" and any(thoughts):
+            return "with thinking although model.thinking is off"
+        if self.thinking == "on" and not any(thoughts):
+            return "without thinking although model.thinking is on"
+        return None
 
     def must_split(self, answer: str) -> bool:
         """Whether the template changes `answer` in later turns, so that the next turn starts a new stream."""

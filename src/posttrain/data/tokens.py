@@ -101,7 +101,19 @@ def tokenize(
             continue
         if fitted is not row:
             problems.note("cut to data.max_tokens", row.origin)
+        if problem := renderer.thinking_problem(_answers_of(example)):
+            problems.note(problem, row.origin)
         yield fitted
+
+
+def _answers_of(example: Example) -> list[Any]:
+    """Return the messages that a row trains on or compares."""
+    if isinstance(example, ConversationExample):
+        return example.messages
+    if isinstance(example, UnpairedExample):
+        return example.completion
+    assert isinstance(example, PairExample)
+    return [*example.chosen, *example.rejected]
 
 
 def _row(example: Example, renderer: Renderer, loss_on: LossOn) -> TokenRow:

@@ -37,7 +37,8 @@ class Completion:
     """A sampled completion. `ids` includes the token that ended it; `logprobs` are in nats, one per token.
 
     Log-probabilities are those of softmax(logits / temperature) over the whole vocabulary (temperature 1 when greedy),
-    before top-p, top-k and min-p, as a learner computes them.
+    before top-p, top-k and min-p, as a learner computes them. vLLM with both a temperature and truncation is the exception:
+    there they are those of the truncated distribution.
     """
 
     ids: tuple[int, ...]

@@ -25,9 +25,10 @@ from posttrain.environments.game import (
     play,
     require,
     require_sound,
+    rows_of,
     sides,
 )
-from posttrain.environments.protocol import Baseline
+from posttrain.environments.protocol import Baseline, Cells
 from posttrain.plugins import require_module
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
@@ -118,7 +119,7 @@ class FrozenLake(Game):
             lake = self._lake
             holes = sides(lake.holes, self._cell, lake.size)
             return f"Goal: {offset(lake.goal, self._cell, lake.size)}. Holes: {holes}."
-        parts = [self._drawing()] if form != "coordinates" else []
+        parts = [drawing(self.cells(), self.recipe.symbols)] if form != "coordinates" else []
         if form != "grid":
             lake = self._lake
             parts.append(f"You: {place(self._cell, lake.size)}.")
@@ -126,13 +127,13 @@ class FrozenLake(Game):
                 parts[-1] += f" Goal: {place(lake.goal, lake.size)}. Holes: {places(lake.holes, lake.size)}."
         return "\n".join(parts)
 
-    def _drawing(self) -> str:
-        lake, symbols = self._lake, self.recipe.symbols
-        cells = dict.fromkeys(range(lake.size**2), symbols.ice) | dict.fromkeys(lake.holes, symbols.hole)
-        cells[lake.goal] = symbols.goal
-        player = {lake.goal: symbols.player_on_goal} | dict.fromkeys(lake.holes, symbols.player_in_hole)
-        cells[self._cell] = player.get(self._cell, symbols.player)
-        return drawing(cells, lake.size, lake.size)
+    def cells(self) -> Cells:
+        lake = self._lake
+        cells = dict.fromkeys(range(lake.size**2), "ice") | dict.fromkeys(lake.holes, "hole")
+        cells[lake.goal] = "goal"
+        player = {lake.goal: "player_on_goal"} | dict.fromkeys(lake.holes, "player_in_hole")
+        cells[self._cell] = player.get(self._cell, "player")
+        return rows_of(cells, lake.size)
 
     def _key(self) -> str:
         return str(self._cell)

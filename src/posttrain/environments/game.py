@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from posttrain.environments.protocol import Environment, Message, Observation, Step
+from posttrain.environments.protocol import Cells, Environment, Message, Observation, Step
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 
@@ -279,9 +279,14 @@ ObservationForm = Literal["grid", "coordinates", "both", "local"]
 """`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: positions relative to the player."""
 
 
-def drawing(cells: Mapping[int, str], rows: int, columns: int) -> str:
-    """Return the symbols of `cells` (row * columns + column -> symbol), one line per row."""
-    return "\n".join(" ".join(cells[row * columns + column] for column in range(columns)) for row in range(rows))
+def rows_of(cells: Mapping[int, str], columns: int) -> Cells:
+    """Return `cells` (row * columns + column -> name) by rows."""
+    return [[cells[row * columns + column] for column in range(columns)] for row in range(len(cells) // columns)]
+
+
+def drawing(cells: Cells, symbols: BaseConfig) -> str:
+    """Return the grid as text, one line per row. `symbols` has a field for each name of a cell."""
+    return "\n".join(" ".join(getattr(symbols, name) for name in row) for row in cells)
 
 
 def place(cell: int, columns: int) -> str:

@@ -12,6 +12,9 @@ from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 Message = dict[str, str]
 """A chat message: `{"role": "system" | "user", "content": text}`."""
 
+Cells = list[list[str]]
+"""A grid by rows. A cell is named after the symbol that shows it: `wall`, `floor`, `player_on_goal`."""
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -122,6 +125,10 @@ class Environment(ABC):
     def expert(self) -> str:
         """Return an optimal action in the current state; NotImplementedError where none is known."""
         raise NotImplementedError(f"{type(self).__name__} has no expert")
+
+    def cells(self) -> Cells | None:
+        """Return the grid of the current state, for pictures; None for environments without one."""
+        return None
 
     def row(self) -> Mapping[str, Any]:
         """Return the data row of the current task, by column; empty for tasks that are not rows."""

@@ -18,9 +18,10 @@ from posttrain.environments.game import (
     play,
     require,
     require_sound,
+    rows_of,
     sides,
 )
-from posttrain.environments.protocol import Baseline
+from posttrain.environments.protocol import Baseline, Cells
 from posttrain.environments.sokoban_rooms import Room, State, random_player, room_of, shortest_solution
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
@@ -128,7 +129,7 @@ class Sokoban(Game):
         form, room = self.recipe.observation, self._room
         if form == "local":
             return self._surroundings()
-        parts = [self._drawing()] if form != "coordinates" else []
+        parts = [drawing(self.cells(), self.recipe.symbols)] if form != "coordinates" else []
         if form != "grid":
             player, boxes = self._position
             parts.append(f"You: {place(player, room.columns)}. Boxes: {places(boxes, room.columns)}.")
@@ -147,13 +148,13 @@ class Sokoban(Game):
         walls = set(range(room.rows * room.columns)) - set(room.floor)
         return f"Box: {away['Box']}. Target: {away['Target']}. Walls: {sides(walls, player, room.columns)}."
 
-    def _drawing(self) -> str:
-        room, symbols, (player, boxes) = self._room, self.recipe.symbols, self._position
-        cells = dict.fromkeys(range(room.rows * room.columns), symbols.wall) | dict.fromkeys(room.floor, symbols.floor)
-        cells |= dict.fromkeys(room.targets, symbols.target) | dict.fromkeys(boxes, symbols.box)
-        cells |= dict.fromkeys(boxes & room.targets, symbols.box_on_target)
-        cells[player] = symbols.player_on_target if player in room.targets else symbols.player
-        return drawing(cells, room.rows, room.columns)
+    def cells(self) -> Cells:
+        room, (player, boxes) = self._room, self._position
+        cells = dict.fromkeys(range(room.rows * room.columns), "wall") | dict.fromkeys(room.floor, "floor")
+        cells |= dict.fromkeys(room.targets, "target") | dict.fromkeys(boxes, "box")
+        cells |= dict.fromkeys(boxes & room.targets, "box_on_target")
+        cells[player] = "player_on_target" if player in room.targets else "player"
+        return rows_of(cells, room.columns)
 
     def _key(self) -> str:
         player, boxes = self._position

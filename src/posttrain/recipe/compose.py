@@ -138,14 +138,22 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
     given = Layer(values, given.origins)
     sentences = _environment_errors(given, schema)
     # Leave out a faulty environment, so that its errors are reported once and those of other sections too.
-    checked = {key: value for key, value in values.items() if not (sentences and key == "environment")}
+    rest = {key: value for key, value in values.items() if not (sentences and key == "environment")}
     try:
-        recipe = schema.model_validate_json(json.dumps(checked), strict=True)
-    except ValidationError as error:
-        sentences += validation_errors(error, schema, given, schema)
+        recipe = checked(Layer(rest, given.origins), schema)
+    except InputError as error:
+        raise InputError("\n".join([*sentences, str(error)])) from None
     if sentences:
         raise InputError("\n".join(sentences))
     return recipe
+
+
+def checked(given: Layer, schema: type[P]) -> P:
+    """The values `given` as a typed `schema`; `InputError` as in `load_recipe`."""
+    try:
+        return schema.model_validate_json(json.dumps(given.values), strict=True)
+    except ValidationError as error:
+        raise InputError("\n".join(validation_errors(error, schema, given, schema))) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:

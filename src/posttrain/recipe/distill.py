@@ -6,10 +6,7 @@ from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.data import FixedRowsRecipe
-from posttrain.recipe.engines import (
-    refuse_lone_adapters,
-    refuse_unknown_logprobs,
-)
+from posttrain.recipe.engines import refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, refuse_overlap
@@ -83,7 +80,6 @@ class DistillRecipe(SampledRecipe):
     def _parts_fit(self):
         rollout, learner = self.rollout, self.learner
         refuse_lone_adapters(self.engine, self.model)
-        refuse_unknown_logprobs(self.engine, rollout.sampling)
         refuse_overlap({"seeds": self.seeds, **self.evaluation.ranges}, self.environment.rows_key is not None)
         refuse_other_temperature(self.teacher, rollout.sampling.temperature)
         if rollout.sampling.temperature == 0:

@@ -188,14 +188,11 @@ PolicyEngineRecipe = Annotated[LocalEngineRecipe | VllmEngineRecipe, Field(discr
 """An engine that samples with the weights of the policy in this process."""
 
 
-def refuse_unknown_logprobs(engine: LocalEngineRecipe | VllmEngineRecipe, sampling: SamplingRecipe) -> None:
-    """ValueError for rollout sampling whose log-probabilities over the whole vocabulary vLLM does not tell."""
-    cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-    if isinstance(engine, VllmEngineRecipe) and cut and sampling.temperature not in (0, 1):
-        raise ValueError(
-            "`engine.type: vllm` returns log-probabilities either before temperature and truncation or after both, but training "
-            "needs them after temperature only; set `rollout.sampling.temperature: 1`, or remove top_p, top_k and min_p"
-        )
+def has_truncated_logprobs(engine: LocalEngineRecipe | VllmEngineRecipe, sampling: SamplingRecipe) -> bool:
+    """Whether the rollout's log-probabilities are those of the truncated distribution: vLLM reports them either before
+    temperature and truncation or after both."""
+    truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    return isinstance(engine, VllmEngineRecipe) and truncated and sampling.temperature not in (0, 1)
 
 
 def refuse_lone_adapters(engine: object, model: ModelRecipe) -> None:

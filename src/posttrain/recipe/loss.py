@@ -82,6 +82,15 @@ class PolicyLoss(Section):
             )
         return self
 
+    @property
+    def compares_streams(self) -> str | None:
+        """The key that adds up the log-ratios to the rollout over whole streams, or takes the rollout's log-probabilities for
+        the learner's; None if there is none."""
+        for name, values in (("weights", ("sequence",)), ("reject", ("sequence", "geometric"))):
+            if self.correction is not None and (value := getattr(self.correction, name)) in values:
+                return f"loss.correction.{name}: {value}"
+        return "loss.old: rollout" if self.old == "rollout" else None
+
     def old_source(self, may_differ: bool) -> Literal["learner", "rollout"]:
         """Where old log-probabilities come from. `may_differ`: whether those of rollout and learner can differ."""
         if self.correction is not None:

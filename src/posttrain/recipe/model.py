@@ -1,10 +1,53 @@
 """The model, its precision and adapters, and how it is optimized."""
 
-from typing import Literal
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from posttrain.recipe.base import BaseConfig
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates turn thinking on and off (Qwen3, SmolLM3 and GLM; DeepSeek-V3.1 and Granite)."""
+_DEFAULT = "{%- if NAME is not defined %}{%- set NAME = VALUE %}{%- endif %}"
+
+
+def with_thinking(template: str, thinking: "Thinking") -> str | None:
+    """The chat template with `thinking` as the default of its switch; None if it has no switch."""
+    for name in SWITCHES:
+        for value in ("true", "false"):
+            template = template.removeprefix(_DEFAULT.replace("NAME", name).replace("VALUE", value))
+    name = next((name for name in SWITCHES if re.search(rf"\b{name}\b", template)), None)
+    if name is None:
+        return None
+    return _DEFAULT.replace("NAME", name).replace("VALUE", "true" if thinking == "on" else "false") + template
+
+
+def thinking_of(template: str) -> Literal["on", "off"] | None:
+    """The setting that `with_thinking` gave the template; None if it gave none."""
+    for name in SWITCHES:
+        for value, thinking in (("true", "on"), ("false", "off")):
+            if template.startswith(_DEFAULT.replace("NAME", name).replace("VALUE", value)):
+                return thinking  # type: ignore[return-value]
+    return None
+
+
+def stored_thinking(path: str) -> Literal["on", "off"] | None:
+    """`thinking_of` the chat template in the model directory `path`; None if `path` is no directory with one."""
+    file = Path(path).expanduser() / "chat_template.jinja"
+    try:
+        return thinking_of(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _switch(value: Any) -> Any:
+    # YAML reads on and off as booleans.
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Thinking = Annotated[Literal["on", "off", "template"], BeforeValidator(_switch)]
 
 
 class LoraRecipe(BaseConfig):
@@ -37,6 +80,8 @@ class ModelRecipe(BaseConfig):
     """LoRA adapters. Null: train all weights."""
     chat_template: str | None = None
     """File with a Jinja chat template, for tokenizers without one."""
+    thinking: Thinking = "template"
+    """Whether the model thinks before it answers, for chat templates with a switch (`enable_thinking` or `thinking`). `template`: the template's default. `on`, `off`: set the switch wherever conversations are rendered, and in the chat template of the exported model. For Qwen3, `off` puts an empty thinking block before every answer."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     threads: int | None = Field(None, ge=1)

@@ -9,7 +9,7 @@ from rich.table import Table
 from posttrain.errors import InputError
 from posttrain.recipe.catalogue import recipe_names, summary
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.pipeline import load_pipeline
+from posttrain.recipe.pipeline import ConvertRecipe, load_pipeline
 from posttrain.recipe.reference import Key, keys_of, load_plugins
 from posttrain.recipe.sources import read_file
 from posttrain.recipe.stages import STAGES
@@ -30,21 +30,23 @@ of the memory.
 A pipeline is a file with `stage: pipeline`, a `name`, and `stages`: a list whose items have a `name`, the keys of a recipe,
 and optionally `recipe` (a file to begin with, relative to the pipeline) and `from` (an earlier stage, whose exported
 model becomes `model.path`). The keys of `common` are defaults of every stage. The run of a stage is
-`<runs>/<pipeline>/<stage>`. Overrides are `common.KEY=value` and `stages.NAME.KEY=value`.
+`<runs>/<pipeline>/<stage>`. Any key may name the model of an earlier stage as `stage:NAME`. A stage with `stage: convert` makes
+files from a data set, which later stages read as `stage:NAME/FILE`; `data` of the pipeline is its source. Overrides are
+`data=FOLDER`, `common.KEY=value` for all stages and `stages.NAME.KEY=value` for one; they win over all files.
 """
 
 
 def markdown_reference() -> str:
     """The text of docs/recipes.md: all keys of `rl`, then the additional keys of the other stages."""
     load_plugins()
-    keys = {stage: list(keys_of(schema)) for stage, schema in STAGES.items()}
+    schemas = {**STAGES, "convert": ConvertRecipe}
+    keys = {stage: list(keys_of(schema)) for stage, schema in schemas.items()}
     parts = [_INTRODUCTION]
-    for stage, schema in STAGES.items():
+    for stage, schema in schemas.items():
         known = set(keys["rl"]) if stage != "rl" else set()
         additional = [key for key in keys[stage] if key not in known]
         parts.append(f"\n## `{stage}`\n\n{(schema.__doc__ or '').strip()}\n")
-        if known:
-            shared = sorted({key.path.split(".")[0] for key in keys[stage] if key in known})
+        if shared := sorted({key.path.split(".")[0] for key in keys[stage] if key in known}):
             parts.append(f"\nAs in `rl`: {', '.join(f'`{section}`' for section in shared)}. In addition:\n")
         parts.append(_markdown_tables(additional))
     return "".join(parts)

@@ -1,23 +1,56 @@
-"""A pipeline: stages in order, each a recipe of its own, chained by the models they export."""
+"""A pipeline: stages in order, each a recipe of its own, chained by the files and models that they make."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.catalogue import recipe_file
-from posttrain.recipe.compose import merge_typed, typed_recipe
+from posttrain.recipe.compose import checked, merge_typed, typed_recipe
+from posttrain.recipe.reference import either
 from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.validation import nearest_type
 
 _STAGE = "stage:"
-_KEYS = ("stage", "name", "runs", "common", "stages")
+_KEYS = ("stage", "name", "runs", "data", "common", "stages")
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+class ConvertedFile(BaseConfig):
+    """One file that a `convert` stage makes, with the settings of `posttrain data convert`."""
+
+    converter: str
+    """What makes the rows: a converter of `posttrain data convert`."""
+    split: str | None = None
+    """Split of the source: its name on the hub, or a word in the names of a folder's files. Null: the training split."""
+    subset: str | None = None
+    """Configuration of a hub data set, or subfolder of a folder. Null: that of the published data set."""
+    language: str | None = None
+    """For rows with a language: the one to keep; `any` keeps all. Null: the converter's default."""
+    limit: int | None = Field(None, ge=1)
+    """Maximum number of rows to write. Null: all."""
+    shuffle: bool = False
+    """Write the rows in a fixed random order; `limit` then samples from all rows."""
+
+
+class ConvertRecipe(BaseConfig):
+    """A stage of a pipeline that converts a data set to files. Later stages read them as `stage:NAME/FILE`."""
+
+    stage: Literal["convert"] = "convert"
+    """`convert`, in pipelines only."""
+    name: str = Field(pattern=_NAME)
+    """Name of the stage. Its files are in `<runs>/<name>`."""
+    runs: str
+    """Directory of the pipeline."""
+    source: str | None = None
+    """A folder, a file or a hub id. Null: `data` of the pipeline, or else the published data set of each converter."""
+    files: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], ConvertedFile] = Field(min_length=1)
+    """Name of a file, without `.jsonl` -> how it is made."""
 
 
 class PipelineStage(BaseConfig):
@@ -28,8 +61,8 @@ class PipelineStage(BaseConfig):
     upstream: str | None = None
     """The earlier stage whose exported model this one starts from (`from:` in the file)."""
     inputs: list[str] = []
-    """Earlier stages whose exported models it uses, `upstream` among them (`stage:NAME` anywhere in its keys)."""
-    recipe: Recipe
+    """Earlier stages whose models or files it uses, `upstream` among them (`stage:NAME` or `stage:NAME/FILE` in its keys)."""
+    recipe: Recipe | ConvertRecipe
     """What the stage does, with its own name, directory and model filled in."""
 
 
@@ -51,18 +84,23 @@ class PipelineRecipe(BaseConfig):
         return Path(self.runs) / self.name
 
 
+_Earlier = dict[str, PipelineStage | None]
+"""Name -> stage that comes before another one, in order; None for a stage with problems."""
+
+
 def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = ()) -> PipelineRecipe:
     """The pipeline in the YAML file `source`, every stage resolved.
 
-    The file has `name`, `runs`, `common` (keys beneath every stage) and `stages`, a list of `name`, `from` (an
-    earlier stage whose exported model becomes `model.path`; any other key may name one as `stage:NAME`), `recipe` (a file relative to this one) and the stage's
-    own keys, which win over the file's. Overrides are `name=`, `runs=`, `common.KEY=` and `stages.NAME.KEY=`; `changes` are
-    overrides that have been read already.
+    The file has `name`, `runs`, `data` (the source of `convert` stages), `common` (keys beneath every other stage) and
+    `stages`, a list of `name`, `from` (an earlier stage whose exported model becomes `model.path`; any other key may name one
+    as `stage:NAME`, and a converted file as `stage:NAME/FILE`), `recipe` (a file relative to this one) and the stage's own
+    keys, which win over the file's. Overrides are `name=`, `runs=`, `data=`, `common.KEY=` and `stages.NAME.KEY=`; they win
+    over all files, and those of one stage over those of all. `changes` are overrides that have been read already.
     Raises `InputError` with one sentence per problem; each names the stage.
     """
     changes = [*read_overrides(overrides), *changes]
     source = str(recipe_file(source))
-    given = merge([read_file(source), *(layer for layer in changes if "stages" not in layer.values)])
+    given = merge([read_file(source), *(layer for layer in changes if not {"stages", "common"} & layer.values.keys())])
     _check_file(given, source)
     entries = [given.part("stages", str(at)) for at in range(len(given.values["stages"]))]
     names = [_name(entry, at, source) for at, entry in enumerate(entries)]
@@ -72,23 +110,48 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     changed = [_change_of_stage(layer, names) for layer in changes if "stages" in layer.values]
     directory = Path(given.values.get("runs", "runs")) / given.values.get("name", "pipeline")
     common = given.part("common") if "common" in given.values else Layer({})
-    stages: list[PipelineStage] = []
+    for_all = [_change_of_all(layer) for layer in changes if "common" in layer.values]
+    resolved: _Earlier = {}
     problems: list[str] = []
     for name, entry in zip(names, entries, strict=True):
-        layers = [common, entry, *(layer for changed_name, layer in changed if changed_name == name)]
+        own = [entry, *(layer for changed_name, layer in changed if changed_name == name)]
         try:
-            stages.append(_resolved(name, layers, Path(source).parent, directory, stages, names))
+            if merge(own).values.get("stage") == "convert":
+                resolved[name] = _conversion(name, merge(own), given, directory)
+            else:
+                resolved[name] = _resolved(name, common, own, for_all, Path(source).parent, directory, resolved, names)
         except InputError as error:
+            resolved[name] = None
             problems += [f"stage {name}: {sentence}" for sentence in str(error).splitlines()]
+    stages = [stage for stage in resolved.values() if stage is not None]
+    converts = any(entry.values.get("stage") == "convert" for entry in entries)
+    if given.values.get("data") is not None and not converts:
+        problems.append(
+            f"{given.origin(('data',))}: data has no effect without a stage that converts it; set keys of stages"
+        )
     if problems:
         raise InputError("\n".join(problems))
     return PipelineRecipe(stages=stages, **{key: given.values[key] for key in ("name", "runs") if key in given.values})
 
 
+def _conversion(name: str, entry: Layer, pipeline: Layer, directory: Path) -> PipelineStage:
+    """A stage that converts data. Its source is `data` of the pipeline where it names none itself."""
+    source = Layer({"source": pipeline.values.get("data")}, {("source",): pipeline.origin(("data",)) or ""})
+    given = merge([source, entry, Layer({"name": name, "runs": str(directory)})])
+    return PipelineStage(name=name, recipe=checked(given, ConvertRecipe))
+
+
 def _resolved(
-    name: str, layers: list[Layer], folder: Path, directory: Path, earlier: list[PipelineStage], names: list[str]
+    name: str,
+    common: Layer,
+    own: list[Layer],
+    for_all: list[Layer],
+    folder: Path,
+    directory: Path,
+    earlier: _Earlier,
+    names: list[str],
 ) -> PipelineStage:
-    common, *own = layers
+    """One stage. `own`: its entry in the file and its overrides; `for_all`: overrides of every stage, between those."""
     entry = merge(own)
     upstream, file = entry.values.get("from"), entry.values.get("recipe")
     for key, value in (("from", upstream), ("recipe", file)):
@@ -96,14 +159,15 @@ def _resolved(
             raise InputError(f"{entry.origin((key,))}: {key} is {json.dumps(value)}; it must be text")
     if "runs" in entry.values:
         raise InputError(f"{entry.origin(('runs',))}: runs of a stage has no effect; set runs of the pipeline")
-    values = {key: value for key, value in entry.values.items() if key not in ("name", "from", "recipe")}
+    given_keys = merge([own[0], *for_all, *own[1:]])
+    values = {key: value for key, value in given_keys.values.items() if key not in ("name", "from", "recipe")}
     place: dict[str, Any] = {"name": name, "runs": str(directory)}
     if upstream is not None:
-        if isinstance(values.get("model"), dict) and "path" in values["model"]:
+        if isinstance(entry.values.get("model"), dict) and "path" in entry.values["model"]:
             where = entry.origin(("model", "path"))
             raise InputError(f"{where}: model.path and from: {upstream} both say which model to start from; keep one")
         place["model"] = {"path": f"{_STAGE}{upstream}"}
-    layers = [common, *([read_file(str(folder / file))] if file else []), Layer(values, entry.origins)]
+    layers = [common, *([read_file(str(folder / file))] if file else []), Layer(values, given_keys.origins)]
     where = entry.origin(("from",))
     layers.append(Layer(place, {("model", "path"): where} if where else {}))
     stage = merge(layers).values.get("stage")
@@ -124,35 +188,47 @@ def _with_models(
     path: tuple[str, ...],
     given: Layer,
     directory: Path,
-    earlier: list[PipelineStage],
+    earlier: _Earlier,
     names: list[str],
     inputs: list[str],
 ) -> Any:
-    """`value` with every `stage:NAME` as the directory of that stage's model; the names go to `inputs`."""
-    if isinstance(value, dict):
-        return {
-            key: _with_models(inner, (*path, key), given, directory, earlier, names, inputs)
-            for key, inner in value.items()
+    """`value` with every `stage:NAME` as the directory of that stage's model and every `stage:NAME/FILE` as the path of that
+    file; the names go to `inputs`."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        inside = {
+            key: _with_models(inner, (*path, str(key)), given, directory, earlier, names, inputs)
+            for key, inner in items
         }
+        return inside if isinstance(value, dict) else list(inside.values())
     if not isinstance(value, str) or not value.startswith(_STAGE):
         return value
-    name = value.removeprefix(_STAGE)
+    name, _, file = value.removeprefix(_STAGE).partition("/")
     where = given.origin(path) or "from"
-    _require_exported(name, where, earlier, names)
+    _require_made(name, file, where, earlier, names)
     if name not in inputs:
         inputs.append(name)
-    return str(directory / name / "model")
+    return str(directory / name / (f"{file}.jsonl" if file else "model"))
 
 
-def _require_exported(upstream: str, where: str, earlier: list[PipelineStage], names: list[str]) -> None:
-    """`InputError` unless `upstream` is an earlier stage that exports a model."""
-    source = next((stage for stage in earlier if stage.name == upstream), None)
+def _require_made(upstream: str, file: str, where: str, earlier: _Earlier, names: list[str]) -> None:
+    """`InputError` unless `upstream` is an earlier stage that exports a model, or that makes `file` where one is named."""
+    source = earlier.get(upstream)
+    if upstream in earlier and source is None:
+        raise InputError("")  # The sentences about that stage are enough.
     if source is None and upstream in names:
         raise InputError(f"{where}: it names {upstream}, which is not an earlier stage; move it up or correct it")
     if source is None:
         raise InputError(
             f"{where}: there is no stage {upstream}{nearest_type(upstream, names)}; use {', '.join(names)}"
         )
+    made = list(source.recipe.files) if isinstance(source.recipe, ConvertRecipe) else []
+    if made and file not in made:
+        hint = nearest_type(file, made)
+        choices = either([f"{_STAGE}{upstream}/{name}" for name in made])
+        raise InputError(f"{where}: {upstream} makes no file {file!r}{hint}; use {choices}")
+    if file and not made:
+        raise InputError(f"{where}: {upstream} exports a model and no files; write stage:{upstream}")
     if source.recipe.stage in ("evaluate", "generate"):
         raise InputError(
             f"{where}: {upstream} only {source.recipe.stage}s and exports no model; name a stage that trains"
@@ -174,7 +250,7 @@ def _check_file(given: Layer, source: str) -> None:
         raise InputError(f"{where}: stages must be a list of stages, each with a `name` and a `stage` or `recipe`")
     if not isinstance(given.values.get("common") or {}, dict):
         raise InputError(f"{given.origin(('common',))}: common must be a section of keys beneath every stage")
-    for key in ("name", "runs"):
+    for key in ("name", "runs", "data"):
         if key in given.values and not (isinstance(given.values[key], str) and given.values[key]):
             where = given.origin((key,))
             raise InputError(f"{where}: {key} is {json.dumps(given.values[key])}; it must be text, in quotes")
@@ -190,6 +266,14 @@ def _name(entry: Layer, at: int, source: str) -> str:
     if not isinstance(name, str) or not name:
         raise InputError(f"{where}: stage {at + 1} of the pipeline has no name; give it one, as text")
     return name
+
+
+def _change_of_all(layer: Layer) -> Layer:
+    """The keys that an override `common.KEY=value` gives to every stage."""
+    if not isinstance(layer.values["common"], dict):
+        where = layer.origin(("common",))
+        raise InputError(f"{where}: common must be a section of keys for every stage; write `common.KEY=value`")
+    return layer.part("common")
 
 
 def _change_of_stage(layer: Layer, names: list[str]) -> tuple[str, Layer]:

@@ -39,7 +39,10 @@ def load_plugins() -> None:
 def keys_of(
     part: type[BaseConfig], prefix: str = "", defaults: BaseConfig | None = None, variant: str = ""
 ) -> Iterator[Key]:
-    """Every key of `part` and of the sections in it, depth first; `defaults`: an instance with the default values, if there is one."""
+    """Every key of `part` and of the sections in it, depth first; `defaults`: an instance with the default values, if there is one.
+
+    A name that the user chooses is `*`.
+    """
     for name, info in part.model_fields.items():
         path = f"{prefix}{name}"
         default = (
@@ -51,6 +54,10 @@ def keys_of(
         if EnvironmentRecipe in sections:
             yield Key(path, "a section", _text(default), info.description or "", variant)
             yield from _environment_keys(f"{path}.")
+        elif typing.get_origin(info.annotation) is dict and (named := sections_of(typing.get_args(info.annotation)[1])):
+            yield Key(path, "a section", _text(default), info.description or "", variant)
+            for section in named:
+                yield from keys_of(section, f"{path}.*.", None, variant)
         elif not sections:
             yield Key(path, allowed(info), _text(default), info.description or "", variant)
         else:

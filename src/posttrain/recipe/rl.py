@@ -19,10 +19,7 @@ from posttrain.recipe.credit import (
     TurnReturnsCredit,
 )
 from posttrain.recipe.data import PtxRecipe
-from posttrain.recipe.engines import (
-    refuse_lone_adapters,
-    refuse_unknown_logprobs,
-)
+from posttrain.recipe.engines import has_truncated_logprobs, refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import ADAPTERS_OFF, EntropyRecipe, KlRecipe, LossRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
@@ -155,7 +152,12 @@ class RlRecipe(SampledRecipe):
     @model_validator(mode="after")
     def _engine_fits(self):
         refuse_lone_adapters(self.engine, self.model)
-        refuse_unknown_logprobs(self.engine, self.rollout.sampling)
+        if has_truncated_logprobs(self.engine, self.rollout.sampling) and (key := self.loss.compares_streams):
+            raise ValueError(
+                "with `rollout.sampling.temperature` other than 1 and top_p, top_k or min_p, `engine.type: vllm` returns the "
+                "log-probabilities of the truncated distribution, which are larger at every token, so "
+                f"`{key}` would take truncation for a changed policy; use `loss.old: auto` and token corrections"
+            )
         return self
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ class SamplingRecipe(BaseConfig):
     """How tokens are sampled."""
 
     temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; 0 is greedy. Log-probabilities refer to the distribution after the temperature and before truncation by `top_p`, `top_k` and `min_p`."""
+    """Sampling temperature; 0 is greedy. Log-probabilities refer to the distribution after the temperature and before truncation by `top_p`, `top_k` and `min_p`; those of vLLM at temperatures other than 1, after both."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this total probability. 1: off."""
     top_k: int = Field(0, ge=0)

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+import typing
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -157,7 +158,8 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
         {
             key.split(".")[len(section)]
             for key in names
-            if key.split(".")[: len(section)] == list(section) and key.count(".") >= len(section)
+            if key.count(".") >= len(section)
+            and all(given in (name, "*") for name, given in zip(section, key.split("."), strict=False))
         }
     )
     if close := difflib.get_close_matches(name, siblings, 1, 0.75):
@@ -198,7 +200,8 @@ def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
     """The field that `path` names, in the sections that the `type` keys of `values` select; None if there is none."""
     sections: list[type[BaseConfig]] = [part]
     info = None
-    for name in path:
+    names = iter(path)
+    for name in names:
         kind = values.get("type") if isinstance(values, dict) else None
         chosen = [section for section in sections if len(sections) == 1 or kind in tags_of(section)] or sections
         info = next((section.model_fields[name] for section in chosen if name in section.model_fields), None)
@@ -206,6 +209,11 @@ def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
             return None
         sections = sections_of(info.annotation)
         values = values.get(name) if isinstance(values, dict) else None
+        if typing.get_origin(info.annotation) is dict:
+            # The next name is one that the user chose.
+            name = next(names, "")
+            sections = sections_of(typing.get_args(info.annotation)[1])
+            values = values.get(name) if isinstance(values, dict) else None
     return info
 
 

@@ -1,14 +1,26 @@
 """Warnings about recipe keys without effect and about unusual values."""
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.components import environment_class
+from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.credit import CriticRecipe, GdpoCredit
-from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, no_primer
+from posttrain.recipe.engines import (
+    OpenAIEngineRecipe,
+    VllmEngineRecipe,
+    has_thinking,
+    has_truncated_logprobs,
+    no_primer,
+)
 from posttrain.recipe.loss import KL_STEP, GspoLoss, KlCovRecipe, PpoLoss
-from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.model import ModelRecipe, RewardSource, stored_thinking
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.recipe.sources import read_file
 from posttrain.recipe.stages import (
     DistillRecipe,
     DpoRecipe,
@@ -34,7 +46,7 @@ _AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
-    warnings = [*_head(recipe), *_tracking(recipe)]
+    warnings = [*_head(recipe), *_thinking(recipe), *_tracking(recipe)]
     if isinstance(recipe, GenerateRecipe):
         return [*warnings, *_generation(recipe)]
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
@@ -90,6 +102,68 @@ def _head(recipe: Recipe) -> list[str]:
             "so policy/mismatch keeps the rounding of its logits"
         ]
     return []
+
+
+def _thinking(recipe: Recipe) -> list[str]:
+    """Where the model, the reward model and the format of answers disagree about thinking."""
+    if recipe.remote is not None:
+        return []
+    reward, environment = getattr(recipe, "reward", None), getattr(recipe, "environment", None)
+    found = thinking_differs(recipe, recipe.model.path, *_origin(recipe.model.path))
+    if isinstance(reward, RewardSource):
+        found += thinking_differs(recipe, reward.path, *_origin(reward.path))
+    used = stored_thinking(recipe.model.path) if recipe.model.thinking == "template" else recipe.model.thinking
+    if environment is None or used is None or (key := _thinking_key(environment)) is None:
+        return found
+    if has_thinking(environment) != (used == "on"):
+        found.append(
+            f"environment.{key} is {str(has_thinking(environment)).lower()}, and model.thinking is {used}, so the chat "
+            "template and the environment ask for different answers; set both alike"
+        )
+    return found
+
+
+def _origin(path: str) -> tuple[Mapping[str, Any], str]:
+    """The recipe of the run that exported the model at `path` or saved it as a checkpoint, empty if unknown, and its name."""
+    model = Path(path).expanduser()
+    for run in [model.parent, *model.parents[2:3]]:
+        if (run / "recipe.yaml").is_file() and (run / "environment.json").is_file():
+            with suppress(InputError):
+                return read_file(str(run / "recipe.yaml")).values, f"the run {run}"
+    return {}, "an earlier run"
+
+
+def thinking_differs(recipe: Recipe, path: str, origin: Mapping[str, Any], name: str) -> list[str]:
+    """Warnings where `recipe` differs in thinking from the recipe that trained the model at `path`, which it uses.
+
+    Args:
+        origin: the keys of that recipe; empty if unknown.
+        name: the run or stage of that recipe.
+    """
+    found = []
+    set_before = stored_thinking(path) or (origin.get("model") or {}).get("thinking", "template")
+    used = recipe.model.thinking
+    if used == "template" and path != recipe.model.path:
+        used = stored_thinking(recipe.model.path) or used
+    if "template" not in (used, set_before) and used != set_before:
+        found.append(f"model.thinking is {used}, and {name}, which trained {path}, had model.thinking {set_before}")
+    ours, theirs = getattr(recipe, "environment", None), origin.get("environment") or {}
+    before = theirs.get("thinking", (theirs.get("format") or {}).get("thinking"))
+    if ours is None or before is None or (key := _thinking_key(ours)) is None or before == has_thinking(ours):
+        return found
+    now, before = (str(value).lower() for value in (has_thinking(ours), before))
+    found.append(
+        f"environment.{key} is {now}, and {name}, which trained {path}, had environment.{key} {before}, so the model has "
+        "learned another format of answers; set both alike"
+    )
+    return found
+
+
+def _thinking_key(environment: EnvironmentRecipe) -> str | None:
+    """The key that says whether answers have a thinking block; None if the environment has none."""
+    if hasattr(environment, "thinking"):
+        return "thinking"
+    return "format.thinking" if hasattr(getattr(environment, "format", None), "thinking") else None
 
 
 def _tracking(recipe: Recipe) -> list[str]:
@@ -366,6 +440,12 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
         warnings.append(
             "engine.type vllm computes log-probabilities differently from the learner (policy/mismatch measures the difference), "
             "without a correction; set loss.correction.weights or loss.correction.reject"
+        )
+    if has_truncated_logprobs(recipe.engine, recipe.rollout.sampling):
+        warnings.append(
+            "engine.type vllm returns the log-probabilities of the truncated distribution at temperatures other than 1, so "
+            "policy/mismatch includes the negative logarithm of the probability that truncation keeps, at most -log(top_p) "
+            "with top_p alone"
         )
     if loss.ratio_to == "old" and loss.old == "rollout" and (vllm or recipe.model.dtype != "float32"):
         warnings.append(

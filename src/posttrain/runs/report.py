@@ -183,7 +183,9 @@ def _plots(run: RunDirectory) -> str:
     from posttrain.runs.panels import TITLES
 
     images = [
-        f"![{title}](plots/{name}.png)" for name, title in TITLES.items() if (run.plots / f"{name}.png").is_file()
+        f"![{title}](plots/{name}.png)"
+        for name, title in {**TITLES, "trajectories": "Trajectories"}.items()
+        if (run.plots / f"{name}.png").is_file()
     ]
     return "## Curves\n\n" + "\n\n".join(images) if images else ""
 

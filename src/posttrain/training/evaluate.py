@@ -16,6 +16,7 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.recipe.stages import EvaluateRecipe
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, take_events
@@ -50,7 +51,10 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
     """The evaluator of the model at `model.path` or behind the server, and warnings about tasks and prompts."""
     evaluation = recipe.evaluation
     tasks = replace(task_split(recipe.environment, evaluation, None), validation=())
-    warnings = check_tasks(recipe.environment, tasks, recipe.reward is not None)
+    warnings = [
+        *recipe_warnings(recipe),
+        *check_tasks(recipe.environment, tasks, recipe.reward is not None),
+    ]
     left_out: frozenset[int] = frozenset()
     manager: WorkerSource
     if recipe.remote is not None:

@@ -13,6 +13,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.stages import GenerateRecipe
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.driver import run_episodes
 from posttrain.runs.completions import CompletionLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
@@ -47,7 +48,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
         raise InputError(f"{recipe.predictions} exists; replace it with `--overwrite`, or choose another `out`")
     rows, problems = read_prompts(recipe)
     completer = RemoteCompleter(recipe) if recipe.remote is not None else LocalCompleter(recipe, rows)
-    for line in [*problems.summary(), *completer.warnings]:
+    for line in [*recipe_warnings(recipe), *problems.summary(), *completer.warnings]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     all_requests = [(row, sample) for row in rows for sample in range(recipe.samples)]
     requests = [(row, sample) for row, sample in all_requests if row.number not in completer.skipped]

@@ -28,12 +28,14 @@ def report_results(run: RunDirectory, evaluators: Sequence[Evaluator], model_dir
 
 
 def draw_plots(run: RunDirectory) -> None:
-    """Draw the run's figures, if matplotlib is installed. `Trainer.finish` warns if it is not."""
+    """Draw the run's figures and trajectories, if matplotlib is installed. `Trainer.finish` warns if it is not."""
     if find_spec("matplotlib") is None:
         return
     from posttrain.runs import plots
+    from posttrain.view import trajectories
 
     plots.draw_plots(run)
+    trajectories.draw_run(run, getattr(run.load_recipe(), "environment", None))
 
 
 def write_tables(run: RunDirectory, evaluators: Sequence[Evaluator]) -> list[Table]:

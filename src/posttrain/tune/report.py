@@ -97,8 +97,8 @@ def retest_table(study: Study, results: Sequence[RetestResult]) -> Table:
     return Table(f"{study.recipe.name}: retest", headings, rows, note, ("note",))
 
 
-def write_best(study: Study, trial: FrozenTrial, retested: RetestResult | None) -> Path:
-    """Write `best.yaml`: the searched keys of `trial`, for `posttrain STAGE RECIPE.yaml best.yaml`."""
+def write_best(study: Study, trial: FrozenTrial, retested: RetestResult | None, file: Path) -> None:
+    """Write the searched keys of `trial` to `file`, for `posttrain STAGE RECIPE.yaml best.yaml`."""
     values = study.keys_of(from_storage(study, trial.params))
     objective = study.recipe.objective
     result = f"{objective.metric} {trial.value:.6g}"
@@ -108,13 +108,11 @@ def write_best(study: Study, trial: FrozenTrial, retested: RetestResult | None) 
     files = " ".join(study.recipe.recipe) or "RECIPE.yaml"
     lines = [
         f"# Trial {trial.number} of the study {study.recipe.name}: {result}.",
-        f"# Apply it to the searched recipe: posttrain {study.trained} {files} best.yaml",
+        f"# Apply it to the searched recipe: posttrain {study.trained} {files} {file}",
         f"# Searched keys only; the trials also had the `keys` of the study, see trials/{trial.number:04d}/recipe.yaml.",
     ]
     content = merge([Layer(nested(key, value)) for key, value in values.items()]).values
-    path = study.directory / "best.yaml"
-    write_atomically(path, "\n".join(lines) + "\n" + dump_values(content))
-    return path
+    write_atomically(file, "\n".join(lines) + "\n" + dump_values(content))
 
 
 def summary_sentences(study: Study, trials: Sequence[FrozenTrial], results: Sequence[RetestResult]) -> list[str]:

@@ -1,5 +1,6 @@
 """Run a study from its first trial to its report, resume it, and choose the next trial."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +37,22 @@ from posttrain.tune.study import (
 from posttrain.tune.trial import Attempt, TrialJob, record_failure, run_jobs
 
 
-def run_study(study: Study, resume: bool, console: Console) -> None:
-    """Run the remaining trials, retest the best points, and write tables, plots and `best.yaml`.
+def run_study(study: Study, resume: bool, console: Console, group: str | None = None) -> None:
+    """Run the remaining trials, retest the best points, and write tables, plots, `best.yaml`, and `best_GROUP.yaml` of groups.
+
+    `group`: run the trials of this group alone, given by its number from 1 or by its name.
 
     Raises `InputError` for invalid input, and `RunError` if there is no best trial; then report.md is written without
     `best.yaml`. Raises KeyboardInterrupt when stopped; runs save a checkpoint, and `--resume` continues them.
     """
+    chosen = chosen_group(study, group)
     for text in check_space(study):
         console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
     with study_lock(study):
         optuna_study = open_study(study, resume)
+        _require_finished(optuna_study, [one for one in study.recipe.groups if chosen not in (None, one)])
         try:
-            search = Search(study, optuna_study, console)
+            search = Search(study, optuna_study, console, chosen)
             chain_error = ""
             try:
                 run_jobs(search.take, study.recipe.workers, study.recipe.devices)
@@ -90,27 +95,49 @@ def _conclude(
         plural = "warnings" if len(warnings) > 1 else "warning"
         console.print(f"{len(warnings)} {plural} of the runs: see {report}", highlight=False, soft_wrap=True)
     file = study.directory / "best.yaml"
+    for group in study.recipe.groups:
+        best_of_group = best_of(study, _of_group(optuna_study, group))
+        if best_of_group is not None:
+            write_best(study, best_of_group, None, study.directory / f"best_{group.name}.yaml")
     if best is None or chain_error:
         file.unlink(missing_ok=True)
         console.print(f"report: {report}", highlight=False, markup=False, soft_wrap=True)
         raise RunError(chain_error or no_best_reason(study, trials))
     winner = next((result for result in results if result.outcomes and result.feasible), None)
     chosen = winner.trial if winner is not None else best
-    write_best(study, chosen, winner)
+    write_best(study, chosen, winner, file)
     console.print(
         f"report: {report}\nbest: {file} (trial {chosen.number})", highlight=False, markup=False, soft_wrap=True
     )
 
 
-def show_study(study: Study, console: Console) -> None:
-    """Print the plan of the study; raises `InputError` if no combination of values is valid."""
+def chosen_group(study: Study, name: str | None) -> Group | None:
+    """The group of that name or number, counted from 1; None for all. Raises `InputError` if there is none."""
+    if name is None:
+        return None
+    groups = study.recipe.groups
+    named = next((group for group in groups if group.name == name), None)
+    if named is None and name.isdecimal() and 1 <= int(name) <= len(groups):
+        named = groups[int(name) - 1]
+    if named is None and not groups:
+        raise InputError(f"--group {name}: the study {study.recipe.name} has no groups; remove --group")
+    if named is None:
+        names = ", ".join(f"{number} ({group.name})" for number, group in enumerate(groups, start=1))
+        raise InputError(f"--group {name}: the study {study.recipe.name} has no such group; its groups are {names}")
+    return named
+
+
+def show_study(study: Study, console: Console, group: str | None = None) -> None:
+    """Print the plan of the study, or of one group of it; raises `InputError` if no combination of values is valid."""
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    chosen = chosen_group(study, group)
     messages, recipe = check_space(study), study.recipe
     objective = recipe.objective
-    say(f"study {recipe.name}: {recipe.number_of_trials} trials of {study.trained} in {study.directory}")
+    count = recipe.number_of_trials if chosen is None else len(grid_of(chosen))
+    say(f"study {recipe.name}: {count} trials of {study.trained} in {study.directory}")
     limits = [
         f"{metric} {'at most' if limit.max is not None else 'at least'} "
         f"{shown(limit.max if limit.max is not None else limit.min)}"
@@ -119,8 +146,8 @@ def show_study(study: Study, console: Console) -> None:
     within = f", within {' and '.join(limits)}" if limits else ""
     say(f"{objective.direction} {objective.metric}, the best evaluation after step 0{within}")
     if recipe.groups:
-        console.print(_grid_table(study).rich())
-        say("best: the best value of the group that searches the key")
+        console.print(_grid_table(study, chosen).rich())
+        say("best: the best value of the group that searches the key, or that of the recipe if the group has not run")
     else:
         console.print(_search_table(study).rich())
         for point in recipe.start:
@@ -155,12 +182,12 @@ def _search_table(study: Study) -> Table:
     return Table("", ("key", "values"), rows, "", ("key", "values"))
 
 
-def _grid_table(study: Study) -> Table:
+def _grid_table(study: Study, chosen: Group | None) -> Table:
     keys = list(study.recipe.spaces)
     rows: list[tuple[str, ...]] = []
     earlier: dict[str, str] = {}
     for group in study.recipe.groups:
-        for point in grid_of(group):
+        for point in grid_of(group) if chosen in (None, group) else []:
             cells = [shown(point[key], narrow=True) if key in point else earlier.get(key, "") for key in keys]
             rows.append((str(len(rows)), group.name, *cells))
         earlier |= dict.fromkeys(group.grid, "best")
@@ -168,10 +195,11 @@ def _grid_table(study: Study) -> Table:
 
 
 class Search:
-    """Supplies the trials of a study, interrupted ones first."""
+    """Supplies the trials of a study, or of one of its groups, interrupted ones first."""
 
-    def __init__(self, study: Study, optuna_study: optuna.Study, console: Console) -> None:
+    def __init__(self, study: Study, optuna_study: optuna.Study, console: Console, group: Group | None = None) -> None:
         self.study = study
+        self.group = group
         self.optuna_study = optuna_study
         self.console = console
         self._distributions = distributions(study)
@@ -229,25 +257,24 @@ class Search:
         return trial._suggest(name, self._distributions[name])
 
     def _names(self, trial: optuna.Trial) -> list[str]:
-        """The keys searched in this trial; with groups, those of its group and of the earlier groups."""
-        group = trial.user_attrs.get("group")
-        names: list[str] = []
-        for one in self.study.recipe.groups:
-            names += one.grid
-            if one.name == group:
-                return names
-        return list(self.study.recipe.search)
+        """The keys searched in this trial; with groups, those of its group and of the earlier groups that have run."""
+        return trial.user_attrs.get("names", list(self.study.recipe.search))
 
     def _enqueue_grid(self) -> bool:
         """Whether a grid point is waiting. Enqueues the grid of a group once all trials of the previous group have ended."""
         chained: dict[str, Any] = {}
         for group in self.study.recipe.groups:
             trials = _of_group(self.optuna_study, group)
+            if self.group not in (None, group):
+                if best_of(self.study, trials) is not None:
+                    chained |= self._chosen(group, trials)
+                continue
             enqueued = {trial.user_attrs["point"] for trial in trials}
             for number, point in enumerate(grid_of(group)):
                 if number not in enqueued:
                     self.optuna_study.enqueue_trial(
-                        to_storage(chained | point), user_attrs={"group": group.name, "point": number}
+                        to_storage(chained | point),
+                        user_attrs={"group": group.name, "point": number, "names": [*chained, *point]},
                     )
             trials = _of_group(self.optuna_study, group)
             if any(trial.state == TrialState.WAITING for trial in trials):
@@ -315,6 +342,17 @@ class _ReportedTrial(TrialJob):
         for trial in trials:
             if trial.state.is_finished() and trial is not best:
                 Attempt(self.attempt.recipe.model_copy(update={"name": f"{trial.number:04d}"})).delete_weights()
+
+
+def _require_finished(optuna_study: optuna.Study, groups: Sequence[Group]) -> None:
+    """Raises `InputError` if a trial of these groups has not ended, because it would run with those of the chosen group."""
+    for group in groups:
+        unfinished = sum(not trial.state.is_finished() for trial in _of_group(optuna_study, group))
+        if unfinished:
+            raise InputError(
+                f"{unfinished} trials of group {group.name} have not ended; run `posttrain tune STUDY --group {group.name} "
+                "--resume` first"
+            )
 
 
 def _of_group(optuna_study: optuna.Study, group: Group) -> list[FrozenTrial]:

@@ -139,6 +139,8 @@ class EpisodePage:
     messages: list[Message]
     units: str
     failure: str
+    picture: str = ""
+    """The states as the data URI of an image, if the environment has a grid."""
 
 
 def largest_advantage(samples: Sequence[Sample]) -> float:

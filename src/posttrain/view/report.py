@@ -3,8 +3,8 @@
 import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from posttrain.credit.units.offsets import Decode
+from posttrain.environments.protocol import Environment
 from posttrain.errors import InputError, PosttrainError
 from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.view import token_decoder, unit_credit_recipe, visible
 from posttrain.runs.comparison import Source, open_sources
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
@@ -21,7 +23,8 @@ from posttrain.runs.figures import encode
 from posttrain.runs.plots import Compared, compare, figures
 from posttrain.runs.report import changed_rows, run_facts, run_warnings
 from posttrain.runs.tables import Table, read_tables, score_table
-from posttrain.view.episodes import EpisodePage, episode_page, largest_advantage, samples_of
+from posttrain.view.episodes import EpisodePage, Sample, episode_page, largest_advantage, samples_of
+from posttrain.view.trajectories import draw, maker_of, row_of
 
 Rows = list[tuple[str, ...]]
 
@@ -154,10 +157,32 @@ def _samples(run: RunDirectory) -> tuple[list[tuple[str, list[EpisodePage]]], li
         missing.append("The tokenizer of the run cannot be loaded, so the credit of tokens is not shown.")
     credited = unit_credit_recipe(run)
     scales = [largest_advantage(step.samples) for step in steps]
+    make = _maker(run)
     return [
-        (step.title, [episode_page(one, scale, decode, credited) for one in step.samples])
+        (step.title, [_page(one, scale, decode, credited, make) for one in step.samples])
         for step, scale in zip(steps, scales, strict=True)
     ], missing
+
+
+def _maker(run: RunDirectory) -> Callable[[], Environment] | None:
+    """What replays the episodes of the run for pictures; None where there is nothing to draw."""
+    try:
+        return maker_of(getattr(run.load_recipe(), "environment", None))
+    except PosttrainError:
+        return None
+
+
+def _page(
+    sample: Sample,
+    scale: float,
+    decode: Decode | None,
+    credited: UnitCreditRecipe | None,
+    make: Callable[[], Environment] | None,
+) -> EpisodePage:
+    """The page of one episode, with its picture where the environment has a grid."""
+    page = episode_page(sample, scale, decode, credited)
+    row = row_of(sample.episode, make, sample.why) if make is not None and not sample.episode.failure else None
+    return page if row is None else replace(page, picture=image("trajectory", draw([row])).uri)
 
 
 def _decoder(run: RunDirectory) -> Decode | None:

@@ -1,0 +1,131 @@
+"""Pictures of trajectories: the states are those that the environment was in, in figures, files and reports."""
+
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from posttrain.cli.main import main
+from posttrain.environments.game import drawing
+from posttrain.environments.make import make_env
+from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
+from posttrain.recipe.compose import load_recipe
+from posttrain.rollout.store import write_episodes
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import MetricsLog
+from posttrain.view.report import write_html
+from posttrain.view.trajectories import draw_run, maker_of, row_of
+
+
+def episode_of(make, seed, answers=None):
+    """The expert's episode of a seed, or one with these answers, without tokens."""
+    environment = make()
+    environment.reset(seed)
+    turns, step = [], None
+    for _ in range(environment.recipe.max_turns if answers is None else len(answers)):
+        answer = environment.expert() if answers is None else answers[len(turns)]
+        step = environment.step(answer)
+        turns.append(Turn(0, len(turns), len(turns) + 1, step.reward, StopReason.END_TOKEN, answer, dict(step.info)))
+        if step.terminated or step.truncated:
+            break
+    count = len(turns)
+    zeros = np.zeros(count, np.float32)
+    stream = Stream(
+        np.arange(count, dtype=np.int64),
+        np.ones(count, bool),
+        zeros,
+        zeros,
+        np.arange(count, dtype=np.int32),
+        np.zeros(count, np.int32),
+    )
+    outcome = Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
+    return Episode(seed, 0, 0, 0, [stream], turns, outcome, None, [])
+
+
+@pytest.mark.parametrize("name", ["sokoban", "frozen_lake"])
+@pytest.mark.parametrize("observation", ["grid", "coordinates"])
+def test_the_frames_are_the_states_of_the_episode(name, observation):
+    make, drawn = make_env(name, observation=observation), make_env(name)
+    for seed in range(3):
+        episode = episode_of(make, seed)
+        row = row_of(episode, make, "first")
+        environment = drawn()
+        shown = environment.reset(seed).messages[-1]["content"]
+        assert drawing(row.frames[0].cells, environment.recipe.symbols) == shown
+        assert len(row.frames) == len(episode.turns) + 1
+        for turn, frame in zip(episode.turns, row.frames[1:], strict=True):
+            step = environment.step(turn.answer)
+            assert step.messages[-1]["content"].endswith(drawing(frame.cells, environment.recipe.symbols))
+            assert f"{turn.info['actions'][0]} {step.reward:+.1f}" in frame.caption
+        assert f"seed {seed}" in row.title
+
+
+def test_a_rejected_answer_leaves_the_state_and_is_named():
+    make = make_env("sokoban")
+    row = row_of(episode_of(make, 1, ["no answer"] * 5), make, "rejected")
+    assert all(frame.cells == row.frames[0].cells for frame in row.frames)
+    assert "rejected" in row.frames[1].caption
+
+
+def test_long_episodes_show_their_first_and_last_frames():
+    make = make_env("sokoban", max_turns=25)
+    row = row_of(episode_of(make, 1, ["no answer"] * 25), make, "long")
+    assert [frame.caption.split(":")[0] for frame in row.frames] == ["start", *"12345", *map(str, range(20, 26))]
+
+
+def test_only_grid_games_are_drawn():
+    assert maker_of(None) is None
+    assert maker_of(make_env("bandit").recipe) is None
+    make = make_env("frozen_lake", slippery=False)
+    turns = episode_of(make, 3).turns
+    too_long = replace(episode_of(make, 3), turns=[*turns, *turns])
+    assert row_of(too_long, make, "of another version of the environment") is None
+
+
+@pytest.fixture
+def run(tmp_path):
+    recipe = load_recipe([], ["environment.type=sokoban", f"runs={tmp_path}", "name=rooms"], "rl")
+    run = RunDirectory.create(recipe)
+    make = make_env("sokoban")
+    for step, answers in ((0, ["<answer>Up</answer>"] * 5), (10, None)):
+        write_episodes(run.episodes, step, "evaluation", [episode_of(make, 20_001, answers)])
+    with MetricsLog(run, []) as log:
+        log.write(0, "evaluation", {"success": 0.0, "return": -0.5, "n": 1})
+    return run
+
+
+@pytest.mark.figures
+def test_the_run_has_one_picture_with_a_row_for_each_step(run):
+    (file,) = draw_run(run, run.load_recipe().environment)
+    assert file == run.plots / "trajectories.png"
+    pixels = imread(file)
+    height, width = pixels.shape[:2]
+    assert width / 150 == pytest.approx(6 * 1.22 + 0.12, abs=0.02)
+    assert height / 150 == pytest.approx(0.35 + 2 * 1.62, abs=0.02)
+    player = np.abs(pixels[:, :, :3] - np.array([0xE6, 0x7E, 0x22]) / 255).max(-1) < 0.02
+    assert player.any(axis=1)[: height // 2].any()
+    assert player.any(axis=1)[height // 2 :].any()
+
+
+@pytest.mark.figures
+def test_episodes_are_drawn_by_the_command_and_in_the_report(run, tmp_path, capsys):
+    for name in ("last.svg", "last.png"):
+        words = [str(run.path), "--step", "10", "--split", "evaluation", "--draw", str(tmp_path / name)]
+        assert main(["episodes", *words]) == 0
+        assert (tmp_path / name).stat().st_size > 1000
+    ElementTree.parse(tmp_path / "last.svg")
+    words[-1] = str(tmp_path / "last.pdf")
+    assert main(["episodes", *words]) == 2
+    assert "the name must end in .png or .svg" in capsys.readouterr().err
+    page = write_html([run.path])[0].read_text()
+    assert len(re.findall(r'<img src="data:image/svg\+xml;base64,[^"]+" alt="States of the episode">', page)) == 1
+
+
+def test_a_run_without_a_grid_is_refused(tmp_path, capsys):
+    run = RunDirectory.create(load_recipe([], [f"runs={tmp_path}", "name=arms"], "rl"))
+    write_episodes(run.episodes, 1, "train", [episode_of(make_env("bandit"), 1)])
+    assert main(["episodes", str(run.path), "--step", "1", "--draw", "x.png"]) == 2
+    assert "has no grid" in capsys.readouterr().err
