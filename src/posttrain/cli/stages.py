@@ -303,6 +303,7 @@ def pipeline(
                 if stage in chosen:
                     console.rule(f"stage {stage.name}")
                     convert_files(stage.recipe, None, lambda line: console.print(line, markup=False, soft_wrap=True))
+                made.append(loaded.directory / stage.name)
                 continue
             # The model that a stage exports has the sizes of the model that it started from.
             start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
