@@ -1,7 +1,7 @@
-"""Rollouts ahead of the learner: seconds per step of whole runs, for environments that wait and for one that does not.
+"""Asynchronous rollouts: seconds per step of complete runs, for environments whose calls wait and for one that does not.
 
-The same recipe runs with rollout.async_rollouts 0, 1 and 2; each call of the environment takes `--waits` seconds, as one does that
-asks a server. What the processor has to compute is the same on all sides, so only waiting can be hidden.
+The same recipe runs with rollout.async_rollouts 0, 1 and 2. Each environment call takes `--waits` seconds, like a request to
+a server. All sides compute the same, so only waiting can be hidden.
 """
 
 import argparse
@@ -18,16 +18,16 @@ def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3", help="SmolLM2-135M or a small random Qwen3")
-    parser.add_argument("--waits", default="0,0.2,0.5", help="seconds that a call of the environment takes, by commas")
+    parser.add_argument("--waits", default="0,0.2,0.5", help="seconds of an environment call, separated by commas")
     parser.add_argument("--ahead", default="0,1,2", help="values of rollout.async_rollouts, separated by commas")
     parser.add_argument("--rule", default="finish", help="rollout.on_new_weights")
     parser.add_argument(
-        "--passes", type=int, default=4, help="learner.epochs_per_step: how much there is to learn from a step"
+        "--passes", type=int, default=4, help="learner.epochs_per_step: the amount of training per step"
     )
-    parser.add_argument("--steps", type=int, default=8, help="steps of a run; the first three are not counted")
-    parser.add_argument("--rounds", type=int, default=3, help="times that every side runs")
-    parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads of a side")
-    parser.add_argument("--json", metavar="FILE", help="also write the table there")
+    parser.add_argument("--steps", type=int, default=8, help="steps per run; the first three are not counted")
+    parser.add_argument("--rounds", type=int, default=3, help="runs per side")
+    parser.add_argument("--threads", type=int, default=available_threads(), help="CPU threads per side")
+    parser.add_argument("--json", metavar="FILE", help="also write the table to this file")
     return parser.parse_args()
 
 
@@ -50,21 +50,21 @@ def main() -> None:
             own = [value for o in outcomes for value in o["step"]]
             rows.append(
                 {
-                    "a call takes": f"{wait:g} s",
-                    "ahead": int(name),
+                    "environment call": f"{wait:g} s",
+                    "async_rollouts": int(name),
                     "s per step": middle(seconds[name]),
-                    "spread": statistics.pstdev(own),
-                    "times as fast": ratio(seconds[str(aheads[0])], seconds[name]),
-                    "s of sampling": middle([middle(o["sampling"]) for o in outcomes]),
-                    "s waited for it": middle([middle(o["waited"]) for o in outcomes]),
-                    "updates old": middle([middle(o["staleness"]) for o in outcomes]),
+                    "standard deviation": statistics.pstdev(own),
+                    "speedup": ratio(seconds[str(aheads[0])], seconds[name]),
+                    "sampling, s": middle([middle(o["sampling"]) for o in outcomes]),
+                    "learner waits, s": middle([middle(o["waited"]) for o in outcomes]),
+                    "staleness, updates": middle([middle(o["staleness"]) for o in outcomes]),
                 }
             )
     notes = [
         f"{chosen.model}, {chosen.threads} threads, {chosen.rounds} rounds, rollout.on_new_weights {chosen.rule}, learner.epochs_per_step {chosen.passes}",
-        "spread: standard deviation over steps and rounds",
+        "standard deviation: over steps and rounds",
     ]
-    show("Rollouts ahead of the learner", rows, notes, chosen.json)
+    show("Asynchronous rollouts", rows, notes, chosen.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Supervised updates by 1, 2 and 4 processes of one machine: seconds, memory of each process, and how far results are apart.
+"""Supervised updates by 1, 2 and 4 processes of one machine: seconds, memory per process, and differences of the results.
 
-Each run is a whole one, started from the command line; the median update and the middle and the largest resident memory
-after the first update are told. Processes share the cores there are, so more of them are no faster here: what is measured
-is the cost of dividing, and what it saves.
+Each run is a complete run from the command line. The table shows the median duration of an update, and the median and
+largest resident memory after the first update. The processes share the cores of the machine, so the times measure overhead,
+not speedup.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def write_rows(file: Path, count: int, words: int) -> None:
 
 
 def resident(pid: int) -> dict[int, int]:
-    """Bytes of resident memory of a process and all that came of it, by process."""
+    """Process id -> bytes of resident memory, for a process and its descendants."""
     found = {}
     listed = subprocess.run(["ps", "-e", "-o", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
     rows = [tuple(map(int, line.split())) for line in listed.splitlines()]
@@ -82,11 +82,11 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model.path; without it a random Qwen3 of --width and 8 layers")
+    parser.add_argument("--model", help="a model.path; default: a random Qwen3 with --width and 8 layers")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--updates", type=int, default=4)
-    parser.add_argument("words", nargs="*", help="further keys of the recipe, key=value")
+    parser.add_argument("words", nargs="*", help="recipe overrides, key=value")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -112,12 +112,12 @@ def main() -> None:
             rows.append(
                 {
                     "processes": count,
-                    "seconds an update": f"{result['seconds']:.2f}",
-                    "memory of a process, GiB": f"{result['middle'] / 2**30:.2f}",
-                    "at most": f"{result['largest'] / 2**30:.2f}",
-                    "loss apart": f"{loss:.1e}",
-                    "gradient norm apart": f"{norm:.1e}",
-                    "weights apart": f"{weights:.1e}",
+                    "seconds per update": f"{result['seconds']:.2f}",
+                    "memory per process, GiB": f"{result['middle'] / 2**30:.2f}",
+                    "peak memory, GiB": f"{result['largest'] / 2**30:.2f}",
+                    "loss difference": f"{loss:.1e}",
+                    "gradient norm difference": f"{norm:.1e}",
+                    "weight difference": f"{weights:.1e}",
                 }
             )
     show("Supervised updates by several processes", rows)

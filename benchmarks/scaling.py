@@ -1,4 +1,4 @@
-"""What the cost model says: beside recorded speeds, on 8, 64 and 1,024 GPUs, and of published placements. Measures nothing.
+"""Predictions of the cost model: for recorded speeds, for 8, 64 and 1,024 GPUs, and for published placements. No measurement.
 
 The model is `posttrain.planning.phases`, which `--dry-run --on DEVICE` uses too; docs/scaling.md explains it.
 """
@@ -16,10 +16,10 @@ Rows = list[dict[str, Any]]
 
 
 def measured_table() -> Rows:
-    """Predicted over measured, on the machine of docs/performance.md."""
+    """Predicted and measured speeds on the machine of docs/performance.md."""
     return [
         {
-            "what": record.what,
+            "workload": record.what,
             "unit": record.unit,
             "measured": float(record.measured),
             "predicted": record.predict(),
@@ -34,18 +34,23 @@ def search_table() -> Rows:
     """RAGEN's first search group: 9 runs on 8 GPUs, one GPU a run."""
     last, work, idle = topologies.search_in_parallel()
     return [
-        {"what": "9 runs on 8 GPUs", "s until the last ends": last, "s of all runs": work, "GPUs busy": 8 * (1 - idle)}
+        {
+            "workload": "9 runs on 8 GPUs",
+            "total time, s": last,
+            "sum of all runs, s": work,
+            "busy GPUs": 8 * (1 - idle),
+        }
     ]
 
 
 TABLES: dict[str, tuple[str, Callable[[], Rows]]] = {
-    "measured": ("Predicted beside measured", measured_table),
-    "published": ("Predicted beside what others report", clusters.published_table),
-    "plain": ("One job on more GPUs, plain", clusters.plain_table),
-    "best": ("The fastest setting that fits", clusters.best_table),
-    "changes": ("One change at a time", clusters.changes_table),
+    "measured": ("Predicted and measured speeds", measured_table),
+    "published": ("Predicted speeds and reports of other systems", clusters.published_table),
+    "baseline": ("One job on more GPUs, baseline setting", clusters.baseline_table),
+    "best": ("The fastest setting that fits in memory", clusters.best_table),
+    "changes": ("One change of the baseline at a time", clusters.changes_table),
     **{job.replace(" ", "-"): (f"{job} on 8 GPUs", partial(topologies.table, job)) for job in topologies.PLANS},
-    "search": ("A search in parallel", search_table),
+    "search": ("A parallel search", search_table),
 }
 
 
@@ -68,21 +73,23 @@ def _cell(value: Any) -> str:
 def main() -> None:
     """Print the chosen tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tables", default=",".join(TABLES), help=f"of {', '.join(TABLES)}, separated by commas")
+    parser.add_argument("--tables", default=",".join(TABLES), help=f"comma-separated names out of {', '.join(TABLES)}")
     parser.add_argument("--markdown", action="store_true", help="as Markdown, for docs/scaling.md")
-    parser.add_argument("--json", metavar="FILE", help="also write the table there; for one table")
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write the table to this file; needs a single table in --tables"
+    )
     chosen = parser.parse_args()
     names = [name.strip() for name in chosen.tables.split(",")]
     if unknown := [name for name in names if name not in TABLES]:
-        parser.error(f"--tables: there is no table {unknown[0]}; there is {', '.join(TABLES)}")
+        parser.error(f"--tables: there is no table {unknown[0]}; choose from {', '.join(TABLES)}")
     if chosen.json and len(names) > 1:
-        parser.error("--json: a file holds one table; choose it with --tables")
+        parser.error("--json: the file holds one table; choose it with --tables")
     for name in names:
         title, make = TABLES[name]
         if chosen.markdown:
             print(f"{title}\n\n{markdown(make())}\n")
         else:
-            show(title, make(), ["arithmetic; nothing was measured by this script"], chosen.json)
+            show(title, make(), ["estimates; this script measures nothing"], chosen.json)
 
 
 if __name__ == "__main__":

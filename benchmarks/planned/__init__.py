@@ -1,1 +1,1 @@
-"""What the cost model predicts: beside recorded speeds, for clusters, and for placements that others have published."""
+"""Predictions of the cost model: for recorded speeds, for clusters, and for published placements."""

@@ -1,4 +1,4 @@
-"""One RL job on 8, 64 and 1,024 devices: memory and time of each phase, and what each setting would change."""
+"""One RL job on 8, 64 and 1,024 devices: memory and time of each phase, and the effect of each setting."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,7 +16,7 @@ from posttrain.recipe.stages import RlRecipe
 
 DEVICE = DEVICES["h200"]
 JOB = Episodes(groups=256, size=16, prompt=512, answer=4096, longest=16_384)
-"""4,096 answers a step, as reasoning models give them."""
+"""4,096 answers per step, with lengths typical of reasoning models."""
 COUNTS = (8, 64, 1024)
 MODELS = {name: PUBLISHED[name] for name in ("Qwen3-4B", "Qwen3-32B", "Qwen3-235B-A22B")}
 TENSOR = {"Qwen3-4B": 1, "Qwen3-32B": 2, "Qwen3-235B-A22B": 8}
@@ -25,7 +25,7 @@ TENSOR = {"Qwen3-4B": 1, "Qwen3-32B": 2, "Qwen3-235B-A22B": 8}
 
 @dataclass(frozen=True)
 class Setting:
-    """How a job is run."""
+    """A job and its placement."""
 
     what: str
     placement: Placement
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the model says of a setting."""
+    """Estimates for a setting."""
 
     setting: Setting
     phases: list[Phase]
@@ -49,31 +49,30 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Duration of a step."""
         return total_seconds(self.phases, self.setting.placement)
 
     @property
     def speed(self) -> float:
-        """Sampled tokens a second and device, from end to end."""
+        """Sampled tokens per second and device over the whole step."""
         job = self.setting.job
         return job.count * job.answer / self.seconds / self.setting.placement.all_devices
 
     @property
     def idle(self) -> float:
-        """Share of the devices' time in which they wait for others."""
+        """Fraction of device time that is idle."""
         return idle_share(self.phases, self.setting.placement)
 
     def of(self, *names: str) -> float:
-        """Seconds of the phases so called."""
+        """Seconds of the phases with these names."""
         return sum(phase.seconds for phase in self.phases if phase.what in names)
 
 
 @cache
 def recipe_of(job: Episodes, slots: int, tokens_per_batch: int, lora: bool) -> RlRecipe:
-    """The job as a recipe: bfloat16, gradient checkpointing, GRPO without a reference model, one update a step.
+    """The job as a recipe: bfloat16, gradient checkpointing, GRPO without a reference model, one update per step.
 
-    Episodes have their mean length here, which is what the cache is counted for: full slots hold them all at once, and
-    longer ones wait.
+    `rollout.tokens_per_episode` is the mean length here, so the cache estimate is for full slots of mean length.
     """
     keys: dict[str, Any] = {
         "model.dtype": "bfloat16",
@@ -99,49 +98,50 @@ def plan(setting: Setting, sizes: ModelSizes, device: Device = DEVICE) -> Plan:
     recipe = recipe_of(setting.job, setting.slots, setting.tokens_per_batch, setting.lora)
     learning, sampling = peak_memory(recipe, sizes, setting.placement)
     assert device.memory is not None
-    # A tenth is kept for what is not counted: kernels' buffers, communication, fragmentation.
+    # A tenth is reserved for what is not counted: kernel buffers, communication, fragmentation.
     fits = max(learning, sampling) < 0.9 * device.memory
     phases = step_phases(recipe, sizes, device, setting.placement, setting.job)
     return Plan(setting, phases, learning, sampling, fits)
 
 
 def colocated(count: int, tensor: int, **changes: Any) -> Placement:
-    """Learner and engines on the same `count` devices, everything divided over all of them."""
+    """Learner and engines on the same `count` devices, all state sharded over all of them."""
     return Placement(count, count, engines=count // tensor, tensor=tensor, **changes)
 
 
 def apart(learner: int, engines: int, tensor: int, **changes: Any) -> Placement:
-    """Engines on devices of their own."""
+    """Engines on separate devices."""
     return Placement(learner, learner, engines=engines, tensor=tensor, colocated=False, **changes)
 
 
-def plain(name: str, count: int) -> Setting:
-    """Colocated, engines as small as the weights allow, 64 sequences each, everything else divided over all devices."""
-    return Setting("plain", colocated(count, TENSOR[name]))
+def baseline(name: str, count: int) -> Setting:
+    """Colocated, the smallest engines that hold the weights, 64 slots each, all other state sharded over all devices."""
+    return Setting("baseline", colocated(count, TENSOR[name]))
 
 
 def changes(name: str, count: int) -> list[Setting]:
-    """One change of the plain setting at a time."""
-    base, tensor = plain(name, count), TENSOR[name]
+    """One change of the baseline at a time."""
+    base, tensor = baseline(name, count), TENSOR[name]
     tried = [replace(base, what=f"engine.slots {slots}", slots=slots) for slots in (128, 256)]
     wider = [wide for wide in (2 * tensor, 4 * tensor) if wide <= 8]
     tried += [replace(base, what=f"engines of {wide}", placement=colocated(count, wide)) for wide in wider]
     if name == "Qwen3-235B-A22B":
         experts = colocated(count, tensor, expert_parallel=8)
-        tried.append(replace(base, what="experts apart over 8", placement=experts))
+        tried.append(replace(base, what="expert parallel 8", placement=experts))
     if count > 8:
         shard = max(8, count // 8)
         copies = replace(base.placement, shard=shard)
-        tried.append(replace(base, what=f"sharded over {shard}, copies", placement=copies))
+        tried.append(replace(base, what=f"sharded over {shard}, replicated", placement=copies))
     tried.append(replace(base, what="tokens_per_batch 65,536", tokens_per_batch=65_536))
     tried.append(replace(base, what="optimizer offloaded", placement=replace(base.placement, offloaded=True)))
-    tried.append(replace(base, what="LoRA of rank 32", lora=True))
-    tried.append(replace(base, what="four times the groups", job=replace(JOB, groups=4 * JOB.groups)))
+    tried.append(replace(base, what="LoRA rank 32", lora=True))
+    tried.append(replace(base, what="4 x groups_per_step", job=replace(JOB, groups=4 * JOB.groups)))
     return [*tried, replace(base, what="answers of at most 8,192", job=replace(JOB, answer=3800, longest=8192))]
 
 
 def best(name: str, count: int, ahead: int, lora: bool = False) -> Plan | None:
-    """The fastest that fits, of what a recipe of the same job can choose; `ahead` 0 is colocated and exact."""
+    """The fastest setting that fits, out of those a recipe can choose; `ahead` is `rollout.async_rollouts`, and 0 is
+    colocated."""
     sizes = MODELS[name]
     found: list[Plan] = []
     experts = (1, 8) if sizes.experts else (1,)
@@ -170,24 +170,24 @@ def _placements(count: int, tensor: int, ahead: int, **more: Any) -> list[Placem
 def _name(placement: Placement, slots: int, lora: bool) -> str:
     parts = [f"engines of {placement.tensor}, slots {slots}"]
     if placement.async_rollouts:
-        parts.append(f"{placement.all_devices - placement.devices} of the GPUs sample")
-    parts += ["experts apart over 8"] if placement.expert_parallel > 1 else []
+        parts.append(f"{placement.all_devices - placement.devices} GPUs for engines")
+    parts += ["expert parallel 8"] if placement.expert_parallel > 1 else []
     parts += ["optimizer offloaded"] if placement.offloaded else []
     parts += ["LoRA"] if lora else []
     return "; ".join(parts)
 
 
-def plain_table() -> list[dict[str, Any]]:
-    """A row for each model and cluster in the plain setting."""
-    return [_row(name, count, plan(plain(name, count), sizes)) for name, sizes in MODELS.items() for count in COUNTS]
+def baseline_table() -> list[dict[str, Any]]:
+    """A row for each model and cluster in the baseline setting."""
+    return [_row(name, count, plan(baseline(name, count), sizes)) for name, sizes in MODELS.items() for count in COUNTS]
 
 
 def best_table() -> list[dict[str, Any]]:
-    """The fastest setting that fits, in step and ahead."""
+    """The fastest setting that fits, for each `rollout.async_rollouts` of 0, 1 and 4."""
     rows = []
     for name, sizes in MODELS.items():
         for count in COUNTS:
-            base = plan(plain(name, count), sizes)
+            base = plan(baseline(name, count), sizes)
             for ahead in (0, 1, 4):
                 if (found := best(name, count, ahead) or best(name, count, ahead, lora=True)) is not None:
                     rows.append(_best_row(name, count, ahead, found, base))
@@ -195,11 +195,11 @@ def best_table() -> list[dict[str, Any]]:
 
 
 def changes_table() -> list[dict[str, Any]]:
-    """What one change of the plain setting does."""
+    """The effect of each change of the baseline."""
     rows = []
     for name, sizes in MODELS.items():
         for count in COUNTS:
-            base = plan(plain(name, count), sizes)
+            base = plan(baseline(name, count), sizes)
             rows += [_change_row(name, count, plan(setting, sizes), base) for setting in changes(name, count)]
     return rows
 
@@ -211,20 +211,21 @@ def _row(name: str, count: int, found: Plan) -> dict[str, Any]:
         "GB learning": found.learning / 1e9,
         "GB sampling": found.sampling / 1e9,
         "fits": "yes" if found.fits else "no",
-        "prompts s": found.of("reading prompts"),
+        "prefill s": found.of("reading prompts"),
         "sampling s": found.of("sampling"),
-        "of it tail": tail_share(found, MODELS[name]),
+        "tail share": tail_share(found, MODELS[name]),
         "learning s": found.of("forward and backward passes"),
         "optimizer s": found.of("optimizer"),
-        "weights s": found.of("weights to the engines"),
+        "weight sync s": found.of("weights to the engines"),
         "step s": found.seconds,
         "tokens/s/GPU": found.speed,
     }
 
 
 def published_table() -> list[dict[str, Any]]:
-    """Reported end-to-end speeds (NeMo RL v0.6, its page of performance, on policy, H100) beside predictions for two jobs,
-    for the lengths behind the reports are not known here."""
+    """Reported end-to-end speeds (performance page of NeMo RL v0.6, on policy, H100) and predictions for two jobs.
+
+    The answer lengths of the reports are unknown here."""
     short = Episodes(groups=64, size=32, prompt=256, answer=1024, longest=4096)
     rows = []
     for name, count, tensor, reported in (("Qwen3-30B-A3B", 32, 2, 1102.0), ("Qwen3-235B-A22B", 128, 8, 58.9)):
@@ -236,15 +237,15 @@ def published_table() -> list[dict[str, Any]]:
                 "model": name,
                 "GPUs": count,
                 "reported tokens/s/GPU": reported,
-                "answers of 1,024": predicted[0],
-                "answers of 4,096": predicted[1],
+                "predicted, answers of 1,024": predicted[0],
+                "predicted, answers of 4,096": predicted[1],
             }
         )
     return rows
 
 
 def tail_share(found: Plan, sizes: ModelSizes, device: Device = DEVICE) -> float:
-    """Share of the sampling in which no answer waits for a slot and engines run empty."""
+    """Share of the sampling time in which no answer waits for a slot and the engines drain."""
     setting = found.setting
     share = setting.job.share(setting.placement.engines)
     full, tail, rows = decoding_steps(share.count, setting.slots, share.answer, share.longest)
@@ -258,15 +259,15 @@ def _best_row(name: str, count: int, ahead: int, found: Plan, base: Plan) -> dic
     return {
         "model": name,
         "GPUs": count,
-        "ahead": ahead,
-        "fastest that fits": found.setting.what,
+        "async_rollouts": ahead,
+        "fastest setting": found.setting.what,
         "GB": max(found.learning, found.sampling) / 1e9,
         "sampling s": found.of("reading prompts", "sampling"),
         "learning s": found.of("forward and backward passes", "optimizer", "weights to the engines"),
         "step s": found.seconds,
         "tokens/s/GPU": found.speed,
-        "x plain": found.speed / base.speed,
-        "idle": found.idle,
+        "x baseline": found.speed / base.speed,
+        "idle share": found.idle,
     }
 
 
@@ -281,5 +282,5 @@ def _change_row(name: str, count: int, found: Plan, base: Plan) -> dict[str, Any
         "learning s": found.of("forward and backward passes"),
         "step s": found.seconds,
         "tokens/s/GPU": found.speed,
-        "x plain": found.speed / base.speed,
+        "x baseline": found.speed / base.speed,
     }

@@ -1,4 +1,4 @@
-"""Speeds recorded in docs/performance.md, and what the cost model says of the same work."""
+"""Speeds recorded in docs/performance.md, and predictions of the cost model for the same work."""
 
 import math
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Record:
     predict: Callable[[], float]
     unit: str = "tokens/s"
     fitted: bool = False
-    """Whether a constant of the model comes from it, so that agreement proves nothing."""
+    """Whether a constant of the model was fitted to it, so that agreement is no evidence."""
 
     @property
     def ratio(self) -> float:
@@ -109,14 +109,18 @@ RECORDS = [
     Record("SFT, SmolLM2, bfloat16", 676, lambda: sft(SMOLLM2, 2), fitted=True),
     Record("SFT, SmolLM2, float32", 361, lambda: sft(SMOLLM2, 4)),
     Record(
-        "decoding step, SmolLM2, bfloat16, 30", 30, lambda: 1e3 * step_seconds(SMOLLM2, HERE, 30, 150, 2), "ms", True
+        "decoding step, SmolLM2, bfloat16, 30 in flight",
+        30,
+        lambda: 1e3 * step_seconds(SMOLLM2, HERE, 30, 150, 2),
+        "ms",
+        True,
     ),
     Record("engine, SmolLM2, bfloat16, 8 in flight", 281, lambda: engine(8, 0.208, 2)),
-    Record("the same, groups of 8", 327, lambda: engine(8, 0.858, 2)),
-    Record("engine, 32 in flight", 487, lambda: engine(32, 0.191, 2)),
-    Record("the same, groups of 8", 687, lambda: engine(32, 0.888, 2)),
-    Record("engine, 128 in flight", 625, lambda: engine(128, 0.186, 2)),
-    Record("the same, groups of 8", 950, lambda: engine(128, 0.962, 2)),
+    Record("engine, SmolLM2, bfloat16, 8 in flight, groups of 8", 327, lambda: engine(8, 0.858, 2)),
+    Record("engine, SmolLM2, bfloat16, 32 in flight", 487, lambda: engine(32, 0.191, 2)),
+    Record("engine, SmolLM2, bfloat16, 32 in flight, groups of 8", 687, lambda: engine(32, 0.888, 2)),
+    Record("engine, SmolLM2, bfloat16, 128 in flight", 625, lambda: engine(128, 0.186, 2)),
+    Record("engine, SmolLM2, bfloat16, 128 in flight, groups of 8", 950, lambda: engine(128, 0.962, 2)),
     Record("engine, SmolLM2, float32, 8 in flight", 178, lambda: engine(8, 0.208, 4)),
     Record("engine, SmolLM2, float32, 32 in flight", 317, lambda: engine(32, 0.191, 4)),
     Record("SFT, small Qwen3, bfloat16", 9889, lambda: sft(SMALL, 2)),

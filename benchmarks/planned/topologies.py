@@ -1,7 +1,7 @@
-"""Published placements on 8 GPUs, as they were and as the same work could be placed: time, and who waits.
+"""Published placements on 8 GPUs and alternative placements of the same work: duration and busy GPUs of each phase.
 
-Lengths are those of this repository's data for the same tasks, in tokens: the originals' are not known. GPUs are H100.
-Full logits, uneven lengths and start-up are left out on both sides.
+Lengths are those of this repository's data for the same tasks, in tokens; the original lengths are unknown. GPUs are H100.
+Full logits, uneven lengths and start-up are not counted.
 """
 
 from collections.abc import Sequence
@@ -29,25 +29,25 @@ EAGER = replace(H100, launch=GPU_LAUNCH_EAGER)
 RATIONALES = Episodes(groups=256, size=2, prompt=208, answer=127, longest=227)
 """A step of PPO on procedures: docs/rationales.md has the lengths."""
 MEMORY = Episodes(groups=32, size=4, prompt=1500, answer=1500, longest=3500, observed=600)
-"""A step of the memory agent: of at most 5,120 tokens an episode, of which some 1,500 are its instructions."""
+"""A step of the memory agent: at most 5,120 tokens per episode, of which about 1,500 are instructions."""
 UNITS = 10
-"""Most units of an answer in DRCA (`max_units_per_sequence`)."""
+"""Maximum number of units per answer in DRCA (`max_units_per_sequence`)."""
 
 
 def beside(what: str, phases: Sequence[Phase], how: str = "") -> Phase:
-    """Phases that run at the same time on different devices, as one: as long as the longest."""
+    """Merge phases that run concurrently on different devices; the result takes as long as the longest."""
     seconds = max(phase.seconds for phase in phases)
     return Phase(what, seconds, sum(phase.seconds * phase.devices for phase in phases) / seconds, how)
 
 
 def alone(phases: Sequence[Phase], what: str) -> Phase:
-    """Phases that follow each other on the same devices, as one."""
+    """Merge phases that run one after the other on the same devices."""
     seconds = sum(phase.seconds for phase in phases)
     return Phase(what, seconds, sum(phase.seconds * phase.devices for phase in phases) / seconds)
 
 
 def sampled(sizes: ModelSizes, device: Device, job: Episodes, engines: int, tensor: int, slots: int = 256) -> Phase:
-    """Prompts read and answers sampled."""
+    """Prefill and decoding."""
     share = job.share(engines)
     seconds = prefill_seconds(sizes, device, share.prefilled, 2, tensor, 16_384)
     seconds += decoding_seconds(sizes, device, share, 2, slots, tensor)
@@ -62,22 +62,24 @@ def read(what: str, sizes: ModelSizes, tokens: Tokens, devices: int, shard: int 
 def learned(
     what: str, sizes: ModelSizes, tokens: Tokens, placement: Placement, updates: int, budget: int
 ) -> list[Phase]:
-    """`updates` optimizer steps on `tokens` each, with gradient checkpointing; devices wait for an offloaded optimizer."""
+    """`updates` optimizer steps on `tokens` each, with gradient checkpointing. Devices are idle during an offloaded optimizer
+    step."""
     each = training_seconds(sizes, H100, placement, tokens, 2, budget, checkpointing=True)
     stepped = optimizer_seconds(sizes.parameters, H100, placement, 2)
     return [
-        Phase(f"{what}: passes", updates * each, placement.devices),
+        Phase(f"{what}: forward and backward", updates * each, placement.devices),
         Phase(f"{what}: AdamW", updates * stepped, 0 if placement.offloaded else placement.devices),
     ]
 
 
 def separate(job: Episodes) -> Tokens:
-    """Every episode by itself, with logits of what was sampled."""
+    """Every episode separately, with logits of sampled tokens."""
     return replace(job.whole, scored=job.count * job.answer)
 
 
 def ppo_as_published(epochs: int, counterfactual: bool) -> list[Phase]:
-    """2 GPUs sample, 1 has the reference, 1 the reward model, 2 the critic, 2 the policy; critic and policy in turn."""
+    """2 GPUs for engines, 1 for the reference model, 1 for the reward model, 2 for the critic, 2 for the policy. Critic and
+    policy updates alternate."""
     job, whole = RATIONALES, separate(RATIONALES)
     two = Placement(2, 2, offloaded=True)
     rewarded = job.whole * (UNITS + 1 if counterfactual else 1)
@@ -91,64 +93,65 @@ def ppo_as_published(epochs: int, counterfactual: bool) -> list[Phase]:
     return [
         sampled(QWEN3_4B, EAGER, job, 2, 1),
         beside("scoring", scored, "reward 1, reference 1, critic 2, policy 2"),
-        alone(learned("critic", QWEN3_4B, job.whole, two, epochs, 16_384), "critic learns"),
-        alone(learned("policy", QWEN3_4B, whole, two, epochs, 16_384), "policy learns"),
+        alone(learned("critic", QWEN3_4B, job.whole, two, epochs, 16_384), "critic update"),
+        alone(learned("policy", QWEN3_4B, whole, two, epochs, 16_384), "policy update"),
         Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, placed, 2), 4),
     ]
 
 
 def ppo_colocated(epochs: int, counterfactual: bool) -> list[Phase]:
-    """The same work with everything on all 8 GPUs: optimizers on the device, units probed in one pass, prompts of a group
-    once, and no second pass for log-probabilities that the engine has told."""
+    """The same work with all roles on all 8 GPUs: optimizers on the GPUs, units probed in one pass, the prompt of a group
+    computed once, and the engine's log-probabilities used instead of a second pass."""
     job = RATIONALES
     eight = Placement(8, 8, engines=8)
     bare = Tokens(job.learned.count, job.learned.pairs)
-    # The rises of the reward with each unit are read in the same pass as the reward (`unit_credit.probe: one_pass`).
+    # The rewards after each unit come from the pass that computes the reward (`unit_credit.probe: one_pass`).
     return [
         sampled(QWEN3_4B, H100, job, 8, 1),
         read("reward model", QWEN3_4B, job.whole, 8, 8),
         read("reference", QWEN3_4B, job.learned, 8, 8),
         read("values", QWEN3_4B, bare, 8, 8),
-        alone(learned("critic", QWEN3_4B, bare, eight, epochs, 16_384), "critic learns"),
-        alone(learned("policy", QWEN3_4B, job.learned, eight, epochs, 16_384), "policy learns"),
+        alone(learned("critic", QWEN3_4B, bare, eight, epochs, 16_384), "critic update"),
+        alone(learned("policy", QWEN3_4B, job.learned, eight, epochs, 16_384), "policy update"),
         Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, eight, 2), 8),
     ]
 
 
 def memory_as_published() -> list[Phase]:
-    """Everything on all 8 GPUs in turn: 2 engines of 4, 40 updates of 32 episodes."""
+    """All roles take turns on all 8 GPUs: 2 engines of 4, 40 updates of 32 episodes."""
     job, whole = MEMORY, separate(MEMORY)
     eight = Placement(8, 8, engines=2, tensor=4)
     return [
         sampled(QWEN3_4B, EAGER, job, 2, 4),
         read("log-probabilities", QWEN3_4B, whole, 8, 8),
         read("reference", QWEN3_4B, whole, 8, 8),
-        alone(learned("policy", QWEN3_4B, whole * 0.25, eight, 40, 2 * 3600), "policy learns"),
+        alone(learned("policy", QWEN3_4B, whole * 0.25, eight, 40, 2 * 3600), "policy update"),
         Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, eight, 2), 8),
     ]
 
 
 def memory_colocated(updates: int) -> list[Phase]:
-    """8 engines of 1, prompts of a group once; `updates` on all episodes together take passes of 10,240 tokens."""
+    """8 engines of 1, the prompt of a group computed once, forward passes of 10,240 tokens. Each of 40 `updates` trains on a
+    quarter of the episodes, a single one on all of them."""
     job = MEMORY
     eight = Placement(8, 8, engines=8)
     each = job.learned * 0.25 if updates == 40 else job.learned
     return [
         sampled(QWEN3_4B, H100, job, 8, 1),
         read("reference", QWEN3_4B, job.learned, 8, 8),
-        alone(learned("policy", QWEN3_4B, each, eight, updates, 10_240), "policy learns"),
+        alone(learned("policy", QWEN3_4B, each, eight, updates, 10_240), "policy update"),
         Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, eight, 2), 8),
     ]
 
 
 def sft_on_eight(offloaded: bool) -> list[Phase]:
-    """An update on 64 rows; gradients and optimizer state divided over 8 GPUs."""
+    """An update on 64 rows; gradients and optimizer state sharded over 8 GPUs."""
     tokens = rows_of(64, RATIONALES.prompt + RATIONALES.answer, RATIONALES.answer)
     return learned("SFT", QWEN3_4B, tokens, Placement(8, 8, offloaded=offloaded), 1, 32_768)
 
 
 def dpo_on_eight(offloaded: bool, reference: bool) -> list[Phase]:
-    """An update on 240 pairs in micro-batches of 3; the reference model's pass with it, or done once before."""
+    """An update on 240 pairs in micro-batches of 3, with the reference model's pass or with cached log-probabilities."""
     length = RATIONALES.prompt + RATIONALES.answer
     tokens = rows_of(480, length, RATIONALES.answer)
     first = [read("reference", QWEN3_4B, tokens, 8, 8)] if reference else []
@@ -156,13 +159,13 @@ def dpo_on_eight(offloaded: bool, reference: bool) -> list[Phase]:
 
 
 def reward_on_eight() -> list[Phase]:
-    """An update of the reward model on 512 pairs, ZeRO 1 with the optimizer on the devices."""
+    """An update of the reward model on 512 pairs, ZeRO 1 with the optimizer on the GPUs."""
     whole = rows_of(1024, RATIONALES.prompt + RATIONALES.answer, 0)
     return learned("reward", QWEN3_4B, whole, Placement(8, 8), 1, 32 * 2 * 335)
 
 
 def search_run(groups: int, size: int) -> float:
-    """Seconds of a run of RAGEN's search on one GPU: Qwen2.5-3B, a bandit's prompts, 500 of them, one epoch."""
+    """Seconds of a run of RAGEN's search on one GPU: Qwen2.5-3B, 500 prompts of a bandit, one epoch."""
     job = Episodes(groups, size, 200, 100, 400)
     tokens = separate(job)
     phases = [
@@ -175,8 +178,8 @@ def search_run(groups: int, size: int) -> float:
 
 
 def search_in_parallel(gpus: int = 8) -> tuple[float, float, float]:
-    """(seconds until the last run ends, seconds of all runs together, share of GPU time that is idle): one run a GPU, the
-    next run on the first GPU that is free."""
+    """(seconds until the last run ends, sum of the seconds of all runs, idle share of GPU time). Each run takes the first
+    free GPU."""
     runs = [search_run(groups, size) for groups in (4, 8, 16) for size in (4, 8, 16)]
     free = [0.0] * gpus
     for seconds in runs:
@@ -194,19 +197,19 @@ PLANS: dict[str, dict[str, list[Phase]]] = {
         "8 engines, 1 update": memory_colocated(1),
     },
     "SFT": {"as published": sft_on_eight(True), "optimizer on the GPUs": sft_on_eight(False)},
-    "DPO": {"as published": dpo_on_eight(True, True), "reference kept, not offloaded": dpo_on_eight(False, False)},
+    "DPO": {"as published": dpo_on_eight(True, True), "cached reference, no offload": dpo_on_eight(False, False)},
     "reward model": {"as published": reward_on_eight()},
 }
-"""What is done -> placement -> the phases of a step."""
+"""Job -> placement -> the phases of a step."""
 
 
 def busy(phases: Sequence[Phase]) -> float:
-    """GPUs at work on average over a step, of 8."""
+    """Mean number of busy GPUs over a step, of 8."""
     return 8 * (1 - idle_share(phases, Placement(8)))
 
 
 def table(job: str) -> list[dict[str, Any]]:
-    """A row for each phase of a job, and one for the step: seconds, and GPUs at work, for each placement."""
+    """A row for each phase of a job, and one for the step: seconds and busy GPUs for each placement."""
     placements = PLANS[job]
     names = dict.fromkeys(phase.what for phases in placements.values() for phase in phases)
     rows: list[dict[str, Any]] = []
@@ -215,9 +218,9 @@ def table(job: str) -> list[dict[str, Any]]:
         for placement, phases in placements.items():
             found = [phase for phase in phases if phase.what == name]
             row[f"{placement}, s"] = found[0].seconds if found else None
-            row[f"{placement}: GPUs busy"] = found[0].devices if found else None
+            row[f"{placement}, busy GPUs"] = found[0].devices if found else None
         rows.append(row)
     last: dict[str, Any] = {"phase": "step"}
     for placement, phases in placements.items():
-        last[f"{placement}, s"], last[f"{placement}: GPUs busy"] = total_seconds(phases), busy(phases)
+        last[f"{placement}, s"], last[f"{placement}, busy GPUs"] = total_seconds(phases), busy(phases)
     return [*rows, last]

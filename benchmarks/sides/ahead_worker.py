@@ -59,7 +59,7 @@ def main() -> None:
             "tokens_per_turn": 16,
             "tokens_per_episode": 512,
             "environment_timeout": 60.0,
-            "ahead": job["ahead"],
+            "async_rollouts": job["ahead"],
             **({"on_new_weights": job["rule"]} if job["ahead"] else {}),
         },
         "optimizer": {"learning_rate": 1e-5},

@@ -20,7 +20,12 @@ from typing import Any, Literal
 from posttrain.errors import InputError
 
 Group = Literal[
-    "posttrain.environments", "posttrain.commands", "posttrain.losses", "posttrain.credits", "posttrain.recipes"
+    "posttrain.environments",
+    "posttrain.commands",
+    "posttrain.losses",
+    "posttrain.credits",
+    "posttrain.models",
+    "posttrain.recipes",
 ]
 """What entry points may add.
 
@@ -29,6 +34,8 @@ Group = Literal[
   dotted name adds to a group of the command line: `data.mazes` becomes `posttrain data mazes`.
 - `posttrain.losses`, `posttrain.credits`: the `type` of a policy loss or credit -> its function, as for
   `posttrain.register_loss` and `posttrain.register_credit`.
+- `posttrain.models`: NAME of `model.path=made:NAME` -> a function without arguments that makes the model where it does not
+  exist yet, and returns its directory.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
 

@@ -23,6 +23,7 @@ VARIANTS = [
     {"type": "frozen_lake", "observation": "both", "format": {"actions_per_turn": 2, "prime": True}},
     {"type": "sokoban"},
     {"type": "sokoban", "num_boxes": 2, "dim_x": 7, "observation": "coordinates", "format": {"thinking": True}},
+    {"type": "word_sort"},
     {"type": "sokoban", "player_moves": 3, "format": {"actions_per_turn": 4, "separator": ","}},
 ]
 
@@ -108,7 +109,7 @@ def test_an_episode_takes_little_time(name):
 def test_seeds_differ():
     for name in WHOLE:
         environment = _make({"type": name})
-        assert len({str(environment.reset(seed)) for seed in range(50)}) > (1 if name == "bandit" else 40)
+        assert len({str(environment.reset(seed)) for seed in range(50)}) > {"bandit": 1, "word_sort": 12}.get(name, 40)
 
 
 def test_environments_import_neither_torch_nor_transformers():

@@ -6,6 +6,7 @@ import torch
 from posttrain.errors import InputError
 from posttrain.evaluation.model_metrics import Encoder, _bert_score, _pair_batches, bert_scores
 from posttrain.evaluation.predictions import read_predictions
+from posttrain.evaluation.workers import ModelOptions, ModelWorkers
 from tests.evaluation.made import write
 
 
@@ -95,7 +96,8 @@ def test_rows_share_truncated_and_what_is_missing(encoder_path, tmp_path):
         {"id": 3, "prompt": "s", "prediction": "", "reference": "c"},
     ]
     read = read_predictions(str(write(tmp_path / "p.jsonl", rows))).rows
-    precision, recall, f1 = bert_scores(read, Encoder(str(encoder_path)), tokens_per_batch=16)
+    encoder = Encoder(str(encoder_path), options=ModelOptions(tokens_per_batch=16))
+    precision, recall, f1 = bert_scores(read, ModelWorkers(lambda: encoder))
     assert [one.name for one in (precision, recall, f1)] == ["bertscore_precision", "bertscore_recall", "bertscore_f1"]
     assert f1.scores.values(["0", "3"]).tolist() == pytest.approx([1.0, 0.0], abs=1e-5)
     assert (f1.left_out, f1.texts) == ({"no reference": 1}, 3)

@@ -10,6 +10,7 @@ from posttrain.evaluation.model_metrics import LanguageModel, conditional, uncon
 from posttrain.evaluation.predictions import read_predictions
 from posttrain.evaluation.statistics import estimate
 from posttrain.evaluation.text_metrics import TextOptions, evaluate_text
+from posttrain.evaluation.workers import ModelOptions, ModelWorkers
 from tests.evaluation.made import write
 
 ROWS = [
@@ -27,8 +28,13 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model):
-    return LanguageModel(str(tiny_model), tokens_per_batch=24)
+def loaded(tiny_model):
+    return LanguageModel(str(tiny_model), ModelOptions(tokens_per_batch=24))
+
+
+@pytest.fixture
+def model(loaded):
+    return ModelWorkers(lambda: loaded)
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +95,8 @@ def test_the_published_one_is_a_mean_over_texts_without_prompts(model, plain, ro
     assert found.left_out == {"no reference": 1}
 
 
-def test_texts_that_are_too_long_are_left_out_or_cut_and_counted(model, rows, monkeypatch):
-    monkeypatch.setattr(model, "limit", 5)
+def test_texts_that_are_too_long_are_left_out_or_cut_and_counted(model, loaded, rows, monkeypatch):
+    monkeypatch.setattr(loaded, "limit", 5)
     with pytest.raises(InputError, match=r"perplexity_reference: no text could be scored .*too long for the model"):
         conditional(rows, model, "reference")
     assert unconditional(rows, model).about["share of texts truncated"] > 0
@@ -101,8 +107,8 @@ def test_a_model_that_is_not_there(tmp_path):
         LanguageModel(str(tmp_path))
 
 
-def test_numbers_that_are_none_are_left_out(model, rows, monkeypatch):
-    monkeypatch.setattr(model, "nats", lambda texts: [(math.nan, 3), *[(3.0, 3)] * (len(texts) - 1)])
+def test_numbers_that_are_none_are_left_out(model, loaded, rows, monkeypatch):
+    monkeypatch.setattr(loaded, "nats", lambda texts: [(math.nan, 3), *[(3.0, 3)] * (len(texts) - 1)])
     found = conditional(rows, model, "prediction")
     assert found.left_out["not a finite number"] == 1
     assert estimate(found.scores, draws=20).value == pytest.approx(math.e)

@@ -39,15 +39,15 @@ def test_recorded_measurements_are_those_of_the_page(planned):
         assert any(f"| {number} |" in page or f" {number} ms" in page for number in spelt), record.what
 
 
-def test_every_fastest_setting_fits_and_is_no_slower_than_the_plain_one_that_fits(planned):
+def test_every_fastest_setting_fits_and_is_no_slower_than_a_baseline_that_fits(planned):
     clusters = planned.clusters
     for name, sizes in planned.clusters.MODELS.items():
-        plain = clusters.plan(clusters.plain(name, 64), sizes)
+        baseline = clusters.plan(clusters.baseline(name, 64), sizes)
         best = clusters.best(name, 64, ahead=0)
         assert best is not None
         assert best.fits
         assert max(best.learning, best.sampling) < 0.9 * clusters.DEVICE.memory
-        assert best.seconds <= plain.seconds or not plain.fits
+        assert best.seconds <= baseline.seconds or not baseline.fits
 
 
 def test_a_whole_235b_does_not_fit_on_eight(planned):
@@ -82,7 +82,7 @@ def test_the_longest_run_of_a_parallel_search_holds_it_up(planned):
 def test_the_page_holds_the_tables_that_the_script_prints(planned, monkeypatch, capsys):
     import scaling
 
-    tables = "measured,published,plain,best,PPO,DRCA,memory-agent,SFT,DPO,reward-model,search"
+    tables = "measured,published,baseline,best,PPO,DRCA,memory-agent,SFT,DPO,reward-model,search"
     monkeypatch.setattr(sys, "argv", ["scaling", "--markdown", "--tables", tables])
     scaling.main()
     page = (ROOT / "docs" / "scaling.md").read_text()

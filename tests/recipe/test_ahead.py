@@ -21,6 +21,7 @@ TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
             "every episode is 4 updates old .* would drop them all",
         ),
         (["rollout.on_new_weights=continue", "hardware.ray=auto"], "load new weights only between"),
+        (["rollout.on_new_weights=restart", "hardware.ray=auto"], "load new weights only between"),
         (["rollout.replay=x", "engine.type=vllm"], "needs an engine in this process"),
         (["reward.path=x", "hardware.processes=2"], "only the first process samples and scores"),
     ],

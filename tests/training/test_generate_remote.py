@@ -288,3 +288,28 @@ def test_the_share_cut_off_has_an_interval_over_rows(tmp_path, capsys):
     assert (last["generate/cut_off_share"], low, high) == pytest.approx((0.5, rows.low, rows.high))
     assert high - low > 2 * (answers.high - answers.low)
     assert f"48 of 96 cut off at rollout.tokens_per_turn = 5: 50.0% [{low:.1%}, {high:.1%}]" in capsys.readouterr().out
+
+
+def test_an_endpoint_that_behaves_as_anthropics_is_documented(tmp_path, monkeypatch, capsys):
+    """Bearer key, a required token limit, ignored fields, and a model that rejects a temperature."""
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "of-mine")
+
+    def claude(request):
+        if "temperature" in request:
+            return Reply(status=400, body='{"error": {"message": "temperature is deprecated for this model"}}')
+        if request["model"] != "claude-sonnet-5":
+            return Reply(status=404, body='{"error": {"type": "not_found_error", "message": "model: x"}}')
+        return square(request) if "max_tokens" in request else Reply(status=400, body="{}")
+
+    with serving(claude) as server:
+        keys = ["engine.api_key_variable=ANTHROPIC_API_KEY", "engine.max_concurrent=4"]
+        command = [*words(server.url + "/", *keys), "engine.model=claude-sonnet-5"]
+        assert main(command) == 1
+        assert "temperature is deprecated for this model" in capsys.readouterr().err
+        assert main([*command, "engine.send_temperature=false", "--overwrite"]) == 0
+        assert {request["key"] for request in server.asked} == {"Bearer of-mine"}
+        assert {request["path"] for request in server.asked} == {"/v1/chat/completions"}
+        command = [*command[:-1], "engine.model=claude-3-7-sonnet-20250219", "engine.send_temperature=false"]
+        assert main([*command, "name=old", "out=old.jsonl"]) == 1
+        assert "status 404" in capsys.readouterr().err
+    assert [row["prediction"] for row in lines_of(tmp_path / "p.jsonl")] == [str(n * n) for n in range(ROWS)]

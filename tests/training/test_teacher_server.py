@@ -93,4 +93,4 @@ def test_a_stage_runs_with_a_server(server, tiny_model, tmp_path):
     posttrain.distill(values)
     line = next(line for line in small.metrics(tmp_path / "small") if line["kind"] == "train")
     assert line["teacher/failed"] == 0
-    assert 0 <= line["loss/distillation"] < 1e-6  # the teacher is the policy's own start
+    assert abs(line["loss/distillation"]) < 1e-6  # the teacher is the policy's own start; 0 up to rounding

@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +46,28 @@ COLUMNS = "[columns.NAME=COLUMN ...]"
 COLUMNS_HELP = "Column names for `id`, `prompt`, `prediction` and `reference`."
 
 
+class Dtype(StrEnum):
+    """Precision of a model."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    AUTO = "auto"
+
+
+class DeviceName(StrEnum):
+    """Device of a model."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+ModelDtype = Annotated[Dtype, typer.Option(help="Precision of the models. `auto`: bfloat16 where the device has it.")]
+ModelDevice = Annotated[DeviceName, typer.Option(help="Device of the models. `auto`: cuda if available.")]
+Processes = Annotated[int, typer.Option(help="Copies of each model, each with a share of the rows; a GPU each.", min=1)]
+TokensPerBatch = Annotated[int, typer.Option(help="Maximum number of tokens per forward pass.", min=16)]
+
+
 def text(
     predictions: Annotated[str, typer.Argument(metavar="PREDICTIONS", help=PREDICTIONS_HELP)],
     words: Annotated[list[str] | None, typer.Argument(metavar=COLUMNS, help=COLUMNS_HELP)] = None,
@@ -60,7 +84,10 @@ def text(
         str | None, typer.Option(help="Verifier: a data set of reasoning-gym, `module:function` or `file.py:function`.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the results to this .json file.")] = None,
-    tokens_per_batch: Annotated[int, typer.Option(help="Maximum number of tokens per forward pass.", min=16)] = 4096,
+    dtype: ModelDtype = Dtype.FLOAT32,
+    device: ModelDevice = DeviceName.AUTO,
+    processes: Processes = 1,
+    tokens_per_batch: TokensPerBatch = 4096,
 ) -> None:
     """Compute metrics of predictions against references, each with a 95% interval over prompts.
 
@@ -73,12 +100,14 @@ def text(
     from posttrain.errors import InputError
     from posttrain.evaluation.predictions import column_names, read_predictions
     from posttrain.evaluation.text_metrics import TextOptions, evaluate_text, select_metrics
+    from posttrain.evaluation.workers import ModelOptions
 
     if layer is not None and encoder is None:
         raise InputError("--layer has no effect without --encoder; pass --encoder, or remove --layer")
     names = select_metrics(metrics, encoder, model, verifier)
     rows = read_predictions(predictions, column_names(words or []))
-    options = TextOptions(names, encoder, layer, model, verifier, tokens_per_batch)
+    models = ModelOptions(dtype.value, device.value, processes, tokens_per_batch)
+    options = TextOptions(names, encoder, layer, model, verifier, models)
     show_results(evaluate_text(rows, options, lambda name: typer.echo(f"computing {name}", err=True)), out)
 
 
@@ -89,7 +118,10 @@ def reward(
     ],
     words: Annotated[list[str] | None, typer.Argument(metavar=COLUMNS, help=COLUMNS_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="Write the results to this .json file.")] = None,
-    tokens_per_batch: Annotated[int, typer.Option(help="Maximum number of tokens per forward pass.", min=16)] = 4096,
+    dtype: ModelDtype = Dtype.FLOAT32,
+    device: ModelDevice = DeviceName.AUTO,
+    processes: Processes = 1,
+    tokens_per_batch: TokensPerBatch = 4096,
 ) -> None:
     """Score predictions with one or several reward models. Reports normalized rewards with 95% intervals over prompts.
 
@@ -107,8 +139,9 @@ def reward(
     results = evaluate_rewards(
         rows,
         model,
-        lambda path: AnswerRewards(path, tokens_per_batch),
+        partial(AnswerRewards, tokens_per_batch=tokens_per_batch, dtype=dtype.value, device=device.value),
         lambda path: typer.echo(f"scoring with {path}", err=True),
+        processes,
     )
     show_results(results, out)
 
@@ -191,6 +224,17 @@ def judge(
     against: Annotated[
         str | None, typer.Option(help="Predictions for the same prompts. The judge compares each pair in both orders.")
     ] = None,
+    truth: Annotated[
+        str | None,
+        typer.Option(
+            help="True scores, to measure the judge's errors and biases: a column on the rubric's scale, or a reward function "
+            "such as posttrain.data.rationales.verifier:scores."
+        ),
+    ] = None,
+    own: Annotated[
+        str | None,
+        typer.Option(help="With --against: the file that the judge's own model wrote. Reports its self-preference."),
+    ] = None,
     key: Annotated[
         str | None, typer.Option(metavar="VAR", help="Environment variable that contains the server's API key.")
     ] = None,
@@ -226,16 +270,20 @@ def judge(
     posttrain evaluate judge predictions.jsonl --rubric factual_accuracy --url http://localhost:8000/v1 --model NAME
 
     posttrain evaluate judge after.jsonl --against before.jsonl --rubric efficiency --url URL --model NAME --key MY_KEY
+
+    posttrain evaluate judge predictions.jsonl --rubric efficiency --truth human_points --url URL --model NAME
     """
     from dataclasses import replace
 
     from posttrain.environments.judge import check_judge
     from posttrain.errors import InputError
+    from posttrain.evaluation.agreement import open_truth, pair_agreement, score_agreement
     from posttrain.evaluation.judges import (
         Options,
         judge_pairs,
         judge_predictions,
         load_rubric,
+        pair_up,
         questions_of,
         questions_of_pairs,
     )
@@ -250,7 +298,10 @@ def judge(
         raise InputError(f"--requests-per-minute {requests_per_minute:g} must be above 0")
     if key is not None and not os.environ.get(key):
         raise InputError(f"--key: the environment variable {key} is not set; export it")
+    if own is not None and (against is None or own not in (predictions, against)):
+        raise InputError(f"--own {own} is not one of two compared files; name PREDICTIONS or the file of --against")
     chosen = load_rubric(rubric)
+    true = None if truth is None else open_truth(truth, chosen)
     names = column_names(words or [])
     rows = read_predictions(predictions, names)
     rows = replace(rows, rows=rows.rows[:max_samples])
@@ -277,6 +328,11 @@ def judge(
     check_judge(server)
     with progress() as report:
         judgement = judge_pairs(rows, others, options, report) if others else judge_predictions(rows, options, report)
+    if judgement.results.metrics and others:
+        side = None if own is None else int(own == against)
+        judgement.results.metrics += pair_agreement(pair_up(rows, others).pairs, judgement.records, true, side)
+    elif judgement.results.metrics and true is not None:
+        judgement.results.metrics += score_agreement(rows.rows, judgement.records, true, chosen)
     keep(judgement, records)
     show_judged(judgement, records, kept)
 

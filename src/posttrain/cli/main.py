@@ -16,7 +16,7 @@ from posttrain.cli.env import app as env
 from posttrain.cli.evaluate import app as evaluate
 from posttrain.cli.plugins import PluginGroup
 from posttrain.cli.recipe import recipe
-from posttrain.cli.runs import compare, episodes, plot, report
+from posttrain.cli.runs import compare, episodes, plot, report, table
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.tune import tune
 from posttrain.errors import PosttrainError
@@ -33,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, distill, generate, pipeline, tune)
-_PLAIN: tuple[Callable[..., None], ...] = (compare, plot, report, episodes, recipe)
+_PLAIN: tuple[Callable[..., None], ...] = (compare, table, plot, report, episodes, recipe)
 for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)
 for verb in _PLAIN:

@@ -1,4 +1,4 @@
-"""`posttrain episodes`, `plot`, `report` and `compare`: read finished and running runs."""
+"""`posttrain episodes`, `plot`, `report`, `compare` and `table`: read finished and running runs, and results."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -220,3 +220,49 @@ def compare(
         comparison.write(out)
         typer.echo(f"comparison: {out}")
     typer.echo(comparison.sentence())
+
+
+def table(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL [MODEL ...]",
+            help="Results of each model: a directory of results files, a run directory, or files separated by commas. Name a "
+            "model as in `sft=results/sft`.",
+        ),
+    ],
+    base: Annotated[
+        str | None, typer.Option(help="The model that the others are compared with. Default: the first.")
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Comma-separated metrics, in the order of the columns. Default: all.")
+    ] = None,
+    out: Annotated[
+        list[Path],
+        typer.Option(help="Write the table to this .md, .csv, .tex or .html file. May be given several times."),
+    ] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
+) -> None:
+    """Show models x metrics in one table, with intervals and paired differences, from all results of each model.
+
+    Examples:
+
+    posttrain table sft=results/sft dpo=results/dpo ppo=results/ppo --out table.md --out table.csv
+
+    posttrain table sft=sft.text.json,sft.reward.json dpo=dpo.text.json,dpo.reward.json --metrics bleu,reward
+    """
+    from rich.console import Console
+
+    from posttrain.evaluation.sides import read_models
+    from posttrain.evaluation.table import model_table, require_formats
+
+    require_formats(out)
+    wanted = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
+    models = model_table(read_models(words), wanted, base, seed)
+    listed = models.listed()
+    Console(highlight=False).print(listed.rich())
+    for line in [listed.note, *models.details, *(f"warning: {line}" for line in models.warnings)]:
+        typer.echo(line)
+    for path in out:
+        models.write(path)
+        typer.echo(f"table: {path}")

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -173,11 +173,11 @@ class Comparison:
             (
                 *((name,) if several else ()),
                 test.metric,
-                _value(test, test.a),
-                _value(test, test.b),
-                f"{_value(test, test.difference.value, signed=True)}\n{_limits(test)}",
+                value_text(test, test.a),
+                value_text(test, test.b),
+                f"{value_text(test, test.difference.value, signed=True)}\n{limits_text(test)}",
                 _effect(test),
-                _p(test.corrected),
+                p_text(test.corrected),
                 str(test.n),
             )
             for name, test in self.tests
@@ -245,7 +245,7 @@ def compare(sides: Sequence[Side], common: bool = False, seed: int = 0, draws: i
         )
     if neither:
         details.append(f"{', '.join(neither)}: not compared, because neither larger nor smaller values are better")
-    warnings = [*_check_environments(runs), *(line for name in metrics for line in _check_settings(name, runs))]
+    warnings = [*check_environments(runs), *(line for name in metrics for line in check_settings(name, runs))]
     shared = _shared_items(runs, common, details)
     tests = []
     for side in sides[1:]:
@@ -286,6 +286,12 @@ def _shared_items(runs: Sequence[Run], common: bool, details: list[str]) -> list
         )
     if others:
         details.append(f"compared on {len(shared)} shared items; left out: {left_out}")
+    check_prompts(runs, shared)
+    return sorted(shared)
+
+
+def check_prompts(runs: Sequence[Run], shared: Collection[str]) -> None:
+    """Raises `InputError` if an item of `shared` has different prompts or references in different runs."""
     known = [run for run in runs if run.digests]
     different = [item for item in shared if len({run.digests.get(item) for run in known}) > 1]
     if different:
@@ -293,10 +299,9 @@ def _shared_items(runs: Sequence[Run], common: bool, details: list[str]) -> list
             f"{len(different)} of {len(shared)} items have different prompts or references on different sides, for example "
             f"{min(different)[:40]}; compare answers to the same prompts"
         )
-    return sorted(shared)
 
 
-def _check_environments(runs: Sequence[Run]) -> list[str]:
+def check_environments(runs: Sequence[Run]) -> list[str]:
     """Warnings for environment keys that differ between runs; raises `InputError` for different environments."""
     played = [run for run in runs if run.environment is not None]
     differences = []
@@ -316,7 +321,7 @@ def _check_environments(runs: Sequence[Run]) -> list[str]:
     return differences
 
 
-def _check_settings(name: str, runs: Sequence[Run]) -> list[str]:
+def check_settings(name: str, runs: Sequence[Run]) -> list[str]:
     """Raises `InputError` for a metric computed with different settings; warns about perplexities of different models."""
     one = runs[0]
     for run in runs[1:]:
@@ -353,7 +358,7 @@ def _finding(baseline: str, name: str, test: PairedTest) -> str:
     better, worse = (name, baseline) if test.better_side == "B" else (baseline, name)
     return (
         f"{better} is better than {worse} in {test.metric} by {_size(test)} "
-        f"({_interval(test)}, corrected p = {_p(test.corrected)})".replace("= <", "< ")
+        f"({_interval(test)}, corrected p = {p_text(test.corrected)})".replace("= <", "< ")
     )
 
 
@@ -362,15 +367,18 @@ def _insignificant(test: PairedTest) -> str:
 
 
 def _interval(test: PairedTest) -> str:
-    return f"95% interval of B - A: {_limits(test)}{' pp' if test.kind == 'rate' else ''}"
+    return f"95% interval of B - A: {limits_text(test)}{' pp' if test.kind == 'rate' else ''}"
 
 
 def _size(test: PairedTest) -> str:
-    return _value(test, abs(test.difference.value), signed=True).removeprefix("+")
+    return value_text(test, abs(test.difference.value), signed=True).removeprefix("+")
 
 
-def _limits(test: PairedTest) -> str:
-    low, high = (_value(test, limit, True).removesuffix(" pp") for limit in (test.difference.low, test.difference.high))
+def limits_text(test: PairedTest) -> str:
+    """The 95% interval of the difference, as text."""
+    low, high = (
+        value_text(test, limit, True).removesuffix(" pp") for limit in (test.difference.low, test.difference.high)
+    )
     return f"[{low}, {high}]"
 
 
@@ -378,14 +386,16 @@ def _listed(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
-def _value(test: PairedTest, value: float, signed: bool = False) -> str:
+def value_text(test: PairedTest, value: float, signed: bool = False) -> str:
+    """A value or a difference of the metric, as text; rates are percentages."""
     sign = "+" if signed else ""
     if test.kind == "rate":
         return f"{100 * value:{sign}.1f}{' pp' if signed else '%'}"
     return f"{value:{sign}.{4 if test.kind == 'mean' and abs(value) < 100 else 2}f}"
 
 
-def _p(p: float) -> str:
+def p_text(p: float) -> str:
+    """A p-value as text."""
     return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}" if p >= 1e-16 else "<1e-16"
 
 

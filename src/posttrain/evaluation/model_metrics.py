@@ -8,6 +8,7 @@ matched but are not averaged over, there is no IDF weighting and no rescaling, a
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,6 +20,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction, Predictions, with_reference
 from posttrain.evaluation.results import MetricResult, Results
 from posttrain.evaluation.statistics import item_means, item_sums
+from posttrain.evaluation.workers import ModelOptions, ModelWorkers
 from posttrain.recipe.model import ModelRecipe
 
 _LAYERS = {("roberta", 24): 17, ("roberta", 12): 10, ("bert", 24): 18, ("bert", 12): 9, ("distilbert", 6): 5}
@@ -30,7 +32,7 @@ _UNLIMITED = 10**6
 class Encoder:
     """Token vectors from one layer of an encoder."""
 
-    def __init__(self, path: str, layer: int | None = None) -> None:
+    def __init__(self, path: str, layer: int | None = None, options: ModelOptions | None = None) -> None:
         """`layer` counts from 1; None takes the published layer of the encoder, else the one at three quarters.
 
         Raises `InputError` if `path` is not an encoder or lacks the layer.
@@ -38,17 +40,24 @@ class Encoder:
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils import logging
 
-        from posttrain.models.load import resolve_device, resolve_path
+        from posttrain.models.load import resolve_device, resolve_dtype, resolve_path
+
+        options = options or ModelOptions()
+        try:
+            device = resolve_device(options.device)
+        except InputError as error:
+            raise InputError(str(error).replace("model.device", "--device", 1)) from error
 
         logging.disable_progress_bar()
-        self.path = path
+        self.tokens_per_batch = options.tokens_per_batch
         try:
             directory = resolve_path(path)
         except InputError as error:
             raise InputError(str(error).replace("model.path", "--encoder", 1)) from error
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-            self.model: Any = AutoModel.from_pretrained(directory).eval().to(resolve_device("auto"))
+            dtype = resolve_dtype(options.dtype, device)
+            self.model: Any = AutoModel.from_pretrained(directory, dtype=dtype).eval().to(device)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise InputError(
@@ -60,6 +69,7 @@ class Encoder:
         if not 1 <= self.layer <= layers:
             raise InputError(f"--layer {self.layer}: {path} has {layers} layers; choose one from 1 to {layers}")
         self.limit = _limit(self.tokenizer, config)
+        self.about = {"encoder": path, "layer": self.layer, "token limit": self.limit, "dtype": _dtype(self.model)}
         stack = getattr(getattr(self.model, "encoder", None), "layer", None)
         if stack is not None:
             self.model.encoder.layer = stack[: self.layer]  # later layers are not needed
@@ -89,30 +99,30 @@ class Encoder:
             }
         return [_bert_score(vectors.get(one), vectors.get(other)) for one, other in pairs]
 
-    def tokens(self, texts: Sequence[str]) -> list[int]:
-        """Number of tokens of each text, without truncation."""
-        return [len(ids) for ids in self.tokenizer(list(texts), truncation=False, verbose=False)["input_ids"]]
+    def score_all(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[tuple[float, float, float], int]]:
+        """(P, R, F1) of each pair, and how many of its two texts are truncated."""
+        texts = [text for pair in pairs for text in pair]
+        lengths = [len(ids) for ids in self.tokenizer(texts, truncation=False, verbose=False)["input_ids"]]
+        of_pairs = list(zip(lengths[::2], lengths[1::2], strict=True))
+        scores: dict[int, tuple[float, float, float]] = {}
+        for group in _pair_batches([max(pair) for pair in of_pairs], self.tokens_per_batch):
+            scores |= dict(zip(group, self.score([pairs[i] for i in group]), strict=True))
+        return [(scores[i], sum(length > self.limit for length in own)) for i, own in enumerate(of_pairs)]
 
 
-def bert_scores(rows: Sequence[Prediction], encoder: Encoder, tokens_per_batch: int = 8192) -> list[MetricResult]:
+def bert_scores(rows: Sequence[Prediction], encoder: ModelWorkers[Encoder]) -> list[MetricResult]:
     """Mean precision, recall and F1 over prompts."""
     known, missing = with_reference(rows)
-    lengths = encoder.tokens([text for row in known for text in (row.text, row.reference or "")])
-    of_texts: dict[int, tuple[float, float, float]] = {}
-    for group in _pair_batches([max(pair) for pair in zip(lengths[::2], lengths[1::2], strict=True)], tokens_per_batch):
-        scores = encoder.score([(known[i].text, known[i].reference or "") for i in group])
-        of_texts |= dict(zip(group, scores, strict=True))
+    scored = encoder.map(Encoder.score_all, [(row.text, row.reference or "") for row in known])
     about = {
-        "encoder": encoder.path,
-        "layer": encoder.layer,
-        "token limit": encoder.limit,
-        "share of texts truncated": sum(length > encoder.limit for length in lengths) / len(lengths),
+        **encoder.map(describe, [None])[0],
+        "share of texts truncated": sum(truncated for _, truncated in scored) / (2 * len(scored)),
         "empty predictions, scored 0": sum(not row.text.strip() for row in known),
     }
     return [
         MetricResult(
             f"bertscore_{name}",
-            item_means("mean", ((row.item, of_texts[i][part]) for i, row in enumerate(known))),
+            item_means("mean", ((row.item, scored[i][0][part]) for i, row in enumerate(known))),
             "higher",
             len(known),
             missing,
@@ -120,6 +130,11 @@ def bert_scores(rows: Sequence[Prediction], encoder: Encoder, tokens_per_batch: 
         )
         for part, name in enumerate(("precision", "recall", "f1"))
     ]
+
+
+def describe(model: Any, items: Sequence[object]) -> list[dict[str, Any]]:
+    """What results say about the model, for each of `items`."""
+    return [model.about for _ in items]
 
 
 def _pair_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
@@ -158,30 +173,36 @@ def _limit(tokenizer: Any, config: Any) -> int:
 _POSITIONS_PER_CHUNK = 512
 Text = tuple[np.ndarray, np.ndarray]
 """(token ids [T] int64, scored mask [T] bool)."""
+Nats = tuple[float, int]
+"""(sum of -log p in nats over the scored tokens, number of scored tokens)."""
 
 
 class LanguageModel:
     """A causal language model that scores texts."""
 
-    def __init__(self, path: str, tokens_per_batch: int = 4096) -> None:
-        """`tokens_per_batch`: most tokens per forward pass. Raises `InputError` if `path` is not a causal language model."""
+    def __init__(self, path: str, options: ModelOptions | None = None) -> None:
+        """Raises `InputError` if `path` is not a causal language model."""
         from posttrain.models.forward import transformer
         from posttrain.models.policy import Policy
 
+        options = options or ModelOptions()
         try:
-            self.policy: Policy = Policy(ModelRecipe(path=path))
+            self.policy: Policy = Policy(ModelRecipe(path=path, dtype=options.dtype, device=options.device))
         except InputError as error:
-            raise InputError(str(error).replace("model.path", "--model", 1)) from error
-        self.path, self.tokens_per_batch = path, tokens_per_batch
+            raise InputError(
+                str(error).replace("model.path", "--model", 1).replace("model.device", "--device")
+            ) from error
+        self.tokens_per_batch = options.tokens_per_batch
+        self.about = {"model": path, "dtype": _dtype(self.policy.model)}
         self.renderer = Renderer(self.policy.tokenizer, self.policy.end_tokens)
         config: Any = transformer(self.policy.model).config
         self.limit: int = getattr(config, "max_position_embeddings", None) or 10**9
 
-    def nats(self, texts: Sequence[Text]) -> list[tuple[float, int]]:
-        """(sum of -log p in nats over the scored tokens, number of scored tokens) of each text."""
+    def nats(self, texts: Sequence[Text]) -> list[Nats]:
+        """The nats of each text."""
         import torch
 
-        of_texts: dict[int, tuple[float, int]] = {}
+        of_texts: dict[int, Nats] = {}
         for group in _text_batches([len(ids) for ids, _ in texts], self.tokens_per_batch):
             ids, scored = [texts[i][0] for i in group], [texts[i][1] for i in group]
             with torch.no_grad():
@@ -191,30 +212,47 @@ class LanguageModel:
             of_texts |= {i: (-float(part.sum()), len(part)) for i, part in zip(group, parts, strict=True)}
         return [of_texts[i] for i in range(len(texts))]
 
-    def answer(self, row: Prediction, text: str, cut_off: bool) -> Text:
-        """`text` as the answer to the prompt of the row, with the end token unless it was cut off."""
-        messages = [*(row.prompt or []), {"role": "assistant", "content": text}]
+    def score_answers(self, answers: Sequence["Answer"]) -> list[Nats | str]:
+        """Nats and number of tokens of each answer given its prompt, or why it has none."""
+        texts = [self._answer(*answer) for answer in answers]
+        lengths = [0 if not scored.any() else len(ids) for ids, scored in texts]
+        usable = [i for i, length in enumerate(lengths) if 0 < length <= self.limit]
+        found = dict(zip(usable, self.nats([texts[i] for i in usable]), strict=True))
+        return [found.get(i, "too long for the model" if length else "") for i, length in enumerate(lengths)]
+
+    def score_texts(self, texts: Sequence[str]) -> list[tuple[Nats, bool] | None]:
+        """Nats and number of tokens of each text without a prompt, after the BOS token (if the model has one), and whether
+        it was truncated to the context of the model; None for a text without a second token.
+        """
+        first = self.policy.tokenizer.bos_token_id
+        ids = [([] if first is None else [first]) + self.renderer.encode(text) for text in texts]
+        usable = [i for i, own in enumerate(ids) if len(own) > 1]
+        cut = [np.array(ids[i][: self.limit], dtype=np.int64) for i in usable]
+        nats = self.nats([(own, np.arange(len(own)) > 0) for own in cut])
+        found = {i: (own, len(ids[i]) > self.limit) for i, own in zip(usable, nats, strict=True)}
+        return [found.get(i) for i in range(len(texts))]
+
+    def _answer(self, prompt: list[Message], text: str, cut_off: bool) -> Text:
+        """`text` as the answer to the prompt, with the end token unless it was cut off."""
+        messages = [*prompt, {"role": "assistant", "content": text}]
         stream = render_conversation(self.renderer, messages, "last_assistant")[-1]
         stream = stream.cut(len(stream.ids) - 1) if cut_off else stream
         return stream.ids, stream.trained
 
-    def unprompted(self, text: str) -> tuple[Text, bool]:
-        """`text` after the BOS token (if the model has one), and whether it was truncated to the context of the model."""
-        first = self.policy.tokenizer.bos_token_id
-        ids = ([] if first is None else [first]) + self.renderer.encode(text)
-        scored = np.arange(len(ids)) > 0
-        return (np.array(ids[: self.limit], dtype=np.int64), scored[: self.limit]), len(ids) > self.limit
+
+Answer = tuple[list[Message], str, bool]
+"""(prompt, answer, whether it was cut off)."""
 
 
 def conditional(
-    rows: Sequence[Prediction], model: LanguageModel, of: Literal["reference", "prediction"]
+    rows: Sequence[Prediction], model: ModelWorkers[LanguageModel], of: Literal["reference", "prediction"]
 ) -> MetricResult:
     """exp(sum of nats / sum of tokens) of the references or the predictions, given their prompts.
 
     The end token of the answer is included. A reference shared by several samples is scored once.
     """
     left_out: dict[str, int] = {}
-    texts: list[Text] = []
+    answers: list[Answer] = []
     items: list[str] = []
     seen: set[tuple[str, str]] = set()
     for row in rows:
@@ -222,45 +260,56 @@ def conditional(
         if of == "reference" and (row.item, text) in seen:
             continue
         seen.add((row.item, text))
-        reason = "no prompt" if row.prompt is None else None if text.strip() else f"empty {of}"
-        rendered = None if reason else model.answer(row, text, row.cut_off and of == "prediction")
-        if rendered is not None and len(rendered[0]) > model.limit:
-            reason = "too long for the model"
-        if reason or rendered is None or not rendered[1].any():
-            left_out[reason or f"empty {of}"] = left_out.get(reason or f"empty {of}", 0) + 1
+        if row.prompt is None or not text.strip():
+            _count(left_out, "no prompt" if row.prompt is None else f"empty {of}")
             continue
-        texts.append(rendered)
+        answers.append((row.prompt, text, row.cut_off and of == "prediction"))
         items.append(row.item)
     name = f"perplexity_{of}"
-    counted = _finite(model.nats(texts), items, left_out, name)
+    nats: list[tuple[str, Nats]] = []
+    for item, score in zip(items, model.map(LanguageModel.score_answers, answers), strict=True):
+        if isinstance(score, str):
+            _count(left_out, score or f"empty {of}")
+        else:
+            nats.append((item, score))
+    counted = _finite(nats, left_out, name)
     scores = item_sums("perplexity", counted)
     tokens = int(sum(count for _, (_, count) in counted))
-    return MetricResult(name, scores, "lower", len(counted), left_out, {"model": model.path, "tokens": tokens})
+    about = {**model.map(describe, [None])[0], "tokens": tokens}
+    return MetricResult(name, scores, "lower", len(counted), left_out, about)
 
 
-def unconditional(rows: Sequence[Prediction], model: LanguageModel) -> MetricResult:
+def unconditional(rows: Sequence[Prediction], model: ModelWorkers[LanguageModel]) -> MetricResult:
     """Arithmetic mean over references of exp(nats / tokens), without prompts.
 
     Provided for comparison with published numbers. It does not depend on the predictions, and a few unlikely texts
     dominate the mean.
     """
-    distinct = dict.fromkeys((row.item, row.reference) for row in rows if row.reference is not None)
-    texts = [(item, *model.unprompted(text)) for item, text in distinct]
-    usable = [(item, text, cut) for item, text, cut in texts if text[1].any()]
-    left_out = {"shorter than two tokens": len(texts) - len(usable)} if len(usable) < len(texts) else {}
+    distinct = list(dict.fromkeys((row.item, row.reference) for row in rows if row.reference is not None))
+    scores = model.map(LanguageModel.score_texts, [text for _, text in distinct])
+    usable = [(item, score) for (item, _), score in zip(distinct, scores, strict=True) if score is not None]
+    left_out = {"shorter than two tokens": len(scores) - len(usable)} if len(usable) < len(scores) else {}
     if missing := sum(row.reference is None for row in rows):
         left_out["no reference"] = missing
     name = "perplexity_unconditional"
-    counted = _finite(model.nats([text for _, text, _ in usable]), [item for item, _, _ in usable], left_out, name)
-    scores = item_means("mean", ((item, math.exp(nats / count)) for item, (nats, count) in counted))
-    about = {"model": model.path, "share of texts truncated": sum(cut for *_, cut in usable) / len(usable)}
-    return MetricResult(name, scores, "lower", len(counted), left_out, about)
+    counted = _finite([(item, nats) for item, (nats, _) in usable], left_out, name)
+    means = item_means("mean", ((item, math.exp(nats / count)) for item, (nats, count) in counted))
+    truncated = sum(cut for _, (_, cut) in usable) / len(usable)
+    about = {**model.map(describe, [None])[0], "share of texts truncated": truncated}
+    return MetricResult(name, means, "lower", len(counted), left_out, about)
 
 
-def _finite(
-    nats: Sequence[tuple[float, int]], items: Sequence[str], left_out: dict[str, int], name: str
-) -> list[tuple[str, tuple[float, int]]]:
-    counted = [(item, text) for item, text in zip(items, nats, strict=True) if math.isfinite(text[0])]
+def _count(left_out: dict[str, int], reason: str) -> None:
+    left_out[reason] = left_out.get(reason, 0) + 1
+
+
+def _dtype(model: Any) -> str:
+    return str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
+def _finite(nats: Sequence[tuple[str, Nats]], left_out: dict[str, int], name: str) -> list[tuple[str, Nats]]:
+    """The (item, nats) that are finite numbers; the others are counted."""
+    counted = [(item, text) for item, text in nats if math.isfinite(text[0])]
     if len(counted) < len(nats):
         left_out["not a finite number"] = len(nats) - len(counted)
     if not counted:
@@ -297,11 +346,13 @@ def evaluate_rewards(
     models: Sequence[str],
     load: Callable[[str], Rewards],
     progress: Callable[[str], None] = lambda _: None,
+    processes: int = 1,
 ) -> Results:
     """Mean (reward - mean) / standard deviation of the predictions under each reward model; `load` opens a path.
 
     Mean and standard deviation are stored with the reward model; without them, rewards are raw and named `raw_...`.
-    Models that fail are in `Results.failed`; the others are still evaluated.
+    Models that fail are in `Results.failed`; the others are still evaluated. `load` is pickled if there are several
+    processes.
     """
     results = Results(
         predictions.path,
@@ -312,34 +363,53 @@ def evaluate_rewards(
     )
     for name, path in zip(_metric_names(models), models, strict=True):
         progress(path)
-        try:
-            results.metrics.append(_mean_reward(name, path, predictions, load(path)))
-        except InputError as error:
-            results.failed[path] = str(error)
+        with ModelWorkers(partial(load, path), processes) as model:
+            try:
+                results.metrics.append(_mean_reward(name, path, predictions, model))
+            except InputError as error:
+                results.failed[path] = str(error)
     return results
 
 
-def _mean_reward(name: str, path: str, predictions: Predictions, model: Rewards) -> MetricResult:
+def rewards_of(rows: Sequence[Prediction], model: ModelWorkers[Rewards]) -> tuple[list[float | None], dict[str, int]]:
+    """The normalized reward of each row, None if it has none, and the number of those by reason. Raw without statistics."""
     left_out: dict[str, int] = {}
     usable = []
-    for row in predictions.rows:
-        reason = "no prompt" if row.prompt is None else None if row.text.strip() else "empty prediction"
-        if reason is None:
-            usable.append(row)
+    for place, row in enumerate(rows):
+        if row.prompt is None or not row.text.strip():
+            _count(left_out, "no prompt" if row.prompt is None else "empty prediction")
         else:
-            left_out[reason] = left_out.get(reason, 0) + 1
-    conversations = [[*(row.prompt or []), {"role": "assistant", "content": row.text}] for row in usable]
-    raw = model.scores(conversations, [row.cut_off for row in usable]) if usable else []
-    mean, std = model.statistics or (0.0, 1.0)
-    values = [(row.item, (r - mean) / std) for row, r in zip(usable, raw, strict=True) if math.isfinite(r)]
-    if len(values) < len(raw):
-        left_out["reward is not a finite number"] = len(raw) - len(values)
+            usable.append((place, ([*row.prompt, {"role": "assistant", "content": row.text}], row.cut_off)))
+    raw = model.map(_raw_rewards, [answer for _, answer in usable]) if usable else []
+    mean, std = model.map(_statistics, [None])[0] or (0.0, 1.0)
+    rewards: list[float | None] = [None] * len(rows)
+    for (place, _), reward in zip(usable, raw, strict=True):
+        if math.isfinite(reward):
+            rewards[place] = (reward - mean) / std
+        else:
+            _count(left_out, "reward is not a finite number")
+    return rewards, left_out
+
+
+def _raw_rewards(model: Rewards, answers: list[tuple[list[Message], bool]]) -> list[float]:
+    return model.scores([messages for messages, _ in answers], [cut_off for _, cut_off in answers])
+
+
+def _statistics(model: Rewards, items: Sequence[object]) -> list[tuple[float, float] | None]:
+    return [model.statistics for _ in items]
+
+
+def _mean_reward(name: str, path: str, predictions: Predictions, model: ModelWorkers[Rewards]) -> MetricResult:
+    rewards, left_out = rewards_of(predictions.rows, model)
+    values = [(row.item, reward) for row, reward in zip(predictions.rows, rewards, strict=True) if reward is not None]
     if not values:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         raise InputError(f"{path}: no prediction could be scored ({reasons}); add the missing fields to the rows")
-    finite = [reward for reward in raw if math.isfinite(reward)]
-    about = {"model": path, "mean of raw rewards": math.fsum(finite) / len(finite)}
-    if model.statistics is None:
+    statistics = model.map(_statistics, [None])[0]
+    mean, std = statistics or (0.0, 1.0)
+    average = math.fsum(reward for _, reward in values) / len(values)
+    about = {"model": path, "mean of raw rewards": mean + std * average}
+    if statistics is None:
         title, about["normalized"] = f"raw_{name}", "no: the model has no stored reward statistics"
     else:
         title, about["normalized"] = name, f"(r - {mean:.4g}) / {std:.4g}, stored with the model"

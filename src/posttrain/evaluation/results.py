@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from posttrain.errors import InputError
-from posttrain.evaluation.statistics import Estimate, ItemScores, estimate
+from posttrain.evaluation.statistics import Estimate, ItemScores, Kind, estimate
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.tables import Table
 
@@ -36,7 +36,8 @@ class MetricResult:
 FORMAT = 1
 _FEW_PROMPTS = 30
 """With fewer prompts, intervals are reported as rough."""
-_KINDS = ("rate", "mean", "perplexity", "bleu", "chrf")
+_RATIOS = ("rate", "mean", "perplexity")
+"""Kinds whose summands are a sum and a count."""
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Results:
         estimates = self.estimates()
         for one in self.metrics:
             value = estimates[one.name]
-            rows.append((one.name, *_shown(one.scores.kind, value), str(value.n), str(one.texts)))
+            rows.append((one.name, *estimate_cells(one.scores.kind, value), str(value.n), str(one.texts)))
         return Table(
             title=self.predictions,
             headings=("metric", "value", "95% interval", "n", "texts"),
@@ -127,11 +128,11 @@ def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
             raise ValueError(f"format {values['format']}, this version reads {FORMAT}")
         metrics = {}
         for name, about in values["metrics"].items():
-            if about["kind"] not in _KINDS:
+            if about["kind"] not in get_args(Kind):
                 raise ValueError(f"{name} has the unknown kind {about['kind']!r}")
             items = {item: np.array(summands, dtype=np.float64) for item, summands in values["scores"][name].items()}
             for item, summands in items.items():
-                counted = about["kind"] in ("bleu", "chrf") or (summands.shape == (2,) and summands[1] > 0)
+                counted = about["kind"] not in _RATIOS or (summands.shape == (2,) and summands[1] > 0)
                 if summands.ndim != 1 or not summands.size or not np.isfinite(summands).all() or not counted:
                     raise ValueError(f"{name} of item {item[:40]} is not a valid list of finite numbers")
             if not items:
@@ -155,9 +156,15 @@ def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
         ) from error
 
 
-def _shown(kind: str, value: Estimate) -> tuple[str, str]:
+def estimate_cells(kind: str, value: Estimate) -> tuple[str, str]:
+    """A value and its interval as text; rates are percentages."""
     few = 2 if abs(value.value) >= 100 else 4
-    digits, scale, unit = {"rate": (1, 100, "%"), "mean": (few, 1, "")}.get(kind, (2, 1, ""))
+    digits, scale, unit = {
+        "rate": (1, 100, "%"),
+        "mean": (few, 1, ""),
+        "least_squares": (4, 1, ""),
+        "correlation": (4, 1, ""),
+    }.get(kind, (2, 1, ""))
     shown = f"{value.value * scale:.{digits}f}{unit}"
     if math.isnan(value.low):
         return shown, "–"

@@ -1,5 +1,6 @@
 """The sides of a comparison: run directories, results files, and files of predictions or scores, as item scores."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,12 +57,7 @@ def read_sides(words: Sequence[str], metrics: Sequence[str] | None = None) -> li
     `metrics`: the metrics to read; None reads all. Raises `InputError` for anything that cannot be read.
     """
     columns = column_names([word for word in words if word.startswith("columns.")])
-    sides = []
-    for word in [word for word in words if not word.startswith("columns.")]:
-        name, separator, listed = word.partition("=")
-        named = bool(separator) and not Path(word).exists()
-        paths = _paths(listed if named else word)
-        sides.append(Side(name if named else _name(paths), [_read(path, metrics, columns) for path in paths]))
+    sides = [Side(name, [_read(path, metrics, columns) for path in paths]) for name, paths in _named_paths(words)]
     for side in sides:
         if len({run.path for run in side.runs}) < len(side.runs):
             raise InputError(f"{side.name} contains a run twice; give every run once")
@@ -74,6 +70,81 @@ def read_sides(words: Sequence[str], metrics: Sequence[str] | None = None) -> li
     if len(set(names)) == len(names):
         return sides
     return [Side(",".join(run.path for run in side.runs), side.runs) for side in sides]
+
+
+def read_models(words: Sequence[str]) -> list[Run]:
+    """Parse and read models: `PATH`, `PATH,PATH` for several files with different metrics, `name=PATH`.
+
+    The path of the result is the name of the model. A directory that is no run stands for the results files in it.
+    Raises `InputError` for anything that cannot be read, and for a metric that a model has twice.
+    """
+    columns = column_names([word for word in words if word.startswith("columns.")])
+    models = []
+    for name, paths in _named_paths(words):
+        details: list[str] = []
+        files = [file for path in paths for file in _results_in(path, details)]
+        models.append(_merged(name, [_read(file, None, columns) for file in files], details))
+    names = [model.path for model in models]
+    if repeated_name := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"two models have the name {repeated_name}; name them, as in `sft=PATH dpo=PATH`")
+    return models
+
+
+def _results_in(path: str, details: list[str]) -> list[str]:
+    """The results files of a directory that is no run; else `path` itself. Other JSON files are noted in `details`."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir() or (folder / "recipe.yaml").is_file():
+        return [path]
+    found = []
+    for file in sorted(folder.rglob("*.json")):
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            values = None
+        if isinstance(values, dict) and {"format", "metrics"} <= set(values):
+            found.append(str(file))
+        else:
+            details.append(f"{file}: skipped, it is no results file")
+    if not found:
+        raise InputError(
+            f"{path} contains no results file; write results there with `--out`, for example `posttrain evaluate text "
+            f"FILE --out {folder / 'text.json'}`"
+        )
+    return found
+
+
+def _merged(name: str, runs: Sequence[Run], details: Sequence[str]) -> Run:
+    """All metrics of one model as one run with the path `name`."""
+    metrics: dict[str, MetricResult] = {}
+    digests: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    for run in runs:
+        for metric, result in run.metrics.items():
+            if metric in origins:
+                raise InputError(
+                    f"{name}: {metric} is in {origins[metric]} and in {run.path}; name the files to use, one for each metric"
+                )
+            origins[metric] = run.path
+            metrics[metric] = result
+        different = [item for item, digest in run.digests.items() if digests.setdefault(item, digest) != digest]
+        if different:
+            raise InputError(
+                f"{name}: item {different[0][:40]} of {run.path} has another prompt or reference than in the files before it; "
+                "give results on the same data"
+            )
+    environment = next((run.environment for run in runs if run.environment is not None), None)
+    return Run(name, metrics, digests, environment, [*details, *(line for run in runs for line in run.details)])
+
+
+def _named_paths(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(name, paths) of each word that is no column setting."""
+    named = []
+    for word in [word for word in words if not word.startswith("columns.")]:
+        name, separator, listed = word.partition("=")
+        has_name = bool(separator) and not Path(word).exists()
+        paths = _paths(listed if has_name else word)
+        named.append((name if has_name else _name(paths), paths))
+    return named
 
 
 def _paths(text: str) -> list[str]:

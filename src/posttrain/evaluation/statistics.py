@@ -303,8 +303,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-Kind = Literal["rate", "mean", "perplexity", "bleu", "chrf"]
-"""Summands per item: (value, 1) for `rate` and `mean`, (nats, tokens) for `perplexity`, sacrebleu's counts otherwise."""
+Kind = Literal["rate", "mean", "perplexity", "bleu", "chrf", "least_squares", "correlation"]
+"""Summands per item: (value, 1) for `rate` and `mean`, (nats, tokens) for `perplexity`, sacrebleu's counts for `bleu` and
+`chrf`, the normal equations x x^T [k k] and x y [k] for `least_squares`, and (1, x, y, x^2, y^2, x y) for `correlation`."""
 
 DRAWS = 5_000
 """Bootstrap resamples."""
@@ -350,10 +351,20 @@ def item_sums(kind: Kind, samples: Iterable[tuple[str, Sequence[float]]]) -> Ite
 
 
 def combine(kind: Kind, sums: np.ndarray) -> np.ndarray:
-    """The metric [...] from summands [..., S]: sum / count, exp(nats / tokens), or BLEU or chrF in [0, 100]."""
+    """The metric [...] from summands [..., S]: sum / count, exp(nats / tokens), BLEU or chrF in [0, 100], the first coefficient
+    of a least-squares fit (of minimum norm if it is not unique), or Pearson's correlation (0 without variance).
+    """
     if kind in ("rate", "mean", "perplexity"):
         ratio = sums[..., 0] / sums[..., 1]
         return np.exp(ratio) if kind == "perplexity" else ratio
+    if kind == "least_squares":
+        k = (math.isqrt(4 * sums.shape[-1] + 1) - 1) // 2
+        normal = sums[..., : k * k].reshape(*sums.shape[:-1], k, k)
+        return np.einsum("...i,...i->...", np.linalg.pinv(normal, hermitian=True)[..., 0, :], sums[..., k * k :])
+    if kind == "correlation":
+        n, x, y, xx, yy, xy = np.moveaxis(sums, -1, 0)
+        spread = np.sqrt(np.maximum((xx - x * x / n) * (yy - y * y / n), 0.0))
+        return np.divide(xy - x * y / n, spread, out=np.zeros_like(spread), where=spread > 0)
     metric = sacrebleu_metric(kind)
     flat = sums.reshape(-1, sums.shape[-1])
     scores = [metric._compute_score_from_stats([round(count) for count in row]).score for row in flat]
@@ -374,14 +385,14 @@ def estimate(scores: ItemScores, seed: int = 0, draws: int = DRAWS) -> Estimate:
         raise ValueError("an estimate needs at least one item")
     table, n = scores.table(), len(scores)
     value = float(combine(scores.kind, table.sum(0)))
-    per_item = scores.values()
     if scores.kind == "rate":
+        per_item = scores.values()
         known = clustered_rate(per_item.tolist(), n if np.ptp(per_item) == 0 else _UNLIMITED_TRIALS)
         return Estimate(value, known.low, known.high, n)
     if n == 1:
         return Estimate(value, math.nan, math.nan, 1)
     if scores.kind == "mean":
-        return mean(per_item.tolist())
+        return mean(scores.values().tolist())
     limits = np.quantile(combine(scores.kind, resampled_sums(table, seed, draws)), [0.025, 0.975])
     # With few items and a skewed metric, the percentiles may not contain the value.
     low, high = min(float(limits[0]), value), max(float(limits[1]), value)
@@ -389,7 +400,9 @@ def estimate(scores: ItemScores, seed: int = 0, draws: int = DRAWS) -> Estimate:
     if scores.kind == "perplexity":
         low, high = (value * float(np.exp(wider * math.log(limit / value))) for limit in (low, high))
         return Estimate(value, low, high, n)
-    return Estimate(value, max(0.0, value + wider * (low - value)), min(100.0, value + wider * (high - value)), n)
+    bounds = {"correlation": (-1.0, 1.0), "least_squares": (-math.inf, math.inf)}.get(scores.kind, (0.0, 100.0))
+    low, high = (value + wider * (limit - value) for limit in (low, high))
+    return Estimate(value, max(bounds[0], low), min(bounds[1], high), n)
 
 
 def resampled_sums(table: np.ndarray, seed: int = 0, draws: int = DRAWS) -> np.ndarray:

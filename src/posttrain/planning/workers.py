@@ -106,11 +106,6 @@ def refuse_placement(recipe: PlacedRecipe) -> None:
             "hardware.dedicated is supported by `posttrain cluster plan` only: in a run, critic and reference model are in the "
             "learners' processes; remove it, or set both numbers to 0"
         )
-    if isinstance(recipe, RlRecipe) and recipe.rollout.async_rollouts and recipe.rollout.on_new_weights != "finish":
-        raise InputError(
-            f"rollout.on_new_weights: {recipe.rollout.on_new_weights} changes weights while requests are in flight, which "
-            "engines of a Ray cluster do not support; set `finish`, or hardware.engines.count=0"
-        )
     if isinstance(recipe, RlRecipe) and recipe.unit_credit is not None and recipe.hardware.rewards.count:
         raise InputError(
             "hardware.rewards: `unit_credit` calls the reward model in the learner's process; set "

@@ -32,6 +32,7 @@ ENVIRONMENTS = {
     "frozen_lake": "posttrain.environments.frozen_lake:FrozenLake",
     "sokoban": "posttrain.environments.sokoban:Sokoban",
     "text_task": "posttrain.environments.text_task:TextTask",
+    "word_sort": "posttrain.environments.word_sort:WordSort",
 }
 """Built-in environments: name -> `module:Class`. Plug-ins add others, see `environment_names`."""
 

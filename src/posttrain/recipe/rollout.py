@@ -199,10 +199,10 @@ def refuse_ahead(
             "with `rollout.async_rollouts` above 0 only the first process samples and scores, but with `hardware.processes` above "
             "1 the reward model of `reward.path` is sharded over all processes; change one of the three"
         )
-    if rollout.async_rollouts and rollout.on_new_weights == "continue" and ray:
+    if rollout.async_rollouts and rollout.on_new_weights != "finish" and ray:
         raise ValueError(
-            "engines on a Ray cluster load new weights only between rollouts, so `rollout.on_new_weights: continue` is not "
-            "supported; use finish or restart"
+            "engines on a Ray cluster load new weights only between rollouts, so `rollout.on_new_weights: "
+            f"{rollout.on_new_weights}` is not supported; set it to finish"
         )
     behind = updates_behind(rollout, learner)
     if rollout.max_staleness is not None and rollout.on_new_weights == "finish" and rollout.max_staleness < behind:

@@ -168,7 +168,7 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
             self.client,
             engine.model,
             messages,
-            temperature=sampling.temperature,
+            temperature=sampling.temperature if engine.send_temperature else None,
             max_tokens=max_tokens if engine.token_limit_field == "max_tokens" else None,
             stop=self.rollout.stop_strings if engine.stop_at == "server" else (),
             seed=seed if engine.send_seed and sampling.temperature > 0 else None,

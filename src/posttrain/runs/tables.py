@@ -1,5 +1,6 @@
 """Tables of results for terminals, reports and results.json."""
 
+import html
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,34 @@ class Table:
         """The table in Markdown."""
         right = [column for column, heading in enumerate(self.headings) if heading not in self.words]
         return markdown_table(self.headings, self.rows, right)
+
+    def latex(self) -> str:
+        """The table as a LaTeX `tabular` without packages; the note is a comment above it."""
+        columns = "".join("l" if heading in self.words else "r" for heading in self.headings)
+        rules = [" & ".join(map(_latex_cell, row)) + r" \\" for row in (self.headings, *self.rows)]
+        body = [r"\hline", rules[0], r"\hline", *rules[1:], r"\hline"]
+        note = [f"% {line}" for line in self.note.splitlines()]
+        return "\n".join([*note, rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
+
+    def html(self) -> str:
+        """The table as an HTML page that loads nothing."""
+
+        def row(kind: str, cells: Sequence[str]) -> str:
+            sides = ("left" if heading in self.words else "right" for heading in self.headings)
+            marked = (
+                f'<{kind} style="text-align:{side}">{html.escape(cell).replace(chr(10), "<br>")}</{kind}>'
+                for side, cell in zip(sides, cells, strict=True)
+            )
+            return f"<tr>{''.join(marked)}</tr>"
+
+        body = "\n".join(row("td", cells) for cells in self.rows)
+        return (
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(self.title)}</title>\n'
+            "<style>body{font-family:sans-serif} table{border-collapse:collapse} "
+            "th,td{padding:.3em .7em;border-bottom:1px solid #ccc;vertical-align:top}</style></head>\n"
+            f"<body><h1>{html.escape(self.title)}</h1>\n<table>\n<thead>{row('th', self.headings)}</thead>\n"
+            f"<tbody>\n{body}\n</tbody></table>\n<p>{html.escape(self.note)}</p></body></html>"
+        )
 
     def values(self) -> dict[str, Any]:
         """The table as JSON values."""
@@ -117,8 +146,29 @@ def policy_tables(rows: Sequence[PolicyRow], title: str = "") -> list[Table]:
 def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     """A Markdown table; the columns in `right` are right-aligned."""
     rules = ["---:" if column in right else "---" for column in range(len(headings))]
-    body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    body = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
     return "\n".join("| " + " | ".join(row) + " |" for row in [list(headings), rules, *body])
+
+
+_LATEX = {
+    **{char: f"\\{char}" for char in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "–": "--",
+    "↑": r"$\uparrow$",
+    "↓": r"$\downarrow$",
+}
+"""Characters that LaTeX reads as commands, or that its default fonts lack."""
+
+
+def _latex_cell(cell: str) -> str:
+    lines = ["".join(_LATEX.get(char, char) for char in line) for line in cell.split("\n")]
+    # A bracket at the start of a line would be an argument of the line break before it.
+    lines = [f"{{}}{line}" if line.startswith("[") else line for line in lines]
+    if len(lines) == 1:
+        return lines[0]
+    return r"\begin{tabular}[t]{@{}r@{}}" + r" \\ ".join(lines) + r"\end{tabular}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,12 +42,12 @@ class RewardScorer:
     is rendered for it. An answer that was cut off has no end token there either.
     """
 
-    def __init__(self, source: RewardSource, policy: Policy) -> None:
+    def __init__(self, source: RewardSource, policy: Policy, device: Literal["auto", "cpu", "cuda"] = "auto") -> None:
         """Load the model. Raises InputError if `source` is no reward model, or lacks the statistics for `normalize: stored`."""
         self.source = source
         self.lock = threading.Lock()
         """Held while the reward model is in use: with async rollouts, another thread scores episodes."""
-        self.model = RewardModel(ModelRecipe(path=source.path, dtype=source.dtype), new_head=False)
+        self.model = RewardModel(ModelRecipe(path=source.path, dtype=source.dtype, device=device), new_head=False)
         self.statistics = (0.0, 1.0)
         if source.normalize == "stored":
             stored = self.model.statistics
@@ -247,14 +247,21 @@ class _Tokenizer:
 class AnswerRewards:
     """A reward model that scores conversations as its training rendered them."""
 
-    def __init__(self, path: str, tokens_per_batch: int = 4096) -> None:
+    def __init__(
+        self,
+        path: str,
+        tokens_per_batch: int = 4096,
+        dtype: Literal["float32", "bfloat16", "auto"] = "float32",
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+    ) -> None:
         """InputError where `path` holds no reward model."""
-        source = RewardSource(path=path, normalize="none", clip=None, tokens_per_batch=tokens_per_batch)
+        source = RewardSource(path=path, normalize="none", clip=None, dtype=dtype, tokens_per_batch=tokens_per_batch)
         try:
             tokenizer = load_tokenizer(ModelRecipe(path=path))
-            self._scorer = RewardScorer(source, _Tokenizer(tokenizer))  # type: ignore[arg-type]
+            self._scorer = RewardScorer(source, _Tokenizer(tokenizer), device)  # type: ignore[arg-type]
         except InputError as error:
-            raise InputError(str(error).replace("model.path", "--model", 1)) from error
+            message = str(error).replace("model.path", "--model", 1).replace("model.device", "--device")
+            raise InputError(message) from error
         # No policy sampled these answers, so the conversations are always rendered.
         self._scorer.same_tokens = False
         stored = self._scorer.model.statistics

@@ -16,7 +16,8 @@ GUIDE = (Path(__file__).parents[3] / "docs" / "units.md").read_text(encoding="ut
 
 def test_the_example_prints_what_the_page_shows(capsys, monkeypatch, smollm):
     monkeypatch.setattr("posttrain.models.load.load_tokenizer", lambda recipe: smollm)  # loaded once is enough
-    code, shown = re.findall(r"```(?:python)?\n(.*?)```", GUIDE, re.S)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.M | re.S)
+    code, shown = (block for language, block in blocks if language in ("python", ""))
     exec(compile(code, "docs/units.md", "exec"), {})
     assert capsys.readouterr().out == shown
     assert shown.count("step ") == 4

@@ -1,0 +1,84 @@
+"""Copies of one model in several processes, each on a device of its own, for metrics that score texts independently."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any, Generic, Literal, TypeVar
+
+M = TypeVar("M")
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How the models of metrics are loaded and computed."""
+
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """Precision of the weights and of the forward pass."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    processes: int = 1
+    """Copies of each model. On GPUs, each copy takes the next one."""
+    tokens_per_batch: int = 4096
+    """Most tokens of one forward pass."""
+
+
+class ModelWorkers(Generic[M]):
+    """A model in this process, or a copy in each of several processes, loaded at the first use.
+
+    `load` and the functions of `map` are pickled if there are several processes. Errors propagate.
+    """
+
+    def __init__(self, load: Callable[[], M], processes: int = 1) -> None:
+        self._load = load
+        self._model: M | None = None
+        # A pool per process, because each share of the items belongs to one device.
+        context = get_context("spawn")
+        count = processes if processes > 1 else 0
+        self._pools = [ProcessPoolExecutor(1, context, _start, (rank, processes)) for rank in range(count)]
+
+    def __enter__(self) -> "ModelWorkers[M]":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
+
+    def map(self, function: Callable[[M, list[T]], list[R]], items: Sequence[T]) -> list[R]:
+        """`function(model, items)` in the order of the items, each process with an equal share of them."""
+        if not self._pools:
+            self._model = self._load() if self._model is None else self._model
+            return function(self._model, list(items))
+        count = len(self._pools)
+        shares = [list(items[rank::count]) for rank in range(count)]
+        pending = [
+            (rank, pool.submit(_apply, self._load, function, shares[rank]))
+            for rank, pool in enumerate(self._pools)
+            if shares[rank]
+        ]
+        results: list[Any] = [None] * len(items)
+        for rank, future in pending:
+            results[rank::count] = future.result()
+        return results
+
+
+def _start(rank: int, processes: int) -> None:
+    """Give this process its share of the cores, and its GPU."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // processes))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+_loaded: dict[str, Any] = {}
+"""The model of this worker process."""
+
+
+def _apply(load: Callable[[], M], function: Callable[[M, list[T]], list[R]], items: list[T]) -> list[R]:
+    if "model" not in _loaded:
+        _loaded["model"] = load()
+    return function(_loaded["model"], items)

@@ -1,0 +1,165 @@
+"""A small model that is made on this machine: `model.path=made:small`.
+
+A decoder of 1.0 million weights learns, from scratch and in half a minute on one core, to continue episodes of the
+built-in games in which every answer is drawn at random. It knows the form of an answer and has the success rate of the
+random policy, so whatever a run adds to it was learned in that run.
+
+It is no language model: it has seen a few hundred words, and only the settings of `GAMES`.
+"""
+
+import hashlib
+import inspect
+import math
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.environments.game import TAGS
+from posttrain.environments.protocol import Environment, Message
+from posttrain.models.load import cache_directory
+from posttrain.recipe.components import environment_class
+from posttrain.seeds import derive_seed, random_stream
+
+GAMES: list[dict[str, Any]] = [
+    {"type": "bandit"},
+    {"type": "word_sort"},
+    {"type": "frozen_lake", "slippery": False, "max_turns": 6, "observation": "local"},
+    {"type": "frozen_lake", "slippery": True, "max_turns": 10, "observation": "local"},
+    {"type": "sokoban", "max_turns": 6, "observation": "local"},
+]
+EPISODES = 400
+"""Episodes of each game."""
+PHASES = ((200, 12), (40, 8))
+"""(updates, rows per update): on excerpts of two turns, which are cheap, and then on whole episodes."""
+LEARNING_RATE, WARMUP_UPDATES = 3.0e-3, 15
+HIDDEN, INTERMEDIATE, LAYERS, HEADS, VOCABULARY, CONTEXT = 160, 480, 3, 5, 640, 1024
+MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *TAGS]
+"""Tokens that are never split, among them the tags of an answer."""
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def small() -> Path:
+    """Return the directory of the model, which is made on first use and kept in the cache directory.
+
+    Its name contains a digest of this file and of the environments, so a change of either makes another model.
+    """
+    files = [Path(__file__), *sorted(Path(inspect.getfile(Environment)).parent.glob("*.py"))]
+    digest = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=6).hexdigest()
+    directory = cache_directory() / f"made-small-{digest}"
+    if (directory / "config.json").is_file():
+        return directory
+    temporary = directory.with_name(f"{directory.name}.writing-{os.getpid()}")
+    temporary.mkdir(parents=True, exist_ok=True)
+    try:
+        _make(temporary)
+        if not directory.exists():
+            temporary.rename(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return directory
+
+
+def _episodes() -> list[list[list[Message]]]:
+    """The messages of random episodes, for each game."""
+    kinds = [(environment_class(settings["type"]), settings) for settings in GAMES]
+    environments = [kind(kind.Recipe.model_validate(settings)) for kind, settings in kinds]
+    return [
+        [_random_episode(environment, derive_seed("made", number, seed)) for seed in range(EPISODES)]
+        for number, environment in enumerate(environments)
+    ]
+
+
+def _random_episode(environment: Environment, seed: int) -> list[Message]:
+    draws = random_stream("made", "moves", seed)
+    messages = list(environment.reset(seed).messages)
+    while True:
+        answer = environment.random_answer(draws.random())
+        step = environment.step(answer)
+        messages += [{"role": "assistant", "content": answer}, *step.messages]
+        if step.terminated or step.truncated:
+            return messages
+
+
+def _make(directory: Path) -> None:
+    """Write the tokenizer and the trained model."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    episodes = _episodes()
+    tokenizer = _tokenizer(message for game in episodes for messages in game for message in messages)
+    phases = [
+        [[_ids(tokenizer, row) for messages in game for row in rows(messages)] for game in episodes]
+        for rows in (_excerpts, lambda messages: [messages])
+    ]
+    torch_state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    _fit(model, phases)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    torch.random.set_rng_state(torch_state)
+
+
+def _tokenizer(messages: Iterable[Message]) -> Any:
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer()
+    texts = (text for message in messages for text in (message["role"], message["content"]))
+    bpe.train_from_iterator(texts, VOCABULARY, min_frequency=2, special_tokens=MARKS, show_progress=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _excerpts(messages: list[Message]) -> list[list[Message]]:
+    """Two turns from each message of the user on."""
+    return [messages[at : at + 4] for at, message in enumerate(messages[:-1]) if message["role"] == "user"]
+
+
+def _ids(tokenizer: Any, messages: list[Message]) -> list[int]:
+    ids: list[int] = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+    return ids
+
+
+def _fit(model: Any, phases: list[list[list[list[int]]]]) -> None:
+    """Train on all tokens of rows of each phase, drawn from all games alike: AdamW, linear warm-up, cosine to 10% over both phases."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    draws = random_stream("made", "batches")
+    updates = sum(count for count, _ in PHASES)
+    plan = [(games, size) for games, (count, size) in zip(phases, PHASES, strict=True) for _ in range(count)]
+    model.train()
+    for update, (games, size) in enumerate(plan):
+        progress = max(0.0, (update - WARMUP_UPDATES) / (updates - WARMUP_UPDATES))
+        factor = min(1.0, (update + 1) / WARMUP_UPDATES) * (0.55 + 0.45 * math.cos(math.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * factor
+        chosen = [games[int(game)] for game in draws.integers(len(games), size=size)]
+        batch = [torch.tensor(rows[int(draws.integers(len(rows)))]) for rows in chosen]
+        ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+        model(input_ids=ids, labels=ids.masked_fill(ids == 0, -100)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()

@@ -1,0 +1,77 @@
+"""`made:small` knows the form of an answer and nothing of the games, and reinforcement learning teaches it."""
+
+import numpy as np
+import pytest
+import torch
+
+import posttrain
+from posttrain.errors import InputError
+from posttrain.models.load import load_tokenizer, resolve_path
+from posttrain.recipe.model import ModelRecipe
+from posttrain.training import made_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def made():
+    return str(made_model.small())
+
+
+def test_the_name_resolves_and_an_unknown_one_is_an_error(made):
+    assert resolve_path("made:small") == made
+    assert load_tokenizer(ModelRecipe(path="made:small")).chat_template
+    with pytest.raises(InputError, match=r"unknown model made:large; available: small"):
+        resolve_path("made:large")
+
+
+def test_making_it_leaves_the_random_state_alone_and_repeats(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(made_model, "PHASES", ((2, 4), (1, 2)))
+    monkeypatch.setattr(made_model, "EPISODES", 60)
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        made_model._make(tmp_path / name)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for file in ("model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize("settings", made_model.GAMES, ids=lambda settings: settings["type"])
+def test_its_skill_is_that_of_random_play(made, settings):
+    keys = dict(settings)
+    env = posttrain.make_env(keys.pop("type"), **keys)
+    engine = posttrain.LocalEngine(posttrain.Policy(made))
+    episodes = posttrain.rollout(engine, env, seeds=range(5000, 5200), max_tokens=12)
+    answers = [turn for episode in episodes for turn in episode.turns]
+    assert np.mean(["rejected" in turn.info for turn in answers]) < 0.15
+    success = posttrain.summarize(episodes).success
+    environment = env()
+    random = environment.baselines(environment.recipe, range(5000, 5200))["random"].success
+    assert success.low - 0.1 < random < success.high + 0.1
+
+
+@pytest.mark.parametrize("environment", ["bandit", "word_sort"])
+def test_reinforcement_learning_teaches_it(made, environment, tmp_path):
+    """Far above random play, whose rates are 50% and 25%."""
+    result = posttrain.rl(
+        name="learned",
+        runs=str(tmp_path),
+        environment={"type": environment},
+        model={"path": made, "threads": 1},
+        steps=40,
+        rollout={"groups_per_step": 16, "episodes_per_group": 8, "tokens_per_turn": 10},
+        credit={"type": "rloo"},
+        learner={"updates_per_step": 2},
+        optimizer={"learning_rate": 5e-4, "warmup_updates": 10},
+        evaluation={
+            "every": 0,
+            "sampling": {"temperature": 1.0},
+            "seeds": {"start": 1_000_000, "count": 2},
+            "final_seeds": {"start": 2_000_000, "count": 256},
+        },
+        checkpoint={"every": 1000},
+    )
+    trained = next(row for row in result.evaluation if row["policy"] == "trained")
+    assert trained["success_low"] > (0.8 if environment == "bandit" else 0.4)
