@@ -23,10 +23,14 @@ COMMANDS = [
 def in_a_copy(tmp_path, monkeypatch, finished_run, rationales):
     """Run where nothing of the checkout can be changed, with the runs and the data the README speaks of."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    (tmp_path / "rationales").symlink_to(rationales)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rationales").symlink_to(rationales)
     for name in ("demo/rl", "first", "credit", "memory/rl"):
         (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / name).symlink_to(finished_run)
+    for name in ("sft", "rm", "rlhf"):
+        (tmp_path / "runs" / name).mkdir()
+        (tmp_path / "runs" / name / "model").symlink_to(finished_run / "model")
     monkeypatch.chdir(tmp_path)
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from posttrain.data.documents import (
     Document,
@@ -22,7 +23,7 @@ from posttrain.data.documents import (
 from posttrain.environments.judge import check_judge
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.judges import Options, Progress, judge_predictions, load_rubric
-from posttrain.evaluation.model_metrics import rewards_of
+from posttrain.evaluation.model_metrics import Rewards, rewards_of
 from posttrain.evaluation.predictions import Prediction, Predictions, read_predictions
 from posttrain.evaluation.workers import ModelWorkers
 from posttrain.recipe.compose import section
@@ -136,7 +137,7 @@ def _sampled_answers(documents: Sequence[Document], keys: Sequence[str], place: 
     if ours := next((key for layer in layers for key in layer.values if key in _OURS), None):
         raise InputError(f"{ours} of the sampled answers follows from the documents; remove it")
     prompts, run, answers = place / "documents.jsonl", place / "answers", place / "answers.jsonl"
-    given = {
+    given: dict[str, Any] = {
         "data": {"test": str(prompts), "id": "document"},
         "runs": str(place),
         "name": run.name,
@@ -186,7 +187,8 @@ def _scores(scorer: Scorer, place: Path, progress: JudgeProgress) -> Callable[[P
 def _rewards(path: str, predictions: Predictions) -> list[float | None]:
     from posttrain.training.reward_scorer import AnswerRewards
 
-    with ModelWorkers(partial(AnswerRewards, path)) as model:
+    load: Callable[[], Rewards] = partial(AnswerRewards, path)
+    with ModelWorkers(load) as model:
         return rewards_of(predictions.rows, model)[0]
 
 

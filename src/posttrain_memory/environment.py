@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.data.held_out import TaskRow
 from posttrain.environments.game import Rejected, play, require
-from posttrain.environments.judge import check_judge
+from posttrain.environments.judge import check_judge, require_judge
 from posttrain.environments.protocol import Baseline, Environment, Message, Observation, Step
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
@@ -202,6 +202,8 @@ class Memory(Environment):
     ) -> list[str]:
         """Warnings about skipped rows and about vaults that are both trained on and held out."""
         assert isinstance(recipe, MemoryRecipe)
+        if recipe.judge is not None:
+            require_judge(recipe.judge)
         if not recipe.tasks:
             return []
         table = task_table(recipe.tasks, recipe.memories, recipe.judge is not None)

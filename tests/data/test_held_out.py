@@ -118,6 +118,7 @@ def test_counts_without_a_start_are_drawn():
     tasks = split(rows(300), SeedRange(count=100), seeds={"count": 20}, final_seeds={"count": 50})
     assert [len(part) for part in (tasks.training, *tasks.held_out)] == [100, 20, 50]
     assert len(set().union(*parts(tasks))) == 170
+    assert len(split(rows(300), SeedRange(count=4860)).training) == 240
     more = split(rows(300), held_out=100, seeds={"count": 20})
     assert [len(part) for part in (more.training, *more.held_out)] == [200, 20, 80]
 
@@ -146,7 +147,7 @@ def test_an_evaluation_takes_all_tasks_or_those_that_training_held_out():
             "seeds: the last seed is 4859, but environment.prompts has 300 usable rows",
         ),
         (300, {"start": 0}, {"final_seeds": {"start": 300}}, "evaluation.final_seeds: the last seed is 300"),
-        (300, {"count": 280}, {}, "seeds.count is 280, but there are 240 tasks for it"),
+        (300, {}, {"final_seeds": {"count": 512}}, "hold out 30 for the learning curve and 512 for the final table"),
     ],
 )
 def test_what_cannot_be_divided_is_one_sentence(count, training, evaluation, message):

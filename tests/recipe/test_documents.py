@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pyarrow import Table, parquet
 
 from posttrain.cli.main import main
+from posttrain.data.rationales.dataset import write_dataset
 from posttrain.planning.memory import memory_estimate
 from posttrain.planning.model_sizes import published_sizes
 from posttrain.recipe.compose import load_recipe
@@ -45,8 +47,18 @@ SUPERVISED = ["sft", "dpo", "reward", "unit_reward"]
 PLAYED = ["ppo", "drca", "unit_ppo", "unit_ppo_outcome"]
 COMMANDS = 38
 """On both pages."""
+OWN = ["drca", "unit_ppo"]
+"""Stages that a test runs on prompts of a user's own."""
 HELPSTEER_ROWS = 40
 """Of each split."""
+HELPSTEER_PROMPTS = 10_400
+"""As many as the recipe's seeds."""
+HELPSTEER_FILES = {
+    "helpsteer3_train.jsonl": {"chosen": "a", "rejected": "b"},
+    "helpsteer3_val.jsonl": {"chosen": "a", "rejected": "b"},
+    "helpsteer3_prompts_train.jsonl": {},
+    "helpsteer3_prompts_val.jsonl": {},
+}
 SPLITS = {"train": 0, "validation": 1001}
 """Split -> number of its first row."""
 
@@ -54,6 +66,26 @@ SPLITS = {"train": 0, "validation": 1001}
 @pytest.fixture(autouse=True)
 def in_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def made(tiny_model, tmp_path_factory):
+    """A folder with small files and models under the names that the recipes of both pages give them."""
+    folder = tmp_path_factory.mktemp("documents")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    write_dataset(folder / "data" / "rationales", 0, {"train": 20, "val": 3, "test": 3})
+    for name, columns in HELPSTEER_FILES.items():
+        rows = [{"prompt": f"Task {n}.", **columns, "n": n} for n in range(HELPSTEER_PROMPTS)]
+        write_jsonl(folder / "data" / name, rows)
+    for run in ("rlhf-sft", "rlhf-reward", "rlhf-unit_reward", "helpsteer3-reward"):
+        (folder / "runs" / run).mkdir(parents=True)
+        (folder / "runs" / run / "model").symlink_to(tiny_model)
+    return folder
+
+
+@pytest.fixture
+def in_made(made, monkeypatch):
+    monkeypatch.chdir(made)
 
 
 def blocks(text, language=""):
@@ -100,6 +132,7 @@ def values_at(values, key):
     return values
 
 
+@pytest.mark.usefixtures("in_made")
 @pytest.mark.parametrize("path", STAGES)
 def test_a_recipe_resolves_and_every_key_has_an_effect(path, capsys):
     assert main([STAGES[path], path, "--dry-run"]) == 0
@@ -109,6 +142,7 @@ def test_a_recipe_resolves_and_every_key_has_an_effect(path, capsys):
     assert recipe_warnings(load_recipe([path], [], STAGES[path])) == []
 
 
+@pytest.mark.usefixtures("in_made")
 @pytest.mark.parametrize(
     ("folder", "chain"),
     [
@@ -208,8 +242,8 @@ def test_what_a_recipe_sets_is_in_the_table(path):
         return [leaf for key, inner in value.items() for leaf in leaves(inner, (*place, key))]
 
     # What the first held-out seeds are follows from their number.
-    own = {"stage", "environment.prompts", "evaluation.seeds.start", "evaluation.final_seeds.start"}
-    assert set(leaves(given)) - own <= named
+    others = {"stage", "environment.prompts", "evaluation.seeds.start", "evaluation.final_seeds.start"}
+    assert set(leaves(given)) - others <= named
 
 
 def test_the_numbers_of_rl_multiply_out():
@@ -225,8 +259,7 @@ def test_the_numbers_of_rl_multiply_out():
         assert f"{updates} updates" in text
         assert recipe.optimizer.warmup_updates == -(-updates * 0.03 // 1)
         assert recipe.critic.optimizer.warmup_updates == recipe.optimizer.warmup_updates
-        assert recipe.seeds.count == recipe.evaluation.seeds.start == 5000
-        assert recipe.evaluation.final_seeds.start == 5500
+        assert [source.use for source in recipe.environment.prompts] == ["training", "validation", "test"]
 
 
 def test_the_variants_differ_where_they_should():
@@ -290,7 +323,28 @@ def test_the_published_form_differs_where_its_table_says():
     assert changed == {quoted(key)[0] for key, *_ in rows}
 
 
+@pytest.fixture
+def own_prompts(made):
+    """Prompts of a user: 300 conversations, without the columns of our data."""
+    rows = [{"context_messages": [{"role": "user", "content": f"Write procedure {n}."}]} for n in range(300)]
+    file = made / "prompts.parquet"
+    parquet.write_table(Table.from_pylist(rows), file)
+    return file
+
+
+@pytest.mark.usefixtures("in_made")
+@pytest.mark.parametrize("name", PLAYED)
+def test_rl_takes_prompts_of_ones_own_without_seeds_or_labels(name, own_prompts, capsys):
+    assert main(["rl", f"recipes/rlhf/{name}.yaml", f"environment.prompts={own_prompts.name}", "--dry-run"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "300 rows" not in said
+    assert "240 to train on, 30 for the learning curve, 30 for the final table" in said
+    assert "verifier:scores is not reported, because no row of environment.prompts has a column `label`" in said
+    assert "there are 240 tasks to train on, so a step samples some of them more than once" in said
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_made", "own_prompts")
 def test_every_command_of_the_pages_resolves(capsys):
     seen = 0
     for page in PAGES.values():
@@ -437,12 +491,16 @@ def test_the_rationale_pipeline_runs_on_small_data(stages, domain, tiny_model, t
         **dict.fromkeys(("steps=1", "evaluation.every=0"), PLAYED),
         **dict.fromkeys(("data.cache=cache", "rows_per_update=4", "epochs=1"), SUPERVISED),
         **dict.fromkeys(("critic.dtype=float32", "critic.optimizer.warmup_updates=1", "reward.dtype=float32"), PLAYED),
-        **dict.fromkeys(("seeds.count=8", "evaluation.seeds.start=8", "evaluation.seeds.count=3"), PLAYED),
-        **dict.fromkeys(("evaluation.final_seeds.start=11", "evaluation.final_seeds.count=3"), PLAYED),
         **dict.fromkeys(
             ("rollout.groups_per_step=2", "learner.updates_per_step=1", "rollout.tokens_per_turn=12"), PLAYED
         ),
     }
+    # Two of the RL stages take prompts of a user instead: without seeds, and without the verifier's labels.
+    own = write_jsonl(
+        tmp_path / "own.jsonl",
+        [{"context_messages": [{"role": "user", "content": f"Write procedure {n}."}]} for n in range(30)],
+    )
+    changes[f"environment.prompts={own}"] = OWN
     words += [f"stages.{stage}.{change}" for change, changed in changes.items() for stage in changed]
     words += ["stages.dpo.cache_ref_logprobs=false", f"stages.sft.data.columns.domain={domain}"]
     for only in [["--only", stage] for stage in stages] if stages != STAGE_NAMES else [[]]:
@@ -455,6 +513,10 @@ def test_the_rationale_pipeline_runs_on_small_data(stages, domain, tiny_model, t
     assert {"mean", "std"} <= set(config)
     if stages != STAGE_NAMES:
         return
+    for stage in PLAYED:
+        final = [line for line in read_metrics(runs / stage / "metrics.jsonl") if line["kind"] == "final"]
+        assert [(line["n"], line["failed"]) for line in final] == [(3, 0), (3, 0)]
+        assert all(("success" in line) == (stage not in OWN) for line in final)
     for stage in PLAYED:
         (metrics,) = updates_of(runs / stage)
         assert {"critic/loss", "policy/kl"} <= set(metrics)

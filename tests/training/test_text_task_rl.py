@@ -9,6 +9,7 @@ import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from posttrain.environments.text_task import _prompt_table as prompt_cache
 from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
@@ -95,6 +96,68 @@ def test_what_a_reward_function_reports_is_in_the_log_and_in_the_table(tiny_mode
     table = json.loads((directory.path / "results.json").read_text())["tables"][1]
     place = table["headings"].index("length")
     assert table["rows"][-1][place].startswith(f"{final['score/length']:.3f} [")
+
+
+def own(tiny: Path, folder: Path, **changes) -> dict:
+    """The recipe without any seeds: the 20 prompts are divided."""
+    recipe = values(tiny, folder, **changes)
+    del recipe["seeds"]
+    recipe["evaluation"] = {"every": 1, "sampling": {"temperature": 1.0}}
+    return recipe
+
+
+def test_prompts_of_a_file_are_divided_without_any_seeds(tiny_model, tmp_path):
+    directory, lines = run(own(tiny_model, tmp_path))
+    assert [line["n"] for line in lines if line["kind"] == "evaluation"] == [2, 2, 2]
+    assert next(line["n"] for line in lines if line["kind"] == "final") == 2
+    played = {
+        split: {
+            e.seed for step in steps for e in read_episodes(episodes_file(directory.episodes, step, split)).episodes
+        }
+        for split, steps in (("train", (1, 2)), ("evaluation", (0, 1, 2)), ("final", (0,)))
+    }
+    assert [len(played[split]) for split in ("train", "evaluation", "final")] == [4, 2, 2]
+    assert len(set().union(*played.values())) == 8
+    assert "drawn from the rows of environment.prompts" in directory.report.read_text()
+
+
+def test_a_run_is_not_resumed_on_other_tasks(tiny_model, tmp_path):
+    recipe = TypeAdapter(Recipe).validate_python(own(tiny_model, tmp_path, steps=1))
+    run_stage(recipe, console=Console(file=io.StringIO()))
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "One more.", "word": "Goal"}) + "\n")
+    prompt_cache.cache_clear()
+    with pytest.raises(InputError, match="the tasks to train on are no longer those that this run began with"):
+        run_stage(recipe.model_copy(update={"steps": 2}), resume=True, console=Console(file=io.StringIO()))
+
+
+def test_an_evaluation_in_which_every_episode_fails_stops_the_run_with_the_reason(tiny_model, tmp_path):
+    recipe = own(tiny_model, tmp_path)
+    (tmp_path / "rewards.py").write_text("def letters(answer, **row):\n    raise ValueError('no such answer')\n")
+    with pytest.raises(
+        RunError, match=r"^all 2 evaluation episodes failed, the first on prompts\.jsonl row \d+: .*no such answer"
+    ):
+        run(recipe)
+    assert not (tmp_path / "text" / "model").exists()
+
+
+def test_a_function_that_is_only_reported_needs_its_columns(tiny_model, reward_model, tmp_path):
+    """Prompts without the column leave it out; where it pays, they stop the run."""
+    recipe = own(tiny_model, tmp_path, reward={"path": str(reward_model)})
+    recipe["environment"] |= {"reward": "contains", "score_weight": 0}
+    _, lines = run(recipe)
+    said = [line["message"] for line in lines if line["kind"] == "warning"]
+    assert any(
+        "contains is not reported, because no row of environment.prompts has a column `label`" in s for s in said
+    )
+    final = next(line for line in lines if line["kind"] == "final")
+    assert not {"success", "score/score", "failed"} & {key for key, value in final.items() if value}
+    assert final["return"] != 0
+    recipe["environment"]["score_weight"] = 1
+    with pytest.raises(
+        InputError, match=r"contains needs the column `label`, which prompts\.jsonl row \d+ does not have"
+    ):
+        run(recipe | {"name": "paid"})
 
 
 def test_gdpo_normalises_what_a_reward_function_reports(tiny_model, tmp_path):

@@ -1,6 +1,6 @@
 """The commands that run stages and pipelines, and the options that they share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +23,9 @@ Words = Annotated[list[str] | None, typer.Argument(metavar=WORDS, help=WORDS_HEL
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Show the resolved recipe, batch arithmetic, and estimates of memory and time; run nothing."
+        "--dry-run",
+        help="Show the resolved recipe, batch arithmetic, and estimates of memory and time. Load rows, tasks, reward functions "
+        "and the tokenizer, and fail where the run would; run nothing.",
     ),
 ]
 On = Annotated[
@@ -57,6 +59,7 @@ def run(stage: str, words: list[str], dry_run: bool, on: str | None, resume: Pat
         console = Console()
         show_plan(recipe, sizes, console, device)
         show_precision(recipe, console)
+        show_checks(recipe, console)
         return
     VERBS[stage](*sources, *read_overrides(overrides), resume=resume, overwrite=overwrite)
 
@@ -67,6 +70,15 @@ def show_precision(recipe: "Recipe", console: "Console") -> None:
 
     for note in precision_notes(recipe):
         console.print(f"precision: {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ()) -> None:
+    """Load what the run would load before its model and print what was found; arguments and errors as for `check_recipe`."""
+    from posttrain.training.checks import check_recipe
+
+    console.print("\n[bold]checks[/bold]")
+    for line in check_recipe(recipe, made) or ["nothing to load but the model"]:
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def planned_device(dry_run: bool, on: str | None) -> "Device | None":
@@ -284,11 +296,14 @@ def pipeline(
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         chosen = chosen_stages(loaded, only, start_from)
         start: dict[str, ModelSizes | None] = {}
+        made: list[Path] = []
+        problems: list[str] = []
         for stage in loaded.stages:
             if isinstance(stage.recipe, ConvertRecipe):
                 if stage in chosen:
                     console.rule(f"stage {stage.name}")
                     convert_files(stage.recipe, None, lambda line: console.print(line, markup=False, soft_wrap=True))
+                made.append(loaded.directory / stage.name)
                 continue
             # The model that a stage exports has the sizes of the model that it started from.
             start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
@@ -296,6 +311,13 @@ def pipeline(
                 console.rule(f"stage {stage.name}")
                 show_plan(stage.recipe, start[stage.name], console, device)
                 show_precision(stage.recipe, console)
+                try:
+                    show_checks(stage.recipe, console, made)
+                except InputError as error:
+                    problems += [f"stage {stage.name}: {sentence}" for sentence in str(error).splitlines()]
+            made.append(loaded.directory / stage.name)
+        if problems:
+            raise InputError("\n".join(problems))
         return
     from posttrain.recipe.sources import read_overrides
     from posttrain.verbs import pipeline as run_pipeline

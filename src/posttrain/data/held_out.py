@@ -130,12 +130,12 @@ def split_tasks(
         if key in given:
             continue
         if marked:
-            parts[key] = _drawn(rows, marked, key, seeds.count)
+            parts[key] = _drawn(rows, marked, seeds.count)
         elif evaluation.held_out != "all":
             wanted[key] = seeds.count
         else:
             everything = [index for index in free if rows[index].use == "training"]
-            parts[key] = _drawn(rows, everything, key, seeds.count) if key == _FINAL else ()
+            parts[key] = _drawn(rows, everything, seeds.count) if key == _FINAL else ()
     base = [index for index in free if rows[index].use == "training"]
     order = hash_order(rows[index].key for index in base)
     sizes = _sizes(len(base), evaluation, wanted)
@@ -144,13 +144,13 @@ def split_tasks(
     if len(curve) < sizes[_CURVE] or len(final) < sizes[_FINAL] or no_training:
         raise InputError(
             f"{source} has {len(base)} tasks with {len(order)} different texts, too few to train on some and hold out "
-            f"{sizes[_CURVE]} for the learning curve and {sizes[_FINAL]} for the final table; give it more rows, or hold "
-            "out fewer (evaluation.held_out)"
+            f"{sizes[_CURVE]} for the learning curve and {sizes[_FINAL]} for the final table; give it more rows, or lower "
+            "evaluation.held_out, evaluation.seeds.count or evaluation.final_seeds.count"
         )
     drawn = {_CURVE: curve, _FINAL: final}
     parts |= {key: [base[place] for place in drawn[key]] for key in wanted}
     if training is not None and training_key not in given:
-        parts[training_key] = _drawn(rows, [base[place] for place in rest], training_key, training.count)
+        parts[training_key] = _drawn(rows, [base[place] for place in rest], training.count)
     return TaskSplit(parts[training_key], parts[_CURVE], parts[_FINAL], source)
 
 
@@ -195,11 +195,7 @@ def _given_rows(key: str, seeds: SeedRange, rows: int, source: str) -> range:
     return range(seeds.start, stop)
 
 
-def _drawn(rows: Sequence[TaskRow], pool: Sequence[int], key: str, count: int | None) -> Sequence[int]:
-    """`count` rows of the pool, ascending; all where it is None."""
-    if count is None:
-        return pool
-    if count > len(pool):
-        raise InputError(f"{key}.count is {count}, but there are {len(pool)} tasks for it; lower it, or leave it out")
+def _drawn(rows: Sequence[TaskRow], pool: Sequence[int], count: int | None) -> Sequence[int]:
+    """At most `count` rows of the pool, ascending; all where it is None."""
     place = {text: number for number, text in enumerate(hash_order(rows[index].key for index in pool))}
     return sorted(sorted(pool, key=lambda index: place[rows[index].key])[:count])

@@ -16,6 +16,7 @@ _CUT_OFF = ("length", "content_filter")
 """Finish reasons of a completion that the model did not end itself."""
 _STOP_FIELDS = ("stop_reason", "matched_stop")
 """Fields of vLLM and SGLang that name the stop string that ended a completion; not part of the OpenAI protocol."""
+_REACH_SECONDS = 30.0
 _REJECTS_FIELDS = (400, 422)
 """Status codes of a server that rejects the fields of a request."""
 
@@ -62,6 +63,21 @@ def chat_client(
     if requests_per_minute is not None:
         http = openai.DefaultHttpxClient(event_hooks={"request": [RequestRate(requests_per_minute).wait]})
     return openai.OpenAI(base_url=url, api_key=key, timeout=seconds, max_retries=retries, http_client=http)
+
+
+def require_reachable(what: str, client: Any) -> None:
+    """InputError where nothing answers at the address of `client`, whatever it answers. `what`: the recipe section."""
+    import openai
+
+    try:
+        client.with_options(timeout=_REACH_SECONDS, max_retries=0).models.list()
+    except openai.APIConnectionError as error:
+        address = str(client.base_url).rstrip("/")
+        raise InputError(
+            f"{what}.url: no server answers at {address}: {shortened(_cause(error))}; start the server, or correct the address"
+        ) from error
+    except (openai.OpenAIError, ValueError):
+        return  # It answered, if only that it has no list of models.
 
 
 class ChatRequestError(Exception):

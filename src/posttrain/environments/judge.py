@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, Protocol
 
-from posttrain.engines.openai import ChatRequestError, chat_client, complete, shortened
+from posttrain.engines.openai import ChatRequestError, chat_client, complete, require_reachable, shortened
 from posttrain.environments.protocol import Message
 from posttrain.environments.untrusted import Prompt, framed_prompt
 from posttrain.errors import InputError
@@ -258,6 +258,12 @@ def check_judge(server: JudgeServerRecipe) -> None:
     judge_client(server)
     if server.cache is not None:
         judge_cache(server.cache)
+
+
+def require_judge(server: JudgeServerRecipe) -> None:
+    """InputError where `check_judge` raises it, or where nothing answers at the judge's address."""
+    check_judge(server)
+    require_reachable("environment.judge", judge_client(server))
 
 
 def judge_client(server: JudgeServerRecipe) -> Any:

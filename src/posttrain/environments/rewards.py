@@ -27,6 +27,7 @@ from posttrain.recipe.components import module_of_file, place_of
 
 SCORE = "score"
 """The name of the reward among the numbers that a reward function returns."""
+_ANY_ANSWER = "?"
 _GIVEN = ("prompt", "answer", "messages")
 """Parameters that are not columns of the row. A column of such a name is passed as `row_prompt` and so on."""
 
@@ -41,12 +42,12 @@ _NUMBER = re.compile(
 )
 
 
-def exact(answer: str, label: Any = None) -> float:
+def exact(answer: str, label: Any) -> float:
     """1 if the answer is the row's `label`, apart from white space at both ends, else 0."""
     return float(answer.strip() == _text(label))
 
 
-def contains(answer: str, label: Any = None) -> float:
+def contains(answer: str, label: Any) -> float:
     """1 if the row's `label` occurs in the answer, in the same case, else 0. A long answer may contain many."""
     return float(_text(label) in answer)
 
@@ -92,16 +93,24 @@ class RewardFailure(Exception):
     """A reward function or a verifier raised, or returned something other than finite numbers."""
 
 
+def parameter_of(column: str) -> str:
+    """The parameter of a reward function that gets the value of `column`."""
+    return f"row_{column}" if column in _GIVEN else column
+
+
 class RewardFunction:
     """A reward function as an environment calls it: it gets the parameters that it takes, and its result is checked."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         """`name`: what messages call it. InputError if it takes no parameter `answer`."""
-        parameters = inspect.signature(function).parameters.values()
+        parameters = [*inspect.signature(function).parameters.values()]
         self.name = name
         self.function = function
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        needed = {p.name for p in parameters if p.name in self._names and p.default is p.empty}
+        self.columns = frozenset(needed - {*_GIVEN})
+        """The columns of a row without which it cannot be called: its parameters without a default."""
         if "answer" not in self._names and not self._takes_all:
             raise InputError(f"the reward {name} has no parameter `answer`; write `def reward(prompt, answer, **row)`")
         call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
@@ -125,8 +134,10 @@ class RewardFunction:
             RewardFailure: it raised, or returned anything else.
         """
         # A copy, so that a function that changes its row changes no later episode.
-        columns = {f"row_{key}" if key in _GIVEN else key: value for key, value in copy.deepcopy(dict(row)).items()}
+        columns = {parameter_of(column): value for column, value in copy.deepcopy(dict(row)).items()}
         text = messages[-1]["content"] if messages else ""
+        if missing := sorted(self.columns - columns.keys()):
+            raise RewardFailure(f"{self.name} needs the column `{missing[0]}`, which {origin} does not have")
         given = columns | {"prompt": text, "answer": answer, "messages": [dict(message) for message in messages]}
         if not self._takes_all:
             given = {key: value for key, value in given.items() if key in self._names}
@@ -137,6 +148,25 @@ class RewardFunction:
         except Exception as error:
             raise RewardFailure(f"{self.name} raised {type(error).__name__} on {origin}: {error}") from error
         return finite_scores(result, self.name, origin)
+
+
+def try_reward(
+    reward: RewardFunction, messages: Sequence[Message], reference: str | None, row: Mapping[str, Any], origin: str
+) -> list[str]:
+    """Call `reward` once on a row before a run, with the row's reference or `?` as the answer.
+
+    InputError where the function or the row is wrong. A warning is returned where the function may only be unable to score
+    that answer, which fails an episode and not a run.
+    """
+    answer = _ANY_ANSWER if reference is None else reference
+    try:
+        reward(messages, answer, row, origin)
+    except RewardFailure as error:
+        cause = error.__cause__
+        if cause is None or isinstance(cause, KeyError | NameError | ImportError) or reward.name in BUILT_IN:
+            raise InputError(f"environment.reward: {error}; correct the function, or the row") from error
+        return [f"environment.reward: {error}; the answer was {answer[:80]!r}, and episodes that it cannot score fail"]
+    return []
 
 
 def finite_scores(result: Any, name: str, origin: str) -> dict[str, float]:

@@ -17,9 +17,18 @@ from posttrain.data.held_out import TaskRow
 from posttrain.data.messages import PromptExample
 from posttrain.data.problems import Problems
 from posttrain.environments.game import play, require
-from posttrain.environments.judge import check_judge, judge_score
+from posttrain.environments.judge import check_judge, judge_score, require_judge
 from posttrain.environments.protocol import Environment, Message, Observation, Step
-from posttrain.environments.rewards import BUILT_IN, SCORE, RewardFailure, finite_scores, load_reward
+from posttrain.environments.rewards import (
+    BUILT_IN,
+    SCORE,
+    RewardFailure,
+    RewardFunction,
+    finite_scores,
+    load_reward,
+    parameter_of,
+    try_reward,
+)
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
 from posttrain.recipe.components import EnvironmentRecipe
@@ -80,6 +89,8 @@ class PromptTable:
     rows: list[PromptExample]
     tasks: list[TaskRow]
     """What each row is for, and its prompt as text."""
+    columns: frozenset[str]
+    """Columns in which any row has a value, by the names of a reward function's parameters."""
     problems: Problems
 
 
@@ -103,7 +114,7 @@ class TextTask(Environment):
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         """InputError where the data, the reward function, the data set of reasoning-gym or the judge's API key is missing."""
         super().__init__(recipe)
-        self._reward = load_reward(self.recipe.reward) if self.recipe.reward is not None else None
+        self._reward = None if unscored(self.recipe) else _reward_of(self.recipe)
         if self._reward is not None and self._reward.blocking:
             self.blocking = True
         if self.recipe.judge is not None:
@@ -132,15 +143,31 @@ class TextTask(Environment):
             return []
         problems = prompt_table(recipe).problems
         problems.raise_if(recipe.strict)
+        if recipe.judge is not None:
+            require_judge(recipe.judge)
+        first = next((seed for seeds in (training, *held_out) for seed in seeds), None)
+        messages = [*problems.summary(), *([] if first is None else cls(recipe).try_reward(first))]
         training_prompts = {tasks[seed].key for seed in training}
         shared = sum(tasks[seed].key in training_prompts for seeds in held_out for seed in seeds)
-        messages = problems.summary()
         if shared:
             messages.append(
                 f"{shared} held-out prompts are also training prompts; leave out `seeds` and `evaluation.seeds`, or remove "
                 "them from one of the files"
             )
         return messages
+
+    def try_reward(self, seed: int) -> list[str]:
+        """Call the reward function once on row `seed`; returns warnings. InputError where it cannot score any answer."""
+        if missing := unscored(self.recipe):
+            return [
+                f"environment.reward: {self.recipe.reward} is not reported, because no row of environment.prompts has a column "
+                f"`{missing}`"
+            ]
+        if self._reward is None:
+            return []
+        messages = self.reset(seed).messages
+        task = self._current()
+        return try_reward(self._reward, messages, task.reference, task.row, task.origin)
 
     @classmethod
     def has_reward(cls, recipe: EnvironmentRecipe) -> bool:
@@ -267,13 +294,22 @@ class TextTask(Environment):
                 f"(0 to {len(rows) - 1}); change `seeds` or `evaluation.seeds`"
             )
         prompt = rows[seed]
-        row = dict(prompt.row)
-        for name in ("completion", "label"):
-            value = prompt.row.get(getattr(self.recipe.columns, name))
-            if row.get(name) is None and value is not None:
-                row[name] = value
+        row = _with_references(prompt.row, self.recipe.columns)
         messages = [{k: v for k, v in message.items() if k not in ("train", "primer")} for message in prompt.messages]
         return _Task(messages, row, _reference(row), prompt.origin)
+
+
+def _reward_of(recipe: TextTaskRecipe) -> RewardFunction | None:
+    return load_reward(recipe.reward) if recipe.reward is not None else None
+
+
+def unscored(recipe: TextTaskRecipe) -> str | None:
+    """The column for want of which a reward function that is only reported (`score_weight: 0`) is not called at all: a
+    parameter of the function that no row has. None where it is called.
+    """
+    if recipe.score_weight > 0 or recipe.reasoning_gym is not None or (reward := _reward_of(recipe)) is None:
+        return None
+    return next(iter(sorted(reward.columns - prompt_table(recipe).columns)), None)
 
 
 _table_lock = Lock()
@@ -308,7 +344,9 @@ def _prompt_table(key: str) -> PromptTable:
             "columns.tools to a column that does not exist"
         )
     tasks = [TaskRow(json.dumps(row.messages, sort_keys=True), use) for row, use in found]
-    return PromptTable(rows, tasks, problems)
+    read = [_with_references(row.row, recipe.columns) for row in rows]
+    columns = frozenset(parameter_of(name) for row in read for name, value in row.items() if value is not None)
+    return PromptTable(rows, tasks, columns, problems)
 
 
 @lru_cache(maxsize=16)
@@ -358,6 +396,12 @@ def _seeded_globals(seed: int) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+def _with_references(row: Mapping[str, Any], columns: ColumnsRecipe) -> dict[str, Any]:
+    """The row with `completion` and `label` under these names, whatever `columns` calls them."""
+    named = {name: row.get(getattr(columns, name)) for name in ("completion", "label")}
+    return dict(row) | {name: value for name, value in named.items() if row.get(name) is None and value is not None}
 
 
 def _reference(row: dict[str, Any]) -> str | None:

@@ -63,7 +63,7 @@ def converted_gguf(file: Path) -> Path:
     The directory's name contains a digest of the file, so another file of the same name gets its own directory. The
     conversion is written to a temporary directory and renamed, so an interrupted one is never used.
     """
-    directory = cache_directory() / f"{file.stem}-{_digest(file)}"
+    directory = _conversion_of(file)
     if (directory / "config.json").is_file():
         return directory
     require_module("gguf", f"model.path: {file}")
@@ -94,6 +94,10 @@ def converted_gguf(file: Path) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return directory
+
+
+def _conversion_of(file: Path) -> Path:
+    return cache_directory() / f"{file.stem}-{_digest(file)}"
 
 
 def _digest(file: Path) -> str:
@@ -139,13 +143,45 @@ def resolve_path(path: str) -> str:
         if not Path(path).is_file():
             raise InputError(f"model.path: file not found: {path}")
         return str(converted_gguf(Path(path)))
-    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
-    if looks_local and not (Path(path).expanduser() / "config.json").is_file() and not _is_adapter(path):
+    local = _local_directory(path)
+    if local is None:
+        _require_available(path)
+    return local or path
+
+
+def on_disk(path: str) -> bool:
+    """Whether the model at `path`, any form of `model.path`, can be loaded without downloading or converting it first.
+
+    InputError as `resolve_path` for a path that no download could make a model of.
+    """
+    if path.startswith("packaged:") or path.endswith(".gguf"):
+        try:
+            file = packaged_file(path.removeprefix("packaged:")) if path.startswith("packaged:") else Path(path)
+        except InputError:
+            return False
+        return file.is_file() and (_conversion_of(file) / "config.json").is_file()
+    return _local_directory(path) is not None or _is_cached(path)
+
+
+def _local_directory(path: str) -> str | None:
+    """The model directory `path`; None for a hub id. InputError for a directory that is missing or has no model."""
+    if not (path.startswith((".", "/", "~")) or Path(path).exists()):
+        if path.count("/") > 1:  # Ids of the hub have at most one.
+            raise InputError(f"model.path: there is no directory {path}; train the model first, or correct the path")
+        return None
+    if not (Path(path).expanduser() / "config.json").is_file() and not _is_adapter(path):
         raise InputError(f"model.path: {path} is not a model directory: it has no config.json")
-    if looks_local:
-        return str(Path(path).expanduser())
-    _require_available(path)
-    return path
+    return str(Path(path).expanduser())
+
+
+def _is_cached(hub_id: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
+    except HFValidationError:
+        return False
 
 
 def load_tokenizer(recipe: ModelRecipe) -> Any:
@@ -323,9 +359,9 @@ def add_adapters(model: torch.nn.Module, lora: LoraRecipe, task: str) -> torch.n
 
 def _require_available(hub_id: str) -> None:
     """InputError for a hub id that is neither cached nor reachable. The loader itself would retry for a minute."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import HfApi
 
-    if isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
+    if _is_cached(hub_id):
         return
     try:
         HfApi().model_info(hub_id, timeout=10)

@@ -1,6 +1,8 @@
 """`--dry-run`: print the full recipe, batch arithmetic, and estimates of memory and time, without running anything."""
 
 import math
+from contextlib import suppress
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -95,7 +97,7 @@ def tasks_of(recipe: Played) -> TaskSplit:
         return task_split(environment, recipe.evaluation, recipe.seeds)
     if isinstance(recipe, SftRecipe):
         return task_split(environment, recipe.evaluation, recipe.experts.seeds, "experts.seeds")
-    return task_split(environment, recipe.evaluation, None)
+    return replace(task_split(environment, recipe.evaluation, None), validation=())
 
 
 def _counted(recipe: Recipe, tasks: TaskSplit | None) -> Recipe:
@@ -118,10 +120,8 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
     console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
     tasks = None
     if isinstance(recipe, Played) and evaluated_environment(recipe) is not None:
-        try:
+        with suppress(InputError):  # `posttrain.training.checks` reports it.
             tasks = tasks_of(recipe)
-        except InputError as error:
-            console.print(f"\ntasks: {error}", markup=False, highlight=False, soft_wrap=True)
     console.print("\n[bold]batches[/bold]")
     for line in batch_arithmetic(recipe, tasks):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)

@@ -98,6 +98,21 @@ def placed_recipe(recipe: Recipe) -> PlacedRecipe:
     return recipe
 
 
+def refuse_placement(recipe: PlacedRecipe) -> None:
+    """Raise `InputError` for a placement that can be planned but not run."""
+    dedicated = recipe.hardware.dedicated
+    if dedicated.critic or dedicated.reference:
+        raise InputError(
+            "hardware.dedicated is supported by `posttrain cluster plan` only: in a run, critic and reference model are in the "
+            "learners' processes; remove it, or set both numbers to 0"
+        )
+    if isinstance(recipe, RlRecipe) and recipe.unit_credit is not None and recipe.hardware.rewards.count:
+        raise InputError(
+            "hardware.rewards: `unit_credit` calls the reward model in the learner's process; set "
+            "hardware.rewards.count=0"
+        )
+
+
 def engine_count(recipe: PlacedRecipe, devices: bool) -> int:
     """Number of engine processes. `devices`: whether the cluster has GPUs."""
     if isinstance(recipe, DpoRecipe | RewardRecipe) or recipe.environment is None:

@@ -113,7 +113,7 @@ class SeedRange(BaseConfig):
     start: int | None = Field(None, ge=0)
     """First seed. Null: tasks that are rows of a file are drawn from its rows; seeds of generated tasks start at their usual number."""
     count: int | None = Field(None, ge=1)
-    """Number of seeds. Null: with `start`, all rows of a file from there on; otherwise the usual number."""
+    """Number of seeds; of rows that are drawn to train on, at most. Null: with `start`, all rows of a file from there on; otherwise the usual number."""
 
     def of_generated(self, key: str) -> range:
         """The seeds where tasks are generated. `key`: the recipe key of this section."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.episode import Episode, Outcome, StopReason
+from posttrain.errors import RunError
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe
@@ -171,6 +172,12 @@ class EpisodeEvaluator:
         with self.manager.worker(self.evaluation.sampling, self.factory) as worker:
             result, episodes = evaluate(worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out)
         write_episodes(self.episodes, step, split, episodes, None)
+        if result.failed == result.episodes:
+            task = environment_class(self.environment.type).task_name(self.environment, episodes[0].seed)
+            raise RunError(
+                f"all {result.episodes} evaluation episodes failed, the first on {task}: {episodes[0].failure}; correct the "
+                "environment, its reward or its judge"
+            )
         self.warnings = _warnings(episodes, self.manager.rollout.tokens_per_turn)
         return replace(result, scores=self._ordered(result.scores)).metrics()
 

@@ -24,6 +24,7 @@ from posttrain.training.rollouts import RolloutManager
 from posttrain.training.row_evaluators import LossEvaluator
 from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.supervised import Batches, SampleBatches, train_on
+from posttrain.training.tasks import check_tasks
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
 from posttrain.training.updater import Optimizer, Sample, Updater, samples_of_episodes
 
@@ -62,6 +63,7 @@ def train(
         )
         evaluator = EpisodeEvaluator(manager, evaluation, tasks, recipe.seed, run.episodes, recipe.name)
         evaluators.append(evaluator)
+        warnings += check_tasks(recipe.environment, tasks, True)
         best_by = evaluator.choice(metric if metric != "loss" else None)
         warnings += [text for text in manager.template_warnings() if text not in warnings]
         if recipe.data is not None:

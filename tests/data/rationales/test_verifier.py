@@ -161,12 +161,13 @@ def test_any_procedure_against_doing_the_cases_one_by_one(steps):
 
 
 def test_the_reward_reads_the_policy_of_the_row():
-    assert load_reward("posttrain.data.rationales.verifier:reward").function is reward
+    loaded = load_reward("posttrain.data.rationales.verifier:reward")
+    assert (loaded.function, loaded.columns) == (reward, {"label"})
     assert reward(write(BEST), USED.to_json()) == 1.0
     assert reward("", USED.to_json()) == 0.0
     assert 0 < reward(text(A, B), USED.to_json()) < 1
     with pytest.raises(ValueError, match="no text `label`"):
-        reward(write(BEST))
+        reward(write(BEST), None)
     with pytest.raises(InputError, match="not a policy in JSON"):
         reward(write(BEST), "APPROVE")
 

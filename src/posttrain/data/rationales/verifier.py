@@ -190,7 +190,7 @@ class _Graph:
 _policy = lru_cache(maxsize=1024)(Policy.from_json)
 
 
-def reward(answer: str, label: Any = None) -> float:
+def reward(answer: str, label: Any) -> float:
     """Return the reward of `answer` in [0, 1] (see the module); `label` is the policy of the row as JSON.
 
     ValueError where `label` is not text, InputError where it is not a policy.
@@ -198,7 +198,7 @@ def reward(answer: str, label: Any = None) -> float:
     return _verdict(answer, label).reward
 
 
-def scores(answer: str, label: Any = None) -> dict[str, float]:
+def scores(answer: str, label: Any) -> dict[str, float]:
     """Return the reward as `score`, and the three numbers that it consists of."""
     verdict = _verdict(answer, label)
     parts = ("factual_accuracy", "logical_soundness", "efficiency")

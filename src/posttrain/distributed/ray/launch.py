@@ -28,8 +28,9 @@ from posttrain.planning.workers import (
     living,
     place,
     placed_recipe,
+    refuse_placement,
 )
-from posttrain.recipe.stages import Recipe, RlRecipe
+from posttrain.recipe.stages import Recipe
 from posttrain.runs.directory import RunDirectory
 
 THREADS = 32
@@ -47,7 +48,7 @@ def launch(recipe: Recipe, resume: bool, overwrite: bool, console: Console) -> N
     learners save a checkpoint; a second signal ends the run at once.
     """
     placed = placed_recipe(recipe)
-    _check(placed)
+    refuse_placement(placed)
     assert placed.hardware.ray is not None
     with connected(placed.hardware.ray, placed.hardware) as ray:
         run = ClusterRun(placed, resume, overwrite, console, ray)
@@ -55,20 +56,6 @@ def launch(recipe: Recipe, resume: bool, overwrite: bool, console: Console) -> N
             run.run()
         finally:
             run.close()
-
-
-def _check(recipe: PlacedRecipe) -> None:
-    dedicated = recipe.hardware.dedicated
-    if dedicated.critic or dedicated.reference:
-        raise InputError(
-            "hardware.dedicated is supported by `posttrain cluster plan` only: in a run, critic and reference model are in the "
-            "learners' processes; remove it, or set both numbers to 0"
-        )
-    if isinstance(recipe, RlRecipe) and recipe.unit_credit is not None and recipe.hardware.rewards.count:
-        raise InputError(
-            "hardware.rewards: `unit_credit` calls the reward model in the learner's process; set "
-            "hardware.rewards.count=0"
-        )
 
 
 class ClusterRun:
