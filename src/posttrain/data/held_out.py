@@ -166,7 +166,7 @@ def training_tasks(
     if training.start is not None:
         return [i for i in _given_rows(key, training, len(rows), source) if rows[i].key not in left_out]
     pool = [i for i, row in enumerate(rows) if row.use == "training" and row.key not in left_out]
-    return _drawn(rows, pool, key, training.count)
+    return _drawn(rows, pool, training.count)
 
 
 def _sizes(rows: int, evaluation: EvaluationRecipe, wanted: Mapping[str, int | None]) -> dict[str, int]:
