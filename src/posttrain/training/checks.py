@@ -1,7 +1,7 @@
 """What a run loads before its model, loaded for `--dry-run`: placement, models that are there, rows, tasks, and what scores."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,15 +9,15 @@ from posttrain.data.examples import read_examples
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import Kind
-from posttrain.environments.protocol import Environment
 from posttrain.errors import InputError
 from posttrain.models.load import load_end_tokens, load_tokenizer, on_disk
 from posttrain.planning.dry_run import Played, tasks_of
 from posttrain.planning.workers import placed_recipe, refuse_placement
-from posttrain.recipe.components import environment_class
+from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.data import DataRecipe, PtxRecipe
 from posttrain.recipe.distill import OffPolicyRecipe
 from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.stages import (
     DistillRecipe,
     DpoRecipe,
@@ -30,7 +30,7 @@ from posttrain.recipe.stages import (
 )
 from posttrain.training.completers import read_prompts
 from posttrain.training.rows import FixedRows, check_margins, load_data
-from posttrain.training.tasks import check_tasks, too_long
+from posttrain.training.tasks import check_tasks, parts_of, too_long
 
 Result = TypeVar("Result")
 
@@ -52,8 +52,8 @@ def check_recipe(recipe: Recipe, made: Sequence[Path] = ()) -> list[str]:
     if renderer is not None:
         checks.lines += renderer.warnings()
     checks.rows(recipe, renderer)
-    if isinstance(recipe, Played) and recipe.environment is not None:
-        checks.tasks(recipe, renderer)
+    if isinstance(recipe, Played) and (environment := recipe.environment or evaluated_environment(recipe)) is not None:
+        checks.tasks(recipe, environment, renderer)
     if checks.problems:
         raise InputError("\n".join(dict.fromkeys(checks.problems)))
     return checks.lines
@@ -162,10 +162,9 @@ class _Checks:
         if isinstance(recipe, RewardRecipe):
             self.lines += check_margins(recipe, rows)
 
-    def tasks(self, recipe: Played, renderer: Renderer | None) -> None:
+    def tasks(self, recipe: Played, environment: EnvironmentRecipe, renderer: Renderer | None) -> None:
         """Tasks, the functions and judges that score them, and how the chat template renders the first."""
-        environment = recipe.environment
-        assert environment is not None
+        evaluated = recipe.evaluation.environment
         key = (environment.rows_key or "").removeprefix("environment.")
         if key and any(self.is_later(source.path) for source in getattr(environment, key)):
             return
@@ -175,14 +174,16 @@ class _Checks:
         self.lines.append(str(tasks))
         other_reward = isinstance(recipe, DistillRecipe | SftRecipe) or recipe.reward is not None
         other_reward = other_reward or (isinstance(recipe, RlRecipe) and recipe.teacher is not None)
-        self.lines += self.run(lambda: check_tasks(environment, tasks, other_reward)) or []
-        first = next(seed for part in (tasks.training, *tasks.held_out) for seed in part)
+        self.lines += self.run(lambda: check_tasks(environment, tasks, other_reward, evaluated)) or []
         if renderer is not None:
-            self.run(lambda: _render(environment_class(environment.type)(environment), first, renderer))
+            for one, _, training, held_out in parts_of(environment, tasks, evaluated):
+                first = next(seed for seeds in (training, *held_out) for seed in seeds)
+                self.run(partial(_render, one, first, renderer))
             if not isinstance(recipe, SftRecipe):
-                found = self.run(lambda: too_long(environment, recipe.rollout, renderer, tasks))
+                found = self.run(lambda: too_long(environment, recipe.rollout, renderer, tasks, evaluated))
                 self.lines += found[1] if found is not None else []
 
 
-def _render(environment: Environment, seed: int, renderer: Renderer) -> None:
-    renderer.prompt(environment.reset(seed).messages, environment.primer)
+def _render(environment: EnvironmentRecipe, seed: int, renderer: Renderer) -> None:
+    made = environment_class(environment.type)(environment)
+    renderer.prompt(made.reset(seed).messages, made.primer)

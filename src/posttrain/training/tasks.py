@@ -23,7 +23,7 @@ def check_tasks(
         InputError: a task cannot be played, or nothing rewards the answers.
     """
     warnings = []
-    for one, key, training, held_out in _parts(environment, tasks, evaluated):
+    for one, key, training, held_out in parts_of(environment, tasks, evaluated):
         kind = environment_class(one.type)
         if not reward_model and not kind.has_reward(one):
             raise InputError(
@@ -37,7 +37,7 @@ def check_tasks(
 Part = tuple[EnvironmentRecipe, str, Sequence[int], Sequence[Sequence[int]]]
 
 
-def _parts(environment: EnvironmentRecipe, tasks: TaskSplit, evaluated: EnvironmentRecipe | None) -> list[Part]:
+def parts_of(environment: EnvironmentRecipe, tasks: TaskSplit, evaluated: EnvironmentRecipe | None) -> list[Part]:
     """(environment, its recipe key, training seeds, held-out seeds) of the environments of a run."""
     if evaluated is None:
         return [(environment, "environment", tasks.training, tasks.held_out)]
@@ -71,7 +71,7 @@ def too_long(
         InputError: no seed of a part is left, or any is too long and the environment is `strict`.
     """
     found, warnings = [], []
-    for one, _, training, held_out in _parts(environment, tasks, evaluated):
+    for one, _, training, held_out in parts_of(environment, tasks, evaluated):
         seeds, messages = _too_long(one, rollout, renderer, [training, *held_out])
         found.append(seeds)
         warnings += messages
