@@ -20,6 +20,7 @@ from posttrain.errors import InputError
 from posttrain.planning.dry_run import tasks_of
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.pipeline import ConvertRecipe, PipelineRecipe, PipelineStage
+from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import thinking_differs
@@ -168,11 +169,12 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
             running.add(stage.name)
         else:
             lines.append(f"stage {stage.name}: finished, nothing has changed")
-        if isinstance(stage.recipe, ConvertRecipe):
-            continue
         for name in stage.inputs:
+            origin = earlier[name]
+            if isinstance(stage.recipe, ConvertRecipe) or isinstance(origin, ConvertRecipe):
+                continue
             path = str(pipeline.directory / name / "model")
-            differences = thinking_differs(stage.recipe, path, earlier[name].model_dump(mode="json"), f"stage {name}")
+            differences = thinking_differs(stage.recipe, path, origin.model_dump(mode="json"), f"stage {name}")
             lines += [f"stage {stage.name}: warning: {warning}" for warning in differences]
     return lines
 
@@ -418,8 +420,8 @@ def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:
             if row.policy in ("random policy", "optimal policy"):
                 baselines[row.policy] = row
             elif row.policy != START:
-                title = stage.name if stage.recipe.stage == "evaluate" else f"after {stage.name}"
-                rows.append(replace(row, policy=title))
+                name = stage.name if stage.recipe.stage == "evaluate" else f"after {stage.name}"
+                rows.append(replace(row, policy=name))
             elif not rows:
                 rows.append(replace(row, policy=f"after {stage.upstream}" if stage.upstream else UNTRAINED))
     first = [baselines["random policy"]] if "random policy" in baselines else []
@@ -432,7 +434,7 @@ def _finished(pipeline: PipelineRecipe) -> list[PipelineStage]:
 
 def _environment(stage: PipelineStage) -> tuple[EnvironmentRecipe, Sequence[int]] | None:
     """Return the environment and the seeds of the stage's final table; None for a stage without an environment."""
-    environment = getattr(stage.recipe, "environment", None)
+    environment = evaluated_environment(stage.recipe)
     if environment is None:
         return None
     return environment, tasks_of(stage.recipe).test  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.rollout import SeedRange
+from posttrain.recipe.rollout import SeedRange, evaluated_environment
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import duration, read_metrics
 from posttrain.runs.tables import UNIMPROVED, Table, markdown_table, score_table
@@ -112,7 +112,8 @@ def _data(recipe: "Recipe") -> list[tuple[str, str]]:
             names = "validation rows" if data.test or data.held_out == 1 else "validation and test rows"
             share = f"{100 * data.held_out:g}%" if isinstance(data.held_out, float) else str(data.held_out)
             rows.append((names, f"{share} held out of the training rows"))
-    if recipe.stage == "reward" or recipe.stage == "dpo" or recipe.environment is None:
+    environment = evaluated_environment(recipe)
+    if recipe.stage == "reward" or recipe.stage == "dpo" or environment is None:
         return rows
     ranges = {"held-out seeds of the table": ("evaluation.final_seeds", recipe.evaluation.final_seeds)}
     if recipe.stage != "evaluate":
@@ -121,9 +122,15 @@ def _data(recipe: "Recipe") -> list[tuple[str, str]]:
         ranges["training seeds"] = ("seeds", recipe.seeds)
     if recipe.stage == "sft" and data is None:
         ranges["training seeds"] = ("experts.seeds", recipe.experts.seeds)
-    rows_key = recipe.environment.rows_key
-    seeds = [(name, _seeds(key, part, rows_key)) for name, (key, part) in ranges.items()]
-    return [*rows, ("environment", f"`{recipe.environment.type}`"), *_reward_model(recipe), *seeds]
+    trained = recipe.environment or environment
+    keys = {"training seeds": trained.rows_key}
+    seeds = [(name, _seeds(key, part, keys.get(name, environment.rows_key))) for name, (key, part) in ranges.items()]
+    played = [("environment", f"`{trained.type}`")]
+    if trained != environment:
+        played.append(
+            ("environment of the evaluations", f"`{environment.type}`, at most {environment.max_turns} turns")
+        )
+    return [*rows, *played, *_reward_model(recipe), *seeds]
 
 
 def _seeds(key: str, seeds: SeedRange, rows_key: str | None) -> str:

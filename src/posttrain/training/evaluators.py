@@ -58,7 +58,9 @@ class WorkerSource(Protocol):
     rollout: RolloutRecipe
     model_name: str
 
-    def worker(self, sampling: SamplingRecipe) -> AbstractContextManager[EpisodeWorker[Any]]: ...
+    def worker(
+        self, sampling: SamplingRecipe, environment: EnvironmentFactory | None = None
+    ) -> AbstractContextManager[EpisodeWorker[Any]]: ...
 
 
 class EpisodeEvaluator:
@@ -88,7 +90,10 @@ class EpisodeEvaluator:
             left_out: held-out seeds that are not played.
         """
         self.manager = manager
-        self.environment = manager.environment.recipe
+        self.factory = manager.environment
+        if evaluation.environment is not None:
+            self.factory = EnvironmentFactory(evaluation.environment)
+        self.environment = self.factory.recipe
         self.evaluation = evaluation
         self.tasks = tasks
         self.seed = seed
@@ -163,7 +168,7 @@ class EpisodeEvaluator:
         return []
 
     def _play(self, seeds: Sequence[int], step: int, split: Split) -> dict[str, Any]:
-        with self.manager.worker(self.evaluation.sampling) as worker:
+        with self.manager.worker(self.evaluation.sampling, self.factory) as worker:
             result, episodes = evaluate(worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out)
         write_episodes(self.episodes, step, split, episodes, None)
         self.warnings = _warnings(episodes, self.manager.rollout.tokens_per_turn)

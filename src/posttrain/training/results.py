@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from posttrain.recipe.rollout import evaluated_environment
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.report import is_unimproved, write_report
@@ -37,7 +38,7 @@ def draw_plots(run: RunDirectory) -> None:
     from posttrain.view import trajectories
 
     plots.draw_plots(run)
-    trajectories.draw_run(run, getattr(run.load_recipe(), "environment", None))
+    trajectories.draw_run(run, evaluated_environment(run.load_recipe()))
 
 
 def write_tables(run: RunDirectory, evaluators: Sequence[Evaluator]) -> list[Table]:

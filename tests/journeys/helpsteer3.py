@@ -1,0 +1,167 @@
+"""The journey of docs/helpsteer3.md: from the published files to a reward model and a policy, in one command."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.helpsteer3_rows import preference_row, write_split
+from posttrain.runs.metrics import read_metrics
+from tests.conftest import save_tiny_model
+from tests.journeys import commands, dry, place_model, place_recipes, run, with_values
+
+PAGE = "docs/helpsteer3.md"
+SMALL = "On a small machine"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""A chat template with the switch of Qwen3."""
+ROWS, VALIDATION = 60, 24
+SMALLER = {
+    "stages.reward.steps": 30,
+    "stages.reward.rows_per_update": 4,
+    "stages.reward.data.held_out": 8,
+    "stages.reward.optimizer.warmup_updates": 2,
+    "stages.reward.optimizer.learning_rate": 2e-2,
+    "stages.reward.evaluation.every": 10,
+    "stages.rl.steps": 3,
+    "stages.rl.rollout.tokens_per_turn": 12,
+    "stages.rl.rollout.tokens_per_episode": 160,
+    "stages.rl.evaluation.every": 2,
+    "stages.rl.evaluation.seeds.count": 4,
+    "stages.rl.evaluation.final_seeds.start": 4,
+    "stages.rl.evaluation.final_seeds.count": 6,
+    "stages.rl.seeds.start": 10,
+    "stages.rl.seeds.count": 30,
+}
+"""Keys of the small command with values for a tiny model and a few rows."""
+
+
+def rows(start, count):
+    """Rows of all kinds: the better answer names the place that was asked for; some are neutral or in another language."""
+    made = []
+    for number in range(start, start + count):
+        context = [{"role": "user", "content": f"Case {number}: which place has {number % 7} boats?"}]
+        if number % 6 == 5:
+            context += [
+                {"role": "assistant", "content": "Do you mean the lake?"},
+                {"role": "user", "content": "Yes, the lake."},
+            ]
+        more = {"domain": "stem" if number % 3 else "general", "language": "german" if number % 10 == 4 else "english"}
+        strength = 0 if number % 10 == 7 else 1 + number % 3
+        better, worse = f"Goal, the lake with {number % 7} boats.", "Holes Holes Holes."
+        made.append(preference_row(context, better, worse, number % 2 == 0, strength, "it names the place.", **more))
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder with the recipes, the published files, and a tiny model under the name of the real one."""
+    monkeypatch.chdir(tmp_path)
+    place_recipes(tmp_path)
+    place_model(tmp_path, "Qwen/Qwen3-8B", "qwen3")
+    (tmp_path / "Qwen/Qwen3-8B/chat_template.jinja").write_text(TEMPLATE)
+    write_split(tmp_path / "HelpSteer3/preference/train.jsonl.gz", rows(0, ROWS))
+    write_split(tmp_path / "HelpSteer3/preference/validation.jsonl.gz", rows(1000, VALIDATION))
+    # Another part of the published repository, which must not be read.
+    write_split(tmp_path / "HelpSteer3/feedback/train.jsonl.gz", [{"context": [], "feedback": ["other"]}])
+    return tmp_path
+
+
+def usable(made):
+    return [row for row in made if row["language"] == "english" and row["overall_preference"]]
+
+
+def read_lines(file):
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
+
+
+def test_the_commands_of_the_page_resolve(folder):
+    shown = commands(PAGE)
+    assert [command for command in shown if "pipeline.yaml data=HelpSteer3" in command and "name=" not in command]
+    for command in shown:
+        if command.startswith("posttrain pipeline"):
+            said = run(dry(command))
+            assert f"pairs_train.jsonl: {ROWS} rows read, {len(usable(rows(0, ROWS)))} to write" in said
+            assert "stage rl: would run (not run yet)" in said
+            assert "warning:" not in said
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.figures
+def test_the_small_command_makes_what_the_author_names(folder):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    tiny = save_tiny_model(folder / "tiny")
+    (command,) = commands(PAGE, SMALL)
+    command = with_values(command, {**SMALLER, "common.model.path": tiny, "common.model.dtype": "float32"})
+    said = run(command)
+    runs = folder / "runs" / "helpsteer3-small"
+
+    # The pairs: English, not neutral, the better answer chosen.
+    expected = usable(rows(0, ROWS))
+    pairs = read_lines(runs / "data/pairs_train.jsonl")
+    assert len(pairs) == len(expected)
+    assert all(pair["chosen"][-1]["content"].startswith("Goal") for pair in pairs)
+    assert [pair["margin"] for pair in pairs] == [abs(row["overall_preference"]) for row in expected]
+    assert len(read_lines(runs / "data/pairs_validation.jsonl")) == len(usable(rows(1000, VALIDATION)))
+    english = [row for row in rows(0, ROWS) if row["language"] == "english"]
+    prompts = read_lines(runs / "data/prompts.jsonl")
+    assert sorted(p["context_messages"][0]["content"] for p in prompts) == sorted(
+        r["context"][0]["content"] for r in english
+    )
+    assert "skipped: neutral preference" in (runs / "data/report.md").read_text()
+
+    # The reward model loads in transformers and scores chosen answers higher.
+    model = AutoModelForSequenceClassification.from_pretrained(runs / "reward/model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(runs / "reward/model")
+    assert model.config.num_labels == 1
+
+    def score(messages):
+        ids = torch.tensor([tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)])
+        with torch.no_grad():
+            return model(input_ids=ids).logits[0, 0].item()
+
+    held_out = read_lines(runs / "data/pairs_validation.jsonl")
+    right = [score(pair["chosen"]) > score(pair["rejected"]) for pair in held_out]
+    assert sum(right) / len(right) > 0.9
+    report = (runs / "reward/report.md").read_text()
+    assert "accuracy" in report
+    assert "stem" in report
+    assert "scored pairs" in report
+
+    # The policy loads, and its training was paid by that reward model.
+    assert AutoModelForCausalLM.from_pretrained(runs / "rl/model").config.vocab_size == len(tokenizer)
+    trained = [line for line in read_metrics(runs / "rl/metrics.jsonl") if line["kind"] == "train"]
+    assert [line["step"] for line in trained] == [1, 2, 3]
+    assert all(line["kl/coefficient"] == 0.05 for line in trained)
+    for stage in ("reward", "rl"):
+        assert (runs / stage / "lineage.json").is_file()
+        assert list((runs / stage / "plots").glob("*.png"))
+    assert "| trained" in (runs / "report.md").read_text() or "after rl" in (runs / "report.md").read_text()
+    assert "report: runs/helpsteer3-small/report.md" in said
+
+    # Again: nothing is left to do. Other rows: everything follows.
+    done = [f"stage {name}: finished, nothing has changed" for name in ("data", "reward", "rl")]
+    assert "\n".join(done) in run(command)
+    write_split(folder / "HelpSteer3/preference/train.jsonl.gz", rows(0, ROWS - 1))
+    planned = run(dry(command))
+    assert "stage data: would run (the data has changed)" in planned
+    assert "stage reward: would run if data makes different files" in planned
+
+    # The policy answers prompts.
+    (generate,) = [command for command in commands(PAGE) if command.startswith("posttrain generate")]
+    values = {
+        "data.test": runs / "data/prompts.jsonl",
+        "data.max_rows": 3,
+        "model.path": runs / "rl/model",
+        "model.dtype": "float32",
+        "rollout.tokens_per_turn": 8,
+    }
+    run(with_values(generate, values))
+    assert len(read_lines("answers.jsonl")) == 3
