@@ -67,7 +67,8 @@ def test_a_reasoning_model_gets_the_fields_it_takes(file, capsys):
             assert re.search(
                 rf"status 400: .*'{name}'.* sampling.temperature to null and token_limit_field", kept[0]["failure"]
             )
-        server.requests.clear()
+    # Another server: requests to the one that was given up may still arrive.
+    with serving(points, reasoning=True) as server:
         assert main(words(file, server, *chosen, *field)) == 0
         assert len(server.requests) == 12
         assert {"temperature", "max_tokens"}.isdisjoint(server.requests[0])

@@ -23,7 +23,8 @@ MODEL = "Qwen/Qwen3-4B-Thinking-2507"
 LINE = "\n\n~/~/~/~/~/~/~/~/~/~/~/~\n\n"
 FIRST = ("Ada", "Bruno", "Carla", "Daniel", "Elif", "Farid", "Greta", "Hana", "Ivo", "Jonna", "Kofi", "Lena")
 CITIES = ("Bern", "Oslo", "Bern", "Turin")
-STEPS = 3
+STEPS, GROUPS = 3, 8
+"""What the page advises for a first try."""
 PAID = (0.0, 0.05, 0.0875, 0.1125, 0.125)
 """The sum of the rewards of code after so many messages with code."""
 MESSAGES = (
@@ -125,7 +126,7 @@ def own_recipe(url):
     assert set(values) == {"environment", "steps", "rollout"}
     assert set(values["rollout"]) == {"groups_per_step"}
     values["environment"]["judge"]["url"] = url
-    return values | {"steps": STEPS, "rollout": {"groups_per_step": 4}}
+    return values | {"steps": STEPS, "rollout": {"groups_per_step": GROUPS}}
 
 
 def page_commands():
@@ -205,7 +206,7 @@ def check_rewards(trained):
         if stored.split != "train":
             continue
         episodes = read_episodes(stored.path).episodes
-        assert len(episodes) == 16
+        assert len(episodes) == 4 * GROUPS
         for episode in episodes:
             code = sum("<python>" in turn.answer for turn in episode.turns)
             looked = "read_file" in episode.turns[0].answer
@@ -213,7 +214,7 @@ def check_rewards(trained):
             expected = episode.success + 0.1 * looked + PAID[min(code, 4)] - 0.1 * (not replied)
             assert episode.total_reward == pytest.approx(expected)
             returns.append(episode.total_reward)
-    assert len(returns) == 16 * STEPS
+    assert len(returns) == 4 * GROUPS * STEPS
     assert len(set(returns)) > 3
 
 
