@@ -19,7 +19,7 @@ LAYERS = [
     {"rollout"},
     {"training", "evaluation", "distributed.ray", "view"},
     {"stages", "pipelines", "tune"},
-    {"verbs", "result"},
+    {"verbs", "result", "documents"},
     {"cli", "posttrain"},
 ]
 """Packages and top-level modules, the lowest layer first. A package may import its own layer and those below.

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from posttrain.verbs import distill as distill
     from posttrain.verbs import dpo as dpo
     from posttrain.verbs import evaluate as evaluate
+    from posttrain.verbs import evaluate_checkpoints as evaluate_checkpoints
     from posttrain.verbs import generate as generate
     from posttrain.verbs import pipeline as pipeline
     from posttrain.verbs import reward as reward
@@ -82,6 +83,7 @@ _PUBLIC = {
     "distill": "posttrain.verbs",
     "dpo": "posttrain.verbs",
     "evaluate": "posttrain.verbs",
+    "evaluate_checkpoints": "posttrain.verbs",
     "generate": "posttrain.verbs",
     "load_dataset": "posttrain.data.examples",
     "make_env": "posttrain.environments.make",

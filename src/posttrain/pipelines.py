@@ -8,6 +8,8 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,13 @@ from posttrain.errors import InputError
 from posttrain.planning.dry_run import tasks_of
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.pipeline import ConvertRecipe, PipelineRecipe, PipelineStage
+from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import LOGGED_IN
+from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import thinking_differs
 from posttrain.runs.directory import write_atomically
-from posttrain.runs.tables import PolicyRow, policy_tables, read_policies, read_tables
+from posttrain.runs.evaluated import evaluated_checkpoints, evaluated_run
+from posttrain.runs.tables import PolicyRow, evaluated_table, policy_tables, read_policies, read_tables
 from posttrain.stages import run_stage
 from posttrain.training.evaluators import START
 
@@ -87,6 +92,32 @@ def _convert(recipe: ConvertRecipe, directory: Path, console: Console) -> None:
     write_atomically(directory / "report.md", f"# {recipe.name}\n\nSource: {recipe.source or 'the hub'}\n\n{listed}\n")
 
 
+def evaluate_checkpoints(recipe: EvaluateRecipe) -> PipelineRecipe:
+    """Return the evaluations of all checkpoints at `recipe.model.path` as a pipeline, one stage for each.
+
+    The path is a run, or a pattern of checkpoints such as `runs/run/checkpoints/step_00001*`. InputError if there are none.
+    """
+    path = recipe.model.path
+    pattern = f"{path}/checkpoints/step_*" if (Path(path) / "checkpoints").is_dir() else path
+    folders = [Path(found) for found in sorted(glob(pattern))]
+    models = {folder: folder / "policy" if (folder / "policy").is_dir() else folder for folder in folders}
+    models = {folder: model for folder, model in models.items() if list(model.glob("*config.json"))}
+    if not models:
+        raise InputError(
+            f"model.path {path}: --all found no checkpoints; name a run with checkpoints, or a pattern in quotes, such as "
+            "'runs/run/checkpoints/step_*'"
+        )
+    alone = len({folder.name for folder in models}) == len(models)
+    stages = []
+    for folder, model in models.items():
+        # RUN/checkpoints/step_N of several runs
+        name = folder.name if alone else f"{folder.parents[1].name}-{folder.name}"
+        values = {"model": recipe.model.model_copy(update={"path": str(model)}), "name": name}
+        values["runs"] = str(Path(recipe.runs) / recipe.name)
+        stages.append(PipelineStage(name=name, recipe=recipe.model_copy(update=values)))
+    return PipelineRecipe(name=recipe.name, runs=recipe.runs, stages=stages)
+
+
 # -- planning ---------------------------------------------------------------------------------------------------------
 
 
@@ -138,11 +169,12 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
             running.add(stage.name)
         else:
             lines.append(f"stage {stage.name}: finished, nothing has changed")
-        if isinstance(stage.recipe, ConvertRecipe):
-            continue
         for name in stage.inputs:
+            origin = earlier[name]
+            if isinstance(stage.recipe, ConvertRecipe) or isinstance(origin, ConvertRecipe):
+                continue
             path = str(pipeline.directory / name / "model")
-            differences = thinking_differs(stage.recipe, path, earlier[name].model_dump(mode="json"), f"stage {name}")
+            differences = thinking_differs(stage.recipe, path, origin.model_dump(mode="json"), f"stage {name}")
             lines += [f"stage {stage.name}: warning: {warning}" for warning in differences]
     return lines
 
@@ -238,7 +270,11 @@ def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
         for file in _converted(pipeline, name):
             recipe = _replace_path(recipe, str(pipeline.directory / name / file), f"{file} of {name}")
     if stage.upstream is None and Path(stage.recipe.model.path).exists():
-        inputs[f"the model {stage.recipe.model.path}"] = _digest(_files(Path(stage.recipe.model.path), digests=False))
+        model = Path(stage.recipe.model.path)
+        # Files of two checkpoints have the same sizes, and a checkpoint has digests of its own.
+        sealed = _read(model.parent / "manifest.json").get("files", {})
+        policy = {name: digest for name, digest in sealed.items() if name.startswith(f"{model.name}/")}
+        inputs[f"the model {stage.recipe.model.path}"] = _digest(policy or _files(model, digests=False))
     for path in _texts({key: value for key, value in recipe.items() if key != "out"}):
         if path.split(":")[0] != path and not Path(path).exists():
             path = path.split(":")[0]
@@ -341,11 +377,23 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     for stage in _finished(pipeline):
         stage_tables = read_tables(pipeline.directory / stage.name)
         tables += [replace(table, title=f"{stage.name}: {table.title}") for table in stage_tables if not table.played]
+    evaluated = [
+        evaluated_run(pipeline.directory / one.name) for one in _finished(pipeline) if one.recipe.stage == "evaluate"
+    ]
+    groups = evaluated_checkpoints(evaluated)
+    scores = [evaluated_table(name, lines) for name, lines in groups.items()]
+    tables += [table for table in scores if table is not None]
     if not tables:
         return None
+    figures: list[Path] = []
+    if groups and find_spec("matplotlib") is not None:
+        from posttrain.runs.plots import draw_evaluated
+
+        figures = draw_evaluated(groups, pipeline.directory / "plots")
     links = [f"- [{stage.name}]({stage.name}/report.md)" for stage in pipeline.stages]
     parts = [f"# {pipeline.name}"]
     parts += [f"## {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in tables]
+    parts += [f"![{figure.stem}](plots/{figure.name})" for figure in figures]
     report = pipeline.directory / "report.md"
     write_atomically(report, "\n\n".join([*parts, "## Stages", "\n".join(links)]) + "\n")
     for table in tables:
@@ -372,7 +420,8 @@ def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:
             if row.policy in ("random policy", "optimal policy"):
                 baselines[row.policy] = row
             elif row.policy != START:
-                rows.append(replace(row, policy=f"after {stage.name}"))
+                name = stage.name if stage.recipe.stage == "evaluate" else f"after {stage.name}"
+                rows.append(replace(row, policy=name))
             elif not rows:
                 rows.append(replace(row, policy=f"after {stage.upstream}" if stage.upstream else UNTRAINED))
     first = [baselines["random policy"]] if "random policy" in baselines else []
@@ -385,7 +434,7 @@ def _finished(pipeline: PipelineRecipe) -> list[PipelineStage]:
 
 def _environment(stage: PipelineStage) -> tuple[EnvironmentRecipe, Sequence[int]] | None:
     """Return the environment and the seeds of the stage's final table; None for a stage without an environment."""
-    environment = getattr(stage.recipe, "environment", None)
+    environment = evaluated_environment(stage.recipe)
     if environment is None:
         return None
     return environment, tasks_of(stage.recipe).test  # type: ignore[arg-type]

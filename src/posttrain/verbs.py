@@ -17,7 +17,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import Layer, read_file
-from posttrain.recipe.stages import Recipe
+from posttrain.recipe.stages import EvaluateRecipe, Recipe
 from posttrain.result import Result
 from posttrain.runs.directory import RunDirectory
 
@@ -142,6 +142,27 @@ def evaluate(
     posttrain.evaluate(environment={"type": "frozen_lake"}, model={"path": "runs/run/model"}).evaluation
     """
     return _run("evaluate", recipe, overrides, (), resume, overwrite, console, reward)
+
+
+def evaluate_checkpoints(
+    *recipe: RecipeLike, overwrite: bool = False, console: "Console | None" = None, **overrides: Any
+) -> dict[str, Result]:
+    """Evaluate all checkpoints of the run at `model.path`, or those that match it as a pattern.
+
+    Writes `report.md` with the scores by checkpoint, and figures of them. Finished evaluations that have not changed are not
+    run again.
+
+        posttrain.evaluate_checkpoints(environment={"type": "frozen_lake"}, model={"path": "runs/run"}, name="scores")
+
+    Returns:
+        The name of each checkpoint -> the result of its evaluation. Other arguments and errors are those of `evaluate`.
+    """
+    from posttrain import pipelines
+
+    typed = read_recipe("evaluate", *recipe, **overrides)
+    assert isinstance(typed, EvaluateRecipe)
+    runs = pipelines.run_pipeline(pipelines.evaluate_checkpoints(typed), overwrite=overwrite, console=console)
+    return {path.name: Result.open(path) for path in runs}
 
 
 def generate(

@@ -32,6 +32,7 @@ from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import Scored, score
+from posttrain_memory.worlds.task import KINDS
 from posttrain_memory.worlds.updates import is_forgotten
 
 JUDGE = "judge"
@@ -53,6 +54,7 @@ class Memory(Environment):
 
     Recipe = MemoryRecipe
     scripted_baselines = tuple(name for name in BASELINE_POLICIES if name != "random")
+    score_order = (*KINDS, NOTES, ASKED_AFTER, JUDGE)
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         super().__init__(recipe)
@@ -61,6 +63,7 @@ class Memory(Environment):
         self._judge = self.recipe.judge
         if self._judge is not None:
             check_judge(self._judge)
+            self.blocking = True
 
     @classmethod
     def _without_judge(cls, recipe: MemoryRecipe) -> "Memory":
@@ -73,6 +76,8 @@ class Memory(Environment):
         """Load the vault of `seed` and ask its question."""
         given = assignment(self.recipe, seed)
         self._kind = given.task.kind
+        self._share = 0.5 if self.recipe.follow_up and given.task.follow_up is not None else 1.0
+        """Share of the reward that each conversation of the episode contributes."""
         self._updated: Scored | None = None
         """The score of the update, while its follow-up is under way."""
         self._judged: list[float] = []
@@ -84,7 +89,7 @@ class Memory(Environment):
     def _start_conversation(self, given: Assignment) -> list[Message]:
         """Start a conversation about the current vault; returns its first messages."""
         self._assignment = given
-        self._turns = 0
+        self._turns = self._blocks = 0
         task = given.task
         question, rules = split_question(task.question)
         self._session = ToolSession(
@@ -113,6 +118,8 @@ class Memory(Environment):
             reward = self.recipe.rejected
             messages = [refusal(parsed.reason, left)]
         elif left:
+            reward = self._share * self.recipe.weights.code_reward(self._blocks)
+            self._blocks += 1
             messages = [self._session.run(parsed.code)]
             messages = [with_last_turn_notice(messages[0])] if left == 1 else messages
         if not left:
@@ -144,20 +151,25 @@ class Memory(Environment):
         info |= {"parts": dict(scored.parts), "faults": list(scored.faults), "variant": task.variant, "hops": task.hops}
         if reply is not None and self._session.redact(reply) != reply:
             info["withheld"] = True
-        if self.recipe.follow_up and task.follow_up is not None:
+        if self._share < 1 and task.follow_up is not None:
             self._updated, self._grounded = scored, is_forgotten(task, after)
             messages = self._start_conversation(Assignment(task.follow_up, after))
             return Step(
-                messages, reward + scored.total / 2, terminated=False, truncated=False, info=info, new_conversation=True
+                messages,
+                reward + self._share * scored.total,
+                terminated=False,
+                truncated=False,
+                info=info,
+                new_conversation=True,
             )
         self._assignment = None
-        success, halves, paid = scored.success, {}, scored.total
+        success, halves = scored.success, {}
         if self._updated is not None:
-            success, paid = self._updated.success and scored.success, scored.total / 2
+            success = self._updated.success and scored.success
             halves = {NOTES: float(self._updated.success), ASKED_AFTER: float(scored.success)}
         judged = {JUDGE: sum(self._judged) / len(self._judged)} if self._judged else {}
         info |= {"success": success, "scores": {self._kind: float(success), **halves, **judged}}
-        return Step([], reward + paid, reply is not None, reply is None, info)
+        return Step([], reward + self._share * scored.total, reply is not None, reply is None, info)
 
     def expert(self) -> str:
         """The next message of the scripted solution: code, or finally the reply."""

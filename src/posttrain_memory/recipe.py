@@ -88,14 +88,14 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
             raise ValueError("`weights.judge` requires `judge`")
         rejected = (self.max_turns - 1) * (2 if self.follow_up else 1)
         least = weights.success - weights.turns_at_most - weights.judge + self.rejected * rejected
-        most = weights.partial + weights.check_first
-        half = (weights.success + weights.check_first + most) / 2
+        most = weights.partial + weights.form
+        half = (weights.success + weights.form + most) / 2
         if self.follow_up and least <= half:
             judged = " with judge score 0" if weights.judge else " after rejected messages"
             raise ValueError(
                 f"a successful episode could earn as little as {least:g}{judged}, and one that is half wrong as "
-                f"much as {half:g}; lower `weights.partial`, `weights.check_first`, `weights.judge` or `max_turns`, or "
-                "move `rejected` towards 0"
+                f"much as {half:g}; lower `weights.partial`, `weights.check_first`, `weights.code`, `weights.judge` or "
+                "`max_turns`, or move `rejected` towards 0"
             )
         if least <= most:
             raise ValueError(

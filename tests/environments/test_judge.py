@@ -13,6 +13,7 @@ from posttrain.environments.judge import JudgeFailure, judge_client, judge_promp
 from posttrain.environments.untrusted import sanitize
 from posttrain.errors import InputError
 from posttrain.recipe.judge import JudgeRecipe
+from tests.evaluation.judge_server import serving
 from tests.listening import listening
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -22,6 +23,29 @@ def _completion(text, reason="stop"):
     choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant", "content": text}}
     body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
     return 200, json.dumps(body)
+
+
+@pytest.mark.parametrize(
+    ("keys", "refused"),
+    [
+        ({}, "temperature"),
+        ({"sampling": {"temperature": None}, "max_tokens": 50}, "max_tokens"),
+        ({"sampling": {"temperature": None, "reasoning_effort": "high"}}, None),
+        (
+            {"sampling": {"temperature": None}, "max_tokens": 50, "token_limit_field": "max_completion_tokens"},
+            None,
+        ),
+    ],
+)
+def test_a_reasoning_model_judges_where_no_rejected_field_is_sent(keys, refused):
+    with serving(lambda frames, number: {"reason": "so", "score": 7}, reasoning=True) as server:
+        judge = JudgeRecipe.model_validate({"url": server.url, "model": "o3", "rubric": "right", **keys})
+        if refused is None:
+            assert judge_score(judge, MESSAGES, "4") == 0.7
+            return
+        with pytest.raises(JudgeFailure, match=rf"status 400.*'{refused}'.*set sampling.temperature to null") as error:
+            judge_score(judge, MESSAGES, "4")
+    assert not error.value.unreadable
 
 
 class _Server(ThreadingHTTPServer):

@@ -40,22 +40,46 @@ def framed(messages):
     return found, system.replace(mark, "MARK"), around
 
 
+def refused(asked):
+    """What OpenAI answers where a request to a reasoning model such as o3 has a field that it does not take; else None."""
+    without = ("max_tokens", "top_p", "stop", "logprobs", "presence_penalty", "frequency_penalty")
+    if asked.get("temperature", 1) != 1:
+        name, code = "temperature", "unsupported_value"
+        said = f"Unsupported value: 'temperature' does not support {asked[name]} with this model. Only the default (1) value is supported."
+    elif name := next((name for name in without if name in asked), None):
+        instead = " Use 'max_completion_tokens' instead." if name == "max_tokens" else ""
+        said, code = (
+            f"Unsupported parameter: '{name}' is not supported with this model.{instead}",
+            "unsupported_parameter",
+        )
+    elif asked.get("reasoning_effort", "low") not in ("low", "medium", "high"):
+        name, code = "reasoning_effort", "invalid_value"
+        said = f"Invalid value: '{asked[name]}'. Supported values are: 'low', 'medium', and 'high'."
+    else:
+        return None
+    error = {"message": said, "type": "invalid_request_error", "param": name, "code": code}
+    return Trouble(400, json.dumps({"error": error}))
+
+
 class Server(ThreadingHTTPServer):
-    """`rule` gets the frames by name and the number of the request; it gives JSON values, text, or a Trouble."""
+    """`rule` gets the frames by name and the number of the request; it gives JSON values, text, or a Trouble.
+
+    A `reasoning` server refuses the fields that o3 refuses.
+    """
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, rule):
+    def __init__(self, rule, reasoning=False):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.rule, self.requests, self.times, self.lock = rule, [], [], threading.Lock()
+        self.rule, self.reasoning, self.requests, self.times, self.lock = rule, reasoning, [], [], threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
 
 @contextmanager
-def serving(rule):
+def serving(rule, reasoning=False):
     """A server that is there inside."""
-    with listening(Server(rule)) as made:
+    with listening(Server(rule, reasoning)) as made:
         yield made
 
 
@@ -66,7 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.requests.append({**asked, "authorization": self.headers["Authorization"]})
             self.server.times.append(time.monotonic())
             number = len(self.server.requests)
-        answer = self.server.rule(dict(framed(asked["messages"])[0]), number)
+        answer = refused(asked) if self.server.reasoning else None
+        answer = answer or self.server.rule(dict(framed(asked["messages"])[0]), number)
         if isinstance(answer, Trouble):
             time.sleep(answer.seconds)
             status, body, headers = answer.status, answer.body, answer.headers

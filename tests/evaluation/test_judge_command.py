@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,37 @@ def words(file, server, *more, rubric="efficiency"):
 
 def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_reasoning_model_gets_the_fields_it_takes(file, capsys):
+    bare = ["--sampling", "temperature=null"]
+    chosen = [*bare, "--sampling", "reasoning_effort=low", "--max-tokens", "99"]
+    field = ["--token-limit-field", "max_completion_tokens"]
+    with serving(points, reasoning=True) as server:
+        for more, name in (
+            ([], "temperature"),
+            (chosen, "max_tokens"),
+            ([*chosen, *field, "--sampling", "reasoning_effort=most"], "most"),
+        ):
+            assert main(words(file, server, *more)) == 1
+            kept = records(file.with_name("made.efficiency.jsonl"))
+            assert kept[0]["left_out"] == "no reply from the server"
+            assert re.search(
+                rf"status 400: .*'{name}'.* sampling.temperature to null and token_limit_field", kept[0]["failure"]
+            )
+        server.requests.clear()
+        assert main(words(file, server, *chosen, *field)) == 0
+        assert len(server.requests) == 12
+        assert {"temperature", "max_tokens"}.isdisjoint(server.requests[0])
+        assert (server.requests[0]["reasoning_effort"], server.requests[0]["max_completion_tokens"]) == ("low", 99)
+        assert main(words(file, server, *chosen, *field)) == 0
+        assert len(server.requests) == 12
+        # Another effort makes another request.
+        assert main(words(file, server, *chosen, *field, "--sampling", "reasoning_effort=high")) == 0
+        assert len(server.requests) == 24
+    capsys.readouterr()
+    assert main(words(file, server, "--sampling", "temprature=1")) == 2
+    assert "temperature" in capsys.readouterr().err
 
 
 def test_it_scores_and_a_second_time_asks_nothing(file, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """The environment of the memory agent: episodes of scripts, what they are paid, and what leaks from one to another."""
 
 import json
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -9,6 +10,7 @@ from posttrain.environments.game import play
 from posttrain.environments.protocol import task_split
 from posttrain.errors import InputError
 from posttrain.recipe.components import environment_class, environment_recipe
+from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 from posttrain.seeds import random_stream
 from posttrain_memory import environment as module
@@ -27,6 +29,7 @@ from posttrain_memory.worlds.truth import parse
 from posttrain_memory.worlds.values import find, spell
 
 SMALL = {"notes": 6, "filler": (0, 1), "retrieval": 1, "update": 1, "clarification": 1, "filter": 1}
+PUBLISHED = Path(__file__).parents[2] / "recipes" / "memory" / "gspo_published.yaml"
 NAMES = ("retrieval", "update", "clarification", "filter")
 
 
@@ -159,6 +162,31 @@ def test_looking_first_is_seen_and_can_be_paid():
         environment.step(_message("python", code))
         paid[code] = environment.step(_message("reply", "No.")).info["parts"]["check_first"]
     assert paid == codes
+
+
+@pytest.mark.parametrize("reply", [True, False])
+def test_the_published_rewards_of_each_step(reply):
+    """The totals of the original, by the number of messages with code."""
+    recipe = load_recipe([str(PUBLISHED)], ["environment.worlds.notes=6"], "rl").environment
+    totals = {0: 1.0, 1: 1.15, 2: 1.1875, 3: 1.2125, 4: 1.225, 5: 1.225}
+    seed = next(seed for seed in range(50) if assignment(recipe, seed).task.kind == "retrieval")
+    if not reply:
+        steps = play(Memory(recipe), seed, [_message("python", 'a = read_file("user.md")')] * recipe.max_turns)
+        assert [step.reward for step in steps] == pytest.approx([0.05, 0.0375, 0.025, 0.0125, 0, 0, 0, 0.1 - 0.1])
+        return
+    for count, total in totals.items():
+        environment = Memory(recipe)
+        right = _message("reply", assignment(recipe, seed).task.reply)
+        for last, less in ((right, 0.0), (_message("reply", "Nothing comes to mind."), 1.0)):
+            code = [_message("python", 'a = read_file("user.md")')] * count
+            paid = sum(step.reward for step in play(environment, seed, [*code, last]))
+            assert paid == pytest.approx(total - less)
+
+
+def test_both_conversations_of_an_update_earn_half_of_the_reward_of_code():
+    recipe = _only("update", follow_up=True, rejected=0.0, weights={"code": 0.05})
+    steps = play(Memory(recipe), 0, [_message("python", "a = 1"), _message("reply", "Done.")] * 2)
+    assert [steps[place].reward for place in (0, 2)] == pytest.approx([0.025, 0.025])
 
 
 def test_results_and_calls_are_limited():

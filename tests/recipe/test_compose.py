@@ -10,6 +10,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.recipe.compose import dump_recipe, load_recipe
 from posttrain.recipe.sources import dump_values, merge, read_text
+from posttrain.recipe.warnings import recipe_warnings
 
 
 def complaint(*overrides, sources=(), stage="rl"):
@@ -334,3 +335,98 @@ def test_an_empty_stop_string_is_refused():
 def test_a_wrong_form_or_case_names_the_nearest_key_or_value(stage, words, message):
     with pytest.raises(InputError, match=message):
         load_recipe([], words, stage)
+
+
+# -- recipes of other stages for evaluate -------------------------------------------------------------------------------
+
+TRAINING = """
+stage: rl
+name: lake
+steps: 40
+model: {path: some/model, dtype: bfloat16, lora: {rank: 8}, gradient_checkpointing: true}
+environment: {type: frozen_lake, size: 5, format: {thinking: true}}
+credit: {type: grpo}
+rollout: {tokens_per_turn: 90, groups_per_step: 2, sampling: {temperature: 0.7}, stop_strings: [</answer>]}
+evaluation: {every: 7, sampling: {temperature: 0.3}, metric: return}
+"""
+
+
+@pytest.fixture
+def training(tmp_path):
+    (tmp_path / "rl.yaml").write_text(TRAINING)
+    return str(tmp_path / "rl.yaml")
+
+
+def test_evaluate_takes_environment_and_sampling_from_a_recipe_of_another_stage(training):
+    recipe = load_recipe([training], ["model.path=runs/lake/model"], "evaluate")
+    assert (recipe.stage, recipe.name, recipe.model.path) == ("evaluate", "lake-evaluation", "runs/lake/model")
+    assert (recipe.environment.size, recipe.environment.format.thinking) == (5, True)
+    assert (recipe.evaluation.sampling.temperature, recipe.rollout.tokens_per_turn) == (0.3, 90)
+    assert (recipe.rollout.stop_strings, recipe.model.dtype, recipe.model.lora) == (["</answer>"], "bfloat16", None)
+    assert recipe_warnings(recipe) == []
+    again = load_recipe([training], ["name=mine", "environment.max_turns=25"], "evaluate")
+    assert (again.name, again.environment.max_turns) == ("mine", 25)
+
+
+def test_evaluate_refuses_wrong_keys_of_the_other_stage_and_recipes_without_an_environment(training, tmp_path):
+    with pytest.raises(InputError, match="stepz"):
+        load_recipe([training], ["stepz=3"], "evaluate")
+    with pytest.raises(InputError, match="steps"):
+        load_recipe([training], ["steps=3"], "evaluate")
+    (tmp_path / "dpo.yaml").write_text("stage: dpo\nname: pairs\ndata: {train: pairs.jsonl}\n")
+    with pytest.raises(InputError, match="is for stage dpo and has no environment to evaluate in"):
+        load_recipe([str(tmp_path / "dpo.yaml")], [], "evaluate")
+    words = ["environment.type=bandit", "model.path=runs/pairs/model"]
+    assert load_recipe([str(tmp_path / "dpo.yaml")], words, "evaluate").environment.type == "bandit"
+
+
+@pytest.mark.parametrize("name", ["ragen/bandit", "ragen/sokoban_sft", "memory/gspo", "rlhf/ppo"])
+def test_ready_recipes_of_all_stages_can_be_evaluated(name):
+    recipe = load_recipe([name], ["model.path=packaged:smollm2-135m"], "evaluate")
+    assert recipe.stage == "evaluate"
+    assert recipe.name.endswith("-evaluation")
+    assert not any("has no effect" in warning for warning in recipe_warnings(recipe))
+
+
+# -- the environment of evaluations -------------------------------------------------------------------------------------
+
+
+def test_the_environment_of_evaluations_has_the_keys_of_training_but_those_that_differ(training):
+    words = ["evaluation.environment.max_turns=25", "evaluation.environment.format.penalty=-2"]
+    recipe = load_recipe([training], words, "rl")
+    assert (recipe.environment.max_turns, recipe.evaluation.environment.max_turns) == (5, 25)
+    own = recipe.evaluation.environment
+    assert (own.type, own.size, own.format.thinking, own.format.penalty) == ("frozen_lake", 5, True, -2)
+    assert load_recipe([], ["evaluation.environment.max_turns=3"], "rl").evaluation.environment.type == "bandit"
+    # Read again, it is the same, also where training has changed since.
+    text = dump_recipe(recipe)
+    (Path(training).parent / "again.yaml").write_text(text)
+    assert load_recipe([str(Path(training).parent / "again.yaml")], [], "rl") == recipe
+
+
+def test_another_type_keeps_no_key_of_the_environment_of_training(training):
+    recipe = load_recipe([training], ["evaluation.environment.type=sokoban"], "rl")
+    assert (recipe.evaluation.environment.dim_x, recipe.evaluation.environment.format.thinking) == (6, False)
+    sft = load_recipe([], ["data.train=rows.jsonl", "evaluation.environment.type=bandit"], "sft")
+    assert (sft.environment, sft.evaluation.environment.type) == (None, "bandit")
+
+
+def test_evaluate_plays_the_environment_of_evaluations(training):
+    words = ["evaluation.environment.max_turns=25", "model.path=m"]
+    recipe = load_recipe([training], words, "evaluate")
+    assert (recipe.environment.max_turns, recipe.environment.size, recipe.evaluation.environment) == (25, 5, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["evaluation.environment.max_turn=3"], "override evaluation.environment.max_turn=3: there is no key"),
+        (["evaluation.environment.size=x"], "evaluation.environment.size"),
+        (["evaluation.environment.type=lake"], "there is no environment 'lake'"),
+        (["seeds.start=1000000"], "`evaluation.seeds`"),
+    ],
+)
+def test_mistakes_in_the_environment_of_evaluations_are_named(training, words, expected):
+    with pytest.raises(InputError) as caught:
+        load_recipe([training], ["evaluation.environment.max_turns=9", *words], "rl")
+    assert expected in str(caught.value)

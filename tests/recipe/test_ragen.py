@@ -1,6 +1,5 @@
 """Every run of the agent experiments resolves without a network, with the numbers of the original."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -63,13 +62,3 @@ def test_the_original_numbers():
 def test_supervised_recipes_resolve(name, capsys):
     assert main(["sft", str(FOLDER / f"{name}.yaml"), "--dry-run"]) == 0
     assert "2000 traces of the optimal policy, 5 epochs, 40 traces per update: 250 updates" in capsys.readouterr().out
-
-
-def test_every_command_in_the_document_resolves(capsys):
-    page = (ROOT / "docs" / "ragen.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    commands = re.findall(r"posttrain ((?:rl|sft) [^`\n]+)", page)
-    assert len(commands) >= 14
-    for command in commands:
-        words = command.replace("RECIPE", "recipes/ragen/sokoban.yaml").replace("recipes/", f"{ROOT}/recipes/").split()
-        if "..." not in command:
-            assert main([*words, "--dry-run"]) == 0, command

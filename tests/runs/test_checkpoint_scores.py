@@ -1,11 +1,16 @@
 """Scores by checkpoint: the table of a report and its figure."""
 
+import json
 import math
 
 import pytest
 
-from posttrain.runs.results import draw_scores
-from posttrain.runs.tables import checkpoint_scores, score_table
+from posttrain.runs.comparison import Source, bundles_of
+from posttrain.runs.evaluated import checkpoint_at, evaluated_checkpoints
+from posttrain.runs.plots import compare, draw_evaluated, lines_until, plot_files
+from posttrain.runs.results import draw_scores, result_table
+from posttrain.runs.tables import checkpoint_scores, evaluated_table, score_table
+from tests.runs.comparing import make_run
 
 
 def line(step, success, **scores):
@@ -46,8 +51,11 @@ def test_the_table_has_a_row_for_each_evaluation_and_says_what_is_not_known():
 
 def test_one_evaluation_is_no_table_and_no_figure():
     assert score_table(LINES[:3]) is None
-    assert draw_scores(LINES[:3]) is None
+    assert draw_scores(LINES[:3], "step") is None
     assert checkpoint_scores([train(1, 0.5)]) == []
+    # Two evaluations, of which one is before training.
+    assert draw_scores(LINES[:6], "step") is not None
+    assert draw_scores(LINES[:6], "training") is None
 
 
 def test_returns_stand_in_where_there_is_no_success():
@@ -55,32 +63,115 @@ def test_returns_stand_in_where_there_is_no_success():
     table = score_table(lines)
     assert table.headings == ("step", "overall mean return", "training return")
     assert math.isnan(checkpoint_scores(lines)[0].overall[1])
-    assert draw_scores(lines) is None, "without scores there is nothing to set against them"
+    assert draw_scores(lines, "step") is None, "without scores there is nothing to set against them"
 
 
-def test_the_figure_has_a_curve_for_every_score_in_every_panel():
-    figure = draw_scores(LINES)
-    steps, overall, training = figure.axes
-    labels = [handle.get_label() for handle in steps.get_lines() if not handle.get_label().startswith("_")]
-    assert labels == ["retrieval", "update", "overall success", "training return"]
-    assert [one.get_xlabel() for one in (steps, overall, training)] == [
-        "step",
-        "overall success",
-        "mean return of training episodes",
-    ]
-    retrieval = next(one for one in overall.get_lines() if one.get_label() == "retrieval")
-    # Sorted by the overall score, which is 0.2, 0.3, 0.4 at the steps 0, 4, 2.
+@pytest.mark.parametrize(
+    ("against", "label", "curves"),
+    [
+        ("step", "step", ["retrieval", "update", "overall success", "training return"]),
+        ("overall", "overall success", ["retrieval", "update", "training return"]),
+        ("training", "mean return of training episodes", ["retrieval", "update", "overall success"]),
+    ],
+)
+def test_a_figure_has_a_curve_for_every_score(against, label, curves):
+    figure = draw_scores(LINES, against)
+    (axes,) = figure.axes
+    assert [one.get_label() for one in axes.get_lines() if not one.get_label().startswith("_")] == curves
+    assert axes.get_xlabel() == label
+    (legend,) = figure.legends
+    figure.draw_without_rendering()
+    assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
+
+
+def test_curves_are_in_the_order_of_their_axis():
+    (axes,) = draw_scores(LINES, "overall").axes
+    retrieval = next(one for one in axes.get_lines() if one.get_label() == "retrieval")
+    # The overall score is 0.2, 0.3, 0.4 at the steps 0, 4, 2.
     assert list(retrieval.get_xdata()) == [0.2, 0.3, 0.4]
     assert list(retrieval.get_ydata()) == [0.5, 0.7, 0.6]
 
 
 def test_many_scores_can_be_told_apart():
     many = {f"kind {i}": i / 10 for i in range(9)}
-    figure = draw_scores([line(0, 0.2, **many), line(1, 0.4, **many)])
+    figure = draw_scores([line(0, 0.2, **many), line(1, 0.4, **many)], "step")
     curves = [one for one in figure.axes[0].get_lines() if one.get_label().startswith("kind")]
     assert len({(one.get_color(), one.get_marker()) for one in curves}) == 9
 
 
-def test_a_return_beyond_rates_has_an_axis_of_its_own():
-    figure = draw_scores([*LINES, train(5, 3.0), line(5, 0.5, retrieval=0.6)])
-    assert "mean training return" in [one.get_ylabel() for one in figure.axes]
+def test_a_return_beyond_rates_has_an_axis_of_its_own_beside_the_legend():
+    figure = draw_scores([*LINES, train(5, 3.0), line(5, 0.5, retrieval=0.6)], "step")
+    right = next(one for one in figure.axes if one.get_ylabel() == "mean training return")
+    figure.draw_without_rendering()
+    assert figure.legends[0].get_window_extent().x0 >= right.get_tightbbox().x1
+
+
+# -- checkpoints that were evaluated by runs of their own --------------------------------------------------------------
+
+
+def evaluation(folder, name, model, success, environment="memory", **scores):
+    """A finished run of `posttrain evaluate`."""
+    final = line(0, success, **scores) | {"kind": "final", "policy": "evaluated"}
+    recipe = {"stage": "evaluate", "model": {"path": str(model)}, "environment": {"type": environment}}
+    return Source(name, folder / name, [final], recipe)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A run that trained four steps from `base` and exported step 2."""
+    run = make_run(tmp_path, "run", model={"path": "base"})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in LINES if one["kind"] == "train"))
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps({"kind": "final", "step": 4, "policy": "trained", "best_step": 2}) + "\n")
+    return run
+
+
+def test_separate_evaluations_fill_the_table_of_their_training_run(trained, tmp_path):
+    def step(n):
+        return trained / "checkpoints" / f"step_{n:06d}" / "policy"
+
+    given = [
+        evaluation(tmp_path, "late", step(4), 0.5, retrieval=0.9, update=0.2, clarification=0.3),
+        evaluation(tmp_path, "export", trained / "model", 0.6, retrieval=0.8, update=0.4, clarification=0.4),
+        evaluation(tmp_path, "before", "base", 0.1, retrieval=0.3, update=0.0, clarification=0.2),
+        evaluation(tmp_path, "elsewhere", step(4), 0.0, environment="bandit"),
+        evaluation(tmp_path, "other", "some/model", 0.0),
+    ]
+    lines = evaluated_checkpoints(given)
+    assert list(lines) == ["run", "run (2)"]
+    table = evaluated_table("run", lines["run"])
+    assert table.headings[1:] == ("retrieval", "update", "clarification", "overall success", "training return")
+    cells = [[cell.split(" ")[0] for cell in row] for row in table.rows]
+    assert cells == [
+        ["0", "0.300", "0.000", "0.200", "0.100", "–"],
+        ["2", "0.800", "0.400", "0.400", "0.600", "0.150"],
+        ["4", "0.900", "0.200", "0.300", "0.500", "0.350"],
+    ]
+    names = ["metrics_vs_overall", "metrics_vs_step", "metrics_vs_training"]
+    drawn = draw_evaluated(evaluated_checkpoints(given[:3]), tmp_path / "plots")
+    assert [path.name for path in drawn] == [f"{name}.png" for name in names]
+    compared = compare(given[:3])
+    assert [name for name, _ in compared.figures if name in names] == names
+    assert compared.tables[-1].rows == table.rows
+    assert [row[1] for row in result_table(bundles_of(given)[0]).rows] == ["4", "2", "–", "4", "–"]
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ("runs/a/checkpoints/step_000013/policy", ("runs/a", 13)),
+        ("runs/a/checkpoints/step_000013", ("runs/a", 13)),
+        ("lab/agent-exp1-step38", ("lab/agent-exp1", 38)),
+        ("lab/agent", None),
+        ("nowhere/model", None),
+    ],
+)
+def test_the_step_of_a_model_is_read_from_its_path(model, found):
+    assert checkpoint_at(model) == found
+
+
+def test_plots_until_a_step_leave_out_the_rest(trained):
+    drawn, _ = plot_files([trained], None, ("svg",), until=2)
+    assert {path.parent for path in drawn} == {trained / "plots" / "until_step_2"}
+    assert "run, until step 2" in (trained / "plots" / "until_step_2" / "reward.svg").read_text()
+    assert [one["step"] for one in lines_until(LINES, 2)] == [0, 1, 2, 2]

@@ -1,23 +1,32 @@
 """Checkpoints: verified when read, rotated, and never left in pieces."""
 
 import errno
+import io
 import json
 import shutil
 
 import pytest
 import torch
+from pydantic import TypeAdapter
+from rich.console import Console
 
+from posttrain.cli.main import main
 from posttrain.distributed.tensors import read_all
 from posttrain.errors import InputError, RunError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.run import CheckpointRecipe
+from posttrain.recipe.stages import Recipe
+from posttrain.runs.metrics import read_metrics
+from posttrain.stages import run_stage
 from posttrain.training.checkpoint import Checkpoints
+from tests.training import small
 
 
 @pytest.fixture
 def saved(tiny_model, tmp_path):
     """Checkpoints of steps 1..4 of run `mine`, of which 3 and 4 are the newest and 1 the best."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", "mine", keep=2)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", "mine", CheckpointRecipe(keep=2))
     policy = Policy(ModelRecipe(path=str(tiny_model)))
     for step in (1, 2, 3, 4):
         checkpoints.save(step, policy, {"m/exp_avg": torch.full((3,), float(step))}, {"step": step}, best=1)
@@ -69,7 +78,7 @@ def test_a_damaged_manifest_is_found(saved, content):
 
 
 def test_a_checkpoint_of_another_run_is_refused(saved, tmp_path):
-    other = Checkpoints(saved.directory, "other", keep=2)
+    other = Checkpoints(saved.directory, "other", CheckpointRecipe(keep=2))
     with pytest.raises(InputError, match=r"is a checkpoint of another run \(mine, this one is other\)"):
         other.load(4)
 
@@ -109,3 +118,112 @@ def test_saving_a_step_again_replaces_it(saved, tiny_model):
     assert saved.steps() == [3, 4]
     shutil.rmtree(saved.path(3))
     assert saved.steps() == [4]
+
+
+@pytest.fixture(scope="module")
+def saving(tiny_model, tmp_path_factory):
+    """Saves the steps 1..6 by the rules of a recipe; the best is 1."""
+
+    def save(**rules):
+        checkpoints = Checkpoints(tmp_path_factory.mktemp("saving"), "mine", CheckpointRecipe(every=1, **rules))
+        policy = Policy(ModelRecipe(path=str(tiny_model)))
+        for step in range(1, 7):
+            checkpoints.save(step, policy, {"m": torch.tensor(step)}, {"step": step}, best=1)
+        return checkpoints
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ({"keep": "all"}, [1, 2, 3, 4, 5, 6]),
+        ({"keep": 2, "keep_every": 3}, [1, 3, 5, 6]),
+    ],
+)
+def test_rules_keep_policies_and_the_newest_whole(saving, rules, kept):
+    checkpoints = saving(**rules)
+    assert checkpoints.steps() == kept
+    for step in kept:
+        assert (checkpoints.policy(step) / "model.safetensors").is_file()
+        files = {file.name for file in checkpoints.path(step).iterdir()}
+        assert files == {"policy", "manifest.json", *(["tensors", "state.json"] if step in kept[-2:] else [])}
+    assert checkpoints.load(kept[-2])[2] == {"step": kept[-2]}
+    with pytest.raises(InputError, match=rf"holds the policy alone.*to resume from step {kept[-1]}, or start a run"):
+        checkpoints.load(1)
+
+
+def test_a_reduction_that_was_interrupted_is_repeated(saving, tiny_model, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("posttrain.training.checkpoint._reduce", lambda path: None)
+        checkpoints = saving(keep="all")
+    shutil.rmtree(checkpoints.path(3) / "tensors")
+    checkpoints.save(7, Policy(ModelRecipe(path=str(tiny_model))), {"m": torch.tensor(7)}, {}, best=1)
+    assert [step for step in checkpoints.steps() if (checkpoints.path(step) / "state.json").exists()] == [6, 7]
+    assert all(checkpoints.policy(step) for step in checkpoints.steps())
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [({"keep": "all", "keep_every": 10}, "no effect"), ({"every": 4, "keep_every": 6}, "not a multiple")],
+)
+def test_rules_that_exclude_each_other_are_refused(rules, message):
+    with pytest.raises(ValueError, match=message):
+        CheckpointRecipe(**rules)
+
+
+def finished(tiny_model, runs, export):
+    """A run of two steps that change next to nothing, and what it printed."""
+    values = small.recipe_values(tiny_model, runs, optimizer={"learning_rate": 1e-30}, export=export)
+    values |= small.two_steps(values) | {"checkpoint": {"every": 1, "keep": "all"}}
+    printed = io.StringIO()
+    run = run_stage(TypeAdapter(Recipe).validate_python(values), console=Console(file=printed, width=250))
+    return run, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def last(tiny_model, tmp_path_factory):
+    """A run that exported its last checkpoint."""
+    return finished(tiny_model, tmp_path_factory.mktemp("last"), "last")
+
+
+@pytest.mark.parametrize("export", ["best", "last"])
+def test_which_step_is_exported_and_said(export, last, tiny_model, tmp_path):
+    run, printed = last if export == "last" else finished(tiny_model, tmp_path, export)
+    step = 2 if export == "last" else 0
+    (final,) = [line for line in read_metrics(run.metrics) if line["kind"] == "final"]
+    assert final["best_step"] == step
+    weights = run.checkpoints / f"step_{step:06d}" / "policy" / "model.safetensors"
+    assert (run.path / "model" / "model.safetensors").read_bytes() == weights.read_bytes()
+    sentence = "training did not improve on the starting model; `model/` is the starting model"
+    table, summary = printed.split("report: ")
+    assert (sentence in table) == (sentence in summary) == (step == 0)
+    assert run.report.read_text().lower().count(sentence) == (2 if step == 0 else 0)
+
+
+def test_all_checkpoints_are_evaluated_once_and_make_one_table(last, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("posttrain.pipelines.find_spec", lambda name: None)
+    run, _ = last
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000000", "step_000001", "step_000002"]
+    letters, folder = run.load_recipe().environment.type, str(run.path)
+    words = ["evaluate", f"environment.type={letters}", "environment.max_turns=3", "evaluation.final_seeds.count=2"]
+    words += [f"runs={tmp_path}", "name=scores", "rollout.tokens_per_turn=6", "rollout.tokens_per_episode=700", "--all"]
+    assert main([*words, f"model.path={folder}", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("would run (not run yet)") == 3
+    assert main([*words, f"model.path={folder}"]) == 0
+    report = (tmp_path / "scores" / "report.md").read_text()
+    table = report.split("## Scores by checkpoint: small")[1]
+    assert [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")][:5] == [
+        "step",
+        "---:",
+        "0",
+        "1",
+        "2",
+    ]
+    trained = {line["step"]: line["rollout/return"] for line in read_metrics(run.metrics) if line["kind"] == "train"}
+    assert [f"| {trained[step]:.3f} |" in table for step in (1, 2)] == [True, True]
+    capsys.readouterr()
+    assert main([*words, f"model.path={folder}/checkpoints/step_00000[12]"]) == 0
+    assert capsys.readouterr().out.count("finished, nothing has changed") == 2
+    assert main([*words, f"model.path={folder}/nothing*"]) == 2
+    assert "--all found no checkpoints" in capsys.readouterr().err

@@ -1,13 +1,21 @@
-"""Rows remember with which settings of an environment they were made."""
+"""Traces of experts: rows remember the settings of their environment, and held-out traces have a loss."""
 
 import json
 
 import pytest
+import torch
 
+from posttrain.cli.main import main
 from posttrain.data.files import write_rows
+from posttrain.data.rendering import Renderer
+from posttrain.errors import InputError
+from posttrain.models.policy import Policy
 from posttrain.recipe.components import environment_recipe
+from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.data import SourceRecipe
-from posttrain.training.experts import SETTINGS_COLUMN, settings_text, settings_warnings
+from posttrain.rollout.store import episodes_file, read_episodes
+from posttrain.runs.metrics import read_metrics
+from posttrain.training.experts import SETTINGS_COLUMN, expert_episodes, settings_text, settings_warnings
 
 
 def lake(**keys):
@@ -36,3 +44,54 @@ def test_rows_that_say_nothing_are_taken_as_they_are(tmp_path, cell):
     file = tmp_path / "rows.jsonl"
     file.write_text("broken\n" + json.dumps({"messages": [], SETTINGS_COLUMN: cell}) + "\n")
     assert settings_warnings(lake(), [SourceRecipe(path=str(file)), SourceRecipe(path="some/hub-id")]) == []
+
+
+HELD_OUT = [
+    "environment.type=frozen_lake",
+    "experts.seeds.count=10",
+    "rows_per_update=3",
+    "steps=3",
+    "rollout.tokens_per_episode=1500",
+    "rollout.tokens_per_turn=4",
+    "evaluation.every=2",
+    "evaluation.seeds.count=1",
+    "evaluation.final_seeds.count=1",
+]
+
+
+def test_the_loss_of_traces_that_are_not_trained_on_is_measured(tiny_model, tmp_path):
+    words = [f"model.path={tiny_model}", f"runs={tmp_path}", "name=traces", "experts.held_out=4", *HELD_OUT]
+    assert main(["sft", *words, "optimizer.learning_rate=1e-3", "evaluation.metric=loss"]) == 0
+    run = tmp_path / "traces"
+    trained = read_episodes(episodes_file(run / "episodes", 0, "train")).episodes
+    assert [episode.seed for episode in trained] == list(range(200_000, 200_006))
+    lines = read_metrics(run / "metrics.jsonl")
+    losses = {line["step"]: line["validation/loss"] for line in lines if line["kind"] == "evaluation"}
+    assert list(losses) == [0, 2, 3]
+    assert losses[3] < losses[0]
+    start, end = (line for line in lines if "test/rows" in line)
+    assert (start["test/rows"], end["test/loss"] < start["test/loss"]) == (4, True)
+    # The same number by hand: the mean negative log-likelihood of the answers' tokens.
+    policy = Policy(str(tiny_model))
+    recipe = load_recipe([], words, "sft")
+    held_out = expert_episodes(recipe, range(200_006, 200_010), Renderer(policy.tokenizer, policy.end_tokens))
+    streams = [stream for episode in held_out for stream in episode.streams]
+    with torch.no_grad():
+        scores = policy.score([s.ids for s in streams], [s.sampled for s in streams], 1.0, 64)
+    assert losses[0] == pytest.approx(-float(scores.logprobs.mean()), rel=1e-4)
+    text = (run / "report.md").read_text()
+    assert "perplexity" in text
+    assert "which also chose the checkpoint" in text
+
+
+def test_held_out_traces_may_choose_the_checkpoint_and_leave_some_to_train_on(tiny_model, tmp_path, capsys):
+    words = [f"model.path={tiny_model}", f"runs={tmp_path}", "name=none", *HELD_OUT]
+    assert load_recipe([], [*words, "experts.held_out=4", "evaluation.metric=loss"], "sft").chosen_by_loss
+    with pytest.raises(InputError, match=r"experts\.held_out"):
+        load_recipe([], [*words, "evaluation.metric=loss"], "sft")
+    assert main(["sft", *words, "experts.held_out=10"]) == 2
+    assert "so none is left to train on; raise experts.seeds.count" in capsys.readouterr().err
+    assert main(["sft", *words, "experts.held_out=4", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "6 traces of the optimal policy" in said
+    assert "the last 4 for their loss alone" in said

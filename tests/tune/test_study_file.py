@@ -8,7 +8,7 @@ import yaml
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
-from posttrain.recipe.study import TRAINING
+from posttrain.recipe.study import TRAINING, grid_of
 from posttrain.recipe.study_file import load_study
 from posttrain.tune.study import check_space, distributions, from_storage, to_storage
 
@@ -189,9 +189,20 @@ def test_the_search_groups_of_the_document_are_28_runs(capsys, monkeypatch):
     assert [int(number) for number, _ in rows] == list(range(28))
     groups = [group for _, group in rows]
     assert [groups.count(f"group{number}") for number in (1, 2, 3, 4)] == [9, 4, 6, 9]
-    study = load_study("recipes/ragen/search.yaml", [])
-    for point in ({"max_turns": {"environment.max_turns": 8, "rollout.tokens_per_episode": 5000}}, {}):
-        assert study.at(point).credit.type == "grpo"
+
+
+@pytest.mark.parametrize("name", ["bandit", "sokoban"])
+def test_every_trial_of_the_search_is_possible_and_judged_with_the_same_turns(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    study = load_study("recipes/ragen/search.yaml", [f"recipe={name}.yaml"])
+    for group in study.recipe.groups:
+        for point in grid_of(group):
+            trial = study.at(point)
+            assert (trial.credit.type, trial.model.path) == ("grpo", "Qwen/Qwen2.5-3B-Instruct")
+            assert trial.evaluation.environment.max_turns == 5
+            assert trial.environment.max_turns == point.get("environment.max_turns", 1 if name == "bandit" else 5)
+            turns = max(trial.environment.max_turns, 5)
+            assert trial.rollout.tokens_per_episode >= 400 + 400 * turns + 200 * (turns - 1)
 
 
 def test_the_ready_studies_begin_with_what_the_recipes_have(monkeypatch):

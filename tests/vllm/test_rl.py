@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from posttrain.models.policy import Policy
 from posttrain.rollout.store import episodes_file, read_episodes
 from tests.vllm.interpreter import needs_vllm
 from tests.vllm.trained import trained
@@ -30,7 +30,7 @@ def test_temperature_with_top_p_stores_the_distribution_that_was_sampled_from(tm
     run, lines = trained(tmp_path, "steps=1", "rollout.tokens_per_turn=8", *sampling, seconds=800)
     (step,) = [line for line in lines if line["kind"] == "train"]
     assert 0 < step["policy/mismatch"] < -np.log(0.95)
-    policy = Policy(str(tmp_path / "model"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     streams = [
         stream
         for episode in read_episodes(episodes_file(run / "episodes", 1, "train")).episodes
@@ -39,7 +39,7 @@ def test_temperature_with_top_p_stores_the_distribution_that_was_sampled_from(tm
     truncated = 0
     for stream in streams:
         with torch.no_grad():
-            logits = policy.model(torch.from_numpy(stream.ids)[None]).logits[0, :-1].float()
+            logits = model(torch.from_numpy(stream.ids)[None]).logits[0, :-1].float()
         probabilities, order = (logits / 0.7).softmax(-1).sort(descending=True, stable=True)
         kept = probabilities.cumsum(-1) - probabilities < 0.95
         nucleus = probabilities.where(kept, 0.0)

@@ -85,8 +85,13 @@ def validate(
     failures = []
     for recipe in recipes:
         try:
-            environment_class(recipe.type).validate(recipe, range(seeds))
-            typer.echo(f"{recipe.type}: valid on {seeds} seeds")
+            environment = environment_class(recipe.type)
+            environment.validate(recipe, range(seeds))
+            rows = environment.task_rows(recipe)
+            for line in environment.check_tasks(recipe, range(0), []):
+                typer.echo(f"{recipe.type}: {line}")
+            valid = f"{seeds} seeds" if rows is None else f"{min(seeds, len(rows))} of {len(rows)} tasks"
+            typer.echo(f"{recipe.type}: valid on {valid}")
         except AssertionError as error:
             failures.append(f"{recipe.type}: {error}")
         except NotImplementedError as error:

@@ -257,6 +257,18 @@ def judge(
     max_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of tokens of a reply, thinking included.", min=1)
     ] = None,
+    token_limit_field: Annotated[
+        str,
+        typer.Option(help="Request field of --max-tokens: max_tokens, or max_completion_tokens for models like o3."),
+    ] = "max_tokens",
+    sampling: Annotated[
+        list[str],
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="A key of `judge.sampling`: temperature (0 by default; null is not sent) or reasoning_effort. May be "
+            "given several times.",
+        ),
+    ] = [],  # noqa: B006
     longest: Annotated[
         int, typer.Option(help="Maximum number of characters of each text shown to the judge.", min=1)
     ] = 50_000,
@@ -272,6 +284,9 @@ def judge(
     posttrain evaluate judge after.jsonl --against before.jsonl --rubric efficiency --url URL --model NAME --key MY_KEY
 
     posttrain evaluate judge predictions.jsonl --rubric efficiency --truth human_points --url URL --model NAME
+
+    posttrain evaluate judge predictions.jsonl --rubric efficiency --url https://api.openai.com/v1 --model o3 --key
+    OPENAI_API_KEY --sampling temperature=null --sampling reasoning_effort=high
     """
     from dataclasses import replace
 
@@ -288,7 +303,9 @@ def judge(
         questions_of_pairs,
     )
     from posttrain.evaluation.predictions import column_names, read_predictions
+    from posttrain.recipe.compose import section
     from posttrain.recipe.judge import JudgeServerRecipe
+    from posttrain.recipe.sources import merge, read_overrides
 
     if not url.startswith(("http://", "https://")) or len(url.split()) != 1:
         raise InputError(f"--url {url} is not the URL of a server; write http://HOST:PORT/v1")
@@ -310,7 +327,8 @@ def judge(
     stem = place.with_name(f"{place.stem}.{chosen.name}{f'.against.{Path(against).stem}' if against else ''}.jsonl")
     records, kept = out or stem, cache or place.with_name("judge-cache.jsonl")
     _refuse_to_overwrite(records, kept, [path for path in (predictions, against) if path is not None])
-    server = JudgeServerRecipe(
+    server = section(
+        JudgeServerRecipe,
         url=url,
         model=model,
         api_key_variable=key,
@@ -318,6 +336,8 @@ def judge(
         retries=retries,
         requests_per_minute=requests_per_minute,
         max_tokens=max_tokens,
+        token_limit_field=token_limit_field,
+        sampling=merge(read_overrides(sampling)).values,
         structured=structured,
         cache=str(kept),
     )
@@ -383,16 +403,61 @@ def model(
     on: stages.On = None,
     resume: stages.Resume = None,
     overwrite: stages.Overwrite = False,
+    every: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Evaluate every checkpoint of the run at `model.path`, or those that match it as a pattern."
+        ),
+    ] = False,
 ) -> None:
     """Evaluate a model in an environment on held-out seeds. The word `model` is optional.
+
+    With --all, the report in `<runs>/<name>` has the scores by checkpoint, and figures of them.
 
     Examples:
 
     posttrain evaluate environment.type=sokoban name=before
 
     posttrain evaluate environment.type=bandit model.path=runs/run/model evaluation.sampling.temperature=0.7
+
+    posttrain evaluate environment.type=bandit model.path=runs/run name=scores --all
     """
+    if every:
+        _every_checkpoint(words or [], dry_run, on, resume, overwrite)
+        return
     stages.run("evaluate", words or [], dry_run, on, resume, overwrite)
+
+
+def _every_checkpoint(words: list[str], dry_run: bool, on: str | None, resume: Path | None, overwrite: bool) -> None:
+    """Evaluate all checkpoints at `model.path`, or show which ones and the plan of the first."""
+    from rich.console import Console
+
+    from posttrain.errors import InputError
+    from posttrain.recipe.sources import read_overrides
+    from posttrain.verbs import evaluate_checkpoints, read_recipe
+
+    device = stages.planned_device(dry_run, on)
+    if resume is not None:
+        raise InputError("--resume continues one run; run the command with --all again to continue its evaluations")
+    sources, overrides = stages.split_words(words)
+    if not dry_run:
+        evaluate_checkpoints(*sources, *read_overrides(overrides), overwrite=overwrite)
+        return
+    from posttrain import pipelines
+    from posttrain.planning.dry_run import show_plan
+    from posttrain.planning.model_sizes import model_sizes
+    from posttrain.recipe.stages import EvaluateRecipe
+
+    recipe, console = read_recipe("evaluate", *sources, *read_overrides(overrides)), Console()
+    assert isinstance(recipe, EvaluateRecipe)
+    pipeline = pipelines.evaluate_checkpoints(recipe)
+    for line in pipelines.planned(pipeline, None, None, overwrite):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    first = pipeline.stages[0].recipe
+    assert isinstance(first, EvaluateRecipe)
+    console.rule(f"stage {first.name}")
+    show_plan(first, model_sizes(first.model.path), console, device)
+    stages.show_precision(first, console)
 
 
 app.command(context_settings=stages.OPEN)(model)

@@ -120,14 +120,18 @@ def plot(
         list[str],
         typer.Option("--metric", metavar="KEY", help="A metric of metrics.jsonl. May be given several times."),
     ] = [],  # noqa: B006
+    until: Annotated[int | None, typer.Option(metavar="STEP", help="Leave out later steps.", min=0)] = None,
 ) -> None:
     """Plot the metrics of runs. One run: all of its plots. Several runs: one figure per metric. Runs may still be training.
 
-    Runs that differ only in `seed` become one curve: the mean with its 95% interval over seeds.
+    Runs that differ only in `seed` become one curve: the mean with its 95% interval over seeds. Runs that evaluated
+    checkpoints of one training run become a table of scores by checkpoint, with figures.
 
     Examples:
 
     posttrain plot runs/run
+
+    posttrain plot runs/run --until 20
 
     posttrain plot runs/ppo runs/grpo-1 runs/grpo-2 runs/grpo-3 --out figures --format svg
 
@@ -140,7 +144,7 @@ def plot(
     from posttrain.runs.plots import plot_files
 
     forms = [form for form in FORMATS if FigureFormat(form) in formats]
-    drawn, notes = plot_files(runs, out, forms, metrics)
+    drawn, notes = plot_files(runs, out, forms, metrics, until)
     for note in notes:
         typer.echo(note, err=True)
     for path in drawn:

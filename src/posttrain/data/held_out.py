@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -152,6 +152,21 @@ def split_tasks(
     if training is not None and training_key not in given:
         parts[training_key] = _drawn(rows, [base[place] for place in rest], training_key, training.count)
     return TaskSplit(parts[training_key], parts[_CURVE], parts[_FINAL], source)
+
+
+def training_tasks(
+    rows: Sequence[TaskRow] | None, source: str, training: SeedRange, key: str, left_out: Container[str]
+) -> Sequence[int]:
+    """The tasks to train on where no task of this source is held out; arguments as for `split_tasks`.
+
+    `left_out`: texts of held-out tasks of another source; rows with such a text are not trained on.
+    """
+    if rows is None:
+        return training.of_generated(key)
+    if training.start is not None:
+        return [i for i in _given_rows(key, training, len(rows), source) if rows[i].key not in left_out]
+    pool = [i for i, row in enumerate(rows) if row.use == "training" and row.key not in left_out]
+    return _drawn(rows, pool, key, training.count)
 
 
 def _sizes(rows: int, evaluation: EvaluationRecipe, wanted: Mapping[str, int | None]) -> dict[str, int]:

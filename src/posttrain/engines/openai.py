@@ -67,6 +67,11 @@ def chat_client(
 class ChatRequestError(Exception):
     """A server did not return a completion. The message names the model, the server and the cause."""
 
+    def __init__(self, reason: str, rejected: bool = False) -> None:
+        super().__init__(reason)
+        self.rejected = rejected
+        """Whether the server may have rejected a field of the request."""
+
 
 @dataclass(frozen=True)
 class ChatCompletion:
@@ -136,10 +141,10 @@ def request_errors(where: str, client: Any, content: str, fields: Sequence[str])
     try:
         yield
     except openai.APIStatusError as error:
-        rejected = error.status_code in _REJECTS_FIELDS and fields
+        rejected = error.status_code in _REJECTS_FIELDS and bool(fields)
         hint = f"; besides {content} it was sent {', '.join(fields)}" if rejected else ""
         raise ChatRequestError(
-            f"{where} responded with status {error.status_code}: {shortened(str(error))}{hint}"
+            f"{where} responded with status {error.status_code}: {shortened(str(error))}{hint}", rejected
         ) from error
     except openai.APITimeoutError as error:
         raise ChatRequestError(f"{where} did not respond within {client.timeout:g} s") from error

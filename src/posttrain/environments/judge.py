@@ -22,9 +22,12 @@ from posttrain.environments.untrusted import Prompt, framed_prompt
 from posttrain.errors import InputError
 from posttrain.recipe.judge import JudgeRecipe, JudgeServerRecipe
 
-_TEMPERATURE = 0.0
 _CONVERSATION = "You grade one answer. The conversation and the answer to it stand in frames"
 _REASON = '"reason": "one sentence"'
+_REMEDY = (
+    "; for a reasoning model set sampling.temperature to null and token_limit_field to max_completion_tokens, which "
+    "changes the fields that are sent"
+)
 
 
 class JudgeFailure(Exception):
@@ -227,7 +230,7 @@ def judge_points(server: JudgeServerRecipe, prompt: Prompt, scale: int) -> Judgm
 
 
 def ask_judge(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> Judgment:
-    """Return the judge's reply to `prompt`, which asks for `form`, at temperature 0.
+    """Return the judge's reply to `prompt`, which asks for `form`, sampled as the recipe says.
 
     A reply in the cache is used without a request.
 
@@ -244,7 +247,9 @@ def ask_judge(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> Jud
 
     if server.cache is None:
         return _read(ask(), server, form)
-    key = request_key(server.url, server.model, prompt, _TEMPERATURE, [*form.identity, server.structured])
+    sampling = server.sampling
+    identity = [*form.identity, server.structured, *filter(None, [sampling.reasoning_effort])]
+    key = request_key(server.url, server.model, prompt, sampling.temperature, identity)
     return _read(judge_cache(server.cache).reply(key, ask), server, form)
 
 
@@ -263,12 +268,17 @@ def judge_client(server: JudgeServerRecipe) -> Any:
 
 def _request(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> str:
     """Return the complete text of the judge's reply."""
-    extra = {"response_format": reply_schema(form)} if server.structured else None
-    client, limit = judge_client(server), server.max_tokens
+    extra = {
+        "response_format": reply_schema(form) if server.structured else None,
+        "reasoning_effort": server.sampling.reasoning_effort,
+        server.token_limit_field: server.max_tokens,
+    }
+    extra = {name: value for name, value in extra.items() if value is not None}
+    client, temperature = judge_client(server), server.sampling.temperature
     try:
-        reply = complete("judge", client, server.model, prompt, temperature=_TEMPERATURE, max_tokens=limit, extra=extra)
+        reply = complete("judge", client, server.model, prompt, temperature=temperature, extra=extra)
     except ChatRequestError as error:
-        raise JudgeFailure(str(error)) from error
+        raise JudgeFailure(f"{error}{_REMEDY if error.rejected else ''}") from error
     if not reply.finished or not reply.text:
         problem = "sent an empty reply" if reply.finished else "sent a reply that is cut off"
         raise JudgeFailure(f"{_name(server)} {problem}: {shortened(reply.text)}", unreadable=True)

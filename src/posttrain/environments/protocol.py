@@ -2,12 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks
+from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks, training_tasks
 from posttrain.recipe.components import EnvironmentRecipe, Factory, environment_class
-from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
+from posttrain.recipe.rollout import EvaluationRecipe, SeedRange, same_tasks
 
 Message = dict[str, str]
 """A chat message: `{"role": "system" | "user", "content": text}`."""
@@ -74,6 +74,8 @@ class Environment(ABC):
     """The default recipe is a complete task. False where a recipe has to name data."""
     scripted_baselines: ClassVar[tuple[str, ...]] = ()
     """Names of the scripted policies that `baselines` measures besides random and optimal, in the order of tables."""
+    score_order: ClassVar[tuple[str, ...]] = ()
+    """Names of scores in the order of tables. Others follow in the order in which episodes report them."""
     blocking: bool = False
     """The methods wait for another process, so they are called in threads."""
     primer: str = ""
@@ -177,6 +179,21 @@ def task_split(
     training: SeedRange | None,
     training_key: str = "seeds",
 ) -> TaskSplit:
-    """The tasks of a run by what they are for; arguments and errors as for `posttrain.data.held_out.split_tasks`."""
+    """The tasks of a run by what they are for; arguments and errors as for `posttrain.data.held_out.split_tasks`.
+
+    Held-out tasks are those of `evaluation.environment`. If its rows are of another source, all of that source are held out.
+    """
     rows = environment_class(environment.type).task_rows(environment)
-    return split_tasks(rows, environment.rows_key or "the environment", evaluation, training, training_key)
+    source, other = environment.rows_key or "the environment", evaluation.environment
+    if other is None or same_tasks(environment, other):
+        return split_tasks(rows, source, evaluation, training, training_key)
+    # Tasks of two sources: all of one are for training, and all of the other are held out.
+    held_out_rows = environment_class(other.type).task_rows(other)
+    other_source = None if other.rows_key is None else f"evaluation.{other.rows_key}"
+    if held_out_rows is not None and evaluation.held_out is None:
+        evaluation = evaluation.model_copy(update={"held_out": len(held_out_rows)})
+    held_out = split_tasks(held_out_rows, other_source or "evaluation.environment", evaluation, None)
+    left_out = {row.key for row in held_out_rows or ()}
+    alone = () if training is None else training_tasks(rows, source, training, training_key, left_out)
+    sources = [key for key in (environment.rows_key, other_source) if key is not None]
+    return replace(held_out, training=alone, source=" and ".join(sources) or None)

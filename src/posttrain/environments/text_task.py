@@ -108,6 +108,7 @@ class TextTask(Environment):
             self.blocking = True
         if self.recipe.judge is not None:
             check_judge(self.recipe.judge)
+            self.blocking = True
         self.task_rows(recipe)
         self._task: _Task | None = None
 

@@ -13,7 +13,7 @@ from posttrain.planning.memory import ModelSizes, memory_estimate, process_memor
 from posttrain.planning.phases import Phase, evaluation_phases, plain, step_phases, total_seconds
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
-from posttrain.recipe.rollout import SeedRange, shown_seeds, updates_behind
+from posttrain.recipe.rollout import SeedRange, evaluated_environment, shown_seeds, updates_behind
 from posttrain.recipe.stages import (
     DistillRecipe,
     DpoRecipe,
@@ -89,12 +89,13 @@ Played = RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe
 
 def tasks_of(recipe: Played) -> TaskSplit:
     """The tasks of a stage with an environment; reads the files whose rows are tasks. InputError as when it runs."""
-    assert recipe.environment is not None
+    environment = recipe.environment or evaluated_environment(recipe)
+    assert environment is not None
     if isinstance(recipe, RlRecipe | DistillRecipe):
-        return task_split(recipe.environment, recipe.evaluation, recipe.seeds)
+        return task_split(environment, recipe.evaluation, recipe.seeds)
     if isinstance(recipe, SftRecipe):
-        return task_split(recipe.environment, recipe.evaluation, recipe.experts.seeds, "experts.seeds")
-    return task_split(recipe.environment, recipe.evaluation, None)
+        return task_split(environment, recipe.evaluation, recipe.experts.seeds, "experts.seeds")
+    return task_split(environment, recipe.evaluation, None)
 
 
 def _counted(recipe: Recipe, tasks: TaskSplit | None) -> Recipe:
@@ -116,7 +117,7 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
     console.print(f"[bold]recipe[/bold] ({recipe.stage})")
     console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
     tasks = None
-    if isinstance(recipe, Played) and recipe.environment is not None:
+    if isinstance(recipe, Played) and evaluated_environment(recipe) is not None:
         try:
             tasks = tasks_of(recipe)
         except InputError as error:
@@ -153,8 +154,9 @@ def _processes(recipe: Learned) -> str:
 
 def batch_arithmetic(recipe: Recipe, tasks: TaskSplit | None = None) -> list[str]:
     """Batch arithmetic of the recipe, one line per part. Rows that are tasks are counted where `tasks` is given."""
-    if isinstance(recipe, Played) and recipe.environment is not None and recipe.environment.rows_key is None:
-        tasks = tasks_of(recipe)
+    if isinstance(recipe, Played) and (environment := evaluated_environment(recipe)) is not None:
+        rows = [one.rows_key for one in (recipe.environment, environment) if one is not None]
+        tasks = tasks if any(rows) else tasks_of(recipe)
     if isinstance(recipe, RlRecipe):
         return [*_rl(recipe), _tasks(recipe, tasks), *_evaluation(recipe, tasks, recipe.steps)]
     if isinstance(recipe, DistillRecipe):
@@ -190,11 +192,13 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe, tasks: TaskSplit | None)
     if recipe.data is None:
         assert isinstance(recipe, SftRecipe)
         seeds = tasks.training if tasks is not None else recipe.experts.seeds.of_generated("experts.seeds")
-        updates = recipe.steps or recipe.epochs * math.ceil(len(seeds) / each)
+        held_out = recipe.experts.held_out
+        count = len(seeds) - held_out
+        updates = recipe.steps or recipe.epochs * math.ceil(count / each)
         lines = [
-            f"{len(seeds)} traces of the {recipe.experts.expert} policy, {recipe.epochs} "
+            f"{count} traces of the {recipe.experts.expert} policy, {recipe.epochs} "
             f"{_plural('epoch', recipe.epochs)}, {each} traces per update: {updates} updates",
-            f"traces on {_named(tasks, 0)}",
+            f"traces on {_named(tasks, 0)}" + (f", the last {held_out} for their loss alone" if held_out else ""),
         ]
     else:
         paths = ", ".join(source.path for source in recipe.data.train)
@@ -209,7 +213,7 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe, tasks: TaskSplit | None)
         lines += [f"{parts} on {share} rows held out from the training rows"] if held else []
         updates = recipe.steps or 0
     lines.append(f"forward passes of at most {learner.tokens_per_batch} tokens, without padding")
-    if isinstance(recipe, SftRecipe) and recipe.environment is not None:
+    if isinstance(recipe, SftRecipe) and evaluated_environment(recipe) is not None:
         lines += _evaluation(recipe, tasks, updates)
     return lines
 
@@ -344,6 +348,8 @@ def _evaluation(recipe: Played, tasks: TaskSplit | None, steps: int) -> list[str
         for part, seeds in enumerate(tasks.held_out if tasks is not None else ((), ()), 1)
     )
     how = "greedy" if evaluation.sampling.temperature == 0 else f"at temperature {evaluation.sampling.temperature:g}"
+    if (own := evaluation.environment) is not None:
+        how += f", in {own.type} with at most {own.max_turns} {_plural('turn', own.max_turns)}"
     if isinstance(recipe, EvaluateRecipe):
         return [f"evaluation, {how}: {final}", *_remote(recipe, tasks)]
     during = (steps - 1) // evaluation.every if evaluation.every else 0

@@ -19,9 +19,11 @@ from posttrain.planning.times import (
     training_seconds,
 )
 from posttrain.planning.work import Episodes, Tokens, rows_of
+from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.credit import TokenBaselineCredit
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.stages import (
     DistillRecipe,
     DpoRecipe,
@@ -88,7 +90,7 @@ def evaluation_phases(
     placement: Placement = ALONE,
 ) -> list[Phase]:
     """Phases of one evaluation on held-out seeds, with episodes of maximum length. Empty without an environment."""
-    if recipe.environment is None or recipe.remote is not None:
+    if evaluated_environment(recipe) is None or recipe.remote is not None:
         return []
     return _sampling(recipe.engine, recipe.model, sizes, device, placement, evaluated_at_most(recipe))
 
@@ -114,7 +116,7 @@ def idle_share(phases: Sequence[Phase], placement: Placement = ALONE) -> float:
 
 def episodes_at_most(recipe: RlRecipe | DistillRecipe) -> Episodes:
     """Episodes of a step at their maximum length, `rollout.tokens_per_episode`."""
-    return _episodes(recipe, recipe.rollout.groups_per_step, recipe.rollout.episodes_per_group)
+    return _episodes(recipe, recipe.environment, recipe.rollout.groups_per_step, recipe.rollout.episodes_per_group)
 
 
 def evaluated_at_most(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe) -> Episodes:
@@ -122,12 +124,18 @@ def evaluated_at_most(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRec
     evaluation = recipe.evaluation
     key = "evaluation.final_seeds" if isinstance(recipe, EvaluateRecipe) else "evaluation.seeds"
     # The usual number where the rows of a file have not been counted.
-    return _episodes(recipe, len(evaluation.ranges[key].of_generated(key)), evaluation.episodes_per_seed)
+    seeds, environment = evaluation.ranges[key].of_generated(key), evaluated_environment(recipe)
+    assert environment is not None
+    return _episodes(recipe, environment, len(seeds), evaluation.episodes_per_seed)
 
 
-def _episodes(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe, groups: int, size: int) -> Episodes:
-    assert recipe.environment is not None
-    turns, whole = recipe.environment.max_turns, recipe.rollout.tokens_per_episode
+def _episodes(
+    recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe,
+    environment: EnvironmentRecipe,
+    groups: int,
+    size: int,
+) -> Episodes:
+    turns, whole = environment.max_turns, recipe.rollout.tokens_per_episode
     answer = min(turns * recipe.rollout.tokens_per_turn, whole - 1)
     rest = whole - answer
     # With several turns, the length of the shared prompt is unknown and counts as 0.

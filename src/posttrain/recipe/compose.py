@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -12,8 +13,8 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class, environment_names, register_environment
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.registry import REGISTRIES, Registry
-from posttrain.recipe.sources import Layer, dump_values, merge, read_file, read_overrides
-from posttrain.recipe.stages import STAGES, Recipe
+from posttrain.recipe.sources import KeyPath, Layer, dump_values, merge, read_file, read_overrides
+from posttrain.recipe.stages import NOT_EVALUATED, STAGES, EvaluateRecipe, Recipe
 from posttrain.recipe.validation import nearest_type, validation_errors
 
 P = TypeVar("P", bound=BaseConfig)
@@ -92,13 +93,46 @@ def plain_values(value: Any) -> Any:
 def merge_typed(layers: list[Layer], stage: str) -> Layer:
     """Merge the layers left to right. Where a later layer changes the `type` of a section, keys of the old type are dropped.
 
-    So one recipe serves several algorithms: `credit.type=rloo` over a file with `credit: {type: gae, gae_lambda: 0.95}`.
+    So one recipe serves several algorithms: `credit.type=rloo` over a file with `credit: {type: gae, gae_lambda: 0.95}`. And
+    `evaluate` takes a recipe of any stage: what an evaluation does not use is left out of it.
     """
     merged = Layer({})
+    if stage == "evaluate":
+        layers = _as_evaluations(layers)
     for layer in layers:
         kept = _without_old_keys(merged.values, layer.values, STAGES[stage])
         merged = merge([Layer(kept, merged.origins), layer])
     return merged
+
+
+def _as_evaluations(layers: list[Layer]) -> list[Layer]:
+    """The layers, with recipes of other stages as recipes of `evaluate`. InputError where these have no environment."""
+    converted = []
+    for layer in layers:
+        trained = layer.values.get("stage", "evaluate")
+        schema = STAGES.get(trained)
+        if trained == "evaluate" or schema is None:
+            converted.append(layer)
+            continue
+        default = "environment" in schema.model_fields and schema.model_fields["environment"].default is not None
+        if not default and not any(isinstance(one.values.get("environment"), dict) for one in layers):
+            raise InputError(
+                f"{layer.origin(('stage',))}: the recipe is for stage {trained} and has no environment to evaluate in; set "
+                "environment.type, or answer rows with `posttrain generate`"
+            )
+        values = {
+            key: {name: kept for name, kept in value.items() if name not in NOT_EVALUATED.get(key, ())}
+            if isinstance(value, dict)
+            else value
+            for key, value in layer.values.items()
+            if key in EvaluateRecipe.model_fields or key not in schema.model_fields
+        }
+        if default or trained == "sft":
+            # The final table of the training run: the same tasks, also where they are drawn from rows.
+            values["evaluation"] = {"held_out": None, **values.get("evaluation", {})}
+        place = {"stage": "evaluate", "name": f"{values.get('name', schema.model_fields['name'].default)}-evaluation"}
+        converted.append(Layer(values | place, layer.origins))
+    return converted
 
 
 def _without_old_keys(values: dict[str, Any], later: dict[str, Any], part: type[BaseConfig]) -> dict[str, Any]:
@@ -134,11 +168,14 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
     declared = given.values.get("stage", stage)
     if declared != stage:
         raise InputError(f"{given.origin(('stage',))}: {_other_stage(declared, stage)}")
-    values = {"stage": stage, **_with_defaults(schema, None, given.values)}
+    values = {"stage": stage, **_with_defaults(schema, None, _with_evaluated(given.values, schema))}
     given = Layer(values, given.origins)
-    sentences = _environment_errors(given, schema)
-    # Leave out a faulty environment, so that its errors are reported once and those of other sections too.
-    rest = {key: value for key, value in values.items() if not (sentences and key == "environment")}
+    sentences: list[str] = []
+    rest = values
+    for path in (("environment",), ("evaluation", "environment")):
+        if errors := _environment_errors(given, schema, path):
+            # Leave out a faulty environment, so that its errors are reported once and those of other sections too.
+            sentences, rest = [*sentences, *errors], _without(rest, path)
     try:
         recipe = checked(Layer(rest, given.origins), schema)
     except InputError as error:
@@ -181,25 +218,57 @@ def _with_defaults(part: type[BaseConfig], default: BaseConfig | None, values: d
     return filled
 
 
-def _environment_errors(given: Layer, schema: type[BaseConfig]) -> list[str]:
-    values = given.values.get("environment")
+def _with_evaluated(values: dict[str, Any], schema: type[BaseConfig]) -> dict[str, Any]:
+    """`values` with a complete `evaluation.environment`: its keys over those of `environment`, unless it has another `type`.
+
+    In a recipe of `evaluate`, which plays one environment, it becomes `environment`.
+    """
+    evaluation = values.get("evaluation")
+    changes = evaluation.get("environment") if isinstance(evaluation, dict) else None
+    if not isinstance(evaluation, dict) or not isinstance(changes, dict):
+        return values
+    default = schema.model_fields["environment"].get_default(call_default_factory=True)
+    base = values.get("environment") or (default.model_dump(mode="json") if default is not None else {})
+    if isinstance(base, dict) and changes.get("type", base.get("type")) == base.get("type"):
+        kept = base
+        with suppress(InputError):
+            kept = _without_old_keys(base, changes, environment_class(str(base.get("type"))).Recipe)
+        changes = merge([Layer(kept), Layer(changes)]).values
+    if schema is EvaluateRecipe:
+        return {**values, "environment": changes, "evaluation": _without(evaluation, ("environment",))}
+    return {**values, "evaluation": {**evaluation, "environment": changes}}
+
+
+def _without(values: dict[str, Any], path: KeyPath) -> dict[str, Any]:
+    """A copy of `values` without the key at `path`."""
+    first, *rest = path
+    if rest:
+        return {**values, first: _without(values[first], tuple(rest))}
+    return {key: value for key, value in values.items() if key != first}
+
+
+def _environment_errors(given: Layer, schema: type[BaseConfig], path: KeyPath) -> list[str]:
+    """Errors in the environment at `path`, one sentence each."""
+    values: Any = given.values
+    for key in path:
+        values = values.get(key) if isinstance(values, dict) else None
     if not isinstance(values, dict):
         return []
-    name, written = values["type"], given.origin(("environment", "type"))
+    name, written, key = values.get("type"), given.origin((*path, "type")), ".".join(path)
     place = f"{written}: " if written else ""
+    if name is None:
+        return [f"{place}{key}.type is missing; name an environment, for example `{key}.type=bandit`"]
     if not isinstance(name, str):
-        return [f"{place}environment.type is {json.dumps(name)}; it must be text"]
+        return [f"{place}{key}.type is {json.dumps(name)}; it must be text"]
     try:
         part = environment_class(name).Recipe
         part.model_validate_json(json.dumps(values), strict=True)
     except InputError as error:
         return [f"{place}{error}{nearest_type(name, environment_names())}"]
     except ValidationError as error:
-        return validation_errors(error, part, given, schema, ("environment",))
+        return validation_errors(error, part, given, schema, path)
     except Exception as error:
-        return [
-            f"{place}environment.type: {name} failed to load with {type(error).__name__}: {error}; correct that file"
-        ]
+        return [f"{place}{key}.type: {name} failed to load with {type(error).__name__}: {error}; correct that file"]
     return []
 
 

@@ -80,7 +80,7 @@ class DistillRecipe(SampledRecipe):
     def _parts_fit(self):
         rollout, learner = self.rollout, self.learner
         refuse_lone_adapters(self.engine, self.model)
-        refuse_overlap({"seeds": self.seeds, **self.evaluation.ranges}, self.environment.rows_key is not None)
+        refuse_overlap({"seeds": self.seeds}, self.environment, self.evaluation)
         refuse_other_temperature(self.teacher, rollout.sampling.temperature)
         if rollout.sampling.temperature == 0:
             raise ValueError(

@@ -8,6 +8,15 @@ from pydantic import Field, field_validator
 from posttrain.recipe.base import BaseConfig
 
 
+class JudgeSamplingRecipe(BaseConfig):
+    """How a judge samples its replies. A key that is null is left out of the request."""
+
+    temperature: float | None = Field(0.0, ge=0)
+    """Sampling temperature. Null: not sent. Reasoning models such as o3 reject it."""
+    reasoning_effort: str | None = None
+    """Effort of a reasoning model, such as `low`, `medium` or `high`. Null: not sent."""
+
+
 class JudgeServerRecipe(BaseConfig):
     """A judge: a language model behind an OpenAI-compatible server."""
 
@@ -25,6 +34,9 @@ class JudgeServerRecipe(BaseConfig):
     """Rate limit of this process in requests per minute, retries included. Null: no limit."""
     max_tokens: int | None = Field(None, ge=1)
     """Largest number of tokens of a reply, thinking included. A truncated reply counts as a failed request. Null: the server's default."""
+    token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """Request field that carries `max_tokens`. Reasoning models such as o3 accept only `max_completion_tokens`."""
+    sampling: JudgeSamplingRecipe = JudgeSamplingRecipe()
     structured: bool = False
     """Send the JSON schema of the reply (`response_format`). Some servers reject it. Replies are validated in either case."""
     cache: str | None = None

@@ -53,7 +53,8 @@ def keys_of(
         sections = sections_of(info.annotation)
         if EnvironmentRecipe in sections:
             yield Key(path, "a section", _text(default), info.description or "", variant)
-            yield from _environment_keys(f"{path}.")
+            if not prefix:  # those of `evaluation.environment` are the same
+                yield from _environment_keys(f"{path}.")
         elif typing.get_origin(info.annotation) is dict and (named := sections_of(typing.get_args(info.annotation)[1])):
             yield Key(path, "a section", _text(default), info.description or "", variant)
             for section in named:

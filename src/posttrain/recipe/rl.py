@@ -197,7 +197,7 @@ class RlRecipe(SampledRecipe):
 
     @model_validator(mode="after")
     def _parts_fit(self):
-        refuse_overlap({"seeds": self.seeds, **self.evaluation.ranges}, self.environment.rows_key is not None)
+        refuse_overlap({"seeds": self.seeds}, self.environment, self.evaluation)
         if self.rollout.groups_per_step > (self.seeds.count or self.rollout.groups_per_step):
             raise ValueError(
                 f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"

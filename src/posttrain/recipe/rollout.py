@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
 
 from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.model import LearnerRecipe
 
 SCORES = "score/"
@@ -135,13 +136,34 @@ def shown_seeds(seeds: Sequence[int]) -> str:
     return f"{seeds[0]}..{seeds[-1]}"
 
 
-def refuse_overlap(ranges: Mapping[str, SeedRange], rows: bool) -> None:
-    """Raise ValueError if two of the `ranges` (by recipe key) have a seed in common.
+def evaluated_environment(recipe: BaseConfig) -> EnvironmentRecipe | None:
+    """The environment of the held-out episodes of a recipe of any stage; None if it has none."""
+    evaluation = getattr(recipe, "evaluation", None)
+    return getattr(evaluation, "environment", None) or getattr(recipe, "environment", None)
 
-    `rows`: tasks are rows of a file. A range without a start is then drawn from rows that are in no other one.
+
+def same_tasks(environment: EnvironmentRecipe, other: EnvironmentRecipe) -> bool:
+    """Whether a seed is the same task in both environments: they are of one type, and their rows of one source."""
+    one, two = (
+        None if each.rows_key is None else getattr(each, each.rows_key.removeprefix("environment."))
+        for each in (environment, other)
+    )
+    return environment.type == other.type and one == two
+
+
+def refuse_overlap(
+    training: Mapping[str, SeedRange], environment: EnvironmentRecipe, evaluation: "EvaluationRecipe"
+) -> None:
+    """Raise ValueError if two of the ranges of seeds (by recipe key), those of `training` and the held-out ones, have a task
+    in common.
+
+    Where tasks are rows of a file, a range without a start is drawn from rows that are in no other one.
     """
-    for (one, first), (other, second) in itertools.combinations(ranges.items(), 2):
-        if rows and (first.start is None or second.start is None):
+    held_out = evaluation.environment or environment
+    if not same_tasks(environment, held_out):
+        training = {}
+    for (one, first), (other, second) in itertools.combinations({**training, **evaluation.ranges}.items(), 2):
+        if held_out.rows_key is not None and (first.start is None or second.start is None):
             continue
         a, b = first.of_generated(one), second.of_generated(other)
         if a.start < b.stop and b.start < a.stop:
@@ -165,8 +187,15 @@ class EvaluationRecipe(BaseConfig):
     """Episodes per held-out seed."""
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
     """Sampling in evaluations; greedy by default."""
+    environment: SerializeAsAny[EnvironmentRecipe] | None = None
+    """Environment of the held-out episodes: the keys in which it differs from `environment`, or one of another `type`; its keys are those of `environment`. Null: the environment of training."""
     metric: Literal["success", "return"] | None = None
     """Metric that selects the best checkpoint: the mean over the held-out seeds, larger is better. Null: `success` if the environment reports it, else `return`."""
+
+    @field_validator("environment", mode="before")
+    @classmethod
+    def _environment_by_type(cls, value: Any) -> Any:
+        return environment_recipe(value) if isinstance(value, dict) else value
 
     @property
     def ranges(self) -> dict[str, SeedRange]:

@@ -1,8 +1,8 @@
 """Keys that every stage has: directories, checkpoints, collapse guards, and the environment of stages that use one."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
@@ -12,12 +12,28 @@ from posttrain.recipe.rollout import RolloutRecipe, SeedRange
 
 
 class CheckpointRecipe(BaseConfig):
-    """When checkpoints are saved."""
+    """When checkpoints are saved, and which are kept: the latest whole, of others the policy, which every `model.path` accepts."""
 
     every: int = Field(10, ge=1)
     """Steps between checkpoints. One is always written at the end, and on Ctrl-C or SIGTERM."""
-    keep: int = Field(2, ge=1)
-    """Number of latest checkpoints to keep, in addition to the best one."""
+    keep: Annotated[int, Field(ge=1)] | Literal["all"] = 2
+    """Number of latest checkpoints to keep whole, so that a run can resume from them. Of the best one, the policy is kept as well. `all`: keep the latest two whole, and the policies of all others."""
+    keep_every: int | None = Field(None, ge=1)
+    """Keep the policies of checkpoints whose step is a multiple of this number. Null: none."""
+
+    @model_validator(mode="after")
+    def _kept_by_one_rule(self):
+        if self.keep_every is not None and self.keep == "all":
+            raise ValueError("`keep: all` keeps every checkpoint, so `keep_every` has no effect; remove one of them")
+        if self.keep_every is not None and self.keep_every % self.every:
+            raise ValueError(
+                f"`keep_every` {self.keep_every} is not a multiple of `every` {self.every}, so some of these steps have "
+                "no checkpoint; change one of them"
+            )
+        return self
+
+
+ExportedStep = Literal["best", "last"]
 
 
 class GuardRecipe(BaseConfig):
@@ -101,3 +117,5 @@ class SampledRecipe(PlayedRecipe):
     engine: PolicyEngineRecipe = LocalEngineRecipe()
     """Engine that samples episodes: in this process on the weights in training, or vLLM."""
     rollout: RolloutRecipe = RolloutRecipe()
+    export: ExportedStep = "best"
+    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one."""

@@ -36,6 +36,18 @@ OWN_COLUMNS = (
 """Columns of a prediction, besides those of `keep_columns`."""
 
 
+NOT_EVALUATED = {
+    "engine": ("adapters",),
+    "evaluation": ("every", "metric"),
+    "model": ("lora", "gradient_checkpointing"),
+    "rollout": (
+        *("groups_per_step", "episodes_per_group", "sampling", "filter", "overlong_penalty", "missing_eos_penalty"),
+        *("async_rollouts", "on_new_weights", "max_staleness", "replay"),
+    ),
+}
+"""Section -> keys of training that have no effect in an evaluation."""
+
+
 class FinalEvaluation(EvaluationRecipe):
     """One evaluation, on `final_seeds`."""
 

@@ -19,8 +19,14 @@ from posttrain.recipe.loss import (
     SftLossRecipe,
 )
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.recipe.rollout import EvaluationRecipe, RolloutRecipe, SeedRange, refuse_overlap
-from posttrain.recipe.run import CheckpointRecipe, StageRecipe
+from posttrain.recipe.rollout import (
+    EvaluationRecipe,
+    RolloutRecipe,
+    SeedRange,
+    evaluated_environment,
+    refuse_overlap,
+)
+from posttrain.recipe.run import CheckpointRecipe, ExportedStep, StageRecipe
 from posttrain.recipe.units import UnitRewardsRecipe
 
 
@@ -31,6 +37,8 @@ class ExpertsRecipe(BaseConfig):
     """Environment seeds of the traces. They must not overlap the held-out seeds. Usual for generated tasks: 64 from 200,000 on; for rows of a file: all that are not held out."""
     expert: Literal["optimal", "random"] = "optimal"
     """Baseline policy that plays. `optimal`: the optimal policy. `random`: uniformly random valid actions, which teach the answer format only."""
+    held_out: int = Field(0, ge=0)
+    """Traces, the last ones of `seeds`, that are not trained on. Their loss is measured before, during and after training. 0: none."""
 
 
 class SftEvaluation(EvaluationRecipe):
@@ -59,6 +67,8 @@ class _Rows(StageRecipe):
     optimizer: OptimizerRecipe = OptimizerRecipe()
     learner: LearnerRecipe = LearnerRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+    export: ExportedStep = "best"
+    """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one."""
     hardware: HardwareRecipe = HardwareRecipe()
 
 
@@ -91,16 +101,18 @@ class SftRecipe(_Rows):
         refuse_lone_adapters(self.engine, self.model)
         if self.data is None and self.environment is None:
             raise ValueError("no training data; set `data.train`, or set `environment.type` to train on expert traces")
-        if self.environment is not None:
+        if (held_out := evaluated_environment(self)) is not None:
             experts = {"experts.seeds": self.experts.seeds} if self.data is None else {}
-            refuse_overlap({**experts, **self.evaluation.ranges}, self.environment.rows_key is not None)
+            refuse_overlap(experts, self.environment or held_out, self.evaluation)
         if self.data is not None:
             _check_rows(self, self.data, 1)
-        if self.evaluation.metric == "loss" and not _measured(self.data):
+        traces = self.data is None and self.experts.held_out > 0
+        if self.evaluation.metric == "loss" and not (_measured(self.data) or traces):
             raise ValueError(
-                "`evaluation.metric: loss` needs validation rows; set `data.validation` or `data.held_out`"
+                "`evaluation.metric: loss` needs validation rows; set `data.validation` or `data.held_out`, or "
+                "`experts.held_out` for expert traces"
             )
-        if self.evaluation.metric in ("success", "return") and self.environment is None:
+        if self.evaluation.metric in ("success", "return") and evaluated_environment(self) is None:
             raise ValueError(
                 f"`evaluation.metric: {self.evaluation.metric}` needs an environment; set `environment.type`"
             )

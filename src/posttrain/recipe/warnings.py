@@ -19,9 +19,10 @@ from posttrain.recipe.engines import (
 )
 from posttrain.recipe.loss import KL_STEP, GspoLoss, KlCovRecipe, PpoLoss
 from posttrain.recipe.model import ModelRecipe, RewardSource, stored_thinking
-from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe, evaluated_environment
 from posttrain.recipe.sources import read_file
 from posttrain.recipe.stages import (
+    NOT_EVALUATED,
     DistillRecipe,
     DpoRecipe,
     EvaluateRecipe,
@@ -56,7 +57,7 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
         warnings += _rows(recipe)
     if isinstance(recipe, DpoRecipe | RewardRecipe):
         return warnings
-    if recipe.environment is None:
+    if evaluated_environment(recipe) is None:
         parts = [key for key in ("engine", "rollout") if getattr(recipe, key) != type(getattr(recipe, key))()]
         return [*warnings, *(_without_effect(key, "the recipe has no environment") for key in parts)]
     warnings += [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_vllm(recipe.engine)]
@@ -69,9 +70,10 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
     else:
         warnings += _rollout_unused(recipe.rollout, recipe.stage)
     if isinstance(recipe, EvaluateRecipe):
+        unused = (*NOT_EVALUATED["evaluation"], *(["seeds"] if recipe.evaluation.held_out == "all" else []))
         warnings += [
             _without_effect(f"evaluation.{key}", "the evaluate stage runs one evaluation, on evaluation.final_seeds")
-            for key in ("every", "seeds", "metric")
+            for key in unused
             if _given(recipe.evaluation, key)
         ]
         warnings += _remote(recipe)
@@ -219,7 +221,7 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
         warnings.append(_without_effect("data.shuffle_buffer", "data.streaming is false"))
     if data.streaming and any(source.weight != 1 for source in data.train):
         warnings.append(_without_effect("data.train weight", "streamed rows are read once, in order"))
-    if not (data.validation or data.held_out) and not (isinstance(recipe, SftRecipe) and recipe.environment):
+    if not (data.validation or data.held_out) and evaluated_environment(recipe) is None:
         warnings.append("there are no validation rows (data.validation, data.held_out), so the last checkpoint is kept")
     if isinstance(recipe, SftRecipe) and recipe.experts != type(recipe.experts)():
         warnings.append(_without_effect("experts", "the run trains on the rows in data"))
@@ -260,7 +262,8 @@ def _distill(recipe: DistillRecipe) -> list[str]:
         found.append(
             f"optimizer.learning_rate {recipe.optimizer.learning_rate:g} is high for full-parameter distillation"
         )
-    if not environment_class(recipe.environment.type).has_reward(recipe.environment):
+    environment = recipe.evaluation.environment or recipe.environment
+    if not environment_class(environment.type).has_reward(environment):
         found.append("nothing scores the answers, so nothing is evaluated and the last checkpoint is kept")
     if recipe.off_policy is not None and recipe.off_policy.share == 1:
         found.append("off_policy.share is 1, so no step samples episodes and `rollout` and `seeds` have no effect")
@@ -268,31 +271,23 @@ def _distill(recipe: DistillRecipe) -> list[str]:
 
 
 def _limits(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe) -> list[str]:
-    assert recipe.environment is not None
-    rollout, turns = recipe.rollout, recipe.environment.max_turns
-    warnings: list[str] = []
-    if turns * rollout.tokens_per_turn > rollout.tokens_per_episode:
-        warnings.append(
-            f"{turns} turns of rollout.tokens_per_turn {rollout.tokens_per_turn} exceed rollout.tokens_per_episode "
-            f"{rollout.tokens_per_episode} even without observations; long episodes will be cut"
-        )
+    rollout, evaluated = recipe.rollout, evaluated_environment(recipe)
+    assert evaluated is not None
+    turns = (recipe.environment or evaluated).max_turns
+    warnings = [
+        f"{count} turns of rollout.tokens_per_turn {rollout.tokens_per_turn} exceed rollout.tokens_per_episode "
+        f"{rollout.tokens_per_episode} even without observations; long episodes will be cut"
+        for count in dict.fromkeys((turns, evaluated.max_turns))
+        if count * rollout.tokens_per_turn > rollout.tokens_per_episode
+    ]
     if rollout.overlong_penalty is not None and rollout.overlong_penalty.limit > turns * rollout.tokens_per_turn:
         warnings.append("rollout.overlong_penalty.limit is more than an episode can sample; the penalty is never whole")
     return warnings
 
 
 def _rollout_unused(rollout: RolloutRecipe, stage: str) -> list[str]:
-    keys = (
-        "groups_per_step",
-        "episodes_per_group",
-        "sampling",
-        "filter",
-        "overlong_penalty",
-        "missing_eos_penalty",
-        *_AHEAD,
-    )
     reason = f"the {stage} stage samples evaluation episodes only"
-    return [_without_effect(f"rollout.{key}", reason) for key in keys if _given(rollout, key)]
+    return [_without_effect(f"rollout.{key}", reason) for key in NOT_EVALUATED["rollout"] if _given(rollout, key)]
 
 
 def _rl_without_effect(recipe: RlRecipe) -> list[str]:

@@ -64,9 +64,9 @@ def new_figure(count: int) -> tuple[Figure, list[Axes]]:
     return figure, list(figure.subplots(count, 1, squeeze=False, sharex=True)[:, 0])
 
 
-def outside_legend(axes: Axes, right: float = 1.0) -> None:
-    """Put the legend to the right of the axes; `right` is its left edge in widths of the axes."""
-    legend = axes.legend(loc="upper left", bbox_to_anchor=(right, 1.0), borderaxespad=0.2)
+def outside_legend(axes: Axes) -> None:
+    """Put the legend to the right of the axes."""
+    legend = axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
     for label in legend.get_texts():
         label.set_text(plain(label.get_text(), _LONGEST_OUTSIDE))
 

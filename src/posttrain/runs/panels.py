@@ -230,7 +230,9 @@ PANELS = {
 }
 TITLES = {
     "learning_curve": "Learning curve",
-    "scores": "Scores of the evaluations",
+    "metrics_vs_overall": "Scores against the overall score",
+    "metrics_vs_step": "Scores against the step",
+    "metrics_vs_training": "Scores against the training return",
     "rows": "Training and validation rows",
     "preference": "Preferences",
     "domains": "Domains",

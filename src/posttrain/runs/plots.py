@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import matplotlib
@@ -21,6 +21,7 @@ from posttrain.runs.comparison import (
     shared_metrics,
 )
 from posttrain.runs.directory import RunDirectory, write_atomically
+from posttrain.runs.evaluated import evaluated_checkpoints
 from posttrain.runs.figures import (
     FORMATS,
     STYLE,
@@ -62,8 +63,8 @@ from posttrain.runs.panels import (
     panels_of,
     series_of,
 )
-from posttrain.runs.results import draw_results, draw_scores, draw_scores_of_runs, result_table
-from posttrain.runs.tables import Table, scores_of_runs
+from posttrain.runs.results import SCORES_AGAINST, draw_results, draw_scores, draw_scores_of_runs, result_table
+from posttrain.runs.tables import Table, evaluated_table, scores_of_runs
 
 PHASES = {
     "rollout": BLUE,
@@ -80,14 +81,22 @@ _FINAL = {"validation/loss": ("test/loss", "{:.4f}"), "validation/accuracy": ("t
 """Validation metric -> the metric of the final result drawn beside it, and its number format."""
 
 
-def draw_plots(run: RunDirectory, out: Path | None = None, forms: Sequence[Format] = ("png",)) -> list[Path]:
+def draw_plots(
+    run: RunDirectory, out: Path | None = None, forms: Sequence[Format] = ("png",), until: int | None = None
+) -> list[Path]:
     """Draw every plot that the run has data for, into `out` (default: `run.plots`), in each of the formats `forms`.
 
-    Returns the files in the order of the report. Raises `RunError` if the metrics are damaged or a file cannot be
-    written.
+    `until`: leave out later steps. Returns the files in the order of the report. Raises `RunError` if the metrics are
+    damaged or a file cannot be written.
     """
-    drawn = figures(run.path.resolve().name, read_metrics(run.metrics))
+    title = run.path.resolve().name + ("" if until is None else f", until step {until}")
+    drawn = figures(title, lines_until(read_metrics(run.metrics), until))
     return [path for name, figure in drawn for path in save(figure, out or run.plots, name, forms)]
+
+
+def lines_until(lines: list[Line], until: int | None) -> list[Line]:
+    """The lines up to the step `until`, without the final results of a later one; all for None."""
+    return lines if until is None else [line for line in lines if line["step"] <= until]
 
 
 def figures(title: str, lines: list[Line]) -> list[tuple[str, Figure]]:
@@ -106,8 +115,8 @@ def draw_figure(name: str, lines: list[Line]) -> Figure | None:
     """The figure called `name` in `TITLES`, without a title; None if the run has no data for it."""
     if name == "learning_curve":
         return _learning_curve(lines)
-    if name == "scores":
-        return draw_scores(lines)
+    if name.startswith(SCORES_AGAINST):
+        return draw_scores(lines, name.removeprefix(SCORES_AGAINST))
     return _time(lines) if name == "time" else _panels(lines, panels_of(name, lines))
 
 
@@ -229,24 +238,32 @@ class Compared:
 
 
 def plot_files(
-    paths: Sequence[Path], out: Path | None = None, forms: Sequence[Format] = FORMATS, metrics: Sequence[str] = ()
+    paths: Sequence[Path],
+    out: Path | None = None,
+    forms: Sequence[Format] = FORMATS,
+    metrics: Sequence[str] = (),
+    until: int | None = None,
 ) -> tuple[list[Path], list[str]]:
     """Write the figures of the runs and TensorBoard logs at `paths`; returns the files, and warnings.
 
     A single run gets the plots of its report. Several runs get one figure per metric (or per entry of `metrics`) and
-    tables of their results. `out` defaults to the `plots` of the single run, or to `plots` in the working directory.
+    tables of their results; runs that evaluated checkpoints of one training run get its table of scores and the figures of
+    these. `out` defaults to the `plots` of the single run (with `until`, to a folder in it), or to `plots` in the working
+    directory. `until` leaves out later steps.
     Raises `InputError` if there is nothing to draw, `RunError` for damaged metrics or if a file cannot be written.
     """
     sources = open_sources(paths)
     single = sources[0].run if len(sources) == 1 else None
-    directory = out or (Path("plots") if single is None else single.plots)
+    place = Path("plots") if single is None else single.plots
+    directory = out or (place if until is None else place / f"until_step_{until}")
     if directory.exists() and not directory.is_dir():
         raise InputError(f"--out {directory} is a file; give a directory")
     if single is not None and not metrics:
-        drawn = draw_plots(single, directory, forms)
+        drawn = draw_plots(single, directory, forms, until)
         if not drawn:
             raise InputError(f"{single.metrics} has nothing to plot yet; wait for the first step")
         return drawn, []
+    sources = [replace(source, lines=lines_until(source.lines, until)) for source in sources]
     compared = compare(sources, metrics)
     if not compared.figures and not compared.tables:
         what = ", ".join(f"{source.name} ({source.stage or 'a log'})" for source in sources)
@@ -290,12 +307,33 @@ def compare(sources: Sequence[Source], metrics: Sequence[str] = ()) -> Compared:
         named = {source.name: source.lines for source in measured}
         tables = (result_table(bundles), scores_of_runs(named) if len(measured) > 1 else None)
         compared.tables += [table for table in tables if table is not None]
+        groups = evaluated_checkpoints(measured)
+        scores = [evaluated_table(name, lines) for name, lines in groups.items()]
+        compared.tables += [table for table in scores if table is not None]
+        compared.figures += _figures_of_evaluated(groups)
     for metric in chosen:
         figure, warnings = draw_metric(metric, bundles)
         compared.warnings += warnings
         if figure is not None:
             compared.figures.append((metric.file, figure))
     return compared
+
+
+def draw_evaluated(groups: Mapping[str, list[Line]], out: Path) -> list[Path]:
+    """Write the figures of scores by checkpoint (PNG) of `evaluated_checkpoints` to `out`; returns the files."""
+    return [path for name, figure in _figures_of_evaluated(groups) for path in save(figure, out, name, ("png",))]
+
+
+def _figures_of_evaluated(groups: Mapping[str, list[Line]]) -> list[tuple[str, Figure]]:
+    """(file name without suffix, figure) for each training run with at least two evaluated checkpoints."""
+    drawn = []
+    for name, lines in groups.items():
+        for figure_name in [title for title in TITLES if title.startswith(SCORES_AGAINST)]:
+            with matplotlib.rc_context(STYLE):
+                if (figure := draw_figure(figure_name, lines)) is not None:
+                    entitle(figure, f"{TITLES[figure_name]} · {name}")
+                    drawn.append((metric_of(figure_name if len(groups) == 1 else f"{figure_name} {name}").file, figure))
+    return drawn
 
 
 def _overviews(bundles: Sequence[Bundle]) -> Iterator[tuple[str, Figure]]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.rollout import SeedRange
+from posttrain.recipe.rollout import SeedRange, evaluated_environment
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import duration, read_metrics
-from posttrain.runs.tables import Table, markdown_table, score_table
+from posttrain.runs.tables import UNIMPROVED, Table, markdown_table, score_table
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
@@ -39,7 +39,7 @@ def write_report(
         _by_checkpoint(lines),
         _changed(changed_rows(run)),
         _plots(run),
-        _checkpoint(model_directory, run.load_recipe().stage),
+        _checkpoint(model_directory, run.load_recipe().stage, is_unimproved(lines)),
         _episodes(run),
         "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in run_warnings(lines, warnings)),
     ]
@@ -112,7 +112,8 @@ def _data(recipe: "Recipe") -> list[tuple[str, str]]:
             names = "validation rows" if data.test or data.held_out == 1 else "validation and test rows"
             share = f"{100 * data.held_out:g}%" if isinstance(data.held_out, float) else str(data.held_out)
             rows.append((names, f"{share} held out of the training rows"))
-    if recipe.stage == "reward" or recipe.stage == "dpo" or recipe.environment is None:
+    environment = evaluated_environment(recipe)
+    if recipe.stage == "reward" or recipe.stage == "dpo" or environment is None:
         return rows
     ranges = {"held-out seeds of the table": ("evaluation.final_seeds", recipe.evaluation.final_seeds)}
     if recipe.stage != "evaluate":
@@ -121,9 +122,15 @@ def _data(recipe: "Recipe") -> list[tuple[str, str]]:
         ranges["training seeds"] = ("seeds", recipe.seeds)
     if recipe.stage == "sft" and data is None:
         ranges["training seeds"] = ("experts.seeds", recipe.experts.seeds)
-    rows_key = recipe.environment.rows_key
-    seeds = [(name, _seeds(key, part, rows_key)) for name, (key, part) in ranges.items()]
-    return [*rows, ("environment", f"`{recipe.environment.type}`"), *_reward_model(recipe), *seeds]
+    trained = recipe.environment or environment
+    keys = {"training seeds": trained.rows_key}
+    seeds = [(name, _seeds(key, part, keys.get(name, environment.rows_key))) for name, (key, part) in ranges.items()]
+    played = [("environment", f"`{trained.type}`")]
+    if trained != environment:
+        played.append(
+            ("environment of the evaluations", f"`{environment.type}`, at most {environment.max_turns} turns")
+        )
+    return [*rows, *played, *_reward_model(recipe), *seeds]
 
 
 def _seeds(key: str, seeds: SeedRange, rows_key: str | None) -> str:
@@ -190,9 +197,15 @@ def _plots(run: RunDirectory) -> str:
     return "## Curves\n\n" + "\n\n".join(images) if images else ""
 
 
-def _checkpoint(directory: Path | None, stage: str) -> str:
+def is_unimproved(lines: Sequence[dict[str, Any]]) -> bool:
+    """Whether the exported model is the starting model, because no later checkpoint was better."""
+    return any(line.get("chosen") == UNIMPROVED for line in lines)
+
+
+def _checkpoint(directory: Path | None, stage: str, unimproved: bool) -> str:
     if directory is None:
         return ""
+    warning = f"\n\n{UNIMPROVED[0].upper()}{UNIMPROVED[1:]}." if unimproved else ""
     adapter = (directory / "adapter_config.json").is_file()
     note = (
         "\n\nThis is a LoRA adapter. transformers loads it with its base model if peft is installed." if adapter else ""
@@ -201,7 +214,7 @@ def _checkpoint(directory: Path | None, stage: str) -> str:
     loader = "AutoModelForSequenceClassification" if stage == "reward" else "AutoModelForCausalLM"
     return f"""## The trained model
 
-`{directory}`{note}
+`{directory}`{warning}{note}
 
 ```python
 from transformers import {loader}, AutoTokenizer

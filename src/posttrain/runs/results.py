@@ -16,12 +16,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.comparison import Bundle, Look, Source, looks, t_interval
-from posttrain.runs.figures import (
-    STYLE,
-    entitle,
-    outside_legend,
-    plain,
-)
+from posttrain.runs.evaluated import checkpoint_of
+from posttrain.runs.figures import STYLE, entitle, new_figure, plain
 from posttrain.runs.panels import DOMAINS, GREY, ORANGE, Line, metric_of
 from posttrain.runs.tables import (
     Checkpoint,
@@ -34,47 +30,49 @@ from posttrain.runs.tables import (
     score_names,
 )
 
+_MAX_NAME = 40
+"""Characters of a run's or a score's name in a figure."""
+SCORES_AGAINST = "metrics_vs_"
+"""What the names of the figures of `draw_scores` begin with."""
 _OVERALL_COLOR = "#222222"
 _COLORS = tuple(color for color in DOMAINS if color != ORANGE)
 """Orange marks training, as in the other figures."""
 
 
-def draw_scores(lines: list[Line]) -> Figure | None:
-    """The scores of a run against the step, the overall score and the training return (the last for trained runs).
+def draw_scores(lines: list[Line], against: str) -> Figure | None:
+    """The scores of a run's evaluations against `overall` (the overall score), `step`, or `training` (the training return).
 
-    None for fewer than two evaluations, or if the environment reports no scores.
+    None for fewer than two evaluations, of which the training return needs two after the start, or if the environment
+    reports no scores.
     """
     checkpoints = checkpoint_scores(lines)
+    trained = [one for one in checkpoints if one.training is not None]
     names = score_names(checkpoints)
-    if len(checkpoints) < 2 or not names:
+    shown = trained if against == "training" else checkpoints
+    if len(shown) < 2 or not names:
         return None
     looks = {name: (_COLORS[i % len(_COLORS)], "o^vD"[i // len(_COLORS) % 4]) for i, name in enumerate(names)}
-    trained = [one for one in checkpoints if one.training is not None]
     overall = f"overall {overall_name(lines)}"
-    count = 3 if len(trained) > 1 else 2
-    figure = Figure(figsize=(8, 3.0 * count + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = list(figure.subplots(count, 1, squeeze=False)[:, 0])
-    steps = [float(one.step) for one in checkpoints]
-    _plot_scores(axes[0], checkpoints, steps, looks, overall, bars=True)
-    _plot_training(axes[0], trained, [float(one.step) for one in trained])
-    axes[0].set_title("against the step, 95% intervals as bars")
-    axes[0].set_xlabel("step")
-    axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    _plot_scores(axes[1], checkpoints, [one.overall[0] for one in checkpoints], looks, None)
-    _plot_training(axes[1], trained, [one.overall[0] for one in trained])
-    axes[1].set_title("against the overall score; labels above are steps")
-    axes[1].set_xlabel(overall)
-    if count == 3:
-        returns = [one.training or 0.0 for one in trained]
-        _plot_scores(axes[2], trained, returns, looks, overall)
-        axes[2].set_title("against the training return; labels above are steps")
-        axes[2].set_xlabel("mean return of training episodes")
-    for one in axes:
-        one.set_ylabel("score")
-    beside = 1.1 if any(not 0 <= (one.training or 0.0) <= 1 for one in trained) else 1.0
-    outside_legend(axes[0], beside)
+    figure, (axes,) = new_figure(1)
+    by_step, places = against == "step", [_position(one, against) for one in shown]
+    _plot_scores(axes, shown, places, looks, None if against == "overall" else overall, by_step)
+    if against != "training":
+        _plot_training(axes, trained, [_position(one, against) for one in trained])
+    axes.set_title("95% intervals as bars" if by_step else "labels above are steps")
+    axes.set_xlabel({"overall": overall, "training": "mean return of training episodes"}.get(against, against))
+    axes.set_ylabel("score")
+    if by_step:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    handles, labels = axes.get_legend_handles_labels()
+    # A legend of the figure leaves room for the axis of training returns at the right.
+    figure.legend(handles, [plain(text, _MAX_NAME) for text in labels], loc="outside right upper")
     return figure
+
+
+def _position(one: Checkpoint, against: str) -> float:
+    if against == "step":
+        return float(one.step)
+    return one.overall[0] if against == "overall" else one.training or 0.0
 
 
 def _plot_scores(
@@ -194,8 +192,6 @@ def _panel(axes: Axes, runs: Runs, name: str, training: bool) -> None:
 _RATES = ("success", "test/accuracy")
 _EPISODE_METRICS = ("success", "return")
 _ROW_METRICS = ("test/accuracy", "test/loss")
-_MAX_NAME = 40
-"""Characters of a run's name in the figure of final results."""
 _MAX_LISTED = 4
 
 
@@ -217,7 +213,7 @@ def result_table(bundles: Sequence[Bundle]) -> Table | None:
             rows.append(
                 (
                     source.name,
-                    str(line.get("best_step", "–")),
+                    str(line.get("best_step", evaluated[1] if (evaluated := checkpoint_of(source)) else "–")),
                     str(line.get("n") or line.get("test/rows") or "–"),
                     found,
                 )

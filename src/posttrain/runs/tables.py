@@ -83,6 +83,8 @@ class Table:
         return asdict(self)
 
 
+UNIMPROVED = "training did not improve on the starting model; `model/` is the starting model"
+"""Said where the best checkpoint is that of step 0."""
 POLICY_HEADINGS = ("policy", "success", "95% interval", "mean return", "95% interval of it", "n", "note")
 
 
@@ -224,6 +226,19 @@ def score_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
     if table is None or len(table.rows) < 2:
         return None
     return replace(table, title="", words=(), headings=table.headings[1:], rows=[row[1:] for row in table.rows])
+
+
+def evaluated_table(name: str, lines: Sequence[Mapping[str, Any]]) -> Table | None:
+    """`score_table` of checkpoints that were evaluated by runs of their own (`evaluated_checkpoints`)."""
+    table = score_table(lines)
+    if table is None:
+        return None
+    counts = sorted({line["n"] for line in lines if line["kind"] == "evaluation" and line.get("n")})
+    note = (
+        f"Separate evaluations, n = {' or '.join(map(str, counts))} tasks. Brackets: 95% intervals over tasks. `training "
+        "return`: mean over the training episodes since the previous row."
+    )
+    return replace(table, title=f"Scores by checkpoint: {name}", note=note)
 
 
 def scores_of_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table | None:

@@ -1,9 +1,9 @@
-"""Checkpoints: written atomically, verified when read, rotated by count.
+"""Checkpoints: written atomically, verified when read, rotated by the rules of the recipe.
 
 A checkpoint is a directory `step_N` with the policy as transformers or peft saves it, tensors such as the optimizer's in
 `tensors`, the trainer's state, and a manifest with the SHA-256 of every file. It is written to a temporary directory, synced
 to disk, and renamed. With several processes, each writes its share of the tensors, and rank 0 writes everything else. Any
-number of processes can read it.
+number of processes can read it. Older checkpoints are reduced to the policy.
 """
 
 import hashlib
@@ -21,9 +21,13 @@ from posttrain.distributed.tensors import write_tensors
 from posttrain.distributed.world import current_world
 from posttrain.errors import InputError
 from posttrain.models.policy import TrainedModel
+from posttrain.recipe.run import CheckpointRecipe
 from posttrain.runs.directory import partial_path, storage_errors, sync_directory, write_atomically
 
 MANIFEST = "manifest.json"
+STATE = "state.json"
+_WHOLE = 2
+"""Latest checkpoints that `keep: all` keeps whole."""
 _NAME = re.compile(r"^step_(\d+)$")
 
 
@@ -54,10 +58,10 @@ def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
 class Checkpoints:
     """The checkpoints of one run, in `directory`. `run_id` identifies the run in each of them."""
 
-    def __init__(self, directory: Path, run_id: str, keep: int) -> None:
+    def __init__(self, directory: Path, run_id: str, recipe: CheckpointRecipe) -> None:
         self.directory = directory
         self.run_id = run_id
-        self.keep = keep
+        self.recipe = recipe
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending."""
@@ -74,7 +78,7 @@ class Checkpoints:
         state: dict[str, Any],
         best: int | None,
     ) -> Path:
-        """Write the checkpoint of `step`, then delete all but the newest `keep` and the one of step `best`."""
+        """Write the checkpoint of `step`, then delete or reduce older ones. The one of step `best` is kept."""
         world, target = current_world(), self.path(step)
         aside = world.broadcast(partial_path(target))
 
@@ -83,7 +87,7 @@ class Checkpoints:
             aside.mkdir(parents=True)
 
         def conclude() -> None:
-            (aside / "state.json").write_text(json.dumps(state, indent=1))
+            (aside / STATE).write_text(json.dumps(state, indent=1))
             self._seal(aside, step)
             if target.exists():
                 shutil.rmtree(target)
@@ -106,12 +110,21 @@ class Checkpoints:
     def load(self, step: int) -> tuple[Path, Path, dict[str, Any]]:
         """The directories of the policy and of the tensors, and the trainer's state of `step`, verified."""
         path = self.path(step)
-        current_world().on_rank0(lambda: self.verify(path))
-        return path / "policy", path / "tensors", json.loads((path / "state.json").read_text())
+        current_world().on_rank0(lambda: self.verify(path, resumable=True))
+        return path / "policy", path / "tensors", json.loads((path / STATE).read_text())
 
-    def verify(self, path: Path) -> None:
-        """Raise InputError unless this run wrote every file of the checkpoint and none has changed."""
-        others = [s for s in self.steps() if self.path(s) != path]
+    def policy(self, step: int) -> Path:
+        """The directory of the policy of `step`, verified."""
+        path = self.path(step)
+        current_world().on_rank0(lambda: self.verify(path))
+        return path / "policy"
+
+    def verify(self, path: Path, resumable: bool = False) -> None:
+        """Raise InputError unless this run wrote every file of the checkpoint and none has changed.
+
+        `resumable`: raise it also for a checkpoint that was reduced to its policy.
+        """
+        others = [s for s in self.steps() if self.path(s) != path and (self.path(s) / STATE).is_file()]
         remedy = f"delete {path} to resume from step {others[-1]}" if others else "start the run again with --overwrite"
         try:
             manifest = json.loads((path / MANIFEST).read_text())
@@ -124,6 +137,11 @@ class Checkpoints:
             raise InputError(
                 f"{path} was saved by an earlier version of posttrain, whose checkpoints this one cannot read; continue with "
                 f"that version, or start from {path / 'policy'} as `model.path`"
+            )
+        if resumable and STATE not in files:
+            raise InputError(
+                f"{path} holds the policy alone, so no run can resume from it; {remedy}, or start a run from "
+                f"{path / 'policy'} as `model.path`"
             )
         for name, digest in files.items():
             if not (path / name).is_file() or _digest(path / name) != digest:
@@ -141,12 +159,29 @@ class Checkpoints:
         sync_directory(aside / "tensors")
 
     def _rotate(self, best: int | None) -> None:
-        steps = self.steps()
-        for step in set(steps) - set(steps[-self.keep :]) - {best}:
+        keep, regular = self.recipe.keep, self.recipe.keep_every
+        for step in self.steps()[: -_WHOLE if keep == "all" else -keep]:
+            if keep == "all" or step == best or (regular is not None and step % regular == 0):
+                _reduce(self.path(step))
+                continue
             # Rename first, so that an interrupted deletion leaves no partial checkpoint under a valid name.
             doomed = partial_path(self.path(step))
             self.path(step).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _reduce(path: Path) -> None:
+    """Delete all but the policy of a checkpoint. The state goes last, so that an interrupted call is repeated."""
+    if not (path / STATE).is_file():
+        return
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        policy = {name: digest for name, digest in manifest["files"].items() if name.startswith("policy/")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # damaged; `verify` reports it where it is loaded
+    write_atomically(path / MANIFEST, json.dumps(manifest | {"files": policy}, indent=1))
+    shutil.rmtree(path / "tensors", ignore_errors=True)
+    (path / STATE).unlink()
 
 
 def _digest(path: Path) -> str:

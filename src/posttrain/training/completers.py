@@ -20,6 +20,7 @@ from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.environments.text_task import TextTask, TextTaskRecipe, prompt_table
 from posttrain.episode import CUT_OFF, Episode, Outcome, Turn
 from posttrain.errors import InputError, RunError
+from posttrain.recipe.data import TaskSourceRecipe
 from posttrain.recipe.engines import LocalEngineRecipe, OpenAIEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe
 from posttrain.recipe.stages import GenerateRecipe
@@ -76,7 +77,8 @@ def key_of(row: PromptRow, sample: int) -> Key:
 def text_task(recipe: GenerateRecipe) -> TextTaskRecipe:
     """Return the environment that shows the rows: one turn each, without a reward."""
     data = recipe.data
-    return TextTaskRecipe(prompts=data.test, columns=data.columns, system=recipe.system, strict=data.strict)
+    prompts = [TaskSourceRecipe(**source.model_dump()) for source in data.test]
+    return TextTaskRecipe(prompts=prompts, columns=data.columns, system=recipe.system, strict=data.strict)
 
 
 def read_prompts(recipe: GenerateRecipe) -> tuple[list[PromptRow], Problems]:

@@ -131,7 +131,7 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
     """All that `recipe` asks for. Raises InputError for settings that do not fit together or do not fit the model."""
     tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
     # The teacher gives the signal, so an environment without rewards is allowed.
-    warnings = [*recipe_warnings(recipe), *check_tasks(recipe.environment, tasks, True)]
+    warnings = [*recipe_warnings(recipe), *check_tasks(recipe.environment, tasks, True, recipe.evaluation.environment)]
     policy = Policy(recipe.model, recipe.seed)
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
@@ -141,8 +141,10 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
     )
 
     manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, logs=run.logs)
-    left_out, summary = too_long(recipe.environment, recipe.rollout, manager.renderer, tasks)
-    order = TaskOrder(tasks.training, recipe.seed, left_out=left_out)
+    left_out, summary = too_long(
+        recipe.environment, recipe.rollout, manager.renderer, tasks, recipe.evaluation.environment
+    )
+    order = TaskOrder(tasks.training, recipe.seed, left_out=left_out.training)
     teacher, teacher_warnings = open_teacher(
         recipe.teacher,
         policy,
@@ -165,10 +167,12 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
         *manager.template_warnings(),
     ]
     guards = Guards(recipe.guards)
-    evaluator = EpisodeEvaluator(manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out)
-    kind: type[Environment] = environment_class(recipe.environment.type)
+    evaluator = EpisodeEvaluator(
+        manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out.held_out
+    )
+    kind: type[Environment] = environment_class(evaluator.environment.type)
     # Without rewards every checkpoint has the same return, so the last one is kept.
-    rewarded = kind.has_reward(recipe.environment)
+    rewarded = kind.has_reward(evaluator.environment)
     trainer = Trainer(
         LoopSettings.of(recipe, recipe.steps),
         run,

@@ -23,7 +23,7 @@ from posttrain.runs.metrics import MetricsLog, take_events
 from posttrain.runs.report import write_report
 from posttrain.training.evaluators import EVALUATED, EpisodeEvaluator, WorkerSource
 from posttrain.training.results import write_tables
-from posttrain.training.tasks import check_tasks, too_long
+from posttrain.training.tasks import LeftOut, check_tasks, too_long
 
 
 def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> None:
@@ -51,11 +51,8 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
     """The evaluator of the model at `model.path` or behind the server, and warnings about tasks and prompts."""
     evaluation = recipe.evaluation
     tasks = replace(task_split(recipe.environment, evaluation, None), validation=())
-    warnings = [
-        *recipe_warnings(recipe),
-        *check_tasks(recipe.environment, tasks, recipe.reward is not None),
-    ]
-    left_out: frozenset[int] = frozenset()
+    warnings = [*recipe_warnings(recipe), *check_tasks(recipe.environment, tasks, recipe.reward is not None)]
+    left_out = LeftOut()
     manager: WorkerSource
     if recipe.remote is not None:
         # Only the server can count the tokens of its prompts.
@@ -78,7 +75,9 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
         )
         left_out, summary = too_long(recipe.environment, recipe.rollout, local.renderer, tasks)
         warnings = [*warnings, *summary]
-    evaluator = EpisodeEvaluator(manager, evaluation, tasks, recipe.seed, directory.episodes, recipe.name, left_out)
+    evaluator = EpisodeEvaluator(
+        manager, evaluation, tasks, recipe.seed, directory.episodes, recipe.name, left_out.held_out
+    )
     return evaluator, warnings
 
 
@@ -107,13 +106,15 @@ class RemoteRolloutManager:
         self.client = chat_client("engine", engine.url, engine.timeout, engine.retries, engine.api_key_variable)
 
     @contextmanager
-    def worker(self, sampling: SamplingRecipe) -> Iterator[RemoteRolloutWorker]:
+    def worker(
+        self, sampling: SamplingRecipe, environment: EnvironmentFactory | None = None
+    ) -> Iterator[RemoteRolloutWorker]:
         """A worker that counts failures from zero."""
         yield RemoteRolloutWorker(
             client=self.client,
             engine=self.engine,
             failure_monitor=FailureLimit(self.rollout.failures, self.episodes),
-            environment=self.environment,
+            environment=environment or self.environment,
             rollout=self.rollout,
             sampling=sampling,
         )

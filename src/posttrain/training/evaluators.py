@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import EnvironmentFactory
@@ -17,6 +17,7 @@ from posttrain.rollout.driver import EpisodeWorker
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.tables import PolicyRow, Table, policy_tables
 
+T = TypeVar("T")
 START = "start of this run"
 TRAINED = "trained"
 EVALUATED = "evaluated"
@@ -57,7 +58,9 @@ class WorkerSource(Protocol):
     rollout: RolloutRecipe
     model_name: str
 
-    def worker(self, sampling: SamplingRecipe) -> AbstractContextManager[EpisodeWorker[Any]]: ...
+    def worker(
+        self, sampling: SamplingRecipe, environment: EnvironmentFactory | None = None
+    ) -> AbstractContextManager[EpisodeWorker[Any]]: ...
 
 
 class EpisodeEvaluator:
@@ -87,7 +90,10 @@ class EpisodeEvaluator:
             left_out: held-out seeds that are not played.
         """
         self.manager = manager
-        self.environment = manager.environment.recipe
+        self.factory = manager.environment
+        if evaluation.environment is not None:
+            self.factory = EnvironmentFactory(evaluation.environment)
+        self.environment = self.factory.recipe
         self.evaluation = evaluation
         self.tasks = tasks
         self.seed = seed
@@ -114,7 +120,7 @@ class EpisodeEvaluator:
             }
             | {
                 f"{SCORES}{name}{limit}": value
-                for name, score in baseline.scores.items()
+                for name, score in self._ordered(baseline.scores).items()
                 for limit, value in zip(("", "_low", "_high"), score, strict=True)
             }
             for policy, baseline in baselines.items()
@@ -162,11 +168,15 @@ class EpisodeEvaluator:
         return []
 
     def _play(self, seeds: Sequence[int], step: int, split: Split) -> dict[str, Any]:
-        with self.manager.worker(self.evaluation.sampling) as worker:
+        with self.manager.worker(self.evaluation.sampling, self.factory) as worker:
             result, episodes = evaluate(worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out)
         write_episodes(self.episodes, step, split, episodes, None)
         self.warnings = _warnings(episodes, self.manager.rollout.tokens_per_turn)
-        return result.metrics()
+        return replace(result, scores=self._ordered(result.scores)).metrics()
+
+    def _ordered(self, scores: Mapping[str, T]) -> dict[str, T]:
+        order = environment_class(self.environment.type).score_order
+        return {name: scores[name] for name in dict.fromkeys([*order, *scores]) if name in scores}
 
 
 def _attempts(line: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:

@@ -7,10 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
+from posttrain.recipe.rollout import evaluated_environment
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.report import write_report
-from posttrain.runs.tables import Table, write_results
+from posttrain.runs.report import is_unimproved, write_report
+from posttrain.runs.tables import UNIMPROVED, Table, write_results
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator
 
 
@@ -25,6 +26,8 @@ def report_results(run: RunDirectory, evaluators: Sequence[Evaluator], model_dir
         for line in evaluator.artefacts():
             console.print(line, highlight=False, markup=False)
     console.print(f"report: {run.report}\nmodel: {model_directory}", highlight=False)
+    if is_unimproved(read_metrics(run.metrics)):
+        console.print(UNIMPROVED, highlight=False, markup=False, soft_wrap=True)
 
 
 def draw_plots(run: RunDirectory) -> None:
@@ -35,7 +38,7 @@ def draw_plots(run: RunDirectory) -> None:
     from posttrain.view import trajectories
 
     plots.draw_plots(run)
-    trajectories.draw_run(run, getattr(run.load_recipe(), "environment", None))
+    trajectories.draw_run(run, evaluated_environment(run.load_recipe()))
 
 
 def write_tables(run: RunDirectory, evaluators: Sequence[Evaluator]) -> list[Table]:

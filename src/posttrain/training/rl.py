@@ -266,7 +266,12 @@ def make_components(
     tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
     warnings = [
         *recipe_warnings(recipe),
-        *check_tasks(recipe.environment, tasks, recipe.reward is not None or recipe.teacher is not None),
+        *check_tasks(
+            recipe.environment,
+            tasks,
+            recipe.reward is not None or recipe.teacher is not None,
+            recipe.evaluation.environment,
+        ),
     ]
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
 
@@ -290,7 +295,9 @@ def make_components(
 
     scorer = open_scorer(recipe.reward, policy)
     manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, scorer, logs=run.logs)
-    left_out, summary = too_long(recipe.environment, recipe.rollout, manager.renderer, tasks)
+    left_out, summary = too_long(
+        recipe.environment, recipe.rollout, manager.renderer, tasks, recipe.evaluation.environment
+    )
     running = RunningStatistics(recipe.reward)
     unit_credit = None
     if recipe.unit_credit is not None and scorer is not None:
@@ -306,7 +313,7 @@ def make_components(
             recipe.rollout.sampling.temperature,
             recipe.learner.logits_per_chunk,
             recipe.rollout.failures.max_share,
-            next(seed for seed in tasks.training if seed not in left_out),
+            next(seed for seed in tasks.training if seed not in left_out.training),
         )
         warnings += more
     ptx = None
@@ -328,9 +335,11 @@ def make_components(
         of_episodes = policy_objective if head is None else with_values
         return of_episodes if recipe.ptx is None else MixedObjective(of_episodes, recipe.ptx.coefficient)
 
-    order = TaskOrder(tasks.training, recipe.seed, left_out=left_out)
+    order = TaskOrder(tasks.training, recipe.seed, left_out=left_out.training)
     rollouts = make_rollouts(recipe, manager, order, run)
-    evaluator = EpisodeEvaluator(manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out)
+    evaluator = EpisodeEvaluator(
+        manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out.held_out
+    )
     checkpointables: dict[str, Checkpointable] = {"critic": critic} if critic is not None else {}
     reference = MovingReference(recipe.kl.reference, policy, optimizer) if recipe.moves_reference else None
     if reference is not None:

@@ -92,8 +92,11 @@ class RolloutManager:
         return warnings
 
     @contextmanager
-    def worker(self, sampling: SamplingRecipe) -> Iterator[RolloutWorker]:
-        """A worker with the policy's current weights. Outside of the block the engine sleeps.
+    def worker(
+        self, sampling: SamplingRecipe, environment: EnvironmentFactory | None = None
+    ) -> Iterator[RolloutWorker]:
+        """A worker with the policy's current weights, by default in the environment of training. Outside of the block the
+        engine sleeps.
 
         The KV cache starts empty, so samples do not depend on an earlier evaluation or on a resume.
         """
@@ -102,7 +105,7 @@ class RolloutManager:
             yield RolloutWorker(
                 engine=self.engine,
                 renderer=self.renderer,
-                environment=self.environment,
+                environment=environment or self.environment,
                 rollout=self.rollout,
                 sampling=sampling,
                 version=self.policy.version,

@@ -21,23 +21,26 @@ from posttrain.training.updater import Sample, Updater
 class LossEvaluator:
     """Loss in nats per trained token, over all rows and over the rows of each domain."""
 
-    def __init__(self, learner: Updater[TokenScores], data: DataSet, title: str) -> None:
-        """`title`: name of the run, for the table."""
+    def __init__(
+        self, learner: Updater[TokenScores], validation: Sequence[TokenRow], test: Sequence[TokenRow], title: str
+    ) -> None:
+        """`validation`: rows of the curve. `test`: those of the final table; if empty, the validation rows. `title`: name of
+        the run, for the table."""
         self.learner = learner
-        self.data = data
+        self.validation, self.test = validation, test
         self.title = title
 
     def baselines(self) -> dict[str, dict[str, Any]]:
         return {}
 
     def curve(self, step: int) -> dict[str, Any]:
-        return self._measure(self.data.validation, "validation") if self.data.validation else {}
+        return self._measure(self.validation, "validation") if self.validation else {}
 
     def final(self, step: int) -> dict[str, Any]:
-        return self._measure(self.data.final, "test")
+        return self._measure((self.test or self.validation), "test")
 
     def cost(self) -> str:
-        return f"measuring the loss on {len(self.data.final)} held-out rows"
+        return f"measuring the loss on {len(self.test or self.validation)} held-out rows"
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Before and after, whole and by domain."""
@@ -52,7 +55,7 @@ class LossEvaluator:
                 domain, count = suffix.removeprefix("/") or "all", values[key]
                 rows.append((title, domain, f"{loss:.4f}", interval, f"{math.exp(loss):.2f}", str(count), note))
         headings = ("policy", "rows of", "loss", "95% interval", "perplexity", "n", "note")
-        about = "" if self.data.test else " They are the validation rows, which also chose the checkpoint."
+        about = "" if self.test else " They are the validation rows, which also chose the checkpoint."
         table = Table(
             title=f"{self.title}: held-out rows",
             headings=headings,

@@ -6,9 +6,12 @@ from typing import Any
 from rich.console import Console
 
 from posttrain.data.held_out import TaskSplit
-from posttrain.data.rendering import Renderer
+from posttrain.data.rendering import Renderer, TokenStream
+from posttrain.data.tokens import TokenRow
 from posttrain.environments.protocol import task_split
+from posttrain.errors import InputError
 from posttrain.models.policy import Policy
+from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.stages import SftRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
@@ -29,17 +32,20 @@ def train(
     recipe: SftRecipe, run: RunDirectory, resume: bool, console: Console, callbacks: Sequence[Callback] = ()
 ) -> None:
     """Train the policy; one step is one update on `rows_per_update` rows or traces."""
-    tasks = TaskSplit((), (), ())
-    if recipe.environment is not None:
-        tasks = task_split(recipe.environment, recipe.evaluation, recipe.experts.seeds, "experts.seeds")
+    tasks, evaluated = TaskSplit((), (), ()), evaluated_environment(recipe)
+    if evaluated is not None:
+        environment = recipe.environment or evaluated
+        tasks = task_split(environment, recipe.evaluation, recipe.experts.seeds, "experts.seeds")
     policy = Policy(recipe.model, recipe.seed)
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
     if recipe.data is None:
-        batches: SampleBatches = _Traces(recipe, tasks.training, renderer, run)
-        data = None
+        traces = _Traces(recipe, tasks.training, renderer, run)
+        batches: SampleBatches = traces
+        data, validation, test = None, traces.held_out, [] if recipe.chosen_by_loss else traces.held_out
     else:
         data = load_data("conversation", recipe.data, renderer, recipe.loss_on, recipe.rows_per_update, recipe.seed)
         batches = Batches(data, lambda number, row: samples_of_row(row))
+        validation, test = data.validation, data.test
     total = recipe.steps or recipe.epochs * batches.updates_per_epoch
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, total)
     learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
@@ -47,19 +53,19 @@ def train(
     best_by: Callable[[dict[str, Any]], float] | None = None
     if data is not None:
         warnings += [*data.problems.summary(), *renderer.warnings()]
-        if data.validation or data.test:
-            evaluators.append(LossEvaluator(learner, data, recipe.name))
-    if recipe.environment is not None:
+    if validation or test:
+        evaluators.append(LossEvaluator(learner, validation, test, recipe.name))
+    if evaluated is not None:
         evaluation, metric = recipe.evaluation, recipe.evaluation.metric
         manager = RolloutManager(
-            policy, recipe.engine, recipe.environment, recipe.rollout, sampling=evaluation.sampling, logs=run.logs
+            policy, recipe.engine, evaluated, recipe.rollout, sampling=evaluation.sampling, logs=run.logs
         )
         evaluator = EpisodeEvaluator(manager, evaluation, tasks, recipe.seed, run.episodes, recipe.name)
         evaluators.append(evaluator)
         best_by = evaluator.choice(metric if metric != "loss" else None)
         warnings += [text for text in manager.template_warnings() if text not in warnings]
         if recipe.data is not None:
-            warnings += settings_warnings(recipe.environment, recipe.data.train)
+            warnings += settings_warnings(evaluated, recipe.data.train)
     if recipe.chosen_by_loss:
         best_by = negative_validation_loss
     trainer = Trainer(
@@ -82,10 +88,24 @@ def negative_validation_loss(values: Mapping[str, float]) -> float:
 
 
 class _Traces:
-    """Expert traces in batches. Each epoch has all traces once, in its own order."""
+    """Expert traces in batches. Each epoch has all traces once, in its own order.
+
+    Attributes:
+        held_out: those of `experts.held_out`, which no batch has, as rows.
+    """
 
     def __init__(self, recipe: SftRecipe, seeds: Sequence[int], renderer: Renderer, run: RunDirectory) -> None:
-        episodes = expert_episodes(recipe, seeds, renderer)
+        count = len(seeds) - recipe.experts.held_out
+        if count < 1:
+            raise InputError(
+                f"experts.held_out is {recipe.experts.held_out}, and experts.seeds has {len(seeds)} traces, so none is left "
+                "to train on; raise experts.seeds.count"
+            )
+        episodes = expert_episodes(recipe, seeds[:count], renderer)
+        self.held_out = [
+            TokenRow([TokenStream(stream.ids, stream.sampled) for stream in episode.streams], f"seed {episode.seed}")
+            for episode in expert_episodes(recipe, seeds[count:], renderer)
+        ]
         write_episodes(run.episodes, 0, "train", episodes, None)
         self.recipe = recipe
         self.samples = [samples_of_episodes([episode], 0) for episode in episodes]

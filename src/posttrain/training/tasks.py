@@ -1,5 +1,8 @@
 """Checks of a run's tasks before it starts. Importing this module does not import torch."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from posttrain.data.held_out import TaskSplit
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
@@ -9,19 +12,47 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.rollout import RolloutRecipe
 
 
-def check_tasks(environment: EnvironmentRecipe, tasks: TaskSplit, reward_model: bool) -> list[str]:
-    """Check the tasks of a run before a model is loaded; returns the environment's warnings.
+def check_tasks(
+    environment: EnvironmentRecipe, tasks: TaskSplit, reward_model: bool, evaluated: EnvironmentRecipe | None = None
+) -> list[str]:
+    """Check the tasks of a run before a model is loaded; returns the environments' warnings.
+
+    `evaluated`: the environment of the held-out tasks, if it is another one.
 
     Raises:
         InputError: a task cannot be played, or nothing rewards the answers.
     """
-    kind = environment_class(environment.type)
-    if not reward_model and not kind.has_reward(environment):
-        raise InputError(
-            "nothing scores the answers; name a function in environment.reward, a judge in environment.judge, or a reward "
-            "model in reward.path"
-        )
-    return kind.check_tasks(environment, tasks.training, tasks.held_out)
+    warnings = []
+    for one, key, training, held_out in _parts(environment, tasks, evaluated):
+        kind = environment_class(one.type)
+        if not reward_model and not kind.has_reward(one):
+            raise InputError(
+                f"nothing scores the answers; name a function in {key}.reward, a judge in {key}.judge, or a reward model in "
+                "reward.path"
+            )
+        warnings += kind.check_tasks(one, training, held_out)
+    return warnings
+
+
+Part = tuple[EnvironmentRecipe, str, Sequence[int], Sequence[Sequence[int]]]
+
+
+def _parts(environment: EnvironmentRecipe, tasks: TaskSplit, evaluated: EnvironmentRecipe | None) -> list[Part]:
+    """(environment, its recipe key, training seeds, held-out seeds) of the environments of a run."""
+    if evaluated is None:
+        return [(environment, "environment", tasks.training, tasks.held_out)]
+    return [
+        (environment, "environment", tasks.training, []),
+        (evaluated, "evaluation.environment", (), tasks.held_out),
+    ]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Seeds whose tasks are not played because their prompts are too long."""
+
+    training: frozenset[int] = frozenset()
+    held_out: frozenset[int] = frozenset()
 
 
 def too_long(
@@ -29,22 +60,41 @@ def too_long(
     rollout: RolloutRecipe,
     renderer: Renderer,
     tasks: TaskSplit,
-) -> tuple[frozenset[int], list[str]]:
+    evaluated: EnvironmentRecipe | None = None,
+) -> tuple[LeftOut, list[str]]:
     """Seeds whose prompt leaves less than `tokens_per_turn` of the episode's tokens, and warnings: a summary of them, and
-    whether the others are fewer than a step needs.
+    whether the others are fewer than a step needs. `evaluated` as for `check_tasks`.
 
     Only tasks from the user's data are checked. They are left out of training and of evaluation.
 
     Raises:
         InputError: no seed of a part is left, or any is too long and the environment is `strict`.
     """
+    found, warnings = [], []
+    for one, _, training, held_out in _parts(environment, tasks, evaluated):
+        seeds, messages = _too_long(one, rollout, renderer, [training, *held_out])
+        found.append(seeds)
+        warnings += messages
+    left = len(set(tasks.training) - found[0])
+    if tasks.training and left < rollout.groups_per_step:
+        warnings.append(
+            f"rollout.groups_per_step is {rollout.groups_per_step}, and there are {left} tasks to train on, so a step samples "
+            "some of them more than once"
+        )
+    return LeftOut(found[0], found[-1]), warnings
+
+
+def _too_long(
+    environment: EnvironmentRecipe, rollout: RolloutRecipe, renderer: Renderer, parts: Sequence[Sequence[int]]
+) -> tuple[frozenset[int], list[str]]:
+    """Seeds of one environment whose prompts are too long, and a summary."""
     kind = environment_class(environment.type)
     if kind.self_contained:
         return frozenset(), []
     room = rollout.tokens_per_episode - rollout.tokens_per_turn
     problems = Problems()
     left_out = set()
-    for seeds in (tasks.training, *tasks.held_out):
+    for seeds in parts:
         for seed in seeds:
             one: Environment = kind(environment)
             tokens = len(renderer.prompt(one.reset(seed).messages, one.primer))
@@ -59,10 +109,4 @@ def too_long(
         if len(seeds) and left_out.issuperset(seeds):
             problems.require_any(f"tasks {seeds[0]} to {seeds[-1]} of {environment.type}")
     problems.raise_if(getattr(environment, "strict", False))
-    warnings, left = problems.summary(), len(set(tasks.training) - left_out)
-    if tasks.training and left < rollout.groups_per_step:
-        warnings.append(
-            f"rollout.groups_per_step is {rollout.groups_per_step}, and there are {left} tasks to train on, so a step samples "
-            "some of them more than once"
-        )
-    return frozenset(left_out), warnings
+    return frozenset(left_out), problems.summary()

@@ -19,11 +19,12 @@ from posttrain.distributed.world import Interrupts, current_world
 from posttrain.episode import Episode
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
-from posttrain.recipe.run import GuardRecipe, SinkName
+from posttrain.recipe.run import CheckpointRecipe, ExportedStep, GuardRecipe, SinkName
 from posttrain.recipe.stages import DistillRecipe, DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.store import remove_episodes_after
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, NoLog, Progress, take_events
+from posttrain.runs.tables import UNIMPROVED
 from posttrain.seeds import derive_seed
 from posttrain.training.checkpoint import Checkpoints, random_states, set_random_states
 from posttrain.training.evaluators import START, TRAINED, Evaluator
@@ -76,10 +77,8 @@ class LoopSettings:
     """Steps of the whole run."""
     evaluate_every: int
     """Steps between evaluations; 0 evaluates before and after training only."""
-    save_every: int
-    """Steps between checkpoints."""
-    keep: int
-    """Latest checkpoints that are kept."""
+    checkpoint: CheckpointRecipe
+    export: ExportedStep
     sinks: Sequence[SinkName] = ()
 
     @classmethod
@@ -91,8 +90,8 @@ class LoopSettings:
             recipe.seed,
             steps,
             recipe.evaluation.every,
-            recipe.checkpoint.every,
-            recipe.checkpoint.keep,
+            recipe.checkpoint,
+            recipe.export,
             recipe.sinks,
         )
 
@@ -150,7 +149,7 @@ class Trainer(Generic[Output]):
         self.checkpointables = dict(checkpointables or {})
         self.warnings = list(warnings)
         self.callbacks = list(callbacks)
-        self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], settings.keep)
+        self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], settings.checkpoint)
         self.interrupts = Interrupts()
         self.step = 0
         self.evaluated = -1
@@ -287,7 +286,7 @@ class Trainer(Generic[Output]):
     def evaluate_and_save(self) -> None:
         """Evaluate and save a checkpoint, each if it is due after this step. The checkpoint includes the evaluation."""
         improved = self._evaluate_if_due()
-        if improved or self.step % self.settings.save_every == 0 or self.step == self.settings.steps:
+        if improved or self.step % self.settings.checkpoint.every == 0 or self.step == self.settings.steps:
             with self.phase("checkpoint"):
                 self.save()
 
@@ -359,18 +358,19 @@ class Trainer(Generic[Output]):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self, console: Console) -> None:
-        """Evaluate the best checkpoint on the final data, export it, and write tables, plots and report."""
+        """Evaluate the exported checkpoint on the final data, and write the model, tables, plots and report."""
         if self.evaluated != self.step:  # a guard or the clock ended the run early
             self._evaluate()
             self.save()
-        step, values = self._restore_best(), dict[str, Any]()
-        which = "best" if self.best_by is not None else "last"
+        step, values = self._restore_exported(), dict[str, Any]()
+        which, chosen = "last", "the last one"
+        if self._exports_best:
+            which, chosen = "best", "best on the curve's data" if step else UNIMPROVED
         for evaluator in self.evaluators:
             self.progress.message(f"{evaluator.cost()} with the {which} checkpoint, step {step}")
             values |= evaluator.final(self.step)
         self.warn(take_events())
         if values:
-            chosen = "best on the curve's data" if self.best_by is not None else "the last one"
             self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})
         if find_spec("matplotlib") is None:
             self.warn(
@@ -380,13 +380,16 @@ class Trainer(Generic[Output]):
         self.model.export(directory)
         self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console))
 
-    def _restore_best(self) -> int:
-        """Load the best checkpoint's weights into the model; returns its step."""
+    @property
+    def _exports_best(self) -> bool:
+        return self.best is not None and self.settings.export == "best"
+
+    def _restore_exported(self) -> int:
+        """Load the weights of the checkpoint to export into the model; returns its step."""
         self._finished = True
-        step = self.best.step if self.best else self.step
+        step = self.best.step if self.best is not None and self._exports_best else self.step
         if step != self.step:
-            directory, _, _ = self.checkpoints.load(step)
-            self.model.restore(directory)
+            self.model.restore(self.checkpoints.policy(step))
         return step
 
 

@@ -39,8 +39,8 @@ def read_published_row(
     """The task of a record and its vault, which is looked up in `memories` by name.
 
     A retrieval answer is compared as the type that it looks like. An update can be scored only with a judge. A
-    clarification is correct if the reply asks and takes up a word of the question. Raises InputError for other
-    records, and for an unknown memory.
+    clarification is correct if the reply asks and takes up a word of the question. The recorded reply is correct as it
+    stands. Raises InputError for other records, and for an unknown memory.
     """
     parts = _SEPARATOR.split(row["label"])
     if len(parts) != 3:
@@ -52,10 +52,9 @@ def read_published_row(
     if kind not in ("retrieval", "update", "clarification") or not asked:
         raise InputError(f"a record of kind {kind!r} with {len(asked)} user messages is not a memory task")
     question, truth = asked[-1], _truth(kind, asked[-1], text)
-    if "rule" in truth:
-        kind = "filter"
-        rule = _FILTERED.fullmatch(text)
-        if rule and "<filter>" not in question:
+    if rule := _FILTERED.fullmatch(text) if kind == "retrieval" else None:
+        kind, text = "filter", rule["answer"].strip()
+        if "<filter>" not in question:
             question = f"{question}\n<filter>{rule['rule'].strip()}</filter>"
     return MemoryTask(kind, "document", FOREIGN.name, question, 0, truth, [text]), dict(memories[name])
 
@@ -87,8 +86,9 @@ def _truth(kind: str, question: str, text: str) -> dict[str, Any]:
     if kind == "update":
         return {"judge": question}
     if kind == "clarification":
-        words = [word for word in plain(question).split() if len(word) > 4]
-        return {"point": words or [plain(question)], "type": "text", "key": "answer", "values": []}
+        words = plain(question).split()
+        topics = [[word for word in words if len(word) > n and word not in _NO_TOPICS] for n in (4, 2, 0)]
+        return {"point": next(filter(None, topics), words), "type": "text", "key": "answer", "values": []}
     filtered = _FILTERED.fullmatch(text)
     gold = filtered["answer"].strip() if filtered else text
     fits = [known for known in ("date", "money", "email", "phone", "number") if canonical(known, gold) is not None]
@@ -97,6 +97,15 @@ def _truth(kind: str, question: str, text: str) -> dict[str, Any]:
     return {"answers": answers, **({"rule": {}, "hidden": []} if filtered else {})}
 
 
+_NO_TOPICS = frozenset(
+    re.findall(
+        r"\S+",
+        "a about again am an are at be by can could did do does for from had has have he her his how i in is it know many "
+        "me much my of on or our please should tell that the their them there these they this those to us was we were "
+        "what when where which while who whom whose why will with would you your",
+    )
+)
+"""Words of a question that do not say what it is about."""
 _MOST_ADDED = 10 * SPARE_CHARACTERS
 """Maximum number of characters that such an update may add to the notes."""
 _FIRST_PERSON = frozenset(re.findall(r"\S+", "i i'm i've i'd i'll me my mine myself we we're we've us our ours"))

@@ -98,8 +98,8 @@ class WorldRecipe(BaseConfig):
 class RewardWeights(BaseConfig):
     """Reward added or subtracted for each outcome of an episode.
 
-    A wrong episode earns at most `partial + check_first`, a right one at least `success - turns_at_most - judge`.
-    Weights for which the first is not smaller than the second are rejected.
+    A wrong episode earns at most `partial + check_first` and the sum over messages with code, a right one at least
+    `success - turns_at_most - judge`. Weights for which the first is not smaller than the second are rejected.
     """
 
     success: float = Field(1.0, gt=0, le=10)
@@ -114,6 +114,10 @@ class RewardWeights(BaseConfig):
     """Maximum total subtracted for turns."""
     check_first: float = Field(0.0, ge=0, le=5)
     """Added if the first tool call reads `user.md`."""
+    code: float = Field(0.0, ge=0, le=5)
+    """Added for the first message with code, in its turn. It falls linearly to 0 over `code_turns` such messages."""
+    code_turns: int = Field(4, ge=1, le=100)
+    """Number of messages with code that are rewarded."""
     asked: float = Field(0.1, ge=0, le=5)
     """Subtracted if the model asks although it could have answered or acted."""
     guessed: float = Field(0.2, ge=0, le=5)
@@ -129,13 +133,22 @@ class RewardWeights(BaseConfig):
     judge: float = Field(0.0, ge=0, le=5)
     """Subtracted from a success, times 1 minus the judge's score. 0 only reports the score. Requires `judge`."""
 
+    def code_reward(self, number: int) -> float:
+        """The reward of the message with code of that number, from 0."""
+        return self.code * max(0.0, 1 - number / self.code_turns)
+
+    @property
+    def form(self) -> float:
+        """The most that an episode earns for its form, right or wrong."""
+        return self.check_first + sum(map(self.code_reward, range(self.code_turns)))
+
     @model_validator(mode="after")
     def _right_beats_wrong(self) -> "RewardWeights":
         least = self.success - self.turns_at_most - self.judge
-        most = self.partial + self.check_first
+        most = self.partial + self.form
         if least - most < 1e-6:
             raise ValueError(
                 f"a wrong answer could earn {most:g} and a right one as little as {least:g}; "
-                "lower partial, check_first, turns_at_most or judge, or raise success"
+                "lower partial, check_first, code, turns_at_most or judge, or raise success"
             )
         return self

@@ -55,6 +55,8 @@ class _Verdict:
 
     share: float = 0.0
     wrong: dict[str, list[str]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    """What the reply lacks, in words. It lowers the share and is no fault."""
 
     def fault(self, name: str, text: str) -> None:
         self.wrong.setdefault(name, []).append(text)
@@ -99,11 +101,14 @@ def score(
         _check_confirmation(task, before, text, verdict)
     else:
         vault = parse(before, task.theme)
+        recorded = task.theme == FOREIGN.name and plain(text) == plain(task.reply)
         if dict(before) != dict(after):
             verdict.fault("damaged", "the notes were changed")
             if broken_links(vault, parse(after, task.theme)):
                 verdict.fault("broken", "links lead nowhere")
-        if text and task.truth.get("point"):
+        if text and recorded:
+            verdict.share = 1.0
+        elif text and task.truth.get("point"):
             if not grounded:
                 verdict.fault("guessed", "the notes still say it")
             _clarification(task, vault, text, asked, verdict)
@@ -123,8 +128,8 @@ def _total(verdict: _Verdict, turns: int, checked_first: bool, weights: RewardWe
         parts[name] = -getattr(weights, name) if name in verdict.wrong else 0.0
     if judged is not None:
         parts["judge"] = 0.0 - weights.judge * (1.0 - judged) if success else 0.0
-    faults = tuple(text for texts in verdict.wrong.values() for text in texts)
-    return Scored(sum(parts.values()), parts, success, faults)
+    faults = [text for texts in verdict.wrong.values() for text in texts]
+    return Scored(sum(parts.values()), parts, success, (*faults, *verdict.missing))
 
 
 def _add_update_outcome(result: Outcome, asked: bool, verdict: _Verdict) -> None:
@@ -163,7 +168,9 @@ def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: 
     if not wanted:
         verdict.share = float(declines(reply))
         return
-    verdict.share = sum(states_value(reply, one) for one in wanted) / len(wanted)
+    lacking = [one.value for one in wanted if not states_value(reply, one)]
+    verdict.share = (len(wanted) - len(lacking)) / len(wanted)
+    verdict.missing += [f"it did not say {', '.join(lacking)}"] if 0 < len(lacking) < len(wanted) else []
     if verdict.share == 0:
         verdict.fault("guessed", "it did not say the answer")
 
@@ -209,6 +216,8 @@ def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, ver
         # In records of other origin it is unknown what is missing; the question itself may be unclear.
         pointed = pointed and says_missing(reply, task.question)
     # Saying what is missing without asking, or asking without saying what, is half of the task.
+    verdict.missing += [] if pointed else [f"it did not say what is missing ({', '.join(truth['point'][:3])})"]
+    verdict.missing += [] if asked else ["it did not ask"]
     verdict.share = 0.0 if verdict.wrong else (pointed + asked) / 2
 
 

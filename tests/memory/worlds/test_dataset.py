@@ -77,10 +77,21 @@ def test_records_of_the_published_agent_are_read(tmp_path):
     doubt, _ = read_published_row(row("clarification", "How tall is Marta?", "unused"), memories)
     assert score(doubt, vault, vault, "I know no Marta. Who is that?", True, 2, RewardWeights()).success
     assert not score(doubt, vault, vault, "Marta is tall.", False, 2, RewardWeights()).success
+    # A recorded reply is right in any form, and short words of a question are what it is about.
+    for gold in ("I cannot find it.", "Marta is not in the notes", "Say more.", "31 and 33 are both given: which?"):
+        known, _ = read_published_row(row("clarification", "Who is Bo?", gold), memories)
+        assert score(known, vault, vault, gold, asks(gold), 2, RewardWeights()).success
+        assert score(known, vault, vault, "Which Bo do you mean?", True, 2, RewardWeights()).success
+        missed = score(known, vault, vault, "Who do you mean?", True, 2, RewardWeights())
+        assert missed.faults == ("it did not say what is missing (bo)",)
+    for gold in ("He has no car.", "True", "Bern, not Basel", "12 May 2020 or so"):
+        known, _ = read_published_row(row("retrieval", "What?", gold), memories)
+        assert score(known, vault, vault, gold, asks(gold), 2, RewardWeights()).success
     tail = "<filter>No names.</filter>\n<answer>12</answer>"
     filtered, _ = read_published_row(row("retrieval", "How many?", tail), memories)
     assert filtered.kind == "filter"
     assert "<filter>No names.</filter>" in filtered.question
+    assert filtered.reply == "12"
     update, _ = read_published_row(row("update", "Note it", "Note it"), memories)
     with pytest.raises(InputError):
         score(update, vault, vault, "ok", False, 1, RewardWeights())

@@ -84,6 +84,7 @@ def test_nothing_wrong_earns_as_much_as_anything_right(weights, place):
         {"partial": 0.8},
         {"partial": 0.5, "check_first": 0.3},
         {"check_first": 1.0},
+        {"code": 0.5},
         {"turns_at_most": 1.0},
         {"success": 0.2},
         {"asked": -0.1},

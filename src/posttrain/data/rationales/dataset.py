@@ -93,7 +93,7 @@ def write_dataset(out: Path, seed: int, counts: dict[str, int]) -> WrittenDatase
         out.mkdir(parents=True, exist_ok=True)  # fail before the work if the path is wrong
     except OSError as error:
         raise RunError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
-    rows: dict[str, list[dict[str, Any]]] = {f"{kind}_{split}": [] for kind in _FILES for split in SPLITS}
+    rows: dict[str, list[dict[str, Any]]] = {f"{kind}_{split}": [] for kind in FOLDERS for split in SPLITS}
     scores = Scores()
     for split, sample in samples(seed, counts):
         _add_scores(sample, scores)
@@ -115,7 +115,7 @@ def write_dataset(out: Path, seed: int, counts: dict[str, int]) -> WrittenDatase
             for worse in sample.corruptions
         ]
     files = {}
-    for kind, folder in _FILES.items():
+    for kind, folder in FOLDERS.items():
         for split in reversed(SPLITS):
             path = out / folder / f"rationales_{kind}_{split}.parquet"
             write_rows(path, rows[f"{kind}_{split}"])
@@ -123,7 +123,7 @@ def write_dataset(out: Path, seed: int, counts: dict[str, int]) -> WrittenDatase
     return WrittenDataset(files, scores)
 
 
-_FILES = {"sft": "sft", "preference": "preferences", "prompts": "prompts"}
+FOLDERS = {"sft": "sft", "preference": "preferences", "prompts": "prompts"}
 """Kind of rows (part of the file name) -> folder."""
 
 

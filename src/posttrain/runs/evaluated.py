@@ -1,0 +1,117 @@
+"""Checkpoints that were evaluated by runs of their own (`posttrain evaluate`), as evaluations of their training run."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain.errors import PosttrainError
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.panels import Line
+
+_CHECKPOINT = re.compile(r"step_(\d+)")
+_PUBLISHED = re.compile(r"(.*?)[-_/]*step[-_]?(\d+)")
+
+
+class EvaluatedRun(Protocol):
+    """What is read of a run, such as a `comparison.Source`."""
+
+    @property
+    def stage(self) -> str | None: ...
+
+    @property
+    def lines(self) -> list[Line]: ...
+
+    @property
+    def recipe(self) -> Mapping[str, Any] | None: ...
+
+
+@dataclass(frozen=True)
+class _Run:
+    stage: str
+    lines: list[Line]
+    recipe: Mapping[str, Any]
+
+
+def evaluated_run(path: Path) -> EvaluatedRun:
+    """What is read of the run in the directory `path`. InputError if there is none."""
+    run = RunDirectory.open(path)
+    recipe = run.load_recipe()
+    return _Run(recipe.stage, read_metrics(run.metrics), recipe.model_dump(mode="json"))
+
+
+def checkpoint_at(model: str) -> tuple[str, int] | None:
+    """The training run and the step of the model at a `model.path`; None for a model that is not known to be a checkpoint.
+
+    A checkpoint is `RUN/checkpoints/step_N/policy`, the exported `RUN/model`, or a model whose name ends in `step` and a
+    number, such as a published one.
+    """
+    path = Path(model)
+    folder = path.parent if path.name == "policy" else path
+    if (found := _CHECKPOINT.fullmatch(folder.name)) and folder.parent.name == "checkpoints":
+        return str(folder.parent.parent), int(found[1])
+    if path.name == "model":
+        steps = [line["best_step"] for line in _lines(path.parent) if "best_step" in line]
+        return (str(path.parent), steps[-1]) if steps else None
+    published = _PUBLISHED.fullmatch(model)
+    return (published[1], int(published[2])) if published else None
+
+
+def checkpoint_of(run: EvaluatedRun) -> tuple[str, int] | None:
+    """The training run and the step of the model that a run evaluated; None for other runs and models."""
+    return checkpoint_at(_model_of(run)) if run.stage == "evaluate" else None
+
+
+def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, list[Line]]:
+    """Training run -> its training lines, and an evaluation line for each of `runs` that evaluated one of its checkpoints.
+
+    The model that the training started from is step 0. Evaluations in different environments, or of different tasks, are
+    kept apart by a number after the name.
+    """
+    placed: dict[tuple[str, str], dict[int, Line]] = {}
+    started: list[tuple[str, str, Line]] = []
+    for run in runs:
+        final = next((line for line in reversed(run.lines) if line["kind"] == "final"), None)
+        if run.stage != "evaluate" or run.recipe is None or final is None:
+            continue
+        about = json.dumps([run.recipe.get(key) for key in ("environment", "rollout", "evaluation")], sort_keys=True)
+        if (found := checkpoint_of(run)) is None:
+            started.append((_model_of(run), about, final))
+            continue
+        placed.setdefault((found[0], about), {})[found[1]] = final
+    for model, about, final in started:
+        for (trained, same), steps in placed.items():
+            if same == about and model == _start_of(Path(trained)):
+                steps.setdefault(0, final)
+    groups: dict[str, list[Line]] = {}
+    for (trained, _), steps in placed.items():
+        name = Path(trained).name
+        number = sum(other == name or other.startswith(f"{name} (") for other in groups)
+        lines = [{**final, "kind": "evaluation", "step": step} for step, final in sorted(steps.items())]
+        lines += [line for line in _lines(Path(trained)) if line["kind"] == "train"]
+        groups[f"{name} ({number + 1})" if number else name] = lines
+    return groups
+
+
+def _model_of(run: EvaluatedRun) -> str:
+    model = (run.recipe or {}).get("model")
+    return str(model.get("path")) if isinstance(model, Mapping) else ""
+
+
+def _lines(run: Path) -> list[Line]:
+    """The metrics of a run; empty if there is no run."""
+    try:
+        return read_metrics(RunDirectory.open(run).metrics)
+    except PosttrainError:
+        return []
+
+
+def _start_of(run: Path) -> str | None:
+    """`model.path` of a run's recipe; None if there is no run."""
+    try:
+        return RunDirectory.open(run).load_recipe().model.path
+    except PosttrainError:
+        return None
