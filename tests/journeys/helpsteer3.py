@@ -20,7 +20,7 @@ TEMPLATE = (
 """A chat template with the switch of Qwen3."""
 ROWS, VALIDATION = 60, 24
 SMALLER = {
-    "stages.reward.steps": 30,
+    "stages.reward.steps": 80,
     "stages.reward.rows_per_update": 4,
     "stages.reward.data.held_out": 8,
     "stages.reward.optimizer.warmup_updates": 2,
@@ -30,11 +30,8 @@ SMALLER = {
     "stages.rl.rollout.tokens_per_turn": 12,
     "stages.rl.rollout.tokens_per_episode": 160,
     "stages.rl.evaluation.every": 2,
+    "stages.rl.evaluation.held_out": 10,
     "stages.rl.evaluation.seeds.count": 4,
-    "stages.rl.evaluation.final_seeds.start": 4,
-    "stages.rl.evaluation.final_seeds.count": 6,
-    "stages.rl.seeds.start": 10,
-    "stages.rl.seeds.count": 30,
 }
 """Keys of the small command with values for a tiny model and a few rows."""
 

@@ -278,8 +278,7 @@ def test_the_numbers_of_the_documents_multiply_out():
     answers = rl.rollout.groups_per_step * rl.rollout.episodes_per_group
     assert answers == 2 * 8 == rl.loss.constant
     assert rl.steps * answers == 50_000
-    held_out = rl.evaluation.seeds.count + rl.evaluation.final_seeds.count
-    assert rl.seeds.start == held_out == 400
+    assert (rl.evaluation.held_out, rl.evaluation.seeds.count) == (400, 100)
     for name, updates, share in (("sft", 3 * -(-5000 // 64), 0.03), ("dpo", -(-10_000 // 240), 0.03)):
         recipe = load_recipe([f"recipes/rlhf/{name}.yaml"], [], name)
         assert f"{updates} updates" in (ROOT / f"recipes/rlhf/{name}.yaml").read_text()
@@ -436,12 +435,9 @@ def test_the_helpsteer_pipeline_runs_on_small_data(tiny_model, tmp_path, monkeyp
         "stages.rl.steps=2",
         "stages.rl.reward.dtype=float32",
         "stages.rl.rollout.tokens_per_turn=6",
-        "stages.rl.seeds.start=6",
-        "stages.rl.seeds.count=20",
         "stages.rl.evaluation.every=2",
+        "stages.rl.evaluation.held_out=6",
         "stages.rl.evaluation.seeds.count=2",
-        "stages.rl.evaluation.final_seeds.start=2",
-        "stages.rl.evaluation.final_seeds.count=4",
     ]
     assert main(["pipeline", *words, "--only", "data"]) == 0
     pairs = [json.loads(line) for line in Path("runs/helpsteer3/data/pairs_train.jsonl").read_text().splitlines()]
