@@ -204,7 +204,7 @@ def test_from_the_authors_files_to_the_table(folder):
     # The one table.
     (command,) = of_kind("table")
     run(command)
-    table = list(csv.DictReader(Path("evaluation/table.csv").open()))
+    table = list(csv.DictReader(Path("evaluation/table.csv").read_text(encoding="utf-8").splitlines()))
     assert {(row["model"], row["metric"]) for row in table} == {
         (model, metric) for model in MODELS for metric in METRICS
     }
