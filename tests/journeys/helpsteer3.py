@@ -20,7 +20,7 @@ TEMPLATE = (
 """A chat template with the switch of Qwen3."""
 ROWS, VALIDATION = 60, 24
 SMALLER = {
-    "stages.reward.steps": 80,
+    "stages.reward.steps": 20,
     "stages.reward.rows_per_update": 4,
     "stages.reward.data.held_out": 8,
     "stages.reward.optimizer.warmup_updates": 2,
@@ -120,9 +120,10 @@ def test_the_small_command_makes_what_the_author_names(folder):
     assert model.config.num_labels == 1
 
     def score(messages):
-        ids = torch.tensor([tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)])
+        # The end token of the answer is the last one that is read; the template adds a line break.
+        text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip("\n")
         with torch.no_grad():
-            return model(input_ids=ids).logits[0, 0].item()
+            return model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0, 0].item()
 
     held_out = read_lines(runs / "data/pairs_validation.jsonl")
     right = [score(pair["chosen"]) > score(pair["rejected"]) for pair in held_out]
