@@ -57,9 +57,9 @@ def working(tiny_model):
     run += ["evaluation.final_seeds.count=2", "learner.updates_per_step=1"]
     return [
         ["--help"],
-        ["rl", "environment.type=bandit", "--dry-run"],
+        ["rl", "environment.type=sokoban", "--dry-run"],
         ["sft", "environment.type=bandit", "--dry-run"],
-        ["rl", "environment.type=frozen_lake", "--dry-run"],
+        ["rl", "environment.type=bandit", "--dry-run"],
         ["recipe", "loss.type"],
         ["env", "list", "--seeds", "2"],
         run,

@@ -159,8 +159,9 @@ def test_expert_rows_are_the_episodes_that_rl_would_play(thinking):
     environment = {"type": "frozen_lake", "format": {"thinking": thinking}}
     recipe = SftRecipe(environment=environment, experts={"seeds": {"start": 200_000, "count": 6}})
     subject = renderer(CHATML)
-    episodes = expert_episodes(recipe, subject)
-    rows = expert_rows(environment_recipe(environment), recipe.experts.seeds, "optimal", "episode", 0)
+    seeds = range(200_000, 200_006)
+    episodes = expert_episodes(recipe, seeds, subject)
+    rows = expert_rows(environment_recipe(environment), seeds, "optimal", "episode", 0)
     assert len(rows) == len(episodes) == 6
     assert any(len(row["messages"]) > 3 for row in rows)
     for row, episode in zip(rows, episodes, strict=True):
@@ -170,13 +171,7 @@ def test_expert_rows_are_the_episodes_that_rl_would_play(thinking):
 
 
 def test_expert_rows_by_turn_end_with_one_answer():
-    rows = expert_rows(
-        environment_recipe({"type": "frozen_lake"}),
-        SftRecipe(environment={"type": "frozen_lake"}).experts.seeds,
-        "optimal",
-        "turn",
-        0,
-    )
+    rows = expert_rows(environment_recipe({"type": "frozen_lake"}), range(200_000, 200_010), "optimal", "turn", 0)
     assert all(row["completion"][0]["role"] == "assistant" and row["prompt"][-1]["role"] == "user" for row in rows)
 
 

@@ -149,9 +149,10 @@ def test_a_conversation_without_loss_is_counted():
 def test_what_the_template_refuses_is_counted():
     refusing = "{% if messages | length > 2 %}{{ raise_exception('two at most') }}{% endif %}" + CHATML
     refused = ConversationExample([user("a"), said("b"), user("c"), said("d")], "a.jsonl row 2")
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = refusing
     with_room = Renderer.__new__(Renderer)
-    with_room.tokenizer, with_room.end_tokens = make_tokenizer(), frozenset({END})
-    with_room.tokenizer.chat_template = refusing
+    with_room.tokenizer, with_room.end_tokens, with_room.thinking = tokenizer, frozenset({END}), None
     problems = Problems()
     recipe = DataRecipe(train="unread.jsonl", max_tokens=100)
     rows = list(tokenize([CHAT, refused], recipe, with_room, "assistant", problems))

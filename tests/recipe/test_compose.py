@@ -86,7 +86,8 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         (
             ["temperature=1"],
             "override temperature=1: there is no key temperature; "
-            "evaluation.sampling.temperature and rollout.sampling.temperature have that name",
+            "environment.judge.sampling.temperature and evaluation.sampling.temperature and rollout.sampling.temperature "
+            "have that name",
         ),
         (
             ["learning_rate=1"],

@@ -49,15 +49,13 @@ COMMANDS = 38
 """On both pages."""
 OWN = ["drca", "unit_ppo"]
 """Stages that a test runs on prompts of a user's own."""
+HELPSTEER_PROMPTS = 600
 HELPSTEER_ROWS = 40
 """Of each split."""
-HELPSTEER_PROMPTS = 10_400
-"""As many as the recipe's seeds."""
 HELPSTEER_FILES = {
-    "helpsteer3_train.jsonl": {"chosen": "a", "rejected": "b"},
-    "helpsteer3_val.jsonl": {"chosen": "a", "rejected": "b"},
-    "helpsteer3_prompts_train.jsonl": {},
-    "helpsteer3_prompts_val.jsonl": {},
+    "pairs_train.jsonl": {"chosen": "a", "rejected": "b"},
+    "pairs_validation.jsonl": {"chosen": "a", "rejected": "b"},
+    "prompts.jsonl": {},
 }
 SPLITS = {"train": 0, "validation": 1001}
 """Split -> number of its first row."""
@@ -76,7 +74,9 @@ def made(tiny_model, tmp_path_factory):
     write_dataset(folder / "data" / "rationales", 0, {"train": 20, "val": 3, "test": 3})
     for name, columns in HELPSTEER_FILES.items():
         rows = [{"prompt": f"Task {n}.", **columns, "n": n} for n in range(HELPSTEER_PROMPTS)]
-        write_jsonl(folder / "data" / name, rows)
+        place = folder / "runs" / "helpsteer3" / "data"
+        place.mkdir(parents=True, exist_ok=True)
+        write_jsonl(place / name, rows)
     for run in ("rlhf-sft", "rlhf-reward", "rlhf-unit_reward", "helpsteer3-reward"):
         (folder / "runs" / run).mkdir(parents=True)
         (folder / "runs" / run / "model").symlink_to(tiny_model)

@@ -117,11 +117,24 @@ def test_a_run_can_be_made_longer(tiny_model, tmp_path):
 
 
 def test_an_environment_that_always_fails_stops_the_run(tiny_model, tmp_path, monkeypatch, module):
-    monkeypatch.setattr(module.Letters, "step", lambda self, action: 1 / 0)
+    reset, step = module.Letters.reset, module.Letters.step
+
+    def marked(self, seed):
+        self.trains = seed < 1000
+        return reset(self, seed)
+
+    monkeypatch.setattr(module.Letters, "reset", marked)
+    monkeypatch.setattr(module.Letters, "step", lambda self, action: 1 / 0 if self.trains else step(self, action))
     with pytest.raises(
         RunError,
         match=r"6 of 6 episodes failed, the first in group 0 \(environment seed \d\): .*ZeroDivisionError: .*rollout.failures.max_share = 0.5",
     ):
+        train(tiny_model, tmp_path)
+
+
+def test_an_environment_that_fails_in_every_evaluation_stops_the_run(tiny_model, tmp_path, monkeypatch, module):
+    monkeypatch.setattr(module.Letters, "step", lambda self, action: 1 / 0)
+    with pytest.raises(RunError, match=r"all 4 evaluation episodes failed, the first on environment seed \d+: .*Zero"):
         train(tiny_model, tmp_path)
 
 

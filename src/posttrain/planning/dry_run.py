@@ -343,19 +343,20 @@ def _additional(recipe: RlRecipe, updates: int) -> list[str]:
 
 def _evaluation(recipe: Played, tasks: TaskSplit | None, steps: int) -> list[str]:
     evaluation = recipe.evaluation
-    each, final = (
-        f"{len(seeds) * evaluation.episodes_per_seed or 'one or more'} episodes on {_named(tasks, part)}"
-        for part, seeds in enumerate(tasks.held_out if tasks is not None else ((), ()), 1)
-    )
+
+    def episodes(part: int) -> str:
+        count = len(tasks.held_out[part - 1]) if tasks is not None else 0
+        return f"{count * evaluation.episodes_per_seed or 'one or more'} episodes on {_named(tasks, part)}"
+
     how = "greedy" if evaluation.sampling.temperature == 0 else f"at temperature {evaluation.sampling.temperature:g}"
     if (own := evaluation.environment) is not None:
         how += f", in {own.type} with at most {own.max_turns} {_plural('turn', own.max_turns)}"
     if isinstance(recipe, EvaluateRecipe):
-        return [f"evaluation, {how}: {final}", *_remote(recipe, tasks)]
+        return [f"evaluation, {how}: {episodes(2)}", *_remote(recipe, tasks)]
     during = (steps - 1) // evaluation.every if evaluation.every else 0
     return [
-        f"evaluation, {how}: {each}, before, {during} {_plural('time', during)} during and after training",
-        f"final table, {how}: {final}, before and after training",
+        f"evaluation, {how}: {episodes(1)}, before, {during} {_plural('time', during)} during and after training",
+        f"final table, {how}: {episodes(2)}, before and after training",
     ]
 
 
