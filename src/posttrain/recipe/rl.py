@@ -108,8 +108,8 @@ class RlRecipe(SampledRecipe):
         ):
             what = "a turn" if isinstance(self.credit, TurnReturnsCredit | MtGrpoCredit | GigpoCredit) else "an episode"
             raise ValueError(
-                f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so `unit_credit.type: "
-                f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce, "
+                f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so the position of the rewards of "
+                f"`unit_credit.type: {self.unit_credit.type}` has no effect; use gae, reinforce, "
                 "reinforce_pp or optimal_token_baseline, or give units advantages with loo, trunc or shapley"
             )
         if self.loss.type in ("gspo", "gmpo"):
