@@ -192,11 +192,11 @@ def _teacher(recipe: RlRecipe | DistillRecipe, sizes: ModelSizes, width: int) ->
     teacher = recipe.teacher
     assert teacher is not None
     if teacher.path is not None:
-        own = 2 if teacher.dtype == "bfloat16" else 4
+        parameter_bytes = 2 if teacher.dtype == "bfloat16" else 4
         known = teacher_sizes(teacher.path)
         count = (known or sizes).parameters
-        how = f"{count:,} parameters of {own} bytes" if known else "assuming the size of the policy"
-        rows = {"teacher": (own * count, how)}
+        how = f"{count:,} parameters of {parameter_bytes} bytes" if known else "assuming the size of the policy"
+        rows = {"teacher": (parameter_bytes * count, how)}
     elif teacher.policy == "initial" and recipe.model.lora is None:
         rows = {"teacher": (width * sizes.parameters, "a copy of the initial model")}
     else:

@@ -230,10 +230,10 @@ def _per_token(
     estimates: PerToken = []
     for episode in episodes:
         estimates.append([np.zeros(len(stream), dtype=np.float32) for stream in episode.streams])
-        for stream, found in zip(episode.streams, estimates[-1], strict=True):
+        for stream, values in zip(episode.streams, estimates[-1], strict=True):
             other = next(remaining)
             assert other is not None
-            found[stream.sampled] = estimate(stream.rollout_logprobs[stream.sampled] - other)
+            values[stream.sampled] = estimate(stream.rollout_logprobs[stream.sampled] - other)
     return estimates
 
 
