@@ -50,7 +50,7 @@ def _same(run, reference):
 @pytest.mark.parametrize(
     "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
 )
-def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, uninterrupted):
+def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, tmp_path, uninterrupted):
     draw, values = random.Random(place), recipe(tiny_model, tmp_path)
     what, most = PLACES[place]
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, u
     _same(tmp_path / "small", uninterrupted)
 
 
-def test_it_resumes_from_an_older_checkpoint_whose_buffer_is_gone(tiny_model, tmp_path, uninterrupted):
+def test_it_resumes_from_an_older_checkpoint_without_its_buffer(tiny_model, tmp_path, uninterrupted):
     values, run = recipe(tiny_model, tmp_path), tmp_path / "small"
     # Its fifth step is learned from, and the checkpoint of the fourth has had the buffer of the third and fourth removed.
     assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 10)) == -9

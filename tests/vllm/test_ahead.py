@@ -10,7 +10,7 @@ pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("rule", ["continue", "restart"])
-def test_steps_of_rl_ahead_with_a_server(rule, tmp_path):
+def test_asynchronous_steps_of_rl_with_a_server(rule, tmp_path):
     run, lines = trained(
         tmp_path,
         "environment.max_turns=3",
