@@ -77,7 +77,7 @@ def test_the_plan_shows_asynchronous_rollouts_and_their_memory():
     assert "at most 12 optimizer steps old" in line
     plain = load_recipe([], given[1:], "rl")
     assert not [line for line in batch_arithmetic(plain) if "ahead of the learner" in line]
-    key = "weights of rollouts ahead"
+    key = "weights of asynchronous rollouts"
     assert key not in memory_estimate(plain, TINY)
     assert memory_estimate(recipe, TINY)[key][0] == 4 * 4 * 1000
     newest = load_recipe([], [*given, "rollout.on_new_weights=continue"], "rl")
@@ -85,12 +85,12 @@ def test_the_plan_shows_asynchronous_rollouts_and_their_memory():
 
 
 def test_the_plan_counts_the_cache_and_weights_of_the_separate_engine():
-    own, evaluations = "key/value cache of rollouts ahead, at most", "key/value cache, at most"
+    own, evaluations = "key/value cache of asynchronous rollouts, at most", "key/value cache, at most"
     local = memory_estimate(load_recipe([], ["rollout.async_rollouts=1"], "rl"), TINY)
     assert local[own][0] == local[evaluations][0] > 0
     assert own not in memory_estimate(load_recipe([], [], "rl"), TINY)
     outside = memory_estimate(load_recipe([], ["rollout.async_rollouts=1", "engine.type=vllm"], "rl"), TINY)
     assert own not in outside
     lora = load_recipe([], ["rollout.async_rollouts=1", "model.lora.rank=1"], "rl")
-    here, there = (memory_estimate(lora, TINY, Placement(n, n))["weights of rollouts ahead"][0] for n in (1, 2))
+    here, there = (memory_estimate(lora, TINY, Placement(n, n))["weights of asynchronous rollouts"][0] for n in (1, 2))
     assert there - here == 4 * TINY.parameters

@@ -46,7 +46,7 @@ def recipe_file(tmp_path, monkeypatch):
         ),
         ("1: 2\n", "r.yaml line 1: 1 is not a key; keys are text"),
         ("a: &a [*a]\n", "r.yaml line 1: the alias contains itself"),
-        (b"name: \xff\n", "r.yaml is not a recipe: byte 6 is not UTF-8 text"),
+        (b"name: \xff\n", "r.yaml is not a recipe: byte 6 is not UTF-8 text; name a YAML file"),
         (
             "name: x\x01\n",
             "r.yaml is not YAML: unacceptable character #x0001: special characters are not allowed "
@@ -181,7 +181,8 @@ def test_a_missing_file(recipe_file, tmp_path):
         ),
         (
             ["learner.updates_per_step=9"],
-            "override learner.updates_per_step=9: `learner.updates_per_step` (9) is more than the groups of a step (8)",
+            "override learner.updates_per_step=9: `learner.updates_per_step` (9) is more than the groups of a step (8); lower it, or "
+            "raise `rollout.groups_per_step`",
         ),
         (
             ["rollout.tokens_per_episode=8192"],

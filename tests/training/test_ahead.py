@@ -84,7 +84,7 @@ def test_async_rollouts_0_is_the_synchronous_loop(tiny_model, tmp_path):
 
     run = ahead.train_with(make, ahead.values(tiny_model, tmp_path, "plain", {"async_rollouts": 0}))
     assert isinstance(made[0], SyncRollouts)
-    assert not (run.path / "ahead").exists()
+    assert not (run.path / "async_rollouts").exists()
     assert not (run.path / "events.jsonl").exists()
     for step in range(1, 6):
         stored = read_episodes(run.episodes / f"step_{step:06d}.train.jsonl.zst")

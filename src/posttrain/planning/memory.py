@@ -239,10 +239,10 @@ def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement
     count = copies * width * trained
     if placement.shard > 1 and recipe.model.lora is not None:
         count, how = count + width * sizes.parameters, f"{how}; frozen weights unsharded"
-    rows = {"weights of rollouts ahead": (count, how)}
+    rows = {"weights of asynchronous rollouts": (count, how)}
     if isinstance(recipe.engine, LocalEngineRecipe) and placement.colocated and not placement.engines:
         cache = engine_memory(recipe, sizes, placement)["key/value cache, at most"][0]
-        rows["key/value cache of rollouts ahead, at most"] = (
+        rows["key/value cache of asynchronous rollouts, at most"] = (
             cache,
             "as large as the evaluation cache, in addition to it",
         )

@@ -200,7 +200,8 @@ class RlRecipe(SampledRecipe):
         refuse_overlap({"seeds": self.seeds}, self.environment, self.evaluation)
         if self.rollout.groups_per_step > (self.seeds.count or self.rollout.groups_per_step):
             raise ValueError(
-                f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"
+                f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` "
+                f"({self.seeds.count}); lower it, or raise `seeds.count`"
             )
         if self.compares_groups and self.rollout.episodes_per_group < 2:
             raise ValueError(
@@ -213,7 +214,8 @@ class RlRecipe(SampledRecipe):
             )
         if self.learner.updates_per_step > self.rollout.groups_per_step:
             raise ValueError(
-                f"`learner.updates_per_step` ({self.learner.updates_per_step}) is more than the groups of a step ({self.rollout.groups_per_step})"
+                f"`learner.updates_per_step` ({self.learner.updates_per_step}) is more than the groups of a step "
+                f"({self.rollout.groups_per_step}); lower it, or raise `rollout.groups_per_step`"
             )
         if self.rollout.filter.type != "none" and self.rollout.episodes_per_group < 2:
             raise ValueError(

@@ -42,7 +42,7 @@ _STARTED_WITH = (
     *("max_model_len", "dtype", "tokens_per_forward", "prefix_caching", "enforce_eager"),
 )
 """Keys of a vLLM engine that are fixed at its start."""
-_AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
+_ASYNC_KEYS = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
@@ -252,7 +252,7 @@ def _sampling(name: str, sampling: SamplingRecipe) -> list[str]:
 def _distill(recipe: DistillRecipe) -> list[str]:
     """Keys without effect in distillation, and doubtful values."""
     rollout, learner, warnings = recipe.rollout, recipe.learner, _sampling("rollout.sampling", recipe.rollout.sampling)
-    unused = [key for key in ("overlong_penalty", "missing_eos_penalty", *_AHEAD) if _given(rollout, key)]
+    unused = [key for key in ("overlong_penalty", "missing_eos_penalty", *_ASYNC_KEYS) if _given(rollout, key)]
     warnings += [
         _without_effect(f"rollout.{key}", "the distill stage learns from the teacher, not from rewards")
         for key in unused
@@ -312,7 +312,7 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     if rollout.async_rollouts == 0:
         warnings += [
             _without_effect(f"rollout.{key}", "rollout.async_rollouts is 0")
-            for key in _AHEAD[1:]
+            for key in _ASYNC_KEYS[1:]
             if _given(rollout, key)
         ]
     once = learner.updates_per_step == 1 and learner.epochs_per_step == 1 and rollout.async_rollouts == 0

@@ -207,9 +207,11 @@ class RewardShaping:
             kl = _per_token(episodes, references, lambda difference: estimate_kl(self.kl.estimator_in_use, difference))
             rewards = apply_kl_penalty(rewards, kl, kl_coefficient)
         if self.teacher_coefficient > 0:
-            taught = [None if sample.teacher is None else sample.teacher.logprobs for sample in samples]
+            teacher_logprobs = [None if sample.teacher is None else sample.teacher.logprobs for sample in samples]
             # k1: as a reward it is the only estimator whose expected gradient is that of the divergence.
-            rewards = apply_kl_penalty(rewards, _per_token(episodes, taught, lambda d: d), self.teacher_coefficient)
+            rewards = apply_kl_penalty(
+                rewards, _per_token(episodes, teacher_logprobs, lambda d: d), self.teacher_coefficient
+            )
         return rewards
 
     def of_greedy(self, greedy: Mapping[int, Episode]) -> dict[int, float]:

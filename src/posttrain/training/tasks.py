@@ -34,10 +34,10 @@ def check_tasks(
     return warnings
 
 
-Part = tuple[EnvironmentRecipe, str, Sequence[int], Sequence[Sequence[int]]]
+TaskPart = tuple[EnvironmentRecipe, str, Sequence[int], Sequence[Sequence[int]]]
 
 
-def parts_of(environment: EnvironmentRecipe, tasks: TaskSplit, evaluated: EnvironmentRecipe | None) -> list[Part]:
+def parts_of(environment: EnvironmentRecipe, tasks: TaskSplit, evaluated: EnvironmentRecipe | None) -> list[TaskPart]:
     """(environment, its recipe key, training seeds, held-out seeds) of the environments of a run."""
     if evaluated is None:
         return [(environment, "environment", tasks.training, tasks.held_out)]
