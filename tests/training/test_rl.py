@@ -48,6 +48,7 @@ def test_a_run_leaves_everything_it_promises(tiny_model, tmp_path):
     assert all(line["n"] == 3 and line["success_low"] <= line["success"] <= line["success_high"] for line in evaluation)
 
 
+@pytest.mark.slow
 def test_training_raises_the_return(tiny_model, tmp_path):
     """The whole loop learns: more different letters after twelve steps than before, on held-out tasks."""
     run, _ = train(

@@ -215,6 +215,7 @@ def test_the_ready_studies_begin_with_what_the_recipes_have(monkeypatch):
         assert begun == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["tuning"])
 def test_every_command_of_the_page_resolves(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
