@@ -130,6 +130,10 @@ def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_pa
     for name, change, played in (("b", "seed=0", 1), ("c", "seed=1", 2), ("d", "rollout.tokens_per_turn=3", 2)):
         assert main(["rl", *made, change, f"name={name}"]) == 0
         assert capsys.readouterr().out.count("playing 3 held-out episodes") == played, change
+    assert main(["rl", *made, "evaluation.start=false", "name=e"]) == 0
+    assert "as it is" not in capsys.readouterr().out
+    assert "trained" in rows("e")
+    assert "start of this run" not in rows("e")
     assert {key: rows("b")["start of this run"][key] for key in ("success", "return", "n")} == {
         key: rows("a")["trained"][key] for key in ("success", "return", "n")
     }

@@ -77,6 +77,8 @@ class LoopSettings:
     """Steps of the whole run."""
     evaluate_every: int
     """Steps between evaluations; 0 evaluates before and after training only."""
+    evaluate_start: bool
+    """Whether the model is evaluated before training."""
     checkpoint: CheckpointRecipe
     export: ExportedStep
     sinks: Sequence[SinkName] = ()
@@ -90,6 +92,7 @@ class LoopSettings:
             recipe.seed,
             steps,
             recipe.evaluation.every,
+            getattr(recipe.evaluation, "start", True),
             recipe.checkpoint,
             recipe.export,
             recipe.sinks,
@@ -248,6 +251,10 @@ class Trainer(Generic[Output]):
         for evaluator in self.evaluators:
             for policy, baseline in evaluator.baselines().items():
                 self._log.write(0, "baseline", {"policy": policy, **baseline})
+        if not self.settings.evaluate_start:
+            self.evaluated = 0
+            return
+        for evaluator in self.evaluators:
             if self.start is None:
                 self.progress.message(f"{evaluator.cost()} with the model as it is")
                 values |= evaluator.final(0, self.progress.played)
