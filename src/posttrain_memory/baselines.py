@@ -147,7 +147,8 @@ class Outcome:
 
     kind: str
     success: bool
-    paid: float
+    reward: float
+    """Sum over the episode."""
     halves: tuple[bool, bool] | None = None
     """Success of the update and of its follow-up question, if there was one."""
 
@@ -183,8 +184,8 @@ def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
         name: (sum(successes) / len(successes), *_interval(sum(successes) / len(successes), len(successes)))
         for name, successes in columns.items()
     }
-    paid = math.fsum(one.paid for one in outcomes) / n
-    return Baseline(rate, paid, n, _interval(rate, n) if sampled else None, scores)
+    mean_reward = math.fsum(one.reward for one in outcomes) / n
+    return Baseline(rate, mean_reward, n, _interval(rate, n) if sampled else None, scores)
 
 
 def _play(recipe: MemoryRecipe, player: BaselinePolicy, one: Assignment) -> Outcome | None:

@@ -108,7 +108,7 @@ def test_bootstrap_agrees_with_scipy_and_with_itself() -> None:
     assert (found.low, found.high) == pytest.approx((known.low, known.high), abs=0.02)
 
 
-def test_pairs_remove_what_the_seeds_have_in_common() -> None:
+def test_pairing_removes_the_variance_between_seeds() -> None:
     generator = np.random.default_rng(3)
     difficulty = generator.normal(0, 10, size=100)
     a, b = difficulty + 1 + generator.normal(0, 0.1, 100), difficulty

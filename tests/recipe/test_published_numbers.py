@@ -111,7 +111,7 @@ def test_a_number_that_is_not_the_documents_has_a_row_on_the_page(entry):
         ("ragen/sokoban", "environment.max_turns=6", "training.max_turns 5 (environment.max_turns = 6)"),
     ],
 )
-def test_a_changed_recipe_is_noticed(recipe, change, expected):
+def test_a_changed_recipe_is_detected(recipe, change, expected):
     entry = next(entry for entry in DOCUMENTS if entry["recipe"] == [recipe])
     assert differences(entry, [change]) == [expected]
 

@@ -40,7 +40,7 @@ def test_settings_that_differ_are_named(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("cell", [None, 3, "no JSON", "[1]", json.dumps({"type": "frozen_lake", "gone": 1})])
-def test_rows_that_say_nothing_are_taken_as_they_are(tmp_path, cell):
+def test_rows_without_settings_give_no_warning(tmp_path, cell):
     file = tmp_path / "rows.jsonl"
     file.write_text("broken\n" + json.dumps({"messages": [], SETTINGS_COLUMN: cell}) + "\n")
     assert settings_warnings(lake(), [SourceRecipe(path=str(file)), SourceRecipe(path="some/hub-id")]) == []
@@ -84,7 +84,7 @@ def test_the_loss_of_traces_that_are_not_trained_on_is_measured(tiny_model, tmp_
     assert "which also chose the checkpoint" in text
 
 
-def test_held_out_traces_may_choose_the_checkpoint_and_leave_some_to_train_on(tiny_model, tmp_path, capsys):
+def test_held_out_traces_may_select_the_checkpoint(tiny_model, tmp_path, capsys):
     words = [f"model.path={tiny_model}", f"runs={tmp_path}", "name=none", *HELD_OUT]
     assert load_recipe([], [*words, "experts.held_out=4", "evaluation.metric=loss"], "sft").chosen_by_loss
     with pytest.raises(InputError, match=r"experts\.held_out"):

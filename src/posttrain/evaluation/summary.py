@@ -130,7 +130,7 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
     rates = [_average(played) for played in successes.values()]
     return Evaluation(
         success=clustered_rate(rates, len(episodes)) if reports_success(episodes) else None,
-        mean_return=mean([_average(paid) for paid in returns.values()]) if returns else _NO_RETURN,
+        mean_return=mean([_average(of_seed) for of_seed in returns.values()]) if returns else _NO_RETURN,
         n=len(successes),
         episodes=len(episodes),
         failed=sum(episode.outcome is Outcome.FAILED for episode in episodes),
@@ -156,7 +156,7 @@ def reports_success(episodes: Sequence[Episode]) -> bool:
 def _attempts(successes: Mapping[int, Sequence[bool]]) -> dict[str, Estimate]:
     if (n := attempts(successes)) < 2:
         return {}
-    return {f"{MEAN}{n}": mean_at_k(successes)} | {f"{PASS}{k}": own for k, own in pass_rates(successes).items()}
+    return {f"{MEAN}{n}": mean_at_k(successes)} | {f"{PASS}{k}": rate for k, rate in pass_rates(successes).items()}
 
 
 def _score(by_seed: Mapping[int, Sequence[float]]) -> Estimate:

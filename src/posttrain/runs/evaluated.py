@@ -53,8 +53,8 @@ def checkpoint_at(model: str) -> tuple[str, int] | None:
     """
     path = Path(model)
     folder = path.parent if path.name == "policy" else path
-    if (found := _CHECKPOINT.fullmatch(folder.name)) and folder.parent.name == "checkpoints":
-        return str(folder.parent.parent), int(found[1])
+    if (match := _CHECKPOINT.fullmatch(folder.name)) and folder.parent.name == "checkpoints":
+        return str(folder.parent.parent), int(match[1])
     if path.name == "model":
         steps = [line["best_step"] for line in _lines(path.parent) if "best_step" in line]
         return (str(path.parent), steps[-1]) if steps else None
@@ -80,10 +80,10 @@ def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, list[Line]]
         if run.stage != "evaluate" or run.recipe is None or final is None:
             continue
         about = json.dumps([run.recipe.get(key) for key in ("environment", "rollout", "evaluation")], sort_keys=True)
-        if (found := checkpoint_of(run)) is None:
+        if (checkpoint := checkpoint_of(run)) is None:
             started.append((_model_of(run), about, final))
             continue
-        placed.setdefault((found[0], about), {})[found[1]] = final
+        placed.setdefault((checkpoint[0], about), {})[checkpoint[1]] = final
     for model, about, final in started:
         for (trained, same), steps in placed.items():
             if same == about and model == _start_of(Path(trained)):

@@ -15,10 +15,13 @@ from posttrain.runs.tables import UNIMPROVED, Table, write_results
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator
 
 
-def report_results(run: RunDirectory, evaluators: Sequence[Evaluator], model_directory: Path, console: Console) -> None:
-    """Write tables, plots and report, and print the tables and where the files are."""
+def report_results(
+    run: RunDirectory, evaluators: Sequence[Evaluator], model_directory: Path, console: Console, plots: bool
+) -> None:
+    """Write tables, plots (if `plots`) and report, and print the tables and where the files are."""
     tables = write_tables(run, evaluators)
-    draw_plots(run)
+    if plots:
+        draw_plots(run)
     write_report(run, tables, model_directory=model_directory)
     for table in tables:
         console.print(table.rich())

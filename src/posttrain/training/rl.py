@@ -346,7 +346,7 @@ def make_components(
     if reference is not None:
         checkpointables["reference"] = reference
     if isinstance(rollouts, AsyncRollouts):
-        checkpointables["ahead"] = rollouts
+        checkpointables["async_rollouts"] = rollouts
         if recipe.kl.coefficient > 0 or (recipe.teacher is not None and recipe.teacher.policy == "initial"):
             # Load the reference model now: while transformers loads a model, torch's default dtype changes in all threads.
             with policy.as_reference():

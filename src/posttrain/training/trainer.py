@@ -82,6 +82,8 @@ class LoopSettings:
     checkpoint: CheckpointRecipe
     export: ExportedStep
     sinks: Sequence[SinkName] = ()
+    plots: bool = True
+    """Whether figures are drawn at the end."""
 
     @classmethod
     def of(cls, recipe: RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe, steps: int) -> "LoopSettings":
@@ -96,6 +98,7 @@ class LoopSettings:
             recipe.checkpoint,
             recipe.export,
             recipe.sinks,
+            recipe.draws_plots,
         )
 
 
@@ -231,7 +234,7 @@ class Trainer(Generic[Output]):
                 with self.interrupts.critical():
                     saved = "" if self._finished or not self._state else f", saved as {self.save().name}"
                 command = f"posttrain {self.settings.stage} --resume {self.run.path}"
-                self.progress.message(f"stopped by {stop} after step {self.step}{saved}; go on with `{command}`")
+                self.progress.message(f"stopped by {stop} after step {self.step}{saved}; continue with `{command}`")
                 raise
             finally:
                 self.warn(take_events())
@@ -386,13 +389,13 @@ class Trainer(Generic[Output]):
         self.warn(take_events())
         if values:
             self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})
-        if find_spec("matplotlib") is None:
+        if self.settings.plots and find_spec("matplotlib") is None:
             self.warn(
                 [f"no figures are drawn without matplotlib; run `{pip_command('matplotlib')}`, then `posttrain plot`"]
             )
         directory = self.run.path / "model"
         self.model.export(directory)
-        self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console))
+        self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console, self.settings.plots))
 
     @property
     def _exports_best(self) -> bool:
@@ -472,5 +475,5 @@ class Guards:
         return {"in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from `state_dict`."""
         self._in_a_row = dict(state["in_a_row"])
