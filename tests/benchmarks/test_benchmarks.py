@@ -159,6 +159,7 @@ def test_the_verb_lists_the_scripts_by_their_first_lines(capsys):
     assert any(line.startswith("sft ") and line.endswith("peak memory.") for line in lines)
 
 
+@pytest.mark.slow
 def test_the_verb_passes_words_on_and_the_exit_code_back(capfd):
     assert main(["benchmark", "sft", "--help"]) == 0
     assert "--rounds" in capfd.readouterr().out

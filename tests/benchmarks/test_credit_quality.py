@@ -193,6 +193,7 @@ def judges(tiny_model, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_table_of_random_judges(judges, tmp_path, monkeypatch, capsys):
     rows, pairs, table = tmp_path / "rows.jsonl", tmp_path / "pairs.jsonl", tmp_path / "table.json"
     rows.write_text("".join(json.dumps(made_up(number)) + "\n" for number in range(40)))

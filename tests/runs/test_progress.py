@@ -103,3 +103,20 @@ def test_format_of_a_rate_without_interval_or_value() -> None:
     assert rate({"success": 0.1}, "success") == "10.0%"
     assert rate({"success": 0.1, "success_low": None, "success_high": 1.0}, "success") == "10.0%"
     assert rate({}, "success") == "-"
+
+
+def test_a_long_evaluation_says_how_far_it_is(monkeypatch) -> None:
+    """A line every five seconds in a pipe, and a live one in a terminal."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    out = io.StringIO()
+    with Progress(9, "tossing", console=Console(file=out, width=40)) as progress:
+        for done in range(1, 13):
+            now[0] += 1
+            progress.played(done, 12)
+    assert out.getvalue().splitlines()[1:] == ["5 of 12 held-out episodes", "10 of 12 held-out episodes"]
+    out = io.StringIO()
+    with Progress(9, "tossing", console=Console(file=out, force_terminal=True, width=80)) as progress:
+        progress.played(7, 12)
+        progress._live.refresh()
+    assert "7 of 12 held-out episodes" in out.getvalue()

@@ -91,7 +91,8 @@ def test_async_rollouts_0_is_the_synchronous_loop(tiny_model, tmp_path):
         assert {v for e in stored.episodes for v in e.versions.tolist()} == {2 * (step - 1)}
 
 
-@pytest.mark.parametrize("rule", ["continue", pytest.param("restart", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["continue", "restart"])
 def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy, continued):
     rollout, run = CONTINUE | {"on_new_weights": rule}, continued
     if rule == "restart":
@@ -107,6 +108,7 @@ def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy, c
     assert EventLog(again.path).read() == events
 
 
+@pytest.mark.slow
 def test_tokens_store_the_version_that_sampled_them(continued):
     mixed = 0
     for step in range(1, 6):
@@ -147,6 +149,7 @@ def test_a_guard_stops_both_sides(tiny_model, tmp_path):
     assert (run.path / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path, noisy):
     rollout = {
         "async_rollouts": 1,

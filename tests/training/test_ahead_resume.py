@@ -59,6 +59,7 @@ def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, tmp_p
     _same(tmp_path / "small", uninterrupted)
 
 
+@pytest.mark.slow
 def test_it_resumes_from_an_older_checkpoint_without_its_buffer(tiny_model, tmp_path, uninterrupted):
     values, run = recipe(tiny_model, tmp_path), tmp_path / "small"
     # Its fifth step is learned from, and the checkpoint of the fourth has had the buffer of the third and fourth removed.
@@ -87,6 +88,7 @@ def test_a_signal_stops_both_sides_with_a_checkpoint(number, tiny_model, tmp_pat
     _same(tmp_path / "small", uninterrupted)
 
 
+@pytest.mark.slow
 def test_complete_batches_of_a_killed_run_are_not_sampled_again(tiny_model, tmp_path, uninterrupted):
     values = recipe(tiny_model, tmp_path)
     values["checkpoint"] = {"every": 50, "keep": 2}

@@ -50,6 +50,7 @@ def foretold(tiny, folder, **changes):
     } | changes
 
 
+@pytest.mark.slow
 def test_the_critic_learns_to_explain_predictable_returns(tiny_model, tmp_path):
     critic = {"clip": None, "optimizer": {"learning_rate": 1e-2, "max_gradient_norm": 10.0}}
     learner = {"epochs_per_step": 4, "tokens_per_batch": 4096}

@@ -185,6 +185,7 @@ def test_every_loss_of_pairs_learns_to_rank(loss, tiny_model, tmp_path):
         assert abs(lines[0]["test/margin"]) < 1e-4  # the policy starts as the reference
 
 
+@pytest.mark.slow
 def test_kto_learns_from_judged_answers(tiny_model, tmp_path):
     values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto", "beta": 0.5}, epochs=4)
     values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", unpaired_rows(26))

@@ -61,6 +61,7 @@ def test_the_key_and_then_the_variable_decide_whether_figures_are_drawn(key, var
     assert not any("plots" in warning for warning in recipe_warnings(RlRecipe(plots=key)))
 
 
+@pytest.mark.slow
 def test_training_raises_the_return(tiny_model, tmp_path):
     """The whole loop learns: more different letters after twelve steps than before, on held-out tasks."""
     run, _ = train(

@@ -210,6 +210,7 @@ def test_a_value_loss_that_is_not_finite_names_the_critics_rate(backbone, tiny_m
         critic.update(broken)
 
 
+@pytest.mark.slow
 def test_the_critic_learns_to_explain_predictable_returns(tiny_model, tmp_path):
     critic = {"backbone": "shared", "clip": None, "coefficient": 1.0}
     critic["optimizer"] = {"learning_rate": 3e-2, "max_gradient_norm": 10.0}

@@ -37,6 +37,7 @@ def keys(tiny: Path, **changes) -> dict:
     return values | changes
 
 
+@pytest.mark.slow
 def test_supervised_trials_two_at_a_time(tiny_model, tmp_path):
     base = preferences.recipe_values("sft", tiny_model, tmp_path, steps=3, evaluation={"every": 2})
     base = {key: value for key, value in base.items() if key not in ("name", "runs")}

@@ -215,6 +215,7 @@ def test_the_ready_studies_start_from_the_values_of_the_recipes(monkeypatch):
         assert begun == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["tuning"])
 def test_every_command_of_the_page_resolves(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.errors import PosttrainError
+from posttrain.recipe.rollout import evaluated_environment
+from posttrain.recipe.run import StageRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.panels import Line
@@ -94,6 +96,53 @@ def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, list[Line]]
         lines += [line for line in _lines(Path(trained)) if line["kind"] == "train"]
         groups[f"{name} ({number + 1})" if number else name] = lines
     return groups
+
+
+_SAME = {
+    "model": lambda model: {key: value for key, value in model.items() if key not in ("path", "threads")},
+    "engine": lambda engine: engine,
+    "seed": lambda seed: seed,
+    "rollout": lambda rollout: {key: rollout.get(key) for key in ("tokens_per_turn", "tokens_per_episode", "failures")},
+    "evaluation": lambda evaluation: {
+        key: evaluation.get(key) for key in ("sampling", "seeds", "final_seeds", "held_out", "episodes_per_seed")
+    },
+}
+"""Keys of a recipe that final episodes depend on, and what of their values they depend on."""
+
+
+def start_values(recipe: StageRecipe) -> dict[str, Any] | None:
+    """The final values of the model that a training run of `recipe` starts from, if the run that made it measured them.
+
+    That run must have played the same held-out episodes, with the same settings, and its files must not have changed since.
+    None otherwise: the episodes have to be played.
+    """
+    path = Path(recipe.model.path)
+    run, weights = path.parent, [*path.glob("*.safetensors")]
+    if path.name != "model" or not weights or not (run / "results.json").is_file():
+        return None
+    try:
+        earlier = RunDirectory.open(run).load_recipe()
+    except PosttrainError:
+        return None
+    scored = any(getattr(each, "reward", None) is not None for each in (recipe, earlier))
+    if scored or max(file.stat().st_mtime for file in weights) > (run / "results.json").stat().st_mtime:
+        return None
+    settings = [_final_settings(each) for each in (recipe, earlier)]
+    if None in settings or settings[0] != settings[1]:
+        return None
+    finals = [line for line in _lines(run) if line["kind"] == "final" and "best_step" in line and "episodes" in line]
+    about_the_run = ("step", "kind", "time/run", "policy", "best_step", "chosen")
+    return {key: value for key, value in finals[-1].items() if key not in about_the_run} if finals else None
+
+
+def _final_settings(recipe: StageRecipe) -> dict[str, Any] | None:
+    """What the final episodes of a training run depend on besides the weights; None for stages that play none."""
+    values, environment = recipe.model_dump(mode="json"), evaluated_environment(recipe)
+    if environment is None or any(key not in values for key in _SAME):
+        return None
+    return {key: select(values[key]) for key, select in _SAME.items()} | {
+        "environment": environment.model_dump(mode="json")
+    }
 
 
 def _model_of(run: EvaluatedRun) -> str:
