@@ -1,9 +1,11 @@
 """Small real models for the tests: random weights, a real tokenizer, a chat template."""
 
+import os
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
+
+os.environ["POSTTRAIN_PLOTS"] = "0"  # figures take most of the time of a small run
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -81,13 +83,10 @@ def tiny_policy(tiny_model):
 
 
 @pytest.fixture(autouse=True)
-def without_figures(request):
-    """Skip the figures of runs in this process, unless the test is marked `figures`: they take most of a small run's time."""
+def figures(request, monkeypatch):
+    """Draw the figures of runs in tests that are marked `figures`."""
     if request.node.get_closest_marker("figures"):
-        yield
-        return
-    with patch("posttrain.training.results.draw_plots"):
-        yield
+        monkeypatch.setenv("POSTTRAIN_PLOTS", "1")
 
 
 LONG = ("distributed", "vllm", "benchmarks", "journeys", "tune", "training")

@@ -1,4 +1,4 @@
-"""Scripts in a process of their own that is forked from the server of `tests.training.small`.
+"""Runs scripts in processes that are forked from the server of `tests.training.small`.
 
 It does not import torch again, and its runs draw no figures.
 """
@@ -10,12 +10,11 @@ import sys
 import traceback
 from pathlib import Path
 
-from posttrain.training import results
 from tests.training.small import PRELOAD
 
 
 def run_script(script: Path, words: list[str], folder: Path) -> tuple[int, str]:
-    """Run `script` as `python script words...` in `folder`; returns the exit code and what it printed."""
+    """Run `script` as `python script words...` in `folder`; returns the exit code and the output."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     log = folder / f"{script.stem}.log"
@@ -27,14 +26,13 @@ def run_script(script: Path, words: list[str], folder: Path) -> tuple[int, str]:
 
 
 def _child(script: Path, words: list[str], folder: Path, log: Path) -> None:
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "POSTTRAIN_PLOTS": "0"}
     output = open(log, "w")  # noqa: SIM115
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     os.chdir(folder)
     sys.argv = [str(script), *words]
     sys.path[0] = str(script.parent)
-    results.draw_plots = lambda run: None  # type: ignore[assignment]
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit:

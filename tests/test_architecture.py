@@ -91,7 +91,7 @@ def circles(edges: set[tuple[str, str]]) -> list[set[str]]:
     return [set(component) for component in components if len(component) > 1]
 
 
-def test_circles_are_found():
+def test_cycles_are_found():
     assert circles({("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")}) == [{"a", "b", "c"}]
     assert circles({("a", "b"), ("b", "c"), ("a", "c")}) == []
 
@@ -112,7 +112,7 @@ def test_arrows_point_one_way():
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_circle_between_packages():
+def test_no_import_cycle_between_packages():
     places = dependencies()
     wrong = [
         f"{package} -> {other}: {place}"

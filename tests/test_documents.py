@@ -86,7 +86,7 @@ def answer(name, text, sample=0, cut_off=False):
     return Prediction(name, None, text, None, cut_off, {"sample": sample}, name)
 
 
-def test_the_best_and_the_worst_by_score_and_what_is_not_used():
+def test_the_best_and_worst_answers_by_score_and_unused_ones():
     made = [answer("a", "1"), answer("a", "2"), answer("a", "3"), answer("a", "4"), answer("a", "5", cut_off=True)]
     made += [answer("b", "x"), answer("b", "y"), answer("c", " "), answer("c", "z")]
     found, unused = best_of(made, [2.0, 5.0, 1.0, 5.0, 9.0, 3.0, 3.0, 9.0, None])
@@ -97,7 +97,7 @@ def test_the_best_and_the_worst_by_score_and_what_is_not_used():
 
 
 def teacher(request):
-    """Longer answers at later samples; the seed of a request says which it is."""
+    """Longer answers for later samples, which the seed of a request identifies."""
     return Reply("close " * (1 + request["seed"] % 5))
 
 
@@ -124,7 +124,7 @@ def check_pairs(out="data"):
     assert all(taught[pair["document"]] == pair["chosen"] for pair in pairs)
 
 
-def test_a_failing_teacher_and_a_failing_judge_are_asked_for_the_rest_only(capsys):
+def test_after_failures_only_missing_answers_and_scores_are_requested(capsys):
     down = {"teacher": True, "judge": True}
     with serving(
         lambda request: Reply(status=500) if down["teacher"] and len(chat.asked) > 12 else teacher(request)
@@ -155,7 +155,7 @@ def test_a_failing_teacher_and_a_failing_judge_are_asked_for_the_rest_only(capsy
 
 
 @pytest.mark.slow
-def test_a_killed_command_goes_on_to_the_same_bytes(folder):
+def test_a_killed_command_continues_to_the_same_bytes(folder):
     gate = []
 
     def slow(request):
@@ -191,7 +191,7 @@ def test_a_killed_command_goes_on_to_the_same_bytes(folder):
         assert (folder / "data" / file).read_bytes() == (folder / "alone" / file).read_bytes()
 
 
-def test_a_model_and_a_reward_model_of_ones_own(tiny_model, folder, capsys):
+def test_answers_sampled_and_scored_by_local_models(tiny_model, folder, capsys):
     reward = RewardModel(str(tiny_model), seed=5)
     reward.set_statistics(0.2, 0.5)
     reward.export(folder / "rm")
@@ -222,12 +222,12 @@ def test_a_model_and_a_reward_model_of_ones_own(tiny_model, folder, capsys):
         (["--answers", "rules/floor"], "belongs to no document"),
     ],
 )
-def test_what_makes_no_rows_is_refused(more, message, capsys):
+def test_options_that_give_no_rows_are_refused(more, message, capsys):
     assert main(words(*more)) == 2
     assert message in capsys.readouterr().err
 
 
-def test_documents_that_are_none_are_refused(folder):
+def test_unreadable_documents_are_refused(folder):
     template = folder / "template.txt"
     for content, reason in (
         (b"\xff\xfe\x00", "not UTF-8"),

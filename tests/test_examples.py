@@ -11,13 +11,13 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(name: str, *words: str, folder: Path) -> str:
-    """What the example prints."""
+    """The output of the example."""
     code, printed = run_script(EXAMPLES / name, list(words), folder)
     assert code == 0, printed
     return printed
 
 
-def test_every_example_is_here():
+def test_every_example_has_a_test():
     tested = set(re.findall(r"run\(\s*\"(\w+\.py)\"", Path(__file__).read_text()))
     assert {file.name for file in EXAMPLES.glob("*.py")} == tested
 

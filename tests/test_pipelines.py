@@ -1,4 +1,4 @@
-"""A pipeline skips what is finished, runs again what has changed, and resumes what was interrupted."""
+"""A pipeline skips finished stages, reruns changed ones, and resumes interrupted ones."""
 
 from io import StringIO
 from pathlib import Path
@@ -52,7 +52,7 @@ def stages(tmp_path, monkeypatch):
 
 
 def play(stages, *overrides, **options):
-    """Run the pipeline; returns which stages ran, how, and what was said."""
+    """Run the pipeline; returns the stages that ran, how, and the output."""
     Path("p.yaml").write_text(TEXT)
     stages.calls = []
     console = Console(file=StringIO(), width=200)
@@ -67,7 +67,7 @@ def test_the_second_call_runs_nothing(stages):
     assert play(stages) == ([], [f"stage {name}: finished, nothing has changed" for name in ("warm", "learn", "after")])
 
 
-def test_a_changed_recipe_runs_again_with_what_follows_from_it(stages):
+def test_a_changed_recipe_reruns_its_stage_and_later_stages(stages):
     play(stages)
     calls, said = play(stages, "stages.warm.seed=1")
     # The stand-in for learn writes the same model again, so what follows it has nothing new to do.
@@ -85,7 +85,7 @@ def test_the_same_model_from_a_changed_recipe_changes_nothing_downstream(stages)
     assert play(stages, "stages.warm.epochs=2")[0] == [("warm", "overwrite")]
 
 
-def test_where_runs_and_sinks_are_does_not_count(stages):
+def test_moved_runs_and_other_sinks_change_nothing(stages):
     play(stages)
     Path("runs").rename("moved")
     assert play(stages, "runs=moved", "stages.learn.sinks=[tensorboard]")[0] == []
@@ -111,7 +111,7 @@ def test_an_interrupted_stage_is_resumed(stages):
     assert said[1] == "stage learn: resumes (it was interrupted)"
 
 
-def test_an_interrupted_stage_whose_recipe_changed_begins_again(stages):
+def test_an_interrupted_stage_with_a_changed_recipe_restarts(stages):
     stages.interrupt = "learn"
     with pytest.raises(KeyboardInterrupt):
         play(stages)
@@ -137,7 +137,7 @@ def test_only_and_from_choose_stages(stages):
         play(stages, only="warm", start_from="warm")
 
 
-def test_a_stage_that_is_left_out_and_out_of_date_is_told(stages):
+def test_an_excluded_stage_that_is_out_of_date_is_reported(stages):
     play(stages)
     said = play(stages, "stages.warm.seed=1", start_from="learn")[1]
     assert said == [
@@ -156,7 +156,7 @@ def plan(*overrides, only=None, start_from=None, overwrite=False):
     return planned(load_pipeline("p.yaml", list(overrides)), only, start_from, overwrite)
 
 
-def test_a_plan_says_what_would_run(stages):
+def test_a_plan_names_the_stages_that_would_run(stages):
     assert plan() == [f"stage {name}: would run (not run yet)" for name in ("warm", "learn", "after")]
     assert not Path("runs").exists()
     assert plan(start_from="learn")[:2] == [
@@ -180,7 +180,7 @@ def test_a_plan_says_what_would_run(stages):
 
 
 @pytest.mark.parametrize("overrides", [[], ["stages.warm.seed=1"], ["stages.learn.steps=3"], ["stages.after.seed=2"]])
-def test_what_a_plan_says_is_what_happens(stages, overrides):
+def test_a_run_does_what_its_plan_shows(stages, overrides):
     play(stages)
     lines = plan(*overrides)
     ran = [name for name, _ in play(stages, *overrides)[0]]
@@ -190,7 +190,7 @@ def test_what_a_plan_says_is_what_happens(stages, overrides):
     assert not any(line.split(":")[0].split()[1] in ran for line in finished)
 
 
-def test_a_plan_says_what_goes_on(stages):
+def test_a_plan_names_what_is_resumed(stages):
     stages.interrupt = "learn"
     with pytest.raises(KeyboardInterrupt):
         play(stages)
@@ -198,7 +198,7 @@ def test_a_plan_says_what_goes_on(stages):
 
 
 @pytest.mark.parametrize("words", [["--recipe", "p.yaml"], ["--recipe=p.yaml"], ["stages.learn.steps=3", "p.yaml"]])
-def test_the_file_of_a_pipeline_is_found_in_any_place(words, stages, capsys):
+def test_the_file_of_a_pipeline_may_be_in_any_position(words, stages, capsys):
     Path("p.yaml").write_text(TEXT)
     assert main(["pipeline", *words, "--dry-run", "--only", "warm"]) == 0
     assert "stage warm: would run" in capsys.readouterr().out

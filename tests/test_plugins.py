@@ -78,7 +78,7 @@ def maze(tmp_path, monkeypatch):
         sys.modules.pop(module, None)
 
 
-def test_an_environment_of_a_plug_in_is_found_by_its_name(maze):
+def test_an_environment_of_a_plug_in_is_loaded_by_name(maze):
     assert environment_class("maze").__name__ == "Maze"
     assert {"maze", "needy", "bandit"} <= set(environment_names())
 
@@ -94,7 +94,7 @@ def test_a_missing_dependency_is_one_sentence_with_its_extra(maze):
     assert "maze" in environment_classes()
 
 
-def test_a_module_without_an_extra_is_installed_by_its_own_name():
+def test_a_module_without_an_extra_is_named_in_the_pip_command():
     assert plugins.pip_command("some_module.part") == "pip install some-module"
     assert plugins.pip_command("x", "no-such-distribution") == "pip install x"
 
@@ -123,7 +123,7 @@ def test_commands_of_plug_ins_run_and_are_listed(maze, capsys):
     assert main(["data.mazes"]) == 2
 
 
-def test_a_broken_command_fails_alone(maze, capsys):
+def test_a_broken_command_does_not_break_others(maze, capsys):
     assert main(["needy", "anything", "--help"]) == 2
     assert "pip install 'maze-wheel[walls]'" in capsys.readouterr().err
     assert main(["--help"]) == 0
@@ -141,6 +141,6 @@ def test_a_plug_in_is_imported_only_when_its_name_is_used():
     assert printed.strip().endswith("[]")
 
 
-def test_the_groups_of_the_own_distribution_are_declared():
+def test_the_entry_point_groups_of_this_distribution_are_declared():
     declared = {point.group for point in metadata.distribution("posttrain").entry_points}
     assert {"posttrain.environments", "posttrain.commands"} <= declared

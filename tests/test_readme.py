@@ -1,4 +1,4 @@
-"""The commands that the README shows are commands that work."""
+"""The commands of the README work."""
 
 import io
 import re
@@ -21,7 +21,7 @@ COMMANDS = [
 
 @pytest.fixture(autouse=True)
 def in_a_copy(tmp_path, monkeypatch, finished_run, rationales):
-    """Run where nothing of the checkout can be changed, with the runs and the data the README speaks of."""
+    """Run outside of the checkout, with the runs and the data that the README names."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rationales").symlink_to(rationales)
@@ -75,7 +75,7 @@ def test_a_target_of_the_readme_exists(command):
     assert listed.returncode == 0, listed.stderr
 
 
-def test_every_command_is_one_of_these():
+def test_every_command_is_tested():
     assert all(command.startswith(("posttrain", "make")) for command in COMMANDS)
     assert len(COMMANDS) > 10
 

@@ -126,7 +126,9 @@ def correction_factor(b: Batch, s: Any) -> Tensor:
         "sequence": log_r.sum(1, keepdim=True).exp().expand_as(log_r),
         "geometric": stream_mean(log_r, b.mask).exp().expand_as(log_r),
     }
-    factor = ratios[s.weights] if s.cap is None else ratios[s.weights].clamp(max=s.cap)
+    if s.weights != "none" and s.cap is None:
+        raise ValueError("the reference has no default cap; set `cap`")
+    factor = ratios["none"] if s.weights == "none" else ratios[s.weights].clamp(max=s.cap)
     if s.reject != "none":
         low, high = s.bounds
         factor = factor * ((ratios[s.reject] >= low) & (ratios[s.reject] <= high))

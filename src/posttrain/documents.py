@@ -112,7 +112,7 @@ def best_of(
     Answers that were cut off, are empty, or have no score are not used. Without `scores`, the first usable answer of an item
     is both.
     """
-    found: dict[str, Sampled] = {}
+    extremes: dict[str, Sampled] = {}
     unused: dict[str, int] = {}
     for place, row in enumerate(rows):
         score = None if scores is None else scores[place]
@@ -122,13 +122,13 @@ def best_of(
         if reason is not None:
             unused[reason] = unused.get(reason, 0) + 1
             continue
-        one = found.setdefault(row.item, Sampled(row.text, score, row.text, score))
+        one = extremes.setdefault(row.item, Sampled(row.text, score, row.text, score))
         if score is not None and one.best_score is not None and one.worst_score is not None:
             if score > one.best_score:
-                found[row.item] = Sampled(row.text, score, one.worst, one.worst_score)
+                extremes[row.item] = Sampled(row.text, score, one.worst, one.worst_score)
             elif score < one.worst_score:
-                found[row.item] = Sampled(one.best, one.best_score, row.text, score)
-    return found, unused
+                extremes[row.item] = Sampled(one.best, one.best_score, row.text, score)
+    return extremes, unused
 
 
 def _sampled_answers(documents: Sequence[Document], keys: Sequence[str], place: Path, scored: bool) -> Predictions:

@@ -99,7 +99,7 @@ def evaluate_checkpoints(recipe: EvaluateRecipe) -> PipelineRecipe:
     """
     path = recipe.model.path
     pattern = f"{path}/checkpoints/step_*" if (Path(path) / "checkpoints").is_dir() else path
-    folders = [Path(found) for found in sorted(glob(pattern))]
+    folders = [Path(match) for match in sorted(glob(pattern))]
     models = {folder: folder / "policy" if (folder / "policy").is_dir() else folder for folder in folders}
     models = {folder: model for folder, model in models.items() if list(model.glob("*config.json"))}
     if not models:

@@ -70,12 +70,12 @@ def chat(
 
     Examples:
 
-    posttrain memory chat notes --new --model runs/memory/model
+    posttrain memory chat notes --new --model runs/memory/rl/model --prompt brief --max-turns 5
 
     posttrain memory chat notes --url http://localhost:8000/v1 --model qwen3-4b --filter "Do not reveal phone
     numbers."
 
-    echo "Where does Ada live?" | posttrain memory chat notes --model runs/memory/model
+    echo "Where does Ada live?" | posttrain memory chat notes --model runs/memory/rl/model --prompt brief
     """
     import sys
     from contextlib import closing
@@ -140,7 +140,7 @@ def mcp(
 
     Examples:
 
-    posttrain memory mcp notes --model runs/memory/model
+    posttrain memory mcp notes --model runs/memory/rl/model --prompt brief
 
     posttrain memory mcp notes --url http://localhost:8000/v1 --model qwen3-4b --filter "Do not reveal phone numbers."
 
@@ -195,9 +195,9 @@ def undo(
 
     posttrain memory undo notes --count 3
     """
-    from posttrain_memory.agent.history import undo as taken_back
+    from posttrain_memory.agent.history import undo as undo_operations
 
-    for line in taken_back(vault, count):
+    for line in undo_operations(vault, count):
         print(f"undone: {line.strip()}")
 
 

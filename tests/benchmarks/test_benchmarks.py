@@ -105,7 +105,7 @@ def test_sides_take_turns_and_warm_up(harness):
     assert len(harness.timing.seconds_of(lambda: None, repeats=3, warmup=2)) == 3
 
 
-def test_peak_memory_sees_what_was_held():
+def test_peak_memory_includes_allocated_memory():
     code = (
         "from harness.timing import peak_memory; before = peak_memory(); held = b'x' * 200_000_000; del held;"
         "print(peak_memory() - before)"
@@ -124,7 +124,7 @@ def test_lengths_are_lognormal_and_each_step_has_the_same_sum(harness):
     assert steps[0] == harness.data.answer_lengths(0, 16)
 
 
-def test_rows_have_the_lengths_asked_for(harness, tiny_model):
+def test_rows_have_the_requested_lengths(harness, tiny_model):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -159,6 +159,7 @@ def test_the_verb_lists_the_scripts_by_their_first_lines(capsys):
     assert any(line.startswith("sft ") and line.endswith("peak memory.") for line in lines)
 
 
+@pytest.mark.slow
 def test_the_verb_passes_words_on_and_the_exit_code_back(capfd):
     assert main(["benchmark", "sft", "--help"]) == 0
     assert "--rounds" in capfd.readouterr().out
@@ -166,7 +167,7 @@ def test_the_verb_passes_words_on_and_the_exit_code_back(capfd):
     assert "multiple of 8" in capfd.readouterr().err
 
 
-def test_what_is_no_benchmark_is_told(capsys, monkeypatch, tmp_path):
+def test_an_unknown_benchmark_is_an_error(capsys, monkeypatch, tmp_path):
     assert main(["benchmark", "nothing"]) == 2
     assert "no benchmark 'nothing'; there is " in capsys.readouterr().err
     monkeypatch.setattr("posttrain.cli.benchmark._FOLDER", tmp_path)

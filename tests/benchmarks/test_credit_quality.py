@@ -68,7 +68,7 @@ def check(made: Injected) -> None:
     assert len(sentence_starts(made.right)) == len(sentence_starts(made.wrong))
 
 
-def test_of_made_up_solutions_only_what_follows_changes():
+def test_only_later_steps_of_synthetic_solutions_change():
     rows = [(number, made_up(number)) for number in range(300)]
     found, skipped = solve(rows, "A: ", len(rows), 0)
     assert len(found) + sum(skipped.values()) == 300
@@ -84,7 +84,7 @@ def test_of_made_up_solutions_only_what_follows_changes():
     assert solve(rows, "A: ", 300, 1)[0] != found
 
 
-def test_of_real_solutions_only_what_follows_changes():
+def test_only_later_steps_of_real_solutions_change():
     if not REAL.is_file():
         pytest.skip("the files of GSM8K are not here")
     found, skipped = solve(list(enumerate(read_jsonl(REAL)))[1500:1700], "A: ", 200, 0)
@@ -132,7 +132,7 @@ def test_a_changed_result_goes_through_annotations_text_and_commas():
         ("5 boys, 9 girls?", "There are <<5+9=14>>14.\nA: 5", "final answer"),
     ],
 )
-def test_what_cannot_be_done_exactly_is_not_done(question, solution, reason):
+def test_operations_that_would_be_inexact_are_not_done(question, solution, reason):
     with pytest.raises(NotExactError, match=reason):
         inject(question, solution, random_stream(0))
 
@@ -157,7 +157,7 @@ def test_numbers_are_read_and_written_exactly():
             worth(text)
 
 
-def test_credit_is_ranked_with_ties_as_chance():
+def test_credit_is_ranked_with_ties_counting_one_half():
     assert ranking.lowest(np.array([1.0, -2, 3]), 1) == 1
     assert ranking.lowest(np.array([-2.0, -2, 3]), 1) == 0.5
     assert ranking.lowest(np.array([-2.0, -2, 3]), 2) == 0
@@ -193,6 +193,7 @@ def judges(tiny_model, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_table_of_random_judges(judges, tmp_path, monkeypatch, capsys):
     rows, pairs, table = tmp_path / "rows.jsonl", tmp_path / "pairs.jsonl", tmp_path / "table.json"
     rows.write_text("".join(json.dumps(made_up(number)) + "\n" for number in range(40)))

@@ -66,7 +66,7 @@ def test_a_loss_or_credit_without_a_reference_is_reported(crosschecks, monkeypat
     assert crosschecks.cases.without_reference() == [("policy loss", "new_loss"), ("credit", "new_credit")]
 
 
-def test_a_wrong_gradient_is_found(crosschecks, sides, rows, monkeypatch):
+def test_a_wrong_gradient_is_detected(crosschecks, sides, rows, monkeypatch):
     """The comparison itself: a reference whose clip range is wider no longer agrees."""
     reference = crosschecks.compare.LOSSES["ppo"]
     wider = crosschecks.compare.chosen(LOSSES, {"type": "ppo", "clip_low": 0.25, "clip_high": 0.25})

@@ -101,7 +101,7 @@ def test_useful_work_counts_prompts_for_each_answer_and_a_reference(importable):
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
-def test_a_power_law_is_found_again(importable, power):
+def test_a_power_law_is_recovered(importable, power):
     from growing.series import TOLERANCE, Series
 
     series = Series("engine", "n", "seconds", expected=1.0)
@@ -139,7 +139,7 @@ def test_jobs_share_prompts_in_groups_and_never_repeat_them(importable, cache, m
 
 
 @pytest.mark.slow
-def test_generation_compares_the_sides_and_says_that_vllm_is_absent(cache):
+def test_generation_compares_the_engines_and_reports_that_vllm_is_missing(cache):
     table, printed = run(
         cache, "generation", "--model=qwen3", "--in-flight=2", "--groups=2", "--requests=4", "--rounds=1",
         "--sides=posttrain float32,generate float32,vLLM", "--vllm-python=/nonexistent/python",

@@ -32,7 +32,7 @@ QUICK = argparse.Namespace(device="cpu", tiny=True)
     ("part", "rows"),
     [("limits", 2), ("parity", 4), ("log-probabilities", 2), ("sft-4B", 1), ("decode-0.5B", 3), ("rl-0.5B", 1)],
 )
-def test_every_part_gives_numbers(part, rows):
+def test_every_part_prints_numbers(part, rows):
     found = list(gpu.measure(part, "cpu", True, LIMITS, 20))
     assert len(found) == rows
     assert all(math.isfinite(row.value) for row in found)
@@ -43,20 +43,20 @@ def test_every_part_gives_numbers(part, rows):
         assert found[3].value == 100
 
 
-def test_a_part_that_fails_is_a_line(capsys):
+def test_a_failing_part_is_one_line(capsys):
     (row,) = gpu.attempt("decode-9B", lambda: gpu.measure("decode-9B", "cpu", True, LIMITS, 1))
     assert math.isnan(row.value)
     assert "KeyError" in row.note
     assert "failed" in table([row])
 
 
-def test_a_part_that_takes_too_long_is_stopped_and_said():
+def test_a_slow_part_is_stopped_and_reported():
     (row,) = gpu.in_a_process("parity", QUICK, None, 0.05)
     assert "stopped after" in row.note
 
 
 @pytest.mark.slow
-def test_a_part_in_its_own_process_hands_its_rows_back():
+def test_a_part_in_a_separate_process_returns_its_rows():
     rows = gpu.in_a_process("limits", QUICK, None, 200)
     assert [row.case for row in rows] == ["products", "copying"]
     assert Limits(**gpu.limits_of(rows)).products == rows[0].value * 1e12
@@ -81,7 +81,7 @@ def test_the_shapes_are_those_of_their_names_and_their_work_is_that_of_their_wei
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
-def test_flops_count_what_each_token_sees():
+def test_flops_count_the_attended_tokens():
     shape = TINY["0.5B"]
     one, apart = shape.training_flops([100], 40), shape.training_flops([50, 50], 40)
     assert one - apart == 12 * shape.layers * shape.heads * shape.head_size * (100 * 101 - 2 * 50 * 51) / 2
@@ -97,7 +97,7 @@ def test_a_step_takes_at_least_the_longer_of_reading_and_computing():
     assert cached == 40 * shape.layers * 2 * shape.key_heads * shape.head_size * 2
 
 
-def test_the_stand_in_for_pydantic_has_defaults_and_knows_its_fields():
+def test_the_substitute_for_pydantic_has_defaults_and_fields():
     class Part(BaseModel):
         first: int = _field(ge=0)
         second: float = _field(2.0, gt=0)
@@ -133,13 +133,13 @@ def test_a_bare_checkout_is_enough(tmp_path):
     assert row["value"] > 0, (row["note"], done.stderr[-2000:])
 
 
-def test_the_table_shows_what_is_missing_as_nothing():
+def test_the_table_shows_missing_values_as_dashes():
     text = table([Row("a", "b", 1234.5, "tokens/s", share=float("nan"), memory=float("nan"))])
     assert "nan" not in text
     assert "1,234 tokens/s" in text
 
 
-def test_a_whole_pass_leaves_nothing_on_the_processor(monkeypatch):
+def test_a_whole_forward_pass_stays_on_the_gpu(monkeypatch):
     """On the meta device, which like a GPU refuses tensors of the processor, through the GPU's attention."""
     monkeypatch.setattr("posttrain.models.forward.supports", lambda query: True)
     device = torch.device("meta")

@@ -16,11 +16,11 @@ def house():
     sys.path.remove(str(BENCHMARKS))
 
 
-def test_the_packages_of_the_core_import_each_other_in_no_circle(house):
+def test_packages_of_the_core_have_no_import_cycle(house):
     assert house.import_circles() == []
 
 
-def test_a_circle_is_named(house, monkeypatch):
+def test_a_cycle_is_named(house, monkeypatch):
     monkeypatch.setattr(house, "imports_of_packages", lambda: {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
     assert house.import_circles() == [["a", "b", "c", "a"]]
 

@@ -17,7 +17,7 @@ def profiles():
     sys.path.remove(str(BENCHMARKS))
 
 
-def test_what_no_operator_accounts_for_is_outside(profiles):
+def test_time_outside_of_operators_is_listed(profiles):
     found = profiles.shares({"aten::mm": 2.0, "aten::bmm": 1.0, "kernel attend": 0.5, "aten::unheard_of": 0.5}, 10.0)
     assert found["products of projections"] == 0.2
     assert found["products in attention"] == 0.1

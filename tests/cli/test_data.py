@@ -1,4 +1,4 @@
-"""`posttrain data`: what a person sees of rows."""
+"""`posttrain data`: how rows are shown."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_pairs_are_shown_side_by_side_with_lengths_and_problems(tiny_model, tmp_
     assert "p.jsonl row 7" in out
 
 
-def test_kinds_are_told_from_the_columns(tiny_model, tmp_path, capsys):
+def test_kinds_are_inferred_from_the_columns(tiny_model, tmp_path, capsys):
     asked = [{"question": "Up?", "answer": "Goal"}]
     keys = ["columns.prompt=question", "columns.completion=answer", "--model", str(tiny_model)]
     assert "1 usable rows (conversation)" in inspected(capsys, write_jsonl(tmp_path / "q.jsonl", asked), *keys)
@@ -39,7 +39,7 @@ def test_kinds_are_told_from_the_columns(tiny_model, tmp_path, capsys):
     assert "6 usable rows (unpaired)" in inspected(capsys, judged, "--model", str(tiny_model))
 
 
-def test_columns_that_are_no_rows_are_told(tiny_model, tmp_path, capsys):
+def test_columns_of_no_known_kind_are_reported(tiny_model, tmp_path, capsys):
     file = write_jsonl(tmp_path / "x.jsonl", [{"a": 1, "b": 2}])
     assert main(["data", "inspect", file, "--model", str(tiny_model)]) == 2
     assert capsys.readouterr().err == (
@@ -55,7 +55,7 @@ def refused(capsys, tiny_model, file, *words):
     return capsys.readouterr().err.removeprefix(f"posttrain: {file}: ").rstrip()
 
 
-def test_files_without_a_row_are_told_apart(tiny_model, tmp_path, capsys):
+def test_files_without_rows_are_reported_by_reason(tiny_model, tmp_path, capsys):
     whole = tmp_path / "whole.parquet"
     write_rows(whole, [{"messages": row["chosen"]} for row in pair_rows(50)])
     cut, empty = tmp_path / "cut.parquet", tmp_path / "empty.jsonl"
@@ -75,7 +75,7 @@ def test_files_without_a_row_are_told_apart(tiny_model, tmp_path, capsys):
     assert "50 usable rows (conversation)" in inspected(capsys, str(tmp_path), "--model", str(tiny_model))
 
 
-def test_sharegpt_is_read_as_the_message_says(tiny_model, tmp_path, capsys):
+def test_sharegpt_is_converted_as_the_error_suggests(tiny_model, tmp_path, capsys):
     turns = [{"from": "human", "value": "Up?"}, {"from": "gpt", "value": "Goal"}]
     file = write_jsonl(tmp_path / "s.jsonl", [{"id": "1", "conversations": turns}])
     said = refused(capsys, tiny_model, file)
@@ -85,7 +85,7 @@ def test_sharegpt_is_read_as_the_message_says(tiny_model, tmp_path, capsys):
     assert "no row has a problem" in out
 
 
-def test_labels_in_words_are_told(tiny_model, tmp_path, capsys):
+def test_labels_as_words_are_reported(tiny_model, tmp_path, capsys):
     rows = [{**row, "label": "good" if row["label"] else "bad"} for row in unpaired_rows(2)]
     said = refused(capsys, tiny_model, write_jsonl(tmp_path / "v.jsonl", rows))
     assert "most often label is neither true nor false (v.jsonl row 1, " in said
@@ -136,14 +136,14 @@ def test_experts_write_rows_that_sft_trains_on_and_plays(history, tiny_model, tm
         assert said in (tmp_path / "runs" / "thinks" / "report.md").read_text()
 
 
-def test_experts_keep_off_the_held_out_seeds(capsys):
+def test_experts_do_not_play_held_out_seeds(capsys):
     assert main(["data", "experts", "frozen_lake", "--start", "999990", "--count", "20"]) == 2
     assert "overlap evaluation.seeds" in capsys.readouterr().err
     assert main(["data", "experts", "frozen_lake", "--count", "3", "--out", "lake.csv"]) == 2
     assert capsys.readouterr().err == ("posttrain: lake.csv: unknown format; name a .jsonl or .parquet file\n")
 
 
-def test_experts_of_an_environment_without_tasks_are_told(capsys):
+def test_experts_of_an_environment_without_tasks_are_an_error(capsys):
     assert main(["data", "experts", "text_task"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("posttrain: text_task has no default task")

@@ -35,7 +35,7 @@ def _error(*words):
     return error
 
 
-def test_list_shows_every_environment_and_its_players():
+def test_list_shows_every_environment_and_its_baselines():
     result = _run("list", "--seeds", "10")
     assert result.exit_code == 0
     for name in ("bandit", "frozen_lake", "sokoban"):
@@ -95,7 +95,7 @@ def test_validate_fails_on_an_unsound_environment(tmp_path):
     assert "seed 0: it lies" in str(error)
 
 
-def test_validate_says_when_there_is_nothing_to_check(tmp_path):
+def test_validate_reports_that_there_is_nothing_to_check(tmp_path):
     file = tmp_path / "silent.py"
     file.write_text(LYING.replace("BODY", ""))
     assert "does not implement validate" in str(_error("validate", str(file)))

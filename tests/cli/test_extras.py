@@ -54,7 +54,7 @@ def working(tiny_model):
     """Commands that need no extra. The last one is a run."""
     run = ["rl", "environment.type=bandit", f"model.path={tiny_model}", "steps=1", "rollout.groups_per_step=2"]
     run += ["rollout.episodes_per_group=2", "rollout.tokens_per_turn=4", "evaluation.seeds.count=2"]
-    run += ["evaluation.final_seeds.count=2", "learner.updates_per_step=1"]
+    run += ["evaluation.final_seeds.count=2", "learner.updates_per_step=1", "plots=true"]
     return [
         ["--help"],
         ["rl", "environment.type=sokoban", "--dry-run"],
@@ -105,7 +105,7 @@ def outcomes(folder, tiny_model):
     return light(folder, [*working(tiny_model), *(words for _, words in needing(tiny_model))])
 
 
-def test_what_needs_no_extra_runs_without_any(folder, outcomes, tiny_model):
+def test_commands_without_optional_packages_run_without_them(folder, outcomes, tiny_model):
     commands = working(tiny_model)
     for words, (code, said) in zip(commands, outcomes[: len(commands)], strict=True):
         assert code == 0, (words, said)
@@ -124,7 +124,7 @@ def test_a_missing_package_is_one_sentence_with_the_pip_command(outcomes, tiny_m
         assert "run `pip install " in last, (words, said)
 
 
-def test_every_optional_package_has_an_extra_and_is_no_dependency_of_the_core():
+def test_every_optional_package_has_an_extra_and_is_not_a_core_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     name = re.compile(r"[\w-]+")
     core = {name.match(one)[0].replace("-", "_") for one in project["dependencies"]}
@@ -136,7 +136,7 @@ def test_every_optional_package_has_an_extra_and_is_no_dependency_of_the_core():
     assert set(collected) <= set(project["optional-dependencies"])
 
 
-def test_the_sentence_names_what_needs_the_module():
+def test_the_error_names_the_feature_that_needs_the_module():
     with pytest.raises(InputError, match=r"some.key needs the package no-such-module, .* `pip install no-such-module`"):
         require_module("no_such_module.part", "some.key")
 

@@ -91,12 +91,12 @@ def test_the_shortest_command_runs_the_default_recipe(stage):
         (
             OSError(errno.ENOSPC, "No space left on device", "runs/run/metrics.jsonl"),
             1,
-            "posttrain: the disk is full while writing runs/run/metrics.jsonl; free some space, then go on with --resume\n",
+            "posttrain: the disk is full while writing runs/run/metrics.jsonl; free some space, then continue with --resume\n",
         ),
         (
             ValueError("I/O error: No space left on device (os error 28)"),
             1,
-            "posttrain: a file could not be written: the disk is full; free some space, then go on with --resume\n",
+            "posttrain: a file could not be written: the disk is full; free some space, then continue with --resume\n",
         ),
         (
             ValueError("two\nlines"),
@@ -112,7 +112,7 @@ def test_errors_are_one_sentence_and_a_code(stage, capsys, error, code, said):
 
 
 @pytest.mark.parametrize("words", [["--debug", "rl"], ["rl", "--debug"], ["rl", "steps=3", "--debug"]])
-def test_debug_shows_the_traceback_wherever_it_stands(stage, capsys, words):
+def test_debug_shows_the_traceback_in_any_position(stage, capsys, words):
     stage.error = ValueError("broken")
     assert main(words) == 1
     assert "Traceback" in capsys.readouterr().err
@@ -172,7 +172,7 @@ def test_a_moved_run_resumes_where_it_is(stage, run, tmp_path):
         (["--overwrite"], "give one of them"),
     ],
 )
-def test_what_a_resumed_run_refuses(stage, run, capsys, words, said):
+def test_resume_refuses_other_options(stage, run, capsys, words, said):
     assert main(["rl", "--resume", str(run.path), *words]) == 2
     assert said in capsys.readouterr().err
     assert not stage.calls

@@ -47,7 +47,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_recipes_and_knows_its_extras(installed, tmp_path):
+def test_the_wheel_contains_the_recipes_and_its_extras(installed, tmp_path):
     command = installed.with_name("posttrain")
     where = done(installed, "-c", "import posttrain; print(posttrain.__file__)", folder=tmp_path)
     assert where.startswith(str(installed.parents[1]))

@@ -105,7 +105,7 @@ def exact_gradient(parameters: np.ndarray) -> np.ndarray:
 
 
 def episode(trajectory: Trajectory, log_policy: np.ndarray, index: int) -> Episode:
-    """The trajectory as the rollout would hand it over."""
+    """The trajectory as a rollout would return it."""
     sampled = np.array(trajectory.sampled)
     logprobs = np.zeros(len(sampled), dtype=np.float32)
     logprobs[sampled] = [log_policy[choice] for choice in trajectory.choices]

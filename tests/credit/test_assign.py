@@ -62,7 +62,7 @@ def test_an_outcome_is_the_sum_over_streams_and_turns():
     np.testing.assert_array_equal(credit.values[1][0], [0, -2])
 
 
-def test_groups_are_those_of_the_ids_in_any_order():
+def test_groups_follow_the_ids_in_any_order():
     made = [episode((".s", {1: float(r)}), group=g) for g, r in [(1, 0), (2, 10), (1, 4), (2, 10), (1, 2)]]
     credit = compute_advantages(made, recipe("rloo"), reward_streams(made))
     np.testing.assert_array_equal([c[0][1] for c in credit.values], [-3, 0, 3, 0, 0])
@@ -80,7 +80,7 @@ def test_no_episodes_no_advantages(kind):
     assert compute_advantages([], recipe(kind), RewardStreams([])) == Advantages([])
 
 
-def test_an_episode_that_sampled_nothing_is_carried_along():
+def test_an_episode_without_sampled_tokens_is_kept():
     made = [episode(("...", {})), episode((".s", {1: 1.0}), index=1)]
     for kind in ("grpo", "opo", "reinforce", "reinforce_pp_baseline"):
         assert not compute_advantages(made, recipe(kind), reward_streams(made)).values[0][0].any()

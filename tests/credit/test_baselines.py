@@ -1,4 +1,4 @@
-"""Each baseline by hand, and the laws that all of them keep."""
+"""Each baseline computed by hand, and properties that all of them share."""
 
 import itertools
 
@@ -37,21 +37,21 @@ def test_grpo_divides_by_the_sample_deviation_of_the_group():
     np.testing.assert_allclose(grpo(RETURNS, GROUPS, LENGTHS, {}), expected, rtol=1e-12)
 
 
-def test_dr_grpo_takes_the_mean_away():
+def test_dr_grpo_subtracts_the_mean():
     np.testing.assert_allclose(dr_grpo(RETURNS, GROUPS, LENGTHS, {}), [-2, -2, -1, 2, 3], rtol=1e-12)
 
 
-def test_rloo_takes_the_mean_of_the_others_away():
+def test_rloo_subtracts_the_mean_of_the_others():
     np.testing.assert_allclose(rloo(RETURNS, GROUPS, LENGTHS, {}), [1 - 4, 0 - 4, 2 - 3.5, 4 - 0, 6 - 1.5], rtol=1e-12)
 
 
-def test_opo_weighs_the_mean_by_length():
+def test_opo_weights_the_mean_by_length():
     seven, three = (1 * 1 + 2 * 2 + 5 * 6) / 8, (3 * 0 + 1 * 4) / 4
     expected = [1 - seven, 0 - three, 2 - seven, 4 - three, 6 - seven]
     np.testing.assert_allclose(opo(RETURNS, GROUPS, LENGTHS, {}), expected, rtol=1e-12)
 
 
-def test_remax_takes_the_greedy_return_of_the_task_away():
+def test_remax_subtracts_the_greedy_return_of_the_task():
     np.testing.assert_allclose(remax(RETURNS, GROUPS, LENGTHS, GREEDY), [-0.5, 1, 0.5, 5, 4.5], rtol=1e-12)
 
 
@@ -119,7 +119,7 @@ def test_gdpo_normalises_each_score_then_the_sum():
     assert gdpo(np.zeros((0, 2)), weights, groups[:0]).shape == (0,)
 
 
-def test_gdpo_keeps_apart_what_a_sum_of_rewards_makes_equal():
+def test_gdpo_distinguishes_scores_with_equal_sums():
     # The paper's example: rewards (0, 1) and (0, 2) of groups of two have the same grpo advantages, and others here.
     scores = np.array([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
     groups = np.array([0, 0, 1, 1])
@@ -150,13 +150,13 @@ def test_equal_returns_give_exactly_zero(name, value):
     assert (advantages == 0.0).all()
 
 
-def test_returns_that_differ_by_rounding_alone_are_equal():
+def test_returns_that_differ_only_by_rounding_are_equal():
     returns = np.array([np.float32(0.1) + np.float64(np.float32(0.2)), np.float32(0.3)], dtype=np.float64)
     assert returns[0] != returns[1]
     assert (grpo(returns, np.zeros(2, int), np.ones(2, int), {}) == 0.0).all()
 
 
-def test_a_batch_of_none_is_none():
+def test_an_empty_batch_stays_empty():
     nothing = np.zeros(0)
     for baseline in OUTCOME_BASELINES.values():
         assert len(baseline(nothing, nothing.astype(int), nothing.astype(int), {})) == 0
@@ -185,7 +185,7 @@ def test_order_of_episodes_changes_no_bit(data):
         np.testing.assert_array_equal(whole[place], part)
 
 
-def test_optimal_token_baseline_weighs_returns_by_the_energy_so_far():
+def test_optimal_token_baseline_weights_returns_by_cumulative_energy():
     rewards = [np.array([0.0, 1.0, 4.0]), np.array([1.0, 2.0]), np.array([9.0])]
     energies = [np.array([0.5, 0.25, 0.3]), np.array([0.1, 0.4]), np.array([0.2])]
     # Returns 5, 5, 4 and 3, 2; energies so far 0.5, 0.75, 1.05 and 0.1, 0.5.

@@ -275,7 +275,7 @@ def test_normalizers_by_random_lengths_are_biased(kind, aggregation, size):
     assert error_of_direction(expected_gradient({"type": kind}, {"type": "reinforce"}, size, aggregation)) > 0.01
 
 
-def test_the_gradients_of_kl_estimators_are_what_they_claim():
+def test_the_gradients_of_kl_estimators_are_as_documented():
     reference = np.log(np.array([0.3, 0.7]))
     logits = torch.tensor([0.4, -0.1], dtype=torch.float64, requires_grad=True)
 

@@ -36,7 +36,7 @@ def test_limits_of_lambda():
         np.testing.assert_allclose(found, reward + 0.9 * np.append(value[1:], 0)[: len(value)] - value, atol=1e-12)
 
 
-def test_the_critic_may_have_a_lambda_of_its_own():
+def test_the_critic_may_have_a_separate_lambda():
     draws = np.random.default_rng(1)
     rewards, values = [draws.normal(size=n) for n in (5, 2)], [draws.normal(size=n) for n in (5, 2)]
     coupled, decoupled = recipe(gae_lambda=0.5), recipe(gae_lambda=0.5, critic_lambda=1.0)
@@ -68,7 +68,7 @@ def test_the_lambda_of_a_long_episode_is_larger():
         recipe(length_alpha=0.5, gae_lambda=0.9)
 
 
-def test_it_runs_over_sampled_tokens_alone_and_across_streams():
+def test_it_runs_over_sampled_tokens_only_and_across_streams():
     short = streams_of(("..ss", {3: 2.0}), (".s", {1: 4.0}))
     long = streams_of(("..s....s", {7: 2.0}), ("......s", {6: 4.0}))
     marks = [[np.array([9, 9, 1, 2]), np.array([9, 3])], [np.array([9, 9, 1, 9, 9, 9, 9, 2]), np.array([9] * 6 + [3])]]

@@ -1,4 +1,4 @@
-"""Rows that nobody should have written: valid ones changed at random places, and random JSON values."""
+"""Malformed rows: valid ones changed at random places, and random JSON values."""
 
 import copy
 from collections.abc import Iterator

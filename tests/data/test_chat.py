@@ -46,7 +46,7 @@ def renderer(template: str) -> Renderer:
 
 @st.composite
 def conversations(draw):
-    """Turns with words of their own: `u3x` is said by the user in turn 3, `a3x` answered, `t3x` thought."""
+    """Turns with distinct words: `u3x` is said by the user in turn 3, `a3x` answered, `t3x` thought."""
     messages = [{"role": "system", "content": "s0x"}] if draw(st.booleans()) else []
     for turn in range(draw(st.integers(1, 4))):
         messages.append({"role": "user", "content": f"u{turn}x say"})
@@ -175,7 +175,7 @@ def test_expert_rows_by_turn_end_with_one_answer():
     assert all(row["completion"][0]["role"] == "assistant" and row["prompt"][-1]["role"] == "user" for row in rows)
 
 
-def test_what_a_template_does_not_show_is_refused():
+def test_content_that_a_template_omits_is_refused():
     """ChatML knows neither tools nor calls; an empty answer would be learned in their place."""
     subject, asked = renderer(CHATML), {"role": "user", "content": "u0x"}
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}

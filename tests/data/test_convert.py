@@ -114,14 +114,14 @@ def test_rows_that_agree():
     assert "@Response 1 is slightly better than @Response 2" in check.examples[0]
 
 
-def test_scores_of_the_other_sign_are_seen():
+def test_scores_of_the_opposite_sign_are_detected():
     check = check_sign([preference(2, words=False, scores=[-1, -2, 1])] * 20 + [preference(1, words=False)] * 5)
     assert (check.scored, check.scores_agree, check.worded) == (25, 5, 0)
     assert check.inverted
     assert not check_sign([preference(2, words=False, scores=[-1])] * 3).inverted
 
 
-def test_an_inverted_file_is_seen_by_its_words():
+def test_an_inverted_file_is_detected_from_its_comments():
     rows = [preference(overall) for overall in (-2, 2) * 10]
     for row in rows:
         row["overall_preference"] *= -1
@@ -132,7 +132,7 @@ def test_an_inverted_file_is_seen_by_its_words():
     assert check.inverted
 
 
-def test_an_inverted_converter_is_seen(monkeypatch):
+def test_an_inverted_converter_is_detected(monkeypatch):
     right = converting.helpsteer3
 
     def inverted(row, language):
@@ -143,7 +143,7 @@ def test_an_inverted_converter_is_seen(monkeypatch):
     assert check_sign([preference(-2)] * 20).inverted
 
 
-def test_words_that_name_no_better_response_count_for_nothing():
+def test_comments_without_a_preference_do_not_count():
     reasons = ["Response 1 is not better than Response 2.", "Both are fine.", "", None]
     rows = [preference(1, individual_preference=[{"score": 1, "reasoning": reason}]) for reason in reasons]
     assert check_sign(rows).worded == 0
@@ -228,7 +228,7 @@ def test_wrong_input(tmp_path, name, out, more, message):
     assert message in str(caught.value)
 
 
-def test_no_row_left_says_why(tmp_path):
+def test_the_error_without_rows_has_the_reason(tmp_path):
     source = str(write(tmp_path / "train.jsonl", [preference(1, "python")] * 3 + [{"a": 1}]))
     with pytest.raises(InputError, match=r"train\.jsonl: no row to write; 4 skipped: language is not english"):
         convert_rows("helpsteer3", tmp_path / "out.jsonl", source)
@@ -237,7 +237,7 @@ def test_no_row_left_says_why(tmp_path):
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_column_of_mixed_types_is_no_parquet_and_leaves_nothing_behind(tmp_path):
+def test_a_column_of_mixed_types_cannot_be_written_as_parquet_and_leaves_no_file(tmp_path):
     pytest.importorskip("pyarrow")
     out = tmp_path / "out.parquet"
     with pytest.raises(
@@ -249,7 +249,7 @@ def test_a_column_of_mixed_types_is_no_parquet_and_leaves_nothing_behind(tmp_pat
     assert [row for _, row in read_rows(SourceRecipe(path=str(out)))] == [{"a": 1, "b": None}, {"a": None, "b": "x"}]
 
 
-def test_a_disk_that_refuses_is_named(tmp_path):
+def test_a_write_error_names_the_file(tmp_path):
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(RunError, match=r"cannot write .*out\.jsonl: .*; check the path and the disk"):
         write_rows(tmp_path / "file" / "out.jsonl", [{"a": 1}])

@@ -1,4 +1,4 @@
-"""Rows as examples: what each form becomes, what is wrong with the others, and that nothing else comes out."""
+"""Rows as examples: the result of each format, and the problems of invalid rows."""
 
 import copy
 import json
@@ -104,7 +104,7 @@ def test_sharegpt_speakers():
         ({"weight": None}, {}),
     ],
 )
-def test_weights_of_messages_say_what_is_trained(given, kept):
+def test_weights_of_messages_select_what_is_trained(given, kept):
     messages = made("conversation", {"messages": [USER, {**GOOD, **given}, USER, GOOD]}).messages
     assert messages == [USER, {**GOOD, **kept}, USER, GOOD]
 
@@ -128,7 +128,7 @@ def test_messages_in_a_column_of_another_name_are_pointed_at():
     assert made("conversation", row, messages="conversations").messages[1] == {"role": "assistant", "content": "a"}
 
 
-def test_a_prompt_column_goes_before_context_messages():
+def test_a_prompt_column_takes_precedence_over_context_messages():
     row = {"prompt": "q", "context_messages": [SYSTEM, USER]}
     assert made("prompt", row).messages == [{"role": "user", "content": "q"}]
     assert made("prompt", {**row, "prompt": None}).messages == [SYSTEM, USER]
@@ -162,7 +162,7 @@ def test_the_common_beginning_is_the_prompt(chosen, rejected, shared):
     check(pair)
 
 
-def test_a_prompt_said_again_in_the_answers_is_said_once():
+def test_a_prompt_repeated_in_the_answers_is_kept_once():
     pair = made("pair", {"prompt": USER["content"], "chosen": [USER, GOOD], "rejected": [USER, BAD]})
     assert (pair.prompt, pair.chosen, pair.rejected) == ([USER], [GOOD], [BAD])
 
@@ -265,7 +265,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("kind", "row", "problem"), WRONG)
-def test_what_is_wrong_is_said(kind, row, problem):
+def test_problems_of_rows(kind, row, problem):
     found = made(kind, row)
     assert isinstance(found, str), found
     assert found.startswith(problem)
@@ -344,7 +344,7 @@ def test_max_rows_are_usable_rows_of_each_source(tmp_path):
     assert (problems.used, problems.total) == (4, 2)
 
 
-def test_a_source_that_is_not_there_is_an_error_before_any_row_is_read(tmp_path):
+def test_a_missing_source_is_an_error_before_rows_are_read(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": "q"}')
     with pytest.raises(InputError, match=r"missing\.jsonl"):

@@ -1,4 +1,4 @@
-"""Files, directories and the hub as rows with their places; broken ones cost no more than what is broken."""
+"""Rows of files, directories and the hub with their origins. Damage affects only the damaged rows."""
 
 import datetime
 import gzip
@@ -123,7 +123,7 @@ def test_the_files_of_a_split_are_found_by_their_names(tmp_path):
         split_of(tmp_path / "edit", "test")
 
 
-def test_the_words_of_splits_and_directories_without_them(tmp_path):
+def test_names_of_splits_and_directories_without_them(tmp_path):
     names = ["own_val.jsonl", "own-dev-00000-of-00001.jsonl", "evaluate_trains.jsonl", "train_prefs.jsonl"]
     for name in names:
         write_lines(tmp_path / name, ROWS[:1])
@@ -155,7 +155,7 @@ def test_reading_is_lazy(tmp_path):
 # What is broken.
 
 
-def test_broken_lines_are_problems_of_their_row_alone(tmp_path):
+def test_broken_lines_are_problems_of_their_row_only(tmp_path):
     path = tmp_path / "train.jsonl"
     lines = [b'{"a": 1}', b'{"a": "\xff"}', b'{"a": ', b"[1, 2]", b"", b"null", b'{"a": ' + b"[" * 100_000, b'{"a": 2}']
     path.write_bytes(b"\n".join(lines))
@@ -178,7 +178,7 @@ def test_a_number_too_long_to_read_is_a_problem(tmp_path):
     assert rows[1] == ("train.jsonl row 2", {"a": 1})
 
 
-def test_a_json_list_is_read_as_far_as_it_is_whole(tmp_path):
+def test_a_truncated_json_list_is_read_up_to_the_damage(tmp_path):
     path = tmp_path / "train.json"
     path.write_bytes(b'[{"a": 1}, {"a": "\xff"}, {"a": "\\ud800"}, 7, {"a": 2}, {"a": ')
     origins, rows = zip(*read(path), strict=True)
@@ -199,13 +199,13 @@ def test_a_json_list_is_read_as_far_as_it_is_whole(tmp_path):
         ('[{"a": 1}] more', "broken file: text after the list is not read"),
     ],
 )
-def test_a_list_that_breaks_off_keeps_its_rows(tmp_path, content, problem):
+def test_a_truncated_list_keeps_its_rows(tmp_path, content, problem):
     path = tmp_path / "train.json"
     path.write_text(content)
     assert read(path) == [("train.json row 1", {"a": 1}), ("train.json", problem)]
 
 
-def test_one_object_is_no_list(tmp_path):
+def test_a_single_object_is_not_a_list(tmp_path):
     path = tmp_path / "train.json"
     path.write_text(json.dumps({"data": ROWS}, indent=2))
     assert read(path) == [("train.json", "broken file: the file is one object, not a list of objects")]
@@ -244,7 +244,7 @@ def test_a_truncated_parquet_file_is_one_problem(tmp_path, kept):
     assert problem.startswith("broken file: not a complete parquet file")
 
 
-def test_a_broken_row_group_costs_its_own_rows(tmp_path):
+def test_a_broken_row_group_drops_only_its_rows(tmp_path):
     path = tmp_path / "train.parquet"
     rows = [{"text": f"{n} " * 200} for n in range(90)]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=30, compression="gzip", use_dictionary=False)
@@ -301,7 +301,7 @@ def test_random_bytes_in_any_format_raise_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "no/such/directory", "./here", "/nowhere/x.parquet", "not an id"])
-def test_a_path_that_is_not_there_is_named(path):
+def test_a_missing_path_is_named(path):
     with pytest.raises(InputError, match="no such file or directory") as caught:
         read_rows(SourceRecipe(path=path))
     assert str(caught.value).startswith(f"{path}: ")
@@ -317,7 +317,7 @@ def test_files_of_other_kinds_and_empty_directories_are_named(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub that has whatever it is given; None is a hub that cannot be reached."""
+    """A hub with the given content; None is an unreachable hub."""
     datasets = pytest.importorskip("datasets")
     import huggingface_hub
 
@@ -347,7 +347,7 @@ def test_rows_of_the_hub_come_with_their_split(hub):
     assert read("owner/name", split="test") == numbered("owner/name test", [{"a": 1}, {"a": 2}])
 
 
-def test_a_hub_that_goes_away_stops_the_run(hub):
+def test_losing_the_hub_stops_the_run(hub):
     def rows(path, subset, split):
         yield {"a": 1}
         raise ConnectionError("gone")

@@ -49,7 +49,7 @@ def test_any_source_of_three_or_more_tasks_is_divided_whole_and_without_overlap(
 
 @QUICK
 @given(SIZES, st.integers(0, 2**32))
-def test_the_part_of_a_task_depends_on_its_text_and_not_on_its_place(count, seed):
+def test_the_split_of_a_task_depends_on_its_text_and_not_on_its_position(count, seed):
     tasks = rows(count)
     shuffled = tasks[:]
     Random(seed).shuffle(shuffled)
@@ -59,7 +59,7 @@ def test_the_part_of_a_task_depends_on_its_text_and_not_on_its_place(count, seed
 
 @QUICK
 @given(SIZES, st.floats(0, 1))
-def test_rows_that_are_added_never_move_a_task_from_the_curve_to_the_table_or_back(count, growth):
+def test_added_rows_never_move_tasks_between_the_held_out_splits(count, growth):
     before, after = parts(split(rows(count))), parts(split(rows(count + int(growth * count))))
     assert not before[1] & after[2]
     assert not before[2] & after[1]
@@ -92,13 +92,13 @@ def test_sources_with_a_use_are_the_held_out_tasks(training, validation, test):
     assert parts(split(tasks)) == [set(range(first)), set(range(first, second)), set(range(second, second + test))]
 
 
-def test_a_test_source_alone_leaves_the_curve_to_the_training_tasks():
+def test_with_only_a_test_source_the_curve_uses_held_out_training_tasks():
     tasks = split([*rows(50), *rows(7, 100, "test")])
     assert list(tasks.test) == list(range(50, 57))
     assert (len(tasks.validation), len(tasks.training)) == (5, 45)
 
 
-def test_explicit_ranges_are_taken_as_they_are_and_the_rest_is_drawn_beside_them():
+def test_explicit_ranges_are_kept_and_others_avoid_them():
     tasks = split(rows(100), SeedRange(start=10, count=50))
     assert list(tasks.training) == list(range(10, 60))
     assert (set(tasks.validation) | set(tasks.test)) & set(tasks.training) == set()
@@ -150,7 +150,7 @@ def test_an_evaluation_takes_all_tasks_or_those_that_training_held_out():
         (300, {}, {"final_seeds": {"count": 512}}, "hold out 30 for the learning curve and 512 for the final table"),
     ],
 )
-def test_what_cannot_be_divided_is_one_sentence(count, training, evaluation, message):
+def test_an_impossible_division_is_one_sentence(count, training, evaluation, message):
     with pytest.raises(InputError) as error:
         split(rows(count), SeedRange.model_validate(training), **evaluation)
     assert message in str(error.value)

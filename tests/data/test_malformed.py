@@ -1,4 +1,4 @@
-"""Over ten thousand rows that nobody should have written."""
+"""Over ten thousand malformed rows."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def test_the_check_refuses_invalid_examples(example):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_malformed_rows_never_raise_and_never_come_out_invalid(kind):
+def test_malformed_rows_never_raise_and_never_become_invalid_examples(kind):
     draws = random_stream("test", "malformed", kind)
     used, problems = 0, Problems()
     for number, row in enumerate(malformed(kind, 2_600, draws), 1):
@@ -90,7 +90,7 @@ def test_malformed_rows_through_a_file(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["conversation", "pair", "unpaired"])
-def test_what_is_left_of_malformed_rows_can_be_tokenised(tiny_model, kind):
+def test_rows_that_survive_validation_can_be_tokenized(tiny_model, kind):
     transformers = pytest.importorskip("transformers")
     from posttrain.data.rendering import Renderer
     from posttrain.data.tokens import tokenize

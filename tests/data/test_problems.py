@@ -1,4 +1,4 @@
-"""Counting what is wrong with rows, and saying it."""
+"""Counts and summaries of the problems of rows."""
 
 import json
 
@@ -15,19 +15,19 @@ def counted(*rows: tuple[str, str, str]) -> Problems:
     return problems
 
 
-def test_a_line_names_the_file_once_and_says_how_many_more():
+def test_a_summary_line_names_the_file_once_and_counts_the_rest():
     problems = counted(*[("empty answer", f"train.jsonl row {n}", "") for n in range(1, SHOWN + 3)])
     assert problems.summary() == [
         "7 rows dropped: empty answer (train.jsonl row 1, row 2, row 3, row 4, row 5 and 2 more)"
     ]
 
 
-def test_files_are_told_apart():
+def test_files_are_distinguished():
     problems = counted(("null", "a.jsonl row 4", ""), ("null", "b.jsonl row 9", ""), ("null", "b.jsonl row 11", ""))
     assert problems.summary() == ["3 rows dropped: null (a.jsonl row 4, b.jsonl row 9, row 11)"]
 
 
-def test_the_most_frequent_comes_first_and_the_first_detail_is_said():
+def test_the_most_frequent_problem_comes_first_with_its_first_detail():
     problems = counted(
         ("null", "a row 1", "in `x`"), ("wrong role", "a row 2", "elf"), ("wrong role", "a row 3", "orc")
     )
@@ -38,11 +38,11 @@ def test_the_most_frequent_comes_first_and_the_first_detail_is_said():
     assert problems.total == 3
 
 
-def test_a_broken_file_is_no_row():
+def test_a_broken_file_gives_no_rows():
     assert counted((BROKEN_FILE, "a.parquet", "")).summary() == ["1 file dropped: broken file (a.parquet)"]
 
 
-def test_notes_are_said_and_cost_nothing():
+def test_warnings_are_printed_and_do_not_fail_the_run():
     problems = Problems()
     problems.note("cut to data.max_tokens", "a.jsonl row 7")
     assert problems.summary() == ["1 row cut to data.max_tokens (a.jsonl row 7)"]
@@ -57,7 +57,7 @@ def test_text_splits_into_category_and_detail():
     assert problems.summary() == ["2 rows dropped: wrong role (a row 1, row 2; first: message 2: elf)"]
 
 
-def test_state_comes_back_through_json():
+def test_state_survives_json():
     problems = counted(("null", "a row 1", "in `x`"), ("wrong role", "a row 2", ""))
     problems.note("cut", "a row 3")
     problems.used = 5
@@ -103,6 +103,6 @@ def test_no_usable_row_names_the_files_and_the_most_frequent_problem():
         Problems().require_any("a, b")
 
 
-def test_text_that_no_terminal_takes_is_escaped():
+def test_text_with_terminal_controls_is_escaped():
     line = counted(("null", "caf\udce9.jsonl row 1", "a\nb \ud800")).summary()[0]
     assert line == r"1 row dropped: null (caf\udce9.jsonl row 1; first: a b \ud800)"

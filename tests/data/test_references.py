@@ -1,4 +1,4 @@
-"""The right answer of a row, whatever form the row has."""
+"""The reference answer of a row in every format."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_the_reference_of_each_form(row, reference):
     assert reference_answer(read, columns) == reference
 
 
-def test_columns_may_be_called_otherwise():
+def test_columns_may_have_configured_names():
     columns = ColumnsRecipe(prompt="question", completion="gold")
     read = prompt({"question": "2 + 2?", "gold": "4", "completion": "5"}, "row", columns)
     assert isinstance(read, PromptExample)

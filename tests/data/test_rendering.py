@@ -109,7 +109,7 @@ IGNORES_SYSTEM = WITHOUT_SYSTEM.replace("{{ raise_exception('no system role') }}
 
 
 @pytest.mark.parametrize("template", [WITHOUT_SYSTEM, IGNORES_SYSTEM])
-def test_where_a_template_has_no_system_role_it_stands_before_the_users_words(template):
+def test_without_a_system_role_the_system_message_precedes_the_user_message(template):
     subject = renderer(template)
     folded = [{"role": "user", "content": "Be brief.\n\nWhere to?"}]
     assert subject.prompt(FIRST) == subject.prompt(folded)

@@ -1,4 +1,4 @@
-"""Rows as tokens: the limit, what is dropped and what is cut, and the cache that knows rows by their content."""
+"""Rows as tokens: the limit, dropped and truncated rows, and the cache by content."""
 
 from functools import cache
 
@@ -121,7 +121,7 @@ def test_later_streams_without_room_are_left_out_of_a_cut_conversation():
     assert problems.summary() == ["1 row cut to data.max_tokens (a.jsonl row 1)"]
 
 
-def test_a_pair_alike_after_cutting_is_dropped_and_not_said_to_be_cut():
+def test_a_pair_equal_after_truncation_is_dropped_and_not_counted_as_truncated():
     pair = PairExample([user("Say Goal.")], [said("Goal Goal Goal Up")], [said("Goal Goal Goal Down")], "a.jsonl row 7")
     limit = length(pair)[0] - 4
     rows, problems = made([pair], limit)
@@ -130,7 +130,7 @@ def test_a_pair_alike_after_cutting_is_dropped_and_not_said_to_be_cut():
     assert line.startswith("1 row dropped: chosen and rejected have the same tokens (a.jsonl row 7")
 
 
-def test_a_pair_that_a_template_makes_alike_is_dropped():
+def test_a_pair_that_a_template_makes_equal_is_dropped():
     trimming = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}")
     pair = PairExample([user("Say Goal.")], [said("Goal")], [said("Goal ")], "a.jsonl row 1")
     assert len(made([pair], 100)[0]) == 1
@@ -146,7 +146,7 @@ def test_a_conversation_without_loss_is_counted():
     assert "nothing is trained" in problems.summary()[0]
 
 
-def test_what_the_template_refuses_is_counted():
+def test_rows_that_the_template_refuses_are_counted():
     refusing = "{% if messages | length > 2 %}{{ raise_exception('two at most') }}{% endif %}" + CHATML
     refused = ConversationExample([user("a"), said("b"), user("c"), said("d")], "a.jsonl row 2")
     tokenizer = make_tokenizer()
@@ -237,7 +237,7 @@ class Loader:
         monkeypatch.setattr(tokens, "tokenize", counted)
 
     def __call__(self, rows=None, kind="conversation", template=CHATML, loss_on="assistant", **changes):
-        """The rows, what was wrong with them, and whether they came from the cache."""
+        """The rows, their problems, and whether they came from the cache."""
         if rows is not None:
             write_jsonl(self.folder / "a.jsonl", rows)
         recipe, problems, before = self.recipe.model_copy(update=changes), Problems(), self.tokenised
@@ -276,7 +276,7 @@ LONG = {"messages": [user("Say Goal."), said("Goal " * 40)]}
     ("kind", "rows"),
     [("conversation", [*ROWS, LONG, {"messages": []}]), ("pair", pair_rows(6)), ("unpaired", unpaired_rows(3))],
 )
-def test_the_same_rows_come_back_exactly_and_are_not_tokenised_again(loader, kind, rows):
+def test_the_same_rows_are_read_from_the_cache(loader, kind, rows):
     first, problems, cached = loader(rows, kind)
     assert not cached
     assert len(first) >= 6
@@ -314,7 +314,7 @@ def test_rows_with_loss_on_everything_keep_their_prompts(loader):
     ],
     ids=str,
 )
-def test_whatever_the_tokens_depend_on_makes_another_file(loader, change):
+def test_the_cache_key_includes_everything_the_tokens_depend_on(loader, change):
     loader(ROWS)
     _, _, cached = loader(**change)
     assert not cached
@@ -355,7 +355,7 @@ def damages(whole: bytes):
         yield bytes(damaged)
 
 
-def test_a_damaged_file_is_computed_anew(loader):
+def test_a_damaged_file_is_recomputed(loader):
     first, _, _ = loader(ROWS)
     (file,) = loader.files
     whole = file.read_bytes()
@@ -370,7 +370,7 @@ def test_a_damaged_file_is_computed_anew(loader):
     assert anew > 30
 
 
-def test_a_file_of_another_form_is_computed_anew(loader):
+def test_a_file_of_another_format_is_recomputed(loader):
     first, _, _ = loader(ROWS)
     (file,) = loader.files
     with np.load(file) as stored:
@@ -384,7 +384,7 @@ def test_a_file_of_another_form_is_computed_anew(loader):
         assert not cached
 
 
-def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(loader, tmp_path):
+def test_an_unwritable_cache_does_not_stop_the_run(loader, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     first, _, _ = loader(ROWS)
     rows, _, cached = loader(cache=str(tmp_path / "file"))
@@ -396,7 +396,7 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_stop(loader, tmp_path):
     assert plain(loader(cache=str(tmp_path / "file" / "below"))[0]) == plain(first)
 
 
-def test_sources_have_files_of_their_own(loader, tmp_path):
+def test_sources_have_separate_files(loader, tmp_path):
     loader(ROWS)
     other = write_jsonl(tmp_path / "b.jsonl", ROWS[:3])
     recipe = DataRecipe(train=[str(tmp_path / "a.jsonl"), other], max_tokens=40, cache=loader.recipe.cache)

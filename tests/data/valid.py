@@ -1,4 +1,4 @@
-"""What a valid example is, written without the code that makes examples."""
+"""The definition of a valid example, independent of the code that makes examples."""
 
 import copy
 import json

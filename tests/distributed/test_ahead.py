@@ -10,7 +10,7 @@ from .test_parity import models  # noqa: F401
 
 
 @pytest.mark.slow
-def test_two_learners_learn_what_one_learns_and_resume_to_the_same_bits(models, tmp_path):  # noqa: F811
+def test_two_learners_match_one_and_resume_to_the_same_bits(models, tmp_path):  # noqa: F811
     def values(name, **changes):
         folder = tmp_path / name
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""`hardware.processes` and `torchrun` from the command line: what the user reads, exit codes, signals, and a kill."""
+"""`hardware.processes` and `torchrun` from the command line: output, exit codes, signals, and a kill."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def begin(arguments, log):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ctrl_c_ends_all_processes_with_a_checkpoint_and_the_way_to_go_on(tiny_model, tmp_path):
+def test_ctrl_c_ends_all_processes_with_a_checkpoint_and_the_resume_command(tiny_model, tmp_path):
     log, run = tmp_path / "log.txt", tmp_path / "runs" / "small"
     process = begin([*words(tiny_model, tmp_path / "runs", 1000), "hardware.processes=2"], log)
     until(log, "step 2/", process)
@@ -61,7 +61,7 @@ def test_ctrl_c_ends_all_processes_with_a_checkpoint_and_the_way_to_go_on(tiny_m
     assert process.wait() == 130, log.read_text()
     *_, stopped, last = log.read_text().splitlines()
     assert stopped.startswith("stopped by SIGINT after step ")
-    assert stopped.endswith(f"go on with `posttrain sft --resume {run}`")
+    assert stopped.endswith(f"continue with `posttrain sft --resume {run}`")
     assert last == "posttrain: interrupted"
     step = int(stopped.split("after step ")[1].split(",")[0])
     assert (run / "checkpoints" / f"step_{step:06d}" / "manifest.json").is_file()
@@ -70,7 +70,7 @@ def test_ctrl_c_ends_all_processes_with_a_checkpoint_and_the_way_to_go_on(tiny_m
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_process_ends_the_run_in_a_sentence_and_torchrun_goes_on(tiny_model, tmp_path):
+def test_a_killed_process_ends_the_run_with_one_sentence_and_torchrun_resumes(tiny_model, tmp_path):
     log, run = tmp_path / "log.txt", tmp_path / "runs" / "small"
     process = begin([*words(tiny_model, tmp_path / "runs", 3), "hardware.processes=2", "checkpoint.every=1"], log)
     until(log, "step 2/", process)
@@ -90,14 +90,14 @@ def test_a_killed_process_ends_the_run_in_a_sentence_and_torchrun_goes_on(tiny_m
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_wrong_input_is_told_once(tiny_model, tmp_path):
+def test_input_errors_are_reported_once(tiny_model, tmp_path):
     process = begin([*words("/nowhere", tmp_path / "runs", 1), "hardware.processes=2"], tmp_path / "log.txt")
     assert process.wait() == 2
     said = "posttrain: model.path: /nowhere is not a model directory: it has no config.json\n"
     assert (tmp_path / "log.txt").read_text() == said
 
 
-def test_what_does_not_fit_is_refused(monkeypatch):
+def test_mismatched_settings_are_refused(monkeypatch):
     with (
         pytest.raises(InputError, match=r"hardware.offload .* the device here is a CPU; remove it"),
         world.join_world(HardwareRecipe(offload=True), "cpu"),
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused(monkeypatch):
         ({0: ("", 130, False), 1: ("", 130, False)}, {}, "KeyboardInterrupt", ""),
     ],
 )
-def test_the_cause_is_told_and_not_what_followed(ends, failed, error, said, tmp_path):
+def test_the_cause_is_reported_and_not_its_consequences(ends, failed, error, said, tmp_path):
     from posttrain.recipe.supervised import SftRecipe
 
     recipe = SftRecipe.model_validate({"data": {"train": "x.jsonl"}})

@@ -229,7 +229,7 @@ def test_updates_on_given_episodes_are_those_of_one_process(name, alone, divided
     same_weights(expected / "policy" / file, found / "policy" / file)
 
 
-def test_only_the_first_process_talks(divided):
+def test_only_rank_0_prints(divided):
     folder, cases = divided
     first, *others = (file.read_text() for file in sorted(folder.glob("log-*.txt")))
     assert first.count("report:") == len(cases)

@@ -1,4 +1,4 @@
-"""What `--dry-run` says that each process keeps."""
+"""The memory per process that `--dry-run` shows."""
 
 from posttrain.planning.memory import ModelSizes, memory_estimate, process_memory
 from posttrain.recipe.supervised import SftRecipe

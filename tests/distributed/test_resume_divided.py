@@ -66,19 +66,19 @@ def go_on(tiny, folder, processes, *names):
     return together.run(processes, [{"values": values(tiny, folder / name), "resume": True} for name in names], folder)
 
 
-def test_as_many_processes_go_on_to_the_same_bits(runs):
+def test_resuming_with_as_many_processes_gives_the_same_bits(runs):
     folder, _ = runs
     assert small.weights(folder / "2_2" / "small") == small.weights(folder / "2" / "small")
 
 
 @pytest.mark.parametrize("name", ["2_1", "2_4", "1_2"])
-def test_other_numbers_of_processes_go_on_to_the_same_numbers(regrouped, name):
+def test_resuming_with_another_number_of_processes_gives_the_same_numbers(regrouped, name):
     assert 0 <= difference(regrouped / name, regrouped / "1") < WEIGHTS
     steps = [line["step"] for line in small.metrics(regrouped / name / "small") if line["kind"] == "train"]
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_where_one_process_is_killed_the_others_stop_and_the_run_goes_on(runs):
+def test_if_one_process_is_killed_the_others_stop_and_the_run_resumes(runs):
     folder, killed = runs
     assert killed == [[1, -1]]  # the one that was left ends with an error, the other leaves no word
     assert "with --resume" in (folder / "log-0.txt").read_text()

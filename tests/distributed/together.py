@@ -48,16 +48,18 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
     log = open(folder / f"log-{rank}.txt", "a")  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "POSTTRAIN_PLOTS": "0",
+    }
     from posttrain.engines.local import decoder
     from posttrain.rollout.driver import EpisodeSharding
-    from posttrain.training import results as table
     from posttrain.training import rollouts
 
     of_engine, streamlined = rollouts.sharding_of, decoder.STREAMLINED
 
-    # Most of the time of runs this small.
-    table.draw_plots = lambda run: None  # type: ignore[assignment]
     for number, (job, port) in enumerate(zip(jobs, ports, strict=True)):
         if size > 1:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}

@@ -5,7 +5,7 @@ import threading
 
 
 class MadeHost:
-    """Says what it was asked."""
+    """Returns its requests."""
 
     dead = False
 

@@ -146,7 +146,7 @@ def test_adapters_count(tmp_path):
 
 
 class Stub:
-    """What the engine asks of a policy."""
+    """The interface of a policy that the engine uses."""
 
     def __init__(self, model):
         self.model = model

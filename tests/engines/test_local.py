@@ -1,4 +1,4 @@
-"""The local engine: exact, deterministic, and thrifty with what it has computed."""
+"""The local engine: exact, deterministic, and without repeated computation."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ def test_greedy_equals_transformers_generate(engine, tiny_model):
         assert list(answer.ids) == expected
 
 
-def test_behaviour_logprobs_equal_the_learners(engine, tiny_policy):
+def test_rollout_logprobs_equal_those_of_the_learner(engine, tiny_policy):
     asked = prompts(6, seed=1)
     answers = generate(engine, [Request(p, SamplingRecipe(temperature=0.7), i, 15) for i, p in enumerate(asked)])
     streams = [np.array([*p, *a.ids]) for p, a in zip(asked, answers, strict=True)]
@@ -53,7 +53,7 @@ def test_behaviour_logprobs_equal_the_learners(engine, tiny_policy):
     assert np.abs(scores.logprobs.numpy() - mine).max() < 1e-4
 
 
-def test_the_same_seed_draws_the_same_answer_in_any_company(tiny_policy):
+def test_the_same_seed_draws_the_same_answer_in_any_batch(tiny_policy):
     request = Request(prompts(1)[0], SamplingRecipe(), 7, 12)
     alone = generate(LocalEngine(tiny_policy, LocalEngineRecipe(slots=1)), [request])[0]
     others = [Request(p, SamplingRecipe(), 100 + i, 12) for i, p in enumerate(prompts(9, seed=3))]
@@ -91,7 +91,7 @@ def test_a_full_cache_makes_requests_wait(tiny_policy):
     assert all(1 <= len(a.ids) <= 8 for a in answers)
 
 
-def test_cached_states_are_forgotten_when_weights_change(tiny_policy):
+def test_cached_states_are_dropped_when_weights_change(tiny_policy):
     engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=2))
     prompt = prompts(1, length=20)[0]
     generate(engine, [Request(prompt, GREEDY, 0, 3)])
@@ -100,7 +100,7 @@ def test_cached_states_are_forgotten_when_weights_change(tiny_policy):
     assert engine.counters.reused == 0
 
 
-def test_prompts_asked_again_are_found_again_although_no_slot_is_free_of_them(tiny_policy):
+def test_repeated_prompts_hit_the_cache_even_when_all_slots_are_used(tiny_policy):
     engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=4))
     requests = [Request(p, GREEDY, i, 1) for i, p in enumerate(prompts(4, length=20))]
     for computed in (sum(len(request.prompt_ids) for request in requests), 4, 4):
@@ -109,7 +109,7 @@ def test_prompts_asked_again_are_found_again_although_no_slot_is_free_of_them(ti
         assert engine.counters.prefilled - before == computed
 
 
-def test_a_lone_request_that_is_given_up_costs_no_cache(tiny_policy):
+def test_a_cancelled_request_frees_its_cache(tiny_policy):
     engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=2))
     request = Request(prompts(1, length=20)[0], GREEDY, 0, 3)
 

@@ -20,7 +20,7 @@ def policy(tiny_model):
 
 
 def logprobs(policy, prompt, ids):
-    """What a learner with the policy's weights finds for `ids` after `prompt`."""
+    """Log-probabilities of `ids` after `prompt` by a learner with the policy's weights."""
     stream = np.array([*prompt, *ids])
     with torch.no_grad():
         return policy.score([stream], [np.arange(len(stream)) >= len(prompt)], 1.0, 512).logprobs.numpy()
@@ -59,7 +59,7 @@ def test_every_token_has_the_log_probability_of_its_version_given_all_before_it(
     assert mixed >= 2, [answer.versions for answer in answers]
 
 
-def test_a_twin_has_weights_of_its_own_and_shares_what_is_frozen(tiny_model):
+def test_a_replica_has_separate_weights_and_shares_frozen_ones(tiny_model):
     from posttrain.recipe.model import LoraRecipe
 
     policy = Policy(ModelRecipe(path=str(tiny_model), lora=LoraRecipe(rank=2)))

@@ -80,7 +80,7 @@ def test_attention_is_the_plain_formula(implementation, dtype, bound, window):
     assert (out.double() - plain(cache, queries, segments, window)).abs().max() < bound
 
 
-def test_what_slots_share_is_read_in_one_of_them():
+def test_shared_prompts_are_read_from_one_slot():
     segments = ragged()
     (group,) = shared_pages(segments)
     assert (group.slots, group.pages) == ([5, 6, 7, 8, 10, 11], 1)
@@ -117,7 +117,7 @@ def test_one_thread_or_two_the_bits_are_the_same():
     assert torch.equal(*outputs)
 
 
-def test_a_compiler_that_fails_is_warned_of_and_none_is_none(tmp_path, monkeypatch):
+def test_a_failing_compiler_gives_a_warning_and_a_missing_one_does_not(tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
     broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
@@ -136,5 +136,5 @@ def test_a_compiler_that_fails_is_warned_of_and_none_is_none(tmp_path, monkeypat
     assert not list(os.scandir(tmp_path / "cache")) or not list((tmp_path / "cache" / "kernels").glob("*.so"))
 
 
-def test_heads_that_the_kernel_has_no_lanes_for_go_to_torch():
+def test_head_sizes_that_the_kernel_does_not_support_use_torch():
     assert decoding_kernel(torch.float32, 80, 1) is None

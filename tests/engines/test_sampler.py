@@ -39,12 +39,12 @@ def test_greedy_takes_the_largest_and_scores_at_temperature_one():
         (SamplingRecipe(top_k=1), [0]),
     ],
 )
-def test_truncation_keeps(recipe, kept):
+def test_truncation_keeps_earlier_steps(recipe, kept):
     assert torch.nonzero(truncate(PROBABILITIES[None], [recipe])[0])[:, 0].tolist() == kept
 
 
 @pytest.mark.parametrize("recipe", [SamplingRecipe(top_k=50), SamplingRecipe(top_p=0.5)])
-def test_of_equal_tokens_the_first_stay_in_any_company(recipe):
+def test_ties_between_tokens_keep_the_first_in_any_batch(recipe):
     """Logits of bfloat16 weights are equal more often than not where a cut falls."""
     random = torch.Generator().manual_seed(0)
     flat = torch.full((1, 49_152), 1 / 49_152)
@@ -74,7 +74,7 @@ def test_one_of_equal_tokens_is_the_greedy_one():
     top_p=st.floats(0.01, 1.0),
     min_p=st.floats(0.0, 0.99),
 )
-def test_a_drawn_token_was_always_kept(weights, draw, top_k, top_p, min_p):
+def test_a_sampled_token_is_always_a_kept_token(weights, draw, top_k, top_p, min_p):
     recipe = SamplingRecipe(top_k=top_k, top_p=top_p, min_p=min_p)
     probabilities = torch.tensor(weights) / sum(weights)
     tokens, _ = sample(probabilities.log()[None], [recipe], [draw])

@@ -1,4 +1,4 @@
-"""The engine and the driver together: many more episodes than slots, and nothing is computed twice."""
+"""The engine and the driver together: many more episodes than slots, without repeated computation."""
 
 from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine

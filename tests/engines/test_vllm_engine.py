@@ -30,7 +30,7 @@ from tests.engines.made_host import MadeHost
 
 
 class Made:
-    """A replica that answers with its weights after `pause` seconds, and dies as often as it is told to."""
+    """A replica that answers with its weights after `pause` seconds, and dies the given number of times."""
 
     pause = 0.0
 
@@ -83,7 +83,7 @@ class Made:
 
 
 class MadePolicy:
-    """Three weights, each of which says its version."""
+    """Three weights that encode their version."""
 
     end_tokens = frozenset({2})
     recipe = SimpleNamespace(path="made")
@@ -152,7 +152,7 @@ def test_an_episode_stays_with_its_engine():
     assert not played[0] & played[1]
 
 
-def test_an_engine_that_dies_is_started_again_with_the_weights_it_had():
+def test_an_engine_that_dies_is_restarted_with_its_weights():
     replica = Made("a", deaths=1)
     engine = opened([replica])
     take_events()
@@ -167,7 +167,7 @@ def test_an_engine_that_dies_is_started_again_with_the_weights_it_had():
     assert "version 3" in message
 
 
-def test_an_engine_that_hangs_is_started_again():
+def test_an_engine_that_hangs_is_restarted():
     replica, other = Made("a"), Made("b")
     engine = opened([replica, other], hang_timeout=0.4)
     engine.load_weights(0)
@@ -183,7 +183,7 @@ def test_an_engine_that_hangs_is_started_again():
     assert (replica.starts, other.starts) == (3, 1)
 
 
-def test_an_answer_may_take_longer_than_a_sign_of_life():
+def test_an_answer_may_take_longer_than_the_heartbeat():
     replica = Made("a")
     engine = opened([replica], hang_timeout=0.1)
     engine.load_weights(0)
@@ -192,7 +192,7 @@ def test_an_answer_may_take_longer_than_a_sign_of_life():
     assert replica.starts == 1
 
 
-def test_deaths_are_bounded():
+def test_restarts_are_limited():
     engine = opened([Made("a", deaths=9)], retries=2)
     engine.load_weights(0)
     with pytest.raises(RunError, match="died 3 times"):
@@ -210,7 +210,7 @@ def test_a_missing_weight_is_named():
         engine.load_weights(0)
 
 
-def test_files_of_weights_go_when_the_engine_does():
+def test_closing_the_engine_deletes_weight_files():
     engine = opened([Made("a")])
     engine.load_weights(0)
     folder = engine._store.folder
@@ -221,7 +221,7 @@ def test_files_of_weights_go_when_the_engine_does():
     assert not folder.exists()
 
 
-def test_files_of_a_killed_process_go_with_the_next_one():
+def test_the_next_process_deletes_files_of_a_killed_one():
     code = """
 import os, torch
 from posttrain.engines.vllm.weights import WeightStore
@@ -253,7 +253,7 @@ def test_buckets_are_bounded_and_keep_everything():
     store.close()
 
 
-def test_a_server_that_does_not_start_says_why(tiny_policy, tmp_path):
+def test_a_server_that_does_not_start_reports_the_reason(tiny_policy, tmp_path):
     recipe = VllmEngineRecipe(python=sys.executable)
     with pytest.raises(
         RunError, match=r"(?s)vLLM server 0 did not start: it exited with status 1.*No module named 'vllm'"
@@ -262,7 +262,7 @@ def test_a_server_that_does_not_start_says_why(tiny_policy, tmp_path):
     assert "No module named 'vllm'" in (tmp_path / "vllm-0.log").read_text()
 
 
-def test_what_cannot_be_is_said_before_anything_is_started(tiny_policy, tmp_path):
+def test_impossible_settings_are_reported_before_the_start(tiny_policy, tmp_path):
     with pytest.raises(InputError, match=r"engine.mode: in_process needs vLLM"):
         open_vllm(tiny_policy, VllmEngineRecipe(mode="in_process"), 64)
     with pytest.raises(InputError, match="interpreter not found: /none"):
@@ -273,7 +273,7 @@ def test_what_cannot_be_is_said_before_anything_is_started(tiny_policy, tmp_path
         open_vllm(tiny_policy, VllmEngineRecipe(urls=["http://a:1"], token_variable="POSTTRAIN_NO_TOKEN"), 64)
 
 
-def test_a_server_that_is_not_there_is_named(tiny_policy):
+def test_a_missing_server_is_named(tiny_policy):
     recipe = VllmEngineRecipe(urls=["http://127.0.0.1:1"], start_timeout=0.1)
     with pytest.raises(RunError, match=r"the vLLM server at http://127\.0\.0\.1:1 does not respond"):
         open_vllm(tiny_policy, recipe, 64)
@@ -299,13 +299,13 @@ def asked(url, method, path, content=b"", token="secret", **headers):
     return asyncio.run(http_request(url, method, path, {"authorization": f"Bearer {token}", **headers}, content))
 
 
-def test_token_ids_cross_as_they_are(served):
+def test_token_ids_are_transferred_unchanged(served):
     ids = list(range(0, 200_000, 7))
     body = f'{{"seed": 0, "prompt_ids": {ids}}}'.encode()
     assert asked(served[1], "POST", "/generate", body) == {"ids": ids}
 
 
-def test_refusals_say_why(served):
+def test_errors_name_the_reason(served):
     url = served[1]
     with pytest.raises(EngineRefused, match="token"):
         asked(url, "GET", "/info", token="other")
@@ -326,7 +326,7 @@ def test_weights_cross_as_bytes(served, tmp_path):
     store.close()
 
 
-def test_an_answer_that_nobody_waits_for_is_given_up(served):
+def test_an_answer_without_waiters_is_cancelled(served):
     host, url = served
 
     async def give_up():
@@ -355,7 +355,7 @@ server.main()
 """
 
 
-def test_a_server_whose_trainer_is_gone_ends_and_takes_its_files_along(tmp_path):
+def test_a_server_without_its_trainer_ends_and_deletes_its_files(tmp_path):
     own, store = tmp_path / "own", WeightStore(keep=True, expected_bytes=1)
     own.mkdir()
     path = store.put({"w": torch.ones(3)}, "w.safetensors")
@@ -379,7 +379,7 @@ def test_a_server_whose_trainer_is_gone_ends_and_takes_its_files_along(tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_server_that_is_told_to_end_closes_vllm(number, tmp_path):
+def test_terminating_the_server_closes_vllm(number, tmp_path):
     announced = tmp_path / "port"
     command = [sys.executable, "-c", OWNED, "made", "--port", "0", "--announce", str(announced)]
     environment = os.environ | {TOKEN: "secret", "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
@@ -399,7 +399,7 @@ def test_a_server_that_is_told_to_end_closes_vllm(number, tmp_path):
     assert not list(tmp_path.glob("posttrain-received-*"))
 
 
-def test_the_lone_server_needs_nothing_but_vllm():
+def test_the_standalone_server_imports_only_vllm():
     """Its modules import, at the top, only Python and each other: `-S` hides all installed packages."""
     program = "from posttrain.engines.vllm import host, server, settings, worker"
     source = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}

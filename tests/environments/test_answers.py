@@ -1,4 +1,4 @@
-"""The answer formats: what is rendered is read back, and everything else is rejected with a reason."""
+"""The answer formats: rendered answers are parsed back, and all others are rejected with a reason."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ pieces = st.one_of(st.sampled_from([*TAGS, *NAMES, "||", " ", "\n", "<|im_end|>"
 
 
 @given(form=formats, thought=thoughts, data=st.data())
-def test_what_is_rendered_is_read_back(form, thought, data):
+def test_rendered_facts_are_parsed_back(form, thought, data):
     actions = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=form.actions_per_turn))
     text = form.render(actions, thought)
     assert text.startswith(form.primer())
@@ -84,7 +84,7 @@ def test_reasons_with_thinking(text, reason):
     assert FormatRecipe(thinking=True).parse(text, NAMES) == Rejected(reason)
 
 
-def test_case_and_space_are_free_and_spelling_is_restored():
+def test_case_and_white_space_are_ignored_and_spelling_is_restored():
     form = FormatRecipe(thinking=True, actions_per_turn=3)
     assert form.parse("<think>\nwhy\n</think>\n\n<answer>\n up||DOWN </answer>\n", NAMES) == ("Up", "Down")
 

@@ -1,4 +1,4 @@
-"""The bandit: its pay, and that success is the better arm."""
+"""The bandit: its rewards, and success of the better arm."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def _pulls(recipe, name, seeds):
     return [play(environment, seed, [f"<answer>{name}</answer>"])[-1] for seed in seeds]
 
 
-def test_pay_has_the_stated_moments():
+def test_rewards_have_the_stated_moments():
     low = np.array([step.reward for step in _pulls(RECIPE, "phoenix", range(4000))])
     high = np.array([step.reward for step in _pulls(RECIPE, "dragon", range(4000))])
     assert low.mean() == pytest.approx(0.2, abs=0.01)
@@ -25,14 +25,14 @@ def test_pay_has_the_stated_moments():
     assert (low > high).mean() == pytest.approx(0.571, abs=0.03)
 
 
-def test_success_is_the_better_arm_even_when_it_paid_less():
+def test_success_is_the_better_arm_even_with_a_lower_reward():
     low, high = _pulls(RECIPE, "phoenix", range(50)), _pulls(RECIPE, "dragon", range(50))
     assert any(a.reward > b.reward for a, b in zip(low, high, strict=True))
     assert not any(step.info["success"] for step in low)
     assert all(step.info["success"] for step in high)
 
 
-def test_the_low_risk_arm_is_the_better_one_where_it_pays_more():
+def test_the_low_risk_arm_is_better_if_its_mean_is_higher():
     recipe = BanditRecipe.model_validate(
         {"low_risk": {"name": "teacher", "mean": 0.5}, "high_risk": {"name": "engineer"}}
     )
@@ -41,7 +41,7 @@ def test_the_low_risk_arm_is_the_better_one_where_it_pays_more():
     assert Bandit.baselines(recipe, range(3))["optimal"].mean_return == pytest.approx(0.5)
 
 
-def test_baselines_are_what_players_average_to():
+def test_baselines_equal_the_means_of_baseline_policies():
     found = Bandit.baselines(RECIPE, range(10))
     assert (found["random"].success, found["optimal"].success) == (0.5, 1.0)
     assert found["random"].mean_return == pytest.approx((0.2 + 0.325) / 2)

@@ -68,7 +68,7 @@ def test_next_cell_follows_the_table():
         np.testing.assert_allclose(reached, transitions[action, cell], atol=1e-3)
 
 
-def test_values_are_what_played_episodes_average_to():
+def test_values_equal_the_means_of_sampled_episodes():
     """Independent of the dynamic programming: many plays on one lake under fresh chance events."""
     lake = lake_of(3, 4, 0.8, True)
     values = best_values(lake, 8, 1)
@@ -85,7 +85,7 @@ def test_values_are_what_played_episodes_average_to():
     assert won["random"] / 4000 == pytest.approx(random_success(lake, 8), abs=0.025)
 
 
-def test_baselines_are_what_episodes_average_to():
+def test_baselines_equal_the_means_of_episodes():
     recipe = FrozenLakeRecipe(format={"actions_per_turn": 2}, max_turns=4)
     environment, seeds = FrozenLake(recipe), SEEDS
     found = FrozenLake.baselines(recipe, seeds)
@@ -165,7 +165,7 @@ def test_every_lake_can_be_crossed_and_has_about_the_stated_ice():
     assert 0.15 < np.mean([len(lake.holes) for lake in lakes]) / 25 < 0.3
 
 
-def test_coordinates_tell_everything_first_and_only_the_player_later():
+def test_coordinates_show_everything_first_and_then_only_the_player():
     environment = FrozenLake(FrozenLakeRecipe(observation="coordinates", slippery=False))
     text = environment.reset(0).messages[1]["content"]
     lake = lake_of(0, 4, 0.8, False)

@@ -1,4 +1,4 @@
-"""What holds for every built-in game, in every format and observation."""
+"""Properties of every built-in game, in every format and observation."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def _make(values):
 
 
 @pytest.mark.parametrize("values", VARIANTS, ids=str)
-def test_it_proves_itself(values):
+def test_the_environment_validates(values):
     recipe = environment_recipe(values)
     environment_class(recipe.type).validate(recipe, range(40))
 
@@ -64,7 +64,7 @@ def test_same_answers_same_episode_and_an_instance_can_be_used_again(values):
 
 
 @pytest.mark.parametrize("values", VARIANTS, ids=str)
-def test_the_last_step_alone_tells_success_and_none_follows_it(values):
+def test_only_the_last_step_reports_success_and_none_follows_it(values):
     environment = _make(values)
     steps = play(environment, 1)
     assert [isinstance(step.info.get("success"), bool) for step in steps] == [False] * (len(steps) - 1) + [True]
@@ -76,7 +76,7 @@ def test_the_last_step_alone_tells_success_and_none_follows_it(values):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_rejected_answer_costs_the_penalty_of_the_recipe_and_says_why(name):
+def test_a_rejected_answer_costs_the_penalty_of_the_recipe_and_returns_the_reason(name):
     cheap, dear = (_make({"type": name, "max_turns": 2, "format": {"penalty": penalty}}) for penalty in (-0.25, -2.0))
     cheap.reset(0)
     dear.reset(0)
@@ -123,7 +123,7 @@ def test_environments_import_neither_torch_nor_transformers():
     assert done.stdout.strip() == "[]"
 
 
-def test_chance_and_maps_do_not_depend_on_the_hash_seed(capsys):
+def test_random_numbers_and_maps_do_not_depend_on_the_hash_seed(capsys):
     code = (
         "from posttrain.recipe.components import environment_class, environment_names\n"
         "from posttrain.environments.game import play\n"

@@ -22,7 +22,7 @@ def test_sides_do_not_wrap_around_the_edge(cells, origin, text):
     assert sides(cells, origin, 4) == text
 
 
-def test_the_local_view_of_a_room_agrees_with_its_drawing():
+def test_the_local_view_of_a_room_matches_the_whole_view():
     local = Sokoban(SokobanRecipe(observation="local")).reset(3).messages[-1]["content"]
     rows = [line.split() for line in Sokoban(SokobanRecipe()).reset(3).messages[-1]["content"].splitlines()]
     where = {symbol: 6 * r + c for r, row in enumerate(rows) for c, symbol in enumerate(row) if symbol in "PXOS"}

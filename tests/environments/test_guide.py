@@ -15,12 +15,12 @@ def _at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def test_the_example_proves_itself():
+def test_the_example_validates():
     recipe = environment_recipe({"type": EXAMPLE})
     environment_class(EXAMPLE).validate(recipe, range(200))
 
 
-def test_too_few_turns_are_noticed():
+def test_too_few_turns_give_a_warning():
     recipe = environment_recipe({"type": EXAMPLE, "max_turns": 3})
     with pytest.raises(AssertionError, match="more than 3 turns"):
         environment_class(EXAMPLE).validate(recipe, range(50))
@@ -36,7 +36,7 @@ def test_the_example_keeps_the_protocol():
         game.step("1")
 
 
-def test_the_guide_shows_that_very_file():
+def test_the_guide_shows_that_file():
     assert (ROOT / EXAMPLE).read_text() in (ROOT / "docs/environments.md").read_text()
 
 

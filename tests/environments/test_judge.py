@@ -49,7 +49,7 @@ def test_a_reasoning_model_judges_where_no_rejected_field_is_sent(keys, refused)
 
 
 class _Server(ThreadingHTTPServer):
-    """Gives the prepared replies in turn, the last one for ever; keeps what it was asked."""
+    """Sends the prepared replies in order and repeats the last one. Stores the requests."""
 
     daemon_threads = True
 
@@ -104,7 +104,7 @@ def test_points_become_a_share_of_the_scale(server, reply, score):
     assert judge_score(server.says(_completion(reply)), MESSAGES, "4") == pytest.approx(score)
 
 
-def test_what_is_asked(server, monkeypatch):
+def test_the_request_to_the_judge(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "abc")
     recipe = server.says(_completion('{"score": 3}')).model_copy(update={"api_key_variable": "JUDGE_KEY", "scale": 5})
     assert judge_score(recipe, MESSAGES, "four") == pytest.approx(0.6)
@@ -116,20 +116,20 @@ def test_what_is_asked(server, monkeypatch):
 
 
 @pytest.mark.parametrize("trouble", [(429, "{}"), (500, "{}"), (503, "busy"), ("cut")])
-def test_passing_trouble_is_waited_out(server, trouble):
+def test_temporary_errors_are_retried(server, trouble):
     good = _completion('{"score": 7}')
     recipe = server.says((*good, "cut") if trouble == "cut" else trouble, good)
     assert judge_score(recipe, MESSAGES, "4") == pytest.approx(0.7)
     assert len(server.requests) == 2
 
 
-def test_lasting_trouble_is_a_failure_after_the_retries(server):
+def test_a_persistent_error_fails_after_the_retries(server):
     with pytest.raises(JudgeFailure, match="status 500"):
         judge_score(server.says((500, '{"error": "down"}')), MESSAGES, "4")
     assert len(server.requests) == 3
 
 
-def test_a_refusal_is_not_asked_again(server):
+def test_a_rejected_request_is_not_retried(server):
     with pytest.raises(JudgeFailure, match="status 401"):
         judge_score(server.says((401, "{}")), MESSAGES, "4")
     assert len(server.requests) == 1
@@ -144,7 +144,7 @@ def test_a_judge_that_hangs_is_a_failure_in_time(server):
     assert len(server.requests) == 2
 
 
-def test_nobody_there_is_a_failure():
+def test_a_missing_server_is_a_failure():
     recipe = JudgeRecipe(url="http://127.0.0.1:9/v1", model="m", rubric="right", retries=0)
     with pytest.raises(JudgeFailure, match="reached"):
         judge_score(recipe, MESSAGES, "4")
@@ -181,7 +181,7 @@ def test_nobody_there_is_a_failure():
     ],
     ids=lambda reply: reply[1][-60:],
 )
-def test_a_reply_that_is_not_what_was_asked_for_is_never_a_score(server, reply):
+def test_a_malformed_reply_is_never_a_score(server, reply):
     with pytest.raises(JudgeFailure, match=re.escape("judge m at http://127.0.0.1")):
         judge_score(server.says(reply), MESSAGES, "4")
 
@@ -197,7 +197,7 @@ RECIPE = JudgeRecipe(url="http://h/v1", model="m", rubric="{rubric} with {braces
 
 
 def _frames(prompt):
-    """(author, text) of each frame, read as a judge is told to read them."""
+    """(author, text) of each frame, parsed by the rules in the judge's prompt."""
     mark = re.search(r"line \[/(\w+)\]", prompt[0]["content"]).group(1)
     return mark, re.findall(rf"^\[{mark} (\w+)\]\n(.*?)\n\[/{mark}\]$", prompt[1]["content"], re.DOTALL | re.MULTILINE)
 
@@ -213,7 +213,7 @@ def test_an_answer_cannot_close_its_frame():
 
 
 @given(st.text(), st.text())
-def test_frames_hold_exactly_the_texts(question, answer):
+def test_frames_contain_exactly_the_texts(question, answer):
     prompt = judge_prompt(RECIPE, [{"role": "user", "content": question}], answer)
     mark, frames = _frames(prompt)
     assert mark not in question + answer
@@ -222,7 +222,7 @@ def test_frames_hold_exactly_the_texts(question, answer):
     assert "{rubric} with {braces}" in prompt[0]["content"]
 
 
-def test_a_mark_that_the_text_holds_is_not_used(monkeypatch):
+def test_a_delimiter_that_occurs_in_the_text_is_not_used(monkeypatch):
     from posttrain.environments import untrusted
 
     class _Digest:

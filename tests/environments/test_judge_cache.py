@@ -1,4 +1,4 @@
-"""The cache of judges: nothing is asked twice, and no death of a process loses or spoils a reply."""
+"""The cache of judges: no request is sent twice, and a killed process loses or damages no reply."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def _writer(path, name, count):
     )
 
 
-def test_what_was_asked_once_is_not_asked_again(tmp_path):
+def test_cached_requests_are_not_repeated(tmp_path):
     path = tmp_path / "deep" / "cache.jsonl"
     first = JudgeCache(path)
     assert [first.reply("a", lambda: "1\n{}"), first.reply("a", _never), first.reply("b", lambda: "2")] == [
@@ -50,7 +50,7 @@ def test_what_was_asked_once_is_not_asked_again(tmp_path):
     assert (again.hits, again.misses) == (2, 0)
 
 
-def test_a_failure_is_raised_and_not_kept(tmp_path):
+def test_a_failure_is_raised_and_not_cached(tmp_path):
     cache = JudgeCache(tmp_path / "cache")
 
     def fail():
@@ -64,7 +64,7 @@ def test_a_failure_is_raised_and_not_kept(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20, 40])
-def test_a_torn_line_costs_that_line_only(tmp_path, cut):
+def test_only_a_truncated_line_is_dropped(tmp_path, cut):
     path = tmp_path / "cache"
     cache = JudgeCache(path)
     for key in "abc":
@@ -79,13 +79,13 @@ def test_a_torn_line_costs_that_line_only(tmp_path, cut):
     assert [JudgeCache(path).reply(key, _never) for key in "abd"] == ["reply to a é", "reply to b é", "4"]
 
 
-def test_lines_that_are_no_replies_are_passed_over(tmp_path):
+def test_lines_that_are_not_replies_are_skipped(tmp_path):
     path = tmp_path / "cache"
     path.write_bytes(b'[]\n1\n{"key": 1, "reply": "x"}\n\xff\n\n{"key": "a"}\n{"key": "a", "reply": "1"}\n')
     assert JudgeCache(path).reply("a", _never) == "1"
 
 
-def test_a_cache_sees_what_another_wrote_and_the_first_reply_stays(tmp_path):
+def test_a_cache_reads_replies_of_other_processes_and_keeps_the_first(tmp_path):
     path = tmp_path / "cache"
     one, other = JudgeCache(path), JudgeCache(path)
     assert one.reply("a", lambda: other.reply("a", lambda: "first")) == "first"
@@ -97,7 +97,7 @@ def test_a_cache_sees_what_another_wrote_and_the_first_reply_stays(tmp_path):
     assert JudgeCache(path).reply("c", _never) == "3"
 
 
-def test_threads_that_want_the_same_ask_once(tmp_path):
+def test_threads_with_the_same_request_send_it_once(tmp_path):
     cache, asked = JudgeCache(tmp_path / "cache"), []
     begun = threading.Barrier(8)
 
@@ -115,7 +115,7 @@ def test_threads_that_want_the_same_ask_once(tmp_path):
     assert (len(asked), cache.hits, cache.misses) == (1, 7, 9)
 
 
-def test_two_processes_at_once_agree_and_spoil_nothing(tmp_path):
+def test_two_concurrent_processes_agree(tmp_path):
     path = tmp_path / "cache"
     writers = [_writer(path, name, 200) for name in ("one", "two")]
     said = [writer.communicate()[0].splitlines() for writer in writers]
@@ -126,7 +126,7 @@ def test_two_processes_at_once_agree_and_spoil_nothing(tmp_path):
     assert len({json.loads(line)["key"] for line in lines}) == len(lines) == 200
 
 
-def test_a_process_that_is_killed_loses_nothing_that_it_had(tmp_path):
+def test_a_killed_process_loses_no_results(tmp_path):
     path = tmp_path / "cache"
     writer = _writer(path, "killed", 1_000_000)
     had = [writer.stdout.readline() for _ in range(50)]
@@ -141,7 +141,7 @@ def test_a_process_that_is_killed_loses_nothing_that_it_had(tmp_path):
         assert cache.reply(f"key {number}", _never) == text
 
 
-def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path):
+def test_an_unwritable_file_is_reported_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"judge\.cache: .*file/cache cannot be written"):
         judge_cache(str(tmp_path / "file" / "cache"))
@@ -149,12 +149,12 @@ def test_a_file_that_cannot_be_written_is_told_at_once(tmp_path):
         JudgeCache(tmp_path)
 
 
-def test_one_cache_for_a_file_however_it_is_named(tmp_path, monkeypatch):
+def test_all_names_of_a_file_share_one_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert judge_cache("cache") is judge_cache(str(tmp_path / "cache"))
 
 
 @settings(deadline=None)
 @given(st.lists(st.text()), st.lists(st.text()))
-def test_keys_tell_all_parts_apart(one, other):
+def test_keys_distinguish_all_parts(one, other):
     assert (request_key(*one) == request_key(*other)) == (one == other)

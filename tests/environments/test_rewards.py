@@ -95,7 +95,7 @@ def test_exact_and_contains():
 
 @pytest.mark.parametrize("name", ["exact", "contains"])
 @pytest.mark.parametrize("row", [{}, {"label": None}, {"label": " "}])
-def test_nothing_equals_or_contains_a_label_that_is_not_there(name, row):
+def test_a_missing_label_matches_nothing(name, row):
     with pytest.raises(RewardFailure, match="label"):
         scored(BUILT_IN[name], "", row)
 
@@ -121,7 +121,7 @@ def test_a_function_gets_the_parameters_that_it_takes():
     assert row["deep"] == [1]
 
 
-def test_an_async_function_is_waited_for_and_all_share_one_event_loop():
+def test_an_async_function_is_awaited_and_all_share_one_event_loop():
     loops = set()
 
     async def slow(answer):
@@ -144,7 +144,7 @@ def test_an_async_function_is_waited_for_and_all_share_one_event_loop():
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), "1", [1.0], {"length": 1.0}, {"score": 1.0, "other": "x"}])
-def test_what_is_not_finite_numbers_is_a_failure(value):
+def test_nonfinite_numbers_are_a_failure(value):
     with pytest.raises(RewardFailure, match="must return a finite number"):
         scored(lambda answer: value, "4", {})
 
@@ -169,7 +169,7 @@ def test_functions_of_this_process_are_named_by_their_place():
         load_reward("module:<lambda>")
 
 
-def test_a_reward_that_cannot_be_had_is_an_input_error(tmp_path):
+def test_an_unavailable_reward_is_an_input_error(tmp_path):
     (tmp_path / "broken.py").write_text("import a_module_nobody_has\n")
     (tmp_path / "empty.py").write_text("value = 1\n\ndef short(text):\n    return 1\n")
     for where, what in [

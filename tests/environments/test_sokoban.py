@@ -101,7 +101,7 @@ def test_search_depth_limits_the_solution():
     assert all(len(shortest_solution(*room_of(seed, 6, 6, 1, 3, 0))) <= 3 for seed in range(40))
 
 
-def test_difficulty_is_like_that_of_the_rooms_in_the_literature():
+def test_difficulty_matches_the_literature():
     lengths = Counter(len(shortest_solution(*room_of(seed, 6, 6, 1, 30, 0))) for seed in range(400))
     within = [sum(lengths[n] for n in range(1, most + 1)) / 400 for most in (1, 2, 5)]
     np.testing.assert_allclose(within, [0.286, 0.532, 0.852], atol=0.12)
@@ -136,7 +136,7 @@ def test_baselines():
     assert found["random"].n == found["optimal"].n == 300
 
 
-def test_too_many_states_are_sampled_and_the_interval_says_so(monkeypatch):
+def test_many_states_are_sampled_with_an_interval(monkeypatch):
     recipe, seeds = SokobanRecipe(num_boxes=2, max_turns=10), range(20)
     exact = Sokoban.baselines(recipe, seeds)["random"]
     monkeypatch.setattr(sokoban, "_MOST_STATES", 1)
@@ -146,7 +146,7 @@ def test_too_many_states_are_sampled_and_the_interval_says_so(monkeypatch):
     assert sampled.mean_return == pytest.approx(exact.mean_return, abs=0.2)
 
 
-def test_symbols_observations_and_plural_are_told():
+def test_symbols_observations_and_plural_are_described():
     one = SokobanRecipe(observation="coordinates")
     system, user = Sokoban(one).reset(0).messages
     assert "the box onto the target" in system["content"]

@@ -1,4 +1,4 @@
-"""One-shot tasks: which row a seed is, what an answer is paid, and what is a failure instead of a zero."""
+"""One-shot tasks: rows of seeds, rewards of answers, and failures that are not zero rewards."""
 
 import json
 import random
@@ -57,7 +57,7 @@ def test_a_seed_beyond_the_rows_names_their_number_and_the_keys(tmp_path, seed):
         TextTask(_recipe(tmp_path)).reset(seed)
 
 
-def test_rows_that_cannot_be_used_are_no_tasks_and_are_kept_as_problems(tmp_path):
+def test_unusable_rows_are_skipped_and_reported(tmp_path):
     recipe = _recipe(tmp_path, [{"prompt": None}, ROWS[0], {"question": "?"}, ROWS[1]])
     assert len(TextTask.task_rows(recipe)) == 2
     assert TextTask(recipe).reset(1).messages[0]["content"] == "3 + 3?"
@@ -90,7 +90,7 @@ def test_the_system_message_comes_first_and_replaces_that_of_a_row(tmp_path):
     assert TextTask(recipe.model_copy(update={"system": None})).reset(0).messages == talk
 
 
-def test_a_reward_function_pays_and_success_is_the_wanted_reward(tmp_path):
+def test_a_reward_function_sets_the_reward_and_success_is_its_threshold(tmp_path):
     task = TextTask(_recipe(tmp_path, reward=EXACT))
     (right,), (wrong,) = play(task, 0, [" 4\n"]), play(task, 0, ["5"])
     assert (right.reward, right.terminated, right.truncated, right.info) == (1.0, True, False, {"success": True})
@@ -108,7 +108,7 @@ def test_the_reward_that_counts_as_success_is_a_key(tmp_path, wanted, info):
     assert (step.reward, step.info) == (0.5, info)
 
 
-def test_a_reward_function_may_report_more_numbers_and_the_score_may_pay_nothing(tmp_path):
+def test_a_reward_function_may_report_more_numbers_and_the_score_may_have_weight_zero(tmp_path):
     reward = _reward(tmp_path, "return {'score': 0.5, 'length': len(answer)}")
     for weight, paid in ((1.0, 0.5), (0.2, 0.1), (0.0, 0.0)):
         recipe = _recipe(tmp_path, reward=reward, success_reward=0.5, score_weight=weight)
@@ -122,7 +122,7 @@ def test_a_reward_function_may_report_more_numbers_and_the_score_may_pay_nothing
     TextTask.validate(alone, range(2))
 
 
-def test_without_a_scorer_nothing_is_paid_and_no_success_is_reported(tmp_path):
+def test_without_a_scorer_rewards_are_zero_and_no_success_is_reported(tmp_path):
     recipe = _recipe(tmp_path)
     (step,) = play(TextTask(recipe), 0, ["4"])
     assert (step.reward, step.terminated, step.info) == (0.0, True, {})
@@ -200,7 +200,7 @@ def test_validate_names_the_seed_of_an_unsound_row(tmp_path):
         TextTask.validate(_recipe(tmp_path, reward=_reward(tmp_path, "return 1")), range(3))
 
 
-def test_the_judge_gets_what_was_shown_and_its_failure_is_one(tmp_path, monkeypatch):
+def test_the_judge_gets_what_the_model_saw_and_its_failure_fails_the_episode(tmp_path, monkeypatch):
     judge = {"url": "http://127.0.0.1:9/v1", "model": "m", "rubric": "right", "retries": 0}
     recipe = _recipe(tmp_path, judge=judge, system="Be brief.", success_reward=0.7)
     TextTask.validate(recipe, range(3))
@@ -249,7 +249,7 @@ JUDGE = {"url": "http://h/v1", "model": "m", "rubric": "right"}
         {"reasoning_gym": {"dataset": "chain_sum", "config": {"seed": 1}}},
     ],
 )
-def test_contradictions_are_refused(values):
+def test_contradictory_keys_are_refused(values):
     with pytest.raises(ValidationError):
         TextTaskRecipe.model_validate(values)
 
@@ -263,7 +263,7 @@ GYM = [
 
 
 @pytest.mark.parametrize("gym", GYM, ids=lambda gym: gym["dataset"])
-def test_reasoning_gym_pays_its_reference_and_not_a_wrong_answer(gym):
+def test_reasoning_gym_rewards_its_reference_and_not_a_wrong_answer(gym):
     recipe = TextTaskRecipe.model_validate({"reasoning_gym": gym})
     assert TextTask.task_rows(recipe) is None
     TextTask.validate(recipe, [*range(10), 10**9])
@@ -277,7 +277,7 @@ def test_reasoning_gym_pays_its_reference_and_not_a_wrong_answer(gym):
 
 
 @pytest.mark.parametrize("name", ["list_functions", "pool_matrix"])
-def test_a_seed_is_one_task_and_global_random_numbers_stay_as_they_were(name):
+def test_a_seed_is_one_task_and_global_random_state_is_unchanged(name):
     recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": name}})
     random.seed(1)
     np.random.seed(1)
@@ -288,7 +288,7 @@ def test_a_seed_is_one_task_and_global_random_numbers_stay_as_they_were(name):
     assert (random.random(), np.random.random()) == expected
 
 
-def test_a_reward_function_may_score_what_reasoning_gym_asks():
+def test_a_reward_function_may_score_tasks_of_reasoning_gym():
     recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": "chain_sum"}, "reward": NUMBER})
     task = TextTask(recipe)
     task.reset(7)
@@ -297,7 +297,7 @@ def test_a_reward_function_may_score_what_reasoning_gym_asks():
     TextTask.validate(recipe.model_copy(update={"reward": EXACT}), range(5))
 
 
-def test_a_verifier_that_breaks_on_an_answer_fails_the_episode():
+def test_a_verifier_that_raises_fails_the_episode():
     recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": "prime_factorization"}})
     with pytest.raises(RewardFailure, match="prime_factorization seed 3"):
         play(TextTask(recipe), 3, ["no idea"])

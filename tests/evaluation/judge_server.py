@@ -1,4 +1,4 @@
-"""A real server on this machine that judges by a rule, or misbehaves as it is told to."""
+"""A real local server that judges by a rule, or misbehaves as configured."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from tests.listening import listening
 
 @dataclass(frozen=True)
 class Trouble:
-    """What a server does instead of answering."""
+    """A misbehavior of the server."""
 
     status: int = 200
     body: str = "{}"

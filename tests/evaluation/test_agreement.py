@@ -45,7 +45,7 @@ def preference(decider, order, longer, own, better):
 
 
 @pytest.mark.parametrize("counts", [(0, 0, 0, 0), (2, 0, 0, 3), (2, 3, 4, 2), (1, 5, 0, 4)])
-def test_shares_of_the_verdicts_are_found_exactly(counts):
+def test_shares_of_the_verdicts_are_estimated_exactly(counts):
     """Every combination of a longer, a better and an own text has each verdict as often as its share says."""
     pairs, records = [], []
     kinds = [(1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (1, 1), (1, 1)]  # longer texts are better more often
@@ -148,7 +148,7 @@ def command(files, server, rubric, *more):
 RATES = {"position": 0.12, "length": 0.15, "own": 0.18, "wrong": 0.08}
 
 
-def test_a_scripted_judge_of_pairs_is_seen_through(tmp_path, capsys):
+def test_errors_of_a_scripted_judge_of_pairs_are_estimated(tmp_path, capsys):
     files, truths = procedures(tmp_path, PAIRS)
     own = {json.loads(line)["prediction"].strip() for line in Path(files[1]).read_text().splitlines()}
 
@@ -176,7 +176,7 @@ def test_a_scripted_judge_of_pairs_is_seen_through(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("rubric", "rate"), [("logical_soundness", 0.2), ("factual_accuracy", 0.15)])
-def test_a_scripted_judge_of_scores_is_seen_through(rubric, rate, tmp_path):
+def test_errors_of_a_scripted_judge_of_scores_are_estimated(rubric, rate, tmp_path):
     files, truths = procedures(tmp_path, PAIRS)
     rows = [json.loads(line) for line in Path(files[0]).read_text().splitlines()]
     write(tmp_path / "one.jsonl", [{**one, "reference": "A. Reference"} for one in rows])
@@ -209,7 +209,7 @@ def test_a_scripted_judge_of_scores_is_seen_through(rubric, rate, tmp_path):
         (["--own", "x.jsonl"], "--own x.jsonl is not one of two compared files"),
     ],
 )
-def test_a_truth_that_is_not_there_is_refused(words, message, tmp_path, capsys):
+def test_a_missing_truth_is_refused(words, message, tmp_path, capsys):
     file = write(tmp_path / "one.jsonl", [{"id": 0, "prompt": "p", "prediction": "x"}])
     with serving(lambda frames, number: {"reason": "r", "score": 3}) as server:
         judge = ["--rubric", "efficiency", "--url", server.url, "--model", "m"]

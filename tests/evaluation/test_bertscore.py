@@ -54,7 +54,7 @@ def test_the_formula():
     assert _bert_score(None, (y, all_count)) == (0.0, 0.0, 0.0)
 
 
-def test_a_text_is_like_itself_whatever_stands_beside_it(encoder_path):
+def test_the_score_of_a_text_does_not_depend_on_its_batch(encoder_path):
     encoder = Encoder(str(encoder_path))
     pairs = [("a b c", "a b c"), ("a b", "a b c d e f g h"), ("", "a")]
     together = encoder.score(pairs)
@@ -88,7 +88,7 @@ def test_the_layer_is_that_of_the_encoder_and_can_be_chosen(encoder_path):
         Encoder(str(encoder_path), 5)
 
 
-def test_rows_share_truncated_and_what_is_missing(encoder_path, tmp_path):
+def test_results_report_truncated_rows_and_missing_columns(encoder_path, tmp_path):
     rows = [
         {"id": 0, "prompt": "p", "prediction": "a b", "reference": "a b"},
         {"id": 1, "prompt": "q", "prediction": "c " * 40, "reference": "c d"},
@@ -105,7 +105,7 @@ def test_rows_share_truncated_and_what_is_missing(encoder_path, tmp_path):
     assert f1.about["empty predictions, scored 0"] == 1
 
 
-def test_groups_hold_every_pair_once_and_keep_to_the_budget():
+def test_groups_contain_every_pair_once_within_the_budget():
     lengths = [5, 1, 9, 200, 3, 3]
     groups = list(_pair_batches(lengths, 40))
     assert sorted(place for group in groups for place in group) == list(range(6))
@@ -113,7 +113,7 @@ def test_groups_hold_every_pair_once_and_keep_to_the_budget():
     assert list(_pair_batches([], 10)) == []
 
 
-def test_an_encoder_that_is_not_there_or_is_broken(tmp_path):
+def test_a_missing_or_broken_encoder(tmp_path):
     with pytest.raises(InputError, match=r"--encoder: .* has no config.json"):
         Encoder(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')

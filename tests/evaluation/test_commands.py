@@ -35,13 +35,13 @@ def stage(monkeypatch):
         ["model", "--overwrite", "--environment.type", "frozen_lake", "name=x"],
     ],
 )
-def test_a_model_is_evaluated_with_and_without_its_word(stage, words):
+def test_evaluate_accepts_model_with_and_without_the_subcommand(stage, words):
     assert main(["evaluate", *words]) == 0
     [recipe] = stage
     assert (recipe.stage, recipe.environment.type, recipe.name) == ("evaluate", "frozen_lake", "x")
 
 
-def test_recipe_files_and_dry_runs_stay_as_they_were(stage, tmp_path, capsys):
+def test_recipe_files_and_dry_runs_are_unchanged(stage, tmp_path, capsys):
     file = tmp_path / "text.yaml"
     file.write_text("stage: evaluate\nenvironment: {type: sokoban}\n")
     assert main(["evaluate", str(file)]) == 0
@@ -63,7 +63,7 @@ def test_every_word_explains_itself(verb, capsys):
     assert verb in capsys.readouterr().out
 
 
-def test_text_prints_and_keeps_what_it_measures(tmp_path, capsys):
+def test_evaluate_text_prints_and_writes_results(tmp_path, capsys):
     file = predictions(tmp_path / "p.jsonl", 0.3, samples=2)
     file.write_text(file.read_text() + '{"id": 40, "predic')
     out = tmp_path / "deep" / "results.json"
@@ -81,7 +81,7 @@ def test_text_prints_and_keeps_what_it_measures(tmp_path, capsys):
     assert metrics["bleu"].about["signature"] == bleu["about"]["signature"]
 
 
-def test_text_keeps_what_it_has_when_an_encoder_is_missing(tmp_path, capsys):
+def test_evaluate_text_keeps_other_metrics_without_an_encoder(tmp_path, capsys):
     file, out = predictions(tmp_path / "p.jsonl", 0.3), tmp_path / "results.json"
     assert main(["evaluate", "text", str(file), "--encoder", str(tmp_path), "--out", str(out)]) == 2
     said = capsys.readouterr()
@@ -114,14 +114,14 @@ def test_text_with_a_model(tmp_path, tiny_model, capsys):
         (["columns.prediction=x"], "no usable prediction"),
     ],
 )
-def test_text_refuses_what_makes_no_sense(tmp_path, capsys, words, told):
+def test_evaluate_text_refuses_invalid_options(tmp_path, capsys, words, told):
     assert main(["evaluate", "text", str(predictions(tmp_path / "p.jsonl", 0.3, items=2)), *words]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert told in said[-1]
     assert said[-1].startswith("posttrain: ")
 
 
-def test_reward_tells_which_model_it_could_not_have(tmp_path, tiny_model, capsys):
+def test_reward_names_the_model_that_cannot_be_loaded(tmp_path, tiny_model, capsys):
     from posttrain.models.reward import RewardModel
     from posttrain.recipe.model import ModelRecipe
 

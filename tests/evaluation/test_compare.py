@@ -1,4 +1,4 @@
-"""Whole comparisons: what is read, what is refused, and what is said at the end."""
+"""Whole comparisons: input, errors, and the final sentence."""
 
 import json
 from functools import partial
@@ -63,7 +63,7 @@ def test_the_better_file_is_named_and_p_values_are_corrected(files, tmp_path):
     assert len(kept["tests"]) == 6
 
 
-def test_the_order_turns_it_round(files):
+def test_swapping_the_order_reverses_it(files):
     there = compare(read_sides([files["good"], files["fair"]], ["bleu"])).tests[0][1]
     back = compare(read_sides([files["fair"], files["good"]], ["bleu"])).tests[0][1]
     assert there.better_side == "A"
@@ -73,13 +73,13 @@ def test_the_order_turns_it_round(files):
     )
 
 
-def test_models_that_are_alike_are_told_apart_by_nothing(files):
+def test_equal_models_have_no_significant_difference(files):
     found = compare(read_sides([files["good"], files["again"]], ["bleu", "chrf"]))
     assert all(test.better_side is None for _, test in found.tests)
     assert "no significant difference between again.jsonl and good.jsonl in bleu" in found.sentence()
 
 
-def test_a_prompt_says_which_item_a_row_is_and_not_its_seed(tmp_path):
+def test_rows_are_identified_by_prompt_and_not_by_seed(tmp_path):
     rows = [{"prompt": f"Question {n}?", "seed": n % 3, "score": n % 7} for n in range(30)]
     a = write(tmp_path / "a.jsonl", rows)
     b = write(tmp_path / "b.jsonl", [row | {"score": row["score"] + 1} for row in rows])
@@ -91,7 +91,7 @@ def test_a_prompt_says_which_item_a_row_is_and_not_its_seed(tmp_path):
     assert "30 rows are of 3 items" in read_sides([str(seeds)])[0].runs[0].details[0]
 
 
-def test_a_wrong_name_of_a_metric_is_told_with_those_there_are(tmp_path, monkeypatch):
+def test_the_error_of_a_wrong_metric_lists_the_metrics(tmp_path, monkeypatch):
     scores = write(tmp_path / "a.jsonl", [{"id": n, "ok": True} for n in range(30)])
     with pytest.raises(InputError, match="no metric 'okay'; it has ok"):
         read_sides([str(scores)], ["okay"])
@@ -114,7 +114,7 @@ def test_results_without_finite_numbers_are_refused(files, tmp_path, wrong):
         read_sides([str(path)])
 
 
-def test_what_is_neither_better_nor_worse_is_not_compared():
+def test_metrics_without_a_direction_are_not_compared():
     def side(name, shift):
         bias = item_sums("mean", ((str(n), (shift, 1.0)) for n in range(25)))
         won = item_sums("mean", ((str(n), (n % 3 + shift, 1.0)) for n in range(25)))
@@ -125,7 +125,7 @@ def test_what_is_neither_better_nor_worse_is_not_compared():
     assert any("bias: not compared" in line for line in found.details)
 
 
-def test_few_items_and_few_runs_conclude_nothing(tmp_path):
+def test_few_items_and_few_runs_are_inconclusive(tmp_path):
     """Three items, or two runs a side, that differ as runs of one recipe do."""
 
     def file(name, values):
@@ -140,7 +140,7 @@ def test_few_items_and_few_runs_conclude_nothing(tmp_path):
     assert "is better than" not in found.sentence()
 
 
-def test_the_warning_of_few_items_speaks_of_the_test_that_was_used(tmp_path):
+def test_the_warning_about_few_items_names_the_test(tmp_path):
     a = write(tmp_path / "a.jsonl", [{"id": n, "passed": n < 2, "score": n / 7} for n in range(12)])
     b = write(tmp_path / "b.jsonl", [{"id": n, "passed": n < 10, "score": n / 6} for n in range(12)])
     warnings = compare(read_sides([str(a), str(b)])).warnings
@@ -160,7 +160,7 @@ def test_several_runs_of_a_side(files):
     assert "other seeds" in single.sentence()
 
 
-def test_results_files_hold_what_predictions_do(files, tmp_path):
+def test_results_files_contain_the_metrics_of_predictions(files, tmp_path):
     words = []
     for name in ("good", "fair"):
         results = evaluate_text(read_predictions(files[name]), TextOptions(("bleu", "chrf", "exact")))
@@ -188,7 +188,7 @@ def test_other_items_are_refused_with_counts_unless_shared_ones_will_do(tmp_path
         compare(read_sides([str(a), str(far)]), common=True)
 
 
-def test_a_score_that_is_missing_is_left_out_and_not_zero(tmp_path):
+def test_a_missing_score_is_omitted_and_not_zero(tmp_path):
     rows = [{"id": n, "score": 2.0} for n in range(25)]
     a = write(tmp_path / "a.jsonl", rows)
     b = write(tmp_path / "b.jsonl", [*rows[:-1], {"id": 24, "score": None, "passed": True}])
@@ -224,7 +224,7 @@ def test_failed_episodes_are_not_successful_and_have_no_return(tmp_path):
     assert "return: 1 of 25 items have no value on some side" in found.details
 
 
-def test_runs_of_other_environments_are_refused_and_other_keys_told(tmp_path):
+def test_runs_of_other_environments_are_refused_and_other_keys_reported(tmp_path):
     episodes = [played(seed=s) for s in range(20)]
     a = run_directory(tmp_path, "a", episodes)
     other = run_directory(tmp_path, "c", episodes, "type: frozen_lake")
@@ -249,7 +249,7 @@ def test_runs_of_other_environments_are_refused_and_other_keys_told(tmp_path):
         (["good", "texts"], "has no metrics to compare"),
     ],
 )
-def test_what_is_refused(files, tmp_path, words, told):
+def test_invalid_arguments_are_refused(files, tmp_path, words, told):
     paths = files | {"nothing": str(tmp_path / "nothing.jsonl"), "empty": str(tmp_path / "empty.jsonl")}
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.json").write_text('{"format": 1, "metr')
@@ -263,7 +263,7 @@ def test_what_is_refused(files, tmp_path, words, told):
         compare(read_sides(given))
 
 
-def test_values_measured_otherwise_are_not_compared(files, tmp_path):
+def test_values_measured_with_other_settings_are_not_compared(files, tmp_path):
     for name, verifier in (("good", "final_number"), ("fair", "contains")):
         options = TextOptions(("verifier",), verifier=f"posttrain.environments.rewards:{verifier}")
         path = tmp_path / f"{name}.jsonl"
@@ -276,7 +276,7 @@ def test_values_measured_otherwise_are_not_compared(files, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["judge", "rubric", "encoder", "model"])
-def test_whatever_measured_a_value_has_to_be_the_same(key):
+def test_values_are_compared_only_under_equal_settings(key):
     def side(name, by, kind="mean"):
         scores = item_sums(kind, ((str(n), (n % 5, 1.0)) for n in range(25)))
         return Side(name, [Run(name, {"score": MetricResult("score", scores, about={key: by})})])

@@ -70,7 +70,7 @@ def test_the_interval_of_a_ranking_covers():
     assert hits >= 51
 
 
-def test_calibration_of_a_true_model_is_near_zero_and_of_a_boaster_is_not():
+def test_calibration_error_is_small_for_a_calibrated_model_and_large_for_an_overconfident_one():
     rng = np.random.default_rng(1)
     size = np.abs(rng.normal(0, 2, 20_000))
     right = rng.random(20_000) < 1 / (1 + np.exp(-size))

@@ -1,4 +1,4 @@
-"""`posttrain evaluate judge` from end to end: what it prints, keeps, asks again, and refuses."""
+"""`posttrain evaluate judge` end to end: output, cache, retries, and errors."""
 
 import json
 import os
@@ -22,7 +22,7 @@ COMMAND = "import sys; from posttrain.cli.main import main; sys.exit(main(sys.ar
 
 @pytest.fixture
 def file(tmp_path):
-    """Twelve predictions to six prompts, which say how many points they deserve."""
+    """Twelve predictions for six prompts that contain their number of points."""
     made = [
         {
             "id": number // 2,
@@ -83,7 +83,7 @@ def test_a_reasoning_model_gets_the_fields_it_takes(file, capsys):
     assert "temperature" in capsys.readouterr().err
 
 
-def test_it_scores_and_a_second_time_asks_nothing(file, capsys, monkeypatch):
+def test_it_scores_and_a_second_run_sends_no_requests(file, capsys, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret-of-mine")
     with serving(points) as server:
         command = words(file, server, "--key", "JUDGE_KEY", "--structured", "--max-tokens", "99")
@@ -115,7 +115,7 @@ def test_it_scores_and_a_second_time_asks_nothing(file, capsys, monkeypatch):
     assert read_results(file.with_name("made.efficiency.json"))
 
 
-def test_a_kill_loses_nothing_and_what_is_left_alone_is_asked(file):
+def test_after_a_kill_only_missing_replies_are_requested(file):
     gate = []
 
     def slow(frames, number):
@@ -144,7 +144,7 @@ def test_a_kill_loses_nothing_and_what_is_left_alone_is_asked(file):
     assert all(record["score"] for record in records(file.with_name("made.efficiency.jsonl")))
 
 
-def test_what_the_server_failed_at_is_asked_again_alone(file, capsys):
+def test_only_failed_requests_are_repeated(file, capsys):
     sick = ["yes"]
 
     def rule(frames, number):
@@ -213,7 +213,7 @@ template: |
 """
 
 
-def test_a_rubric_of_ones_own(file, tmp_path, capsys):
+def test_a_custom_rubric(file, tmp_path, capsys):
     path = tmp_path / "polite.yaml"
     path.write_text(RUBRIC)
     assert main(words(file, "http://h/v1", "--dry-run", rubric=str(path))) == 0
@@ -227,7 +227,7 @@ def test_a_rubric_of_ones_own(file, tmp_path, capsys):
     assert file.with_name("made.politeness.jsonl").exists()
 
 
-def test_the_rubric_of_the_guide_is_one(tmp_path):
+def test_the_rubric_of_the_guide_is_valid(tmp_path):
     guide = (Path(__file__).parents[2] / "docs" / "judges.md").read_text()
     path = tmp_path / "politeness.yaml"
     path.write_text(guide.split("```yaml\n")[1].split("```")[0])
@@ -249,7 +249,7 @@ def test_the_rubric_of_the_guide_is_one(tmp_path):
         (("measures: Whether", "measures: [Whether"), "line 4"),
     ],
 )
-def test_a_rubric_that_is_wrong_is_told_with_its_line(file, tmp_path, capsys, change, message):
+def test_error_of_a_wrong_rubric_names_the_line(file, tmp_path, capsys, change, message):
     path = tmp_path / "polite.yaml"
     path.write_text(RUBRIC.replace(*change))
     assert main(words(file, "http://h/v1", rubric=str(path))) == 2
@@ -274,7 +274,7 @@ def test_a_rubric_that_is_wrong_is_told_with_its_line(file, tmp_path, capsys, ch
         (["columns.prediction=text"], "needs `text`"),
     ],
 )
-def test_what_is_refused_before_anything_is_asked(file, capsys, monkeypatch, more, message):
+def test_refusals_before_the_first_request(file, capsys, monkeypatch, more, message):
     monkeypatch.chdir(file.parent)
     before = file.read_text()
     with serving(points) as server:
@@ -284,7 +284,7 @@ def test_what_is_refused_before_anything_is_asked(file, capsys, monkeypatch, mor
     assert file.read_text() == before
 
 
-def test_rows_that_cannot_be_used_are_told(file, capsys):
+def test_unusable_rows_are_reported(file, capsys):
     file.write_text(file.read_text() + '{"id": 9, "prompt": "p", "prediction": null}\n{"id": 10, "promp')
     with serving(points) as server:
         assert main(words(file, server)) == 0

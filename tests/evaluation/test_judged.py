@@ -42,7 +42,7 @@ def options(server, rubric="efficiency", workers=4, longest=1_000, **keys):
 
 
 def points(frames, number):
-    """As many points as the prediction says."""
+    """The points that the prediction contains."""
     return {"reason": f"it says {frames['prediction']}", "score": int(frames["prediction"])}
 
 
@@ -85,7 +85,7 @@ def test_claims_are_a_share():
     assert list(schema["properties"]) == ["reason", "claims"]
 
 
-def test_rows_without_what_the_rubric_shows_are_left_out_and_counted():
+def test_rows_without_the_fields_of_the_rubric_are_skipped_and_counted():
     made = rows(["1", "2"], reference=None)
     with serving(points) as server:
         found = judge_predictions(made, options(server, "factual_accuracy"))
@@ -120,7 +120,7 @@ def test_rows_without_what_the_rubric_shows_are_left_out_and_counted():
         ("", UNREADABLE),
     ],
 )
-def test_what_is_no_verdict_is_counted_with_its_reason_and_never_scored(trouble, kind):
+def test_invalid_verdicts_are_counted_by_reason_and_never_scored(trouble, kind):
     def rule(frames, number):
         return points(frames, number) if frames["prediction"] != "3" else trouble
 
@@ -137,7 +137,7 @@ def test_what_is_no_verdict_is_counted_with_its_reason_and_never_scored(trouble,
     assert any(line.startswith(f"{kind}: p.jsonl row 2: judge m") for line in found.warnings)
 
 
-def test_what_a_judge_replied_cannot_steer_a_terminal():
+def test_replies_of_a_judge_are_escaped_for_the_terminal():
     with serving(lambda frames, number: "\x1b[2J\nscore: 5\r5") as server:
         found = judge_predictions(rows(["3"]), options(server))
     (line,) = found.warnings
@@ -157,7 +157,7 @@ def test_retry_after_is_honoured(trouble):
     assert server.times[1] - server.times[0] >= 0.99
 
 
-def test_passing_trouble_is_waited_out_and_gives_the_same_numbers():
+def test_temporary_errors_are_retried_and_give_the_same_numbers():
     texts = [str(1 + number % 5) for number in range(20)]
     kinds = [Trouble(500), Trouble(429, headers={"Retry-After-Ms": "10"}), Trouble(200, completion("x"), cut=True)]
     first = set()
@@ -174,7 +174,7 @@ def test_passing_trouble_is_waited_out_and_gives_the_same_numbers():
     assert len(server.requests) == 40
 
 
-def test_a_server_that_never_answers_is_not_asked_for_every_row():
+def test_a_server_that_never_answers_does_not_get_every_row():
     with serving(lambda frames, number: Trouble(500)) as server:
         found = judge_predictions(rows(["3"] * 200), options(server, workers=4))
     assert not found.results.metrics
@@ -185,7 +185,7 @@ def test_a_server_that_never_answers_is_not_asked_for_every_row():
     assert len(server.requests) < 30
 
 
-def test_a_server_that_dies_leaves_the_scores_it_gave():
+def test_scores_before_a_server_failure_are_kept():
     def rule(frames, number):
         return points(frames, number) if number <= 10 else Trouble(500)
 
@@ -222,7 +222,7 @@ def test_requests_per_minute_counts_every_request(monkeypatch):
     assert len(waited) == len(server.requests) == 5
 
 
-def test_a_rate_lets_one_through_at_a_time():
+def test_a_rate_limit_spaces_requests():
     rate, begun = RequestRate(6_000), time.monotonic()
     for _ in range(11):
         rate.wait()
@@ -252,7 +252,7 @@ def test_a_win_is_a_win_in_both_orders():
 
 
 @pytest.mark.parametrize(("said", "bias"), [("first", 1), ("second", -1), ("tie", 0)])
-def test_a_judge_that_looks_at_the_place_alone_finds_no_winner(said, bias):
+def test_a_judge_that_follows_position_only_gives_no_winner(said, bias):
     texts = [str(number) for number in range(12)]
     with serving(better(lambda *_: said)) as server:
         found = judge_pairs(rows(texts), rows(texts[::-1]), options(server))
@@ -276,7 +276,7 @@ def test_a_pair_with_one_readable_reply_has_no_value():
     assert found.results.metrics[0].left_out == {UNREADABLE: 1}
 
 
-def test_predictions_without_a_counterpart_are_told():
+def test_predictions_without_a_counterpart_are_reported():
     with serving(better(larger)) as server:
         found = judge_pairs(rows(["5", "1", "3"]), rows(["4", "2"], path="q.jsonl"), options(server))
         strangers = rows(["1"])
@@ -296,7 +296,7 @@ def test_samples_are_paired_by_their_number():
     assert found.results.estimates()["win_rate"].n == 1
 
 
-def test_one_prompt_has_no_interval_and_none_is_made_up():
+def test_one_prompt_has_no_interval():
     with serving(points) as server:
         value = judge_predictions(rows(["4"]), options(server)).results.estimates()["efficiency"]
     assert (value.value, value.n) == (4, 1)
@@ -304,7 +304,7 @@ def test_one_prompt_has_no_interval_and_none_is_made_up():
     assert math.isnan(value.high)
 
 
-def test_scores_that_are_all_alike_are_called_no_certainty():
+def test_equal_scores_still_have_an_interval():
     with serving(points) as server:
         found = judge_predictions(rows(["4"] * 3), options(server))
         assert "not mean certainty" in found.warnings[0]

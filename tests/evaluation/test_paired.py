@@ -1,4 +1,4 @@
-"""Paired tests: closed forms, scipy, coverage, and what a bootstrap must be like."""
+"""Paired tests: closed forms, scipy, coverage, and properties of the bootstrap."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_the_odds_ratio_has_clopper_and_pearsons_interval(only_a, only_b):
 
 
 @given(COUNTS)
-def test_the_difference_of_paired_rates_turns_round_and_stays_within_one(counts):
+def test_the_difference_of_paired_rates_is_antisymmetric_and_within_one(counts):
     a, b = answers(counts)
     there, back = paired_rates(a, b), paired_rates(b, a)
     assert there.value == pytest.approx((counts[2] - counts[1]) / sum(counts))
@@ -120,7 +120,7 @@ def test_the_standardised_difference():
     assert math.isnan(standardized_difference([0.1 + 0.2 - 0.3 + 1, 1.0, 1.0]).value)
 
 
-def test_an_effect_of_few_items_has_no_interval_and_never_an_absurd_one():
+def test_an_effect_of_few_items_has_no_interval():
     few = standardized_difference(list(np.random.default_rng(3).normal(size=3) + 1))
     assert math.isfinite(few.value)
     assert math.isnan(few.low)
@@ -141,7 +141,7 @@ def test_right_or_wrong_answers_of_one_run_get_mcnemars_test(counts):
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=2, max_size=20))
-def test_the_t_test_turns_round_and_holds_the_difference(pairs):
+def test_the_t_test_is_antisymmetric_and_its_interval_contains_the_difference(pairs):
     a, b = ([pair[side] for pair in pairs] for side in (0, 1))
     there = paired_test("score", "higher", [scores(a)], [scores(b)], names(len(a)), draws=300)
     back = paired_test("score", "higher", [scores(b)], [scores(a)], names(len(a)), draws=300)
@@ -154,7 +154,7 @@ def test_the_t_test_turns_round_and_holds_the_difference(pairs):
     assert 2.0 ** (1 - len(a)) <= there.p <= 1
 
 
-def test_pairs_remove_what_the_items_have_in_common():
+def test_pairing_removes_the_variance_between_items():
     generator = np.random.default_rng(3)
     hard = generator.normal(0, 10, size=80)
     found = paired_test("score", "higher", [scores(hard)], [scores(hard + 1 + generator.normal(0, 0.2, 80))], names(80))
@@ -164,7 +164,7 @@ def test_pairs_remove_what_the_items_have_in_common():
 
 
 @pytest.mark.parametrize(("runs", "n"), [((1, 1), 3), ((1, 1), 20), ((2, 2), 20), ((1, 2), 20)])
-def test_of_sides_that_are_alike_no_more_than_five_percent_are_told_apart(runs, n):
+def test_equal_sides_are_separated_in_at_most_five_percent(runs, n):
     generator = np.random.default_rng(0)
     drawn = []
     for _ in range(60):
@@ -177,7 +177,7 @@ def test_of_sides_that_are_alike_no_more_than_five_percent_are_told_apart(runs, 
     assert np.median(drawn) >= 0.35
 
 
-def test_of_items_alone_it_is_students_paired_t():
+def test_with_one_run_it_is_the_paired_t_test_over_items():
     generator = np.random.default_rng(5)
     a, b = generator.normal(size=12), generator.normal(0.6, 1, size=12)
     found, known = paired_test("s", "higher", [scores(a)], [scores(b)], names(12)), stats.ttest_rel(b, a)
@@ -186,7 +186,7 @@ def test_of_items_alone_it_is_students_paired_t():
     assert (found.difference.low, found.difference.high) == pytest.approx((limits.low, limits.high), abs=0.03)
 
 
-def test_of_runs_alone_it_is_welchs_t_and_with_one_run_a_side_students():
+def test_over_runs_it_is_welchs_t_test():
     a, b = [0.1, 0.5, 0.3], [0.9, 1.3, 0.6, 0.8]
     found, p = t_test(a, b, 0.0, 100)
     known = stats.ttest_ind(b, a, equal_var=False)
@@ -199,13 +199,13 @@ def test_of_runs_alone_it_is_welchs_t_and_with_one_run_a_side_students():
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_five_items_conclude_nothing_however_alike_their_differences(n):
+def test_five_items_are_inconclusive_for_any_differences(n):
     found = paired_test("s", "higher", [scores([1.0] * n)], [scores([2.0] * n)], names(n), draws=100)
     assert found.p == 2.0 ** (1 - n)
     assert found.with_correction(found.p).better_side is None
 
 
-def test_the_same_answers_are_no_difference():
+def test_equal_answers_have_no_difference():
     same = scores([0.5, 1.5, 2.5])
     found = paired_test("score", "higher", [same], [same], names(3), draws=100)
     assert (found.difference.value, found.p, found.better_side) == (0.0, 1.0, None)

@@ -43,7 +43,7 @@ def test_it_grows_with_k_and_begins_with_the_mean(lists):
         assert one.n == len(lists)
 
 
-def test_all_attempts_together_are_one_trial_a_seed():
+def test_all_attempts_of_a_seed_are_one_trial():
     found = pass_rates({seed: [seed % 4 == 0, False] for seed in range(80)})
     assert (found[2].low, found[2].high) == pytest.approx(
         (success_rate(20, 80).low, success_rate(20, 80).high), abs=1e-9

@@ -95,19 +95,19 @@ def test_the_published_one_is_a_mean_over_texts_without_prompts(model, plain, ro
     assert found.left_out == {"no reference": 1}
 
 
-def test_texts_that_are_too_long_are_left_out_or_cut_and_counted(model, loaded, rows, monkeypatch):
+def test_long_texts_are_skipped_or_truncated_and_counted(model, loaded, rows, monkeypatch):
     monkeypatch.setattr(loaded, "limit", 5)
     with pytest.raises(InputError, match=r"perplexity_reference: no text could be scored .*too long for the model"):
         conditional(rows, model, "reference")
     assert unconditional(rows, model).about["share of texts truncated"] > 0
 
 
-def test_a_model_that_is_not_there(tmp_path):
+def test_a_missing_model(tmp_path):
     with pytest.raises(InputError, match=r"--model: .* is not a model directory"):
         LanguageModel(str(tmp_path))
 
 
-def test_numbers_that_are_none_are_left_out(model, loaded, rows, monkeypatch):
+def test_perplexities_that_are_not_finite_are_omitted(model, loaded, rows, monkeypatch):
     monkeypatch.setattr(loaded, "nats", lambda texts: [(math.nan, 3), *[(3.0, 3)] * (len(texts) - 1)])
     found = conditional(rows, model, "prediction")
     assert found.left_out["not a finite number"] == 1
@@ -120,7 +120,7 @@ def failed_and_measured(path, rows, tiny_model):
     return found.failed, [one.name for one in found.metrics]
 
 
-def test_a_perplexity_that_cannot_be_had_leaves_the_others_be(tmp_path, tiny_model):
+def test_an_unavailable_perplexity_does_not_affect_other_metrics(tmp_path, tiny_model):
     empty = [{**row, "prediction": ""} for row in ROWS[::2]]
     failed, measured = failed_and_measured(tmp_path / "empty.jsonl", empty, tiny_model)
     assert measured == ["exact", "perplexity_reference", "perplexity_unconditional"]

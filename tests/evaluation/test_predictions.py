@@ -1,4 +1,4 @@
-"""Files of predictions: whole, renamed, torn, and not what they should be."""
+"""Files of predictions: valid, with other columns, truncated, and invalid."""
 
 import json
 
@@ -39,7 +39,7 @@ def test_parquet_is_read(tmp_path):
     assert exact_match(read(tmp_path / "p.parquet").rows).scores.values().tolist() == [1.0, 0.0]
 
 
-def test_a_torn_last_line_costs_that_line(tmp_path):
+def test_a_truncated_last_line_is_dropped(tmp_path):
     path = write(tmp_path / "p.jsonl", [ROW])
     path.write_text(path.read_text() + json.dumps({**ROW, "id": 1})[:-9])
     found = read(path)
@@ -47,7 +47,7 @@ def test_a_torn_last_line_costs_that_line(tmp_path):
     assert "p.jsonl row 2" in found.problems.summary()[0]
 
 
-def test_what_could_not_be_had_is_left_out_and_never_zero(tmp_path):
+def test_unavailable_values_are_omitted_and_never_zero(tmp_path):
     rows = [
         ROW,
         {**ROW, "id": 1, "prediction": None},
@@ -80,12 +80,12 @@ def test_a_file_without_usable_rows_is_refused(tmp_path, rows, told):
         read(write(tmp_path / "p.jsonl", rows))
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file(tmp_path):
     with pytest.raises(InputError, match="no such file"):
         read(tmp_path / "nothing.jsonl")
 
 
-def test_rows_that_contradict_each_other_are_told_of(tmp_path):
+def test_contradictory_rows_are_reported(tmp_path):
     rows = [{**ROW, "sample": 0}, {**ROW, "sample": 0}, {**ROW, "prompt": "Other?"}]
     found = read(write(tmp_path / "p.jsonl", rows))
     assert len(found.rows) == 1
@@ -95,7 +95,7 @@ def test_rows_that_contradict_each_other_are_told_of(tmp_path):
     }
 
 
-def test_without_any_reference_there_is_nothing_to_compare_with(tmp_path):
+def test_metrics_need_a_reference(tmp_path):
     rows = read(write(tmp_path / "p.jsonl", [{**ROW, "reference": None}])).rows
     for measure in (exact_match, lambda own: corpus_metric("bleu", own)):
         with pytest.raises(InputError, match="no row has a reference"):
@@ -135,7 +135,7 @@ def test_verifiers_of_reasoning_gym_and_rules(tmp_path):
         ("posttrain.environments.rewards:load_reward", "no parameter `answer`"),
     ],
 )
-def test_verifiers_that_cannot_be_had(tmp_path, verifier, told):
+def test_unavailable_verifiers(tmp_path, verifier, told):
     rows = read(write(tmp_path / "p.jsonl", [ROW])).rows
     with pytest.raises(InputError, match=told):
         verified(rows, verifier)

@@ -1,4 +1,4 @@
-"""Rewards of predictions: those of transformers, scaled by what is kept with the reward model."""
+"""Rewards of predictions: those of transformers, scaled by the statistics stored with the reward model."""
 
 import math
 
@@ -50,7 +50,7 @@ def of_transformers(path, text):
         return model(torch.tensor([ids])).logits.item()
 
 
-def test_rewards_are_scaled_as_the_model_says(models, rows):
+def test_rewards_are_scaled_by_the_statistics_of_the_model(models, rows):
     found = evaluate_rewards(rows, models[:1], AnswerRewards).metrics[0]
     chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}"
     raw = [
@@ -67,7 +67,7 @@ def test_rewards_are_scaled_as_the_model_says(models, rows):
     assert found.about["mean of raw rewards"] == pytest.approx(sum(raw) / 3, abs=1e-4)
 
 
-def test_several_models_one_of_them_without_statistics_and_one_not_there(models, rows, tmp_path):
+def test_several_models_one_without_statistics_and_one_missing(models, rows, tmp_path):
     found = evaluate_rewards(rows, [*models, str(tmp_path)], AnswerRewards)
     assert [one.name.split("/")[0] for one in found.metrics] == ["reward", "raw_reward"]
     assert "no stored reward statistics" in found.metrics[1].about["normalized"]
@@ -75,12 +75,12 @@ def test_several_models_one_of_them_without_statistics_and_one_not_there(models,
     assert "--model: " in found.failed[str(tmp_path)]
 
 
-def test_a_language_model_is_no_reward_model(tiny_model, rows):
+def test_a_language_model_is_refused_as_a_reward_model(tiny_model, rows):
     found = evaluate_rewards(rows, [str(tiny_model)], AnswerRewards)
     assert "is not a reward model" in found.failed[str(tiny_model)]
 
 
-def test_a_reward_that_is_no_number_is_left_out(rows):
+def test_a_reward_that_is_not_a_number_is_omitted(rows):
     class Broken:
         statistics = (1.0, 2.0)
 

@@ -39,7 +39,7 @@ def test_the_corpus_score_is_sacrebleus(tmp_path, name, samples):
     assert (found.n, measured.texts) == (30, 30 * samples)
 
 
-def test_corpus_bleu_is_no_mean_of_sentences(tmp_path):
+def test_corpus_bleu_is_not_the_mean_over_sentences(tmp_path):
     rows = read_predictions(str(predictions(tmp_path / "p.jsonl", 0.5))).rows
     scores = corpus_metric("bleu", rows).scores
     assert abs(estimate(scores, draws=50).value - scores.values().mean()) > 0.5
@@ -47,7 +47,7 @@ def test_corpus_bleu_is_no_mean_of_sentences(tmp_path):
 
 @settings(max_examples=40, deadline=None)
 @given(VALUES)
-def test_the_interval_holds_the_value(values):
+def test_the_interval_contains_the_value(values):
     found = estimate(item_means("mean", ((str(i), v) for i, v in enumerate(values))), draws=100)
     assert found.value == pytest.approx(np.mean(values), abs=1e-9)
     if len(values) == 1:
@@ -78,7 +78,7 @@ def test_samples_of_an_item_are_one_item():
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 @pytest.mark.parametrize("n", [1, 12])
-def test_a_rate_of_items_that_are_all_alike_is_not_certain(value, n):
+def test_a_rate_of_equal_items_has_an_interval(value, n):
     found = estimate(item_means("rate", ((str(i), value) for i in range(n))))
     known = success_rate(int(value * n), n)
     assert (found.low, found.high, found.n) == (known.low, known.high, n)
@@ -116,7 +116,7 @@ def test_a_rate_has_wilsons_interval():
     assert (found.low, found.high) == pytest.approx((success_rate(2, 7).low, success_rate(2, 7).high))
 
 
-def test_tables_of_the_same_items_are_resampled_alike():
+def test_tables_of_the_same_items_use_the_same_resamples():
     table = np.random.default_rng(0).normal(size=(15, 2))
     drawn = resampled_sums(table, seed=3, draws=40)
     assert np.allclose(resampled_sums(2 * table, seed=3, draws=40), 2 * drawn)
@@ -124,7 +124,7 @@ def test_tables_of_the_same_items_are_resampled_alike():
     assert np.allclose(resampled_sums(np.ones((15, 1)), draws=9), 15)
 
 
-def test_nothing_makes_no_estimate():
+def test_no_values_give_no_estimate():
     with pytest.raises(ValueError, match="at least one item"):
         estimate(ItemScores("mean", {}))
     assert combine("mean", np.array([[3.0, 2.0], [1.0, 4.0]])) == pytest.approx([1.5, 0.25])

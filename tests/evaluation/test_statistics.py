@@ -9,8 +9,11 @@ from scipy import stats
 from posttrain.evaluation.statistics import (
     bootstrap_mean,
     clustered_rate,
+    interquartile_mean,
     mean,
+    mean_over_seeds_and_tasks,
     paired_difference,
+    probability_of_improvement,
     success_rate,
 )
 
@@ -105,7 +108,7 @@ def test_bootstrap_agrees_with_scipy_and_with_itself() -> None:
     assert (found.low, found.high) == pytest.approx((known.low, known.high), abs=0.02)
 
 
-def test_pairs_remove_what_the_seeds_have_in_common() -> None:
+def test_pairing_removes_the_variance_between_seeds() -> None:
     generator = np.random.default_rng(3)
     difficulty = generator.normal(0, 10, size=100)
     a, b = difficulty + 1 + generator.normal(0, 0.1, 100), difficulty
@@ -114,3 +117,47 @@ def test_pairs_remove_what_the_seeds_have_in_common() -> None:
     assert 0.9 < found.low < 1 < found.high < 1.1
     with pytest.raises(ValueError):
         paired_difference([1.0], [1.0, 2.0])
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=6))
+def test_interquartile_mean_is_scipys_trimmed_mean_and_weighs_parts_of_runs(values):
+    four = [[*values, *values, *values, *values]]  # a whole number of runs in each quarter
+    assert interquartile_mean(four, draws=10).value == pytest.approx(stats.trim_mean(four[0], 0.25), abs=1e-12)
+    # The same runs once: each counts in part, and the mean is the same.
+    assert interquartile_mean([values], draws=10).value == pytest.approx(stats.trim_mean(four[0], 0.25), abs=1e-12)
+
+
+def test_interquartile_mean_resamples_within_environments():
+    """Where the runs of each environment agree, nothing is left to resample, however far the environments are apart."""
+    found = interquartile_mean([[0.0] * 5, [1.0] * 5])
+    assert (found.value, found.low, found.high, found.n) == (0.5, 0.5, 0.5, 10)
+    spread = interquartile_mean([[0.1, 0.5, 0.6, 0.9, 0.95]])
+    assert spread.low < spread.value < spread.high
+
+
+def test_probability_of_improvement_is_mann_whitneys_u():
+    draws = np.random.default_rng(0)
+    a, b = (
+        [draws.normal(0.3, 1, 7).round(1).tolist() for _ in range(2)],
+        [draws.normal(0, 1, 6).round(1) for _ in range(2)],
+    )
+    expected = np.mean([stats.mannwhitneyu(x, y).statistic / 42 for x, y in zip(a, b, strict=True)])
+    found = probability_of_improvement(a, b)
+    assert found.value == pytest.approx(expected)
+    assert found.low <= found.value <= found.high
+    assert probability_of_improvement([[1.0, 2.0]], [[0.0]]).low == 1.0
+    with pytest.raises(ValueError, match="same environments"):
+        probability_of_improvement([[1.0]], [[1.0], [2.0]])
+
+
+def test_an_interval_over_seeds_and_tasks_covers_both_kinds_of_variation():
+    """Its half width is that of the standard error from the components of variance."""
+    draws = np.random.default_rng(1)
+    seeds, tasks = 20, 60
+    table = draws.normal(0, 0.3, (seeds, 1)) + draws.normal(0, 0.5, (1, tasks))
+    found = mean_over_seeds_and_tasks(table.tolist())
+    error = math.sqrt(table.mean(1).var() / seeds + table.mean(0).var() / tasks)
+    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.05)
+    assert found.n == seeds
+    with pytest.raises(ValueError, match="every training seed"):
+        mean_over_seeds_and_tasks([])

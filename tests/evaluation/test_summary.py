@@ -22,7 +22,7 @@ def test_seeds_and_not_episodes_are_counted() -> None:
     assert found.success == success_rate(1, 2)
 
 
-def test_a_failed_episode_is_no_success_and_is_told() -> None:
+def test_a_failed_episode_is_reported_and_not_a_success() -> None:
     broken = played(1, (5.0,), success=True, outcome=Outcome.FAILED, failure="time-out")
     found = summarize([played(0), played(2), broken])
     assert found.success == success_rate(2, 3)
@@ -52,7 +52,7 @@ def test_metrics_are_those_of_an_evaluation_line() -> None:
     )
 
 
-def test_no_episodes_are_no_evaluation() -> None:
+def test_an_evaluation_without_episodes_is_an_error() -> None:
     with pytest.raises(ValueError):
         summarize([])
 

@@ -115,7 +115,7 @@ def test_one_model_and_chosen_metrics(tmp_path, capsys):
         (["a={}/a.json", "b={}/b.json", "--out", "t.pdf"], "--out t.pdf must end in .md, .csv, .tex or .html"),
     ],
 )
-def test_what_cannot_be_tabled_is_refused(words, message, tmp_path, capsys):
+def test_invalid_arguments_of_table_are_refused(words, message, tmp_path, capsys):
     results(tmp_path / "a.json", {"x": lambda i: i})
     results(tmp_path / "b.json", {"x": lambda i: -i})
     results(tmp_path / "judged.json", {"x": lambda i: i}, judge="m")

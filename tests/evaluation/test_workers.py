@@ -22,7 +22,7 @@ def metrics_of(tmp_path, name, words):
     return json.loads((tmp_path / name).read_text())
 
 
-def test_bfloat16_is_near_and_said(file, tiny_model, tmp_path):
+def test_bfloat16_is_close_and_reported(file, tiny_model, tmp_path):
     words = ["text", file, "--metrics", "perplexity", "--model", str(tiny_model), "--device", "cpu"]
     full = metrics_of(tmp_path, "full.json", words)["metrics"]
     half = metrics_of(tmp_path, "half.json", [*words, "--dtype", "bfloat16"])["metrics"]
@@ -33,7 +33,7 @@ def test_bfloat16_is_near_and_said(file, tiny_model, tmp_path):
         assert half[name]["value"] != metric["value"]
 
 
-def test_a_device_that_is_not_there(file, tiny_model, capsys):
+def test_a_missing_device(file, tiny_model, capsys):
     words = ["evaluate", "text", file, "--metrics", "perplexity", "--model", str(tiny_model), "--device", "cuda"]
     assert main(words) == 2
     assert "posttrain: --device: torch finds no GPU for cuda" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_seven_billion_parameters_fit_the_devices_that_the_page_names(tmp_path, 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.figures
-def test_the_small_commands_leave_what_the_author_wanted(tmp_path, monkeypatch):
+def test_the_small_commands_write_the_files_of_the_author(tmp_path, monkeypatch):
     """A tiny random model in place of the packaged one, and fewer episodes; the keys are those of the page."""
     monkeypatch.chdir(tmp_path)
     place_recipes(tmp_path)

@@ -94,7 +94,7 @@ def test_the_commands_of_the_page_resolve(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.figures
-def test_the_small_command_makes_what_the_author_names(folder):
+def test_the_small_command_writes_the_files_of_the_author(folder):
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 

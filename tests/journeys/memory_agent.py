@@ -84,7 +84,7 @@ def record(kind, memory, question, answer):
 
 
 def write_model(folder):
-    """A Qwen3 that says one of `MESSAGES` with equal probability and ends. Its layers add nothing to the embeddings."""
+    """A Qwen3 that samples one of `MESSAGES` uniformly and ends. Its layers add nothing to the embeddings."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -164,7 +164,7 @@ def test_the_records_are_valid_and_the_training_commands_have_plans(folder):
 @pytest.mark.slow
 @pytest.mark.figures
 @pytest.mark.timeout(3600)
-def test_the_commands_end_with_what_the_author_names(folder):
+def test_the_commands_produce_the_results_of_the_author(folder):
     with serving(says_done, reasoning=True) as server:
         (folder / "own.yaml").write_text(yaml.safe_dump(own_recipe(server.url)))
         for command in page_commands():
@@ -200,7 +200,7 @@ def check_checkpoints(trained):
 
 
 def check_rewards(trained):
-    """Each training episode is paid as published: success, the first look, falling rewards of code, nothing else."""
+    """Each training episode has the published rewards only: success, reading user.md first, decreasing rewards of code."""
     returns = []
     for stored in stored_steps(trained / "episodes"):
         if stored.split != "train":

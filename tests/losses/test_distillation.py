@@ -177,7 +177,7 @@ def test_single_tokens_miss_the_gradient_of_whole_sequences():
     assert np.abs(expected_gradient(0.0, log_softmax(PARAMETERS)) - exact_gradient(whole=True)).max() > 1e-3
 
 
-def test_importance_weights_correct_for_the_token_alone():
+def test_token_importance_weights_correct_for_single_tokens():
     # At the first token, whose state no earlier token has led to, the correction is exact.
     found = expected_gradient(0.0, log_softmax(PARAMETERS[:, ::-1].copy()))
     np.testing.assert_allclose(found[0], exact_gradient(whole=False)[0], atol=1e-12)

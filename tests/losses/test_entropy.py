@@ -1,4 +1,4 @@
-"""Control of the entropy by hand: which tokens are chosen, and how the coefficient moves."""
+"""Entropy control computed by hand: the selected tokens and the updates of the coefficient."""
 
 import numpy as np
 import pytest

@@ -31,7 +31,7 @@ def test_k3_is_finite_and_flat_beyond_its_bound():
     assert d.grad.tolist() == [0.0, 0.0]
 
 
-def test_k3_is_cut_off_at_ten_nats_and_counted():
+def test_k3_is_clipped_at_ten_nats_and_counted():
     d = torch.tensor([-2.0, -2.7, -5.0], dtype=torch.float64, requires_grad=True)
     found = estimate_kl("k3", d)
     found.sum().backward()
@@ -61,12 +61,12 @@ def test_the_default_estimator_follows_the_place(given):
         ({"importance_weighted": True, "estimator": "k2"}, "k2 has not the gradient"),
     ],
 )
-def test_estimators_that_are_no_penalty_in_their_place_are_refused(given, words):
+def test_estimators_that_are_not_a_penalty_in_the_reward_are_refused(given, words):
     with pytest.raises(ValidationError, match=words):
         KlRecipe.model_validate(given)
 
 
-def test_the_default_in_the_reward_is_no_key_without_effect():
+def test_the_default_in_the_reward_gives_no_warning():
     found = recipe_warnings(load_recipe([], ["kl.apply_to=reward"], "rl"))
     assert [note for note in found if note.startswith("kl.")] == ["kl.apply_to has no effect: kl.coefficient is 0"]
 
@@ -92,7 +92,7 @@ def test_adaptive_coefficient_is_steered_to_the_target():
 
 
 @pytest.mark.parametrize("kl", [None, math.nan])
-def test_nothing_measured_moves_nothing(kl):
+def test_without_a_measurement_the_coefficient_is_unchanged(kl):
     controller = KlController(KlRecipe(coefficient=0.1, target=2.0))
     controller.update(kl, 10)
     assert controller.coefficient == 0.1

@@ -111,7 +111,7 @@ def test_a_sequence_weight_is_the_product_of_the_streams_ratios():
     assert (metrics["correction/rejected"], metrics["correction/rejected_streams"]) == ((1.0, 3.0), (1.0, 2.0))
 
 
-def test_a_cap_on_the_product_acts_where_one_on_the_geometric_mean_never_would():
+def test_a_cap_on_the_product_acts_where_one_on_the_geometric_mean_does_not():
     # 200 tokens, each 0.02 nats off: the product is e^4 = 55, the geometric mean 1.02.
     n = 200
     data = corrected([math.exp(0.02)] * n, lengths=[n])
@@ -141,7 +141,7 @@ def test_geometric_rejection_combines_with_token_weights():
         ({"reject": "token", "bounds": [1.5, 2.0]}, "must be a number below 1"),
     ],
 )
-def test_corrections_that_make_no_sense_are_refused(given, words):
+def test_invalid_corrections_are_refused(given, words):
     with pytest.raises(ValidationError, match=words):
         CorrectionRecipe.model_validate(given)
 
@@ -242,7 +242,7 @@ def test_gpg_scales_by_the_groups_that_have_an_advantage():
 
 
 @pytest.mark.parametrize("kind", ["ppo", "gspo", "gspo_token", "cispo", "dppo", "sapo", "gmpo", "reinforce", "gpg"])
-def test_the_off_policy_mask_spares_good_streams_and_near_ones(kind):
+def test_the_off_policy_mask_keeps_streams_that_are_good_or_close(kind):
     # mean log mu / pi: 0.5 with A < 0, 0.5 with A > 0, 0.05 with A < 0.
     ratios = [math.exp(-1.0), 1.0, math.exp(-1.0), 1.0, math.exp(-0.1), 1.0]
     data = batch([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0], lengths=[2, 2, 2])

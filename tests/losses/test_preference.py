@@ -107,7 +107,7 @@ def test_gradients_are_those_of_finite_differences(chosen, rejected, ref_chosen_
 
 @settings(deadline=None, max_examples=25)
 @given(log_probability, log_probability, log_probability)
-def test_a_pair_does_not_see_the_others(chosen, rejected, reference):
+def test_a_pair_does_not_attend_to_others(chosen, rejected, reference):
     for kind in PAIRWISE:
         whole = preference_losses(recipe(kind), pairs(chosen, rejected, reference=(reference, reference))).losses
         for i in range(3):
@@ -167,7 +167,7 @@ def test_ipo_is_zero_at_its_target_and_not_below():
 
 
 @pytest.mark.parametrize("kind", ["ipo", "simpo", "orpo"])
-def test_length_averaged_losses_do_not_see_the_length(kind):
+def test_length_averaged_losses_do_not_depend_on_the_length(kind):
     short, long = pairs([-6.0], [-5.0], ([2], [2])), pairs([-60.0], [-50.0], ([20], [20]))
     losses = [preference_losses(recipe(kind), sums).losses.item() for sums in (short, long)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
@@ -190,7 +190,7 @@ def test_losses_without_a_reference_do_not_read_one(kind):
 
 
 @pytest.mark.parametrize("kind", WITH_REFERENCE)
-def test_losses_with_a_reference_say_so(kind):
+def test_losses_with_a_reference_declare_it(kind):
     sums = pairs([-6.0], [-5.0])
     assert recipe(kind).needs_reference
     with pytest.raises(ValueError, match="reference"):

@@ -47,7 +47,7 @@ def test_gradients_and_symmetries(chosen, rejected, margin, shift):
     assert torch.allclose(bradley_terry(c, r, m, 0.3) - bradley_terry(c, r, m, 0.0), 0.3 * (c + r) ** 2)
 
 
-def test_equal_scores_are_a_coin():
+def test_equal_scores_give_one_half():
     assert bradley_terry(numbers([3.0]), numbers([3.0]), None, 0.0).item() == pytest.approx(math.log(2))
 
 

@@ -1,4 +1,4 @@
-"""The value loss by hand, and where it stops to pull."""
+"""The value loss computed by hand, and where its gradient is zero."""
 
 import pytest
 import torch

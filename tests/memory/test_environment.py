@@ -1,4 +1,4 @@
-"""The environment of the memory agent: episodes of scripts, what they are paid, and what leaks from one to another."""
+"""The environment of the memory agent: scripted episodes, their rewards, and isolation between them."""
 
 import json
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_it_is_registered_and_keys_can_be_set():
     ],
     ids=str,
 )
-def test_it_proves_itself(keys):
+def test_the_environment_validates(keys):
     Memory.validate(_recipe(**keys), range(8))
 
 
@@ -90,7 +90,7 @@ def test_a_script_of_every_kind_earns_the_reward_of_success(kind):
         assert all("error" not in step.messages[0]["content"] for step in steps[:-1])
 
 
-def test_seeds_have_worlds_of_their_own_and_kinds_come_as_often_as_they_should():
+def test_seeds_have_separate_worlds_and_kinds_have_their_frequencies():
     found = [assignment(_recipe(), seed) for seed in range(60)]
     assert len({one.task.question for one in found}) == 60
     assert len({one.files["user.md"] for one in found}) == 60
@@ -116,7 +116,7 @@ def test_every_episode_has_its_own_copy_of_the_vault():
     assert assignment(recipe, 1).files["user.md"] == before
 
 
-def test_rejected_messages_do_nothing_cost_a_little_and_say_why():
+def test_rejected_messages_have_no_effect_cost_a_penalty_and_return_the_reason():
     environment = Memory(_recipe(rejected=-0.03))
     environment.reset(0)
     step = environment.step("<python>delete_file('user.md')</python>")
@@ -126,7 +126,7 @@ def test_rejected_messages_do_nothing_cost_a_little_and_say_why():
     assert "text =" in environment.step(_message("python", "text = read_file('user.md')")).messages[0]["content"]
 
 
-def test_the_last_message_is_announced_and_the_episode_is_cut_off_after_it():
+def test_the_last_message_is_announced_and_the_episode_is_truncated_after_it():
     environment = Memory(_recipe(max_turns=3))
     environment.reset(0)
     steps = [environment.step(_message("python", "a = 1")) for _ in range(3)]
@@ -139,7 +139,7 @@ def test_the_last_message_is_announced_and_the_episode_is_cut_off_after_it():
         environment.expert()
 
 
-def test_looking_first_is_seen_and_can_be_paid():
+def test_reading_user_md_first_is_recognized_and_can_be_rewarded():
     recipe = _only("retrieval", weights={"check_first": 0.1})
     paid = {}
     codes = {
@@ -200,7 +200,7 @@ def test_results_and_calls_are_limited():
     assert len(body) < 500
 
 
-def test_a_fault_of_the_interpreter_is_no_result(monkeypatch):
+def test_an_interpreter_error_is_not_a_result(monkeypatch):
     class Broken:
         def run(self, code, functions) -> RunResult:
             raise InterpreterFault("it does not start")
@@ -239,7 +239,7 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("code", ATTACKS)
-def test_code_cannot_tell_one_hidden_value_from_another(code, interpreter):
+def test_code_cannot_distinguish_hidden_values(code, interpreter):
     bodies = []
     for phone in ("+1 555 0101 222", "+44 20 7946 0000"):
         vault = Vault(MemoryStorage({"user.md": "# Me\n[[b]]", "b.md": f"# Bo\n- phone: {phone}\n"}))
@@ -275,7 +275,7 @@ def test_no_filter_task_leaks_and_each_can_be_solved():
     assert checked > 15
 
 
-def test_a_guess_at_what_is_hidden_is_withheld_and_not_paid():
+def test_a_guess_of_a_hidden_fact_is_withheld_and_not_rewarded():
     recipe = _only("filter")
     for seed in range(30):
         one = assignment(recipe, seed)
@@ -292,7 +292,7 @@ def test_a_guess_at_what_is_hidden_is_withheld_and_not_paid():
     raise AssertionError("no such task")
 
 
-def test_players_without_a_model_are_ordered_as_they_should_be():
+def test_baseline_policies_have_the_expected_order():
     recipe = _recipe()
     found = Memory.baselines(recipe, range(25))
     assert set(found) == {*BASELINE_POLICIES, "optimal"}
@@ -320,7 +320,7 @@ def test_bm25_by_hand():
         ({"nonsense": 1}, "nonsense"),
     ],
 )
-def test_keys_that_make_no_sense_are_refused(keys, complaint):
+def test_invalid_keys_are_refused(keys, complaint):
     with pytest.raises(ValidationError, match=complaint):
         _recipe(**keys)
 
@@ -330,7 +330,7 @@ def test_worlds_without_tasks_are_refused():
         Memory(_recipe(worlds=dict.fromkeys(KINDS, 0))).reset(0)
 
 
-def test_random_answers_are_understood_and_told_apart_by_the_draw():
+def test_random_answers_are_valid_and_differ_by_the_draw():
     environment = Memory(_recipe())
     environment.reset(0)
     answers = {environment.random_answer(draw / 10) for draw in range(10)}
@@ -348,7 +348,7 @@ def rows(tmp_path):
     return str(path), made
 
 
-def test_rows_of_a_file_are_tasks_and_prove_themselves(rows):
+def test_rows_of_a_file_are_tasks_and_validate(rows):
     path, made = rows
     recipe = _recipe(tasks=path)
     assert len(made) > 5

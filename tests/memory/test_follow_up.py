@@ -1,4 +1,4 @@
-"""The two-rollout protocol: an update, then a question of somebody who knows nothing but the notes."""
+"""The two-rollout protocol: an update, then a question in a new conversation about the notes."""
 
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ def first(variant):
     raise AssertionError(f"no {variant} in 200 seeds")
 
 
-def test_what_was_only_said_and_not_noted_is_not_known_afterwards():
+def test_a_fact_that_was_not_noted_is_missing_in_the_follow_up():
     seed, task = first("change")
     environment = Memory(recipe())
     environment.reset(seed)
@@ -103,7 +103,7 @@ def test_what_was_only_said_and_not_noted_is_not_known_afterwards():
 
 
 @pytest.mark.parametrize("variant", ["delete", "remove"])
-def test_asking_for_what_should_be_gone_is_right_only_where_it_is_gone(variant):
+def test_asking_for_a_removed_fact_is_right_only_if_it_was_removed(variant):
     seed, task = first(variant)
     asked = message("reply", task.follow_up.reply)
     undone = play(Memory(recipe()), seed, [message("reply", task.reply), asked])
@@ -117,7 +117,7 @@ def test_asking_for_what_should_be_gone_is_right_only_where_it_is_gone(variant):
     assert scores == {"update": 0.0, NOTES: 0.0, ASKED_AFTER: 1.0}
 
 
-def test_a_note_that_was_moved_is_not_gone():
+def test_a_moved_note_does_not_count_as_deleted():
     seed, task = first("remove")
     path = task.truth["change"]["about"]
     moved = message("python", f'move_file("{path}", "entities/elsewhere.md")')
@@ -126,7 +126,7 @@ def test_a_note_that_was_moved_is_not_gone():
     assert steps[-1].info["scores"][ASKED_AFTER] == 0.0
 
 
-def test_a_right_update_and_a_wrong_answer_afterwards_is_no_success():
+def test_a_right_update_with_a_wrong_follow_up_is_not_a_success():
     seed, task = first("add")
     answers = [*(message("python", code) for code in task.code), message("reply", task.reply)]
     steps = play(Memory(recipe()), seed, [*answers, message("reply", "I do not know.")])
@@ -134,7 +134,7 @@ def test_a_right_update_and_a_wrong_answer_afterwards_is_no_success():
     assert sum(step.reward for step in steps) < 0.6
 
 
-def test_players_without_a_model_have_columns_of_both_halves():
+def test_baseline_policies_have_columns_of_both_halves():
     found = Memory.baselines(recipe(), range(30))
     assert set(found) == {*Memory.scripted_baselines, "random", "optimal"}
     assert all(set(one.scores) == {"update", NOTES, ASKED_AFTER} for one in found.values())
@@ -157,7 +157,7 @@ def test_the_old_value_is_a_wrong_answer_afterwards():
     assert steps[-1].info["scores"][ASKED_AFTER] == 0.0
 
 
-def test_an_update_without_a_reply_is_still_asked_about():
+def test_an_update_without_a_reply_still_has_its_follow_up():
     seed, task = first("change")
     one = recipe(max_turns=2)
     solved = "\n".join(task.code)

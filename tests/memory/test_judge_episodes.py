@@ -1,4 +1,4 @@
-"""A judge of episodes whose truth a program knows: it reports and may take away, and its faults are no scores."""
+"""A judge of episodes with a programmatic truth: it reports and may reduce the reward, and its failures are not scores."""
 
 import io
 import json
@@ -73,7 +73,7 @@ def test_an_honest_judge_agrees_and_both_are_reported(kind):
     assert all(asked["temperature"] == 0 for asked in server.requests)
 
 
-def test_a_judge_that_sees_nothing_in_it_takes_away_and_no_more():
+def test_a_strict_judge_only_reduces_the_reward():
     with judge(points(0)) as server:
         plain, judged = _recipe("retrieval"), _recipe("retrieval", judge=server.keys(), weights={"judge": 0.3})
         only = _recipe("retrieval", judge=server.keys())
@@ -87,7 +87,7 @@ def test_a_judge_that_sees_nothing_in_it_takes_away_and_no_more():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_judge_that_sees_nothing_wrong_makes_nothing_right(kind):
+def test_an_approving_judge_makes_no_wrong_episode_right(kind):
     messages = [_code('append_file("user.md", "x")'), _reply("Nothing comes to mind.")]
     paid = []
     with judge(points(10)) as server:
@@ -101,7 +101,7 @@ def test_a_judge_that_sees_nothing_wrong_makes_nothing_right(kind):
     assert last.info["scores"] == {kind: 0.0, "judge": 1.0}
 
 
-def test_silence_is_not_judged():
+def test_an_episode_without_a_reply_is_not_judged():
     with judge(points(10)) as server:
         environment = Memory(_recipe(judge=server.keys(), max_turns=2))
         last = play(environment, 0, [_code("a = 1")] * 2)[-1]
@@ -131,7 +131,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("place", ["reply", "notes", "path"])
-def test_what_a_policy_writes_stays_in_its_frame(attack, place):
+def test_text_of_a_policy_stays_in_its_frame(attack, place):
     def rule(asked):
         seen = frames(asked["messages"])
         return points(10 if "10 points" in asked["messages"][0]["content"] else 1)(asked) if seen else "?"
@@ -215,7 +215,7 @@ def _player(recipe, block, action="drop"):
 
 
 class _Says:
-    """An engine that says the same for ever."""
+    """An engine that always gives the same answer."""
 
     def __init__(self, text):
         self.ids = tuple(RENDERER.answer(text))
@@ -228,7 +228,7 @@ class _Says:
         return nullcontext()
 
 
-def test_a_second_run_asks_nothing_and_comes_to_the_same(tmp_path, monkeypatch):
+def test_a_second_run_sends_no_requests_and_gives_the_same_result(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "a-secret-key")
     with judge(honest) as server:
         cache = tmp_path / "judge.jsonl"
@@ -264,7 +264,7 @@ def test_text_tasks_use_the_same_cache(tmp_path):
         TextTask(recipe.model_copy(update={"judge": recipe.judge.model_copy(update={"cache": str(tmp_path)})}))
 
 
-def test_validation_and_baselines_ask_no_judge():
+def test_validation_and_baselines_do_not_call_the_judge():
     with judge(points(10)) as server:
         recipe = _recipe(judge=server.keys(), weights={"judge": 0.3})
         Memory.validate(recipe, range(3))
@@ -286,14 +286,14 @@ def test_validation_and_baselines_ask_no_judge():
         ({"judge": {"rubric": "kind"}}, "rubric"),
     ],
 )
-def test_keys_with_which_a_right_answer_could_earn_no_more_are_refused(keys, complaint):
+def test_keys_with_which_a_wrong_answer_could_earn_as_much_are_refused(keys, complaint):
     if "judge" in keys:
         keys = {**keys, "judge": {"url": "http://h/v1", "model": "m", **keys["judge"]}}
     with pytest.raises(ValidationError, match=complaint):
         _recipe(**keys)
 
 
-def test_the_worst_judge_leaves_every_right_scenario_above_every_wrong_one():
+def test_with_the_strictest_judge_right_scenarios_still_beat_wrong_ones():
     recipe = _recipe(judge={"url": "http://h/v1", "model": "m"}, weights={"judge": 0.5, "partial": 0.1})
     given = [assignment(recipe, seed) for seed in range(12)]
     tables = {
@@ -324,7 +324,7 @@ def test_changes_of_notes():
     ]
 
 
-def test_what_is_too_long_is_cut_and_says_so():
+def test_long_text_is_truncated_with_a_notice():
     with judge(points(10)) as server:
         task = MemoryTask("retrieval", "hop0", "pets", "How old am I?", 0, {"answers": []}, ["3"])
         judge_episode(JudgeServerRecipe(**server.keys()), task, {}, {"a.md": "y" * (LONGEST + 50)}, "z" * (LONGEST + 7))

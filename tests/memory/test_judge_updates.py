@@ -1,4 +1,4 @@
-"""Updates of the published form: no program knows their truth, a judge has to say yes, and harm is found without one."""
+"""Updates in the published format: without a programmatic truth a judge must approve, and damage is detected without one."""
 
 import json
 
@@ -172,7 +172,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_a_right_update_may_do(name):
+def test_allowed_side_effects_of_a_right_update(name):
     message, after = RIGHT[name]
     found = published_outcome(message, NOTES, after)
     assert found.harmed == ()
@@ -181,7 +181,7 @@ def test_what_a_right_update_may_do(name):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_harm_is_found_without_a_judge(name):
+def test_damage_is_detected_without_a_judge(name):
     message, after, fault = WRONG[name]
     found = published_outcome(message, NOTES, after)
     assert fault in " ".join((*found.harmed, *found.broken))
@@ -195,7 +195,7 @@ def test_harm_is_found_without_a_judge(name):
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(sorted(RIGHT)), st.sampled_from(["user", "studio", "tara", "leo"]), st.data())
-def test_a_word_changed_in_a_note_that_is_not_named_is_harm(name, other, data):
+def test_a_changed_word_in_another_note_is_damage(name, other, data):
     message, after = RIGHT[name]
     path = {"user": USER, "studio": STUDIO, "tara": TARA, "leo": LEO}[other]
     assume(path in after and path not in named_notes(message, NOTES))
@@ -213,7 +213,7 @@ TASK = MemoryTask("update", "document", "foreign", "Tara is 32 now.", 0, {"judge
 
 
 @pytest.mark.parametrize(("judged", "success"), [(0.0, False), (0.49, False), (0.5, True), (1.0, True)])
-def test_both_have_to_say_yes(judged, success):
+def test_both_judgements_must_approve(judged, success):
     weights = RewardWeights(judge=0.4, partial=0.1)
     after = RIGHT["a fact of a named note"][1]
     scored = score(TASK, NOTES, after, "Done.", False, 1, weights, judged=judged)
@@ -259,7 +259,7 @@ DAMAGE = _code(f'delete_file("{LEO}")')
 
 
 def honest(asked):
-    """Yes where the diff holds the new age, and the old one is gone."""
+    """Approves if the diff adds the new age and removes the old one."""
     seen = frames(asked["messages"])
     lines = seen["changes"].split("\n")
     return points(9 if "+- **age**: 32" in lines and "-- **age**: 31" in lines else 1, "by rule")(asked)
@@ -304,7 +304,7 @@ def test_right_wrong_and_harmful_updates(published):
     assert first["changes"].startswith(f"--- {TARA}\n+++ {TARA}\n@@ ")
 
 
-def test_a_judge_that_always_says_yes_makes_no_harm_right(published):
+def test_a_lenient_judge_cannot_make_damage_right(published):
     with judge(points(10)) as server:
         recipe = MemoryRecipe.model_validate({**published, "judge": server.keys()})
         for messages in ([UPDATE, DAMAGE, DONE], [DONE], [UPDATE, "<think>t</think><reply>Shall I?</reply>"]):
@@ -323,7 +323,7 @@ def _plays(asked):
     return DONE if len(messages) > 2 else UPDATE
 
 
-def test_the_judge_stands_in_the_table_and_in_the_episodes(published, tmp_path, monkeypatch, capsys):
+def test_the_score_of_the_judge_is_in_the_table_and_in_the_episodes(published, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     environment = {"type": "memory", **published, "judge.model": "m", "judge.cache": "judge.jsonl"}
     engine = {"type": "openai", "model": "player"}

@@ -1,4 +1,4 @@
-"""Reading the agent's messages: what is run, what is said, what is refused, and that pieces change nothing."""
+"""Parsing of the agent's messages: code, replies, rejected messages, and input in pieces."""
 
 import time
 from itertools import pairwise
@@ -100,7 +100,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_is_understood(name):
+def test_accepted_messages(name):
     message, wanted = ACCEPTED[name]
     found = parse(message)
     assert not isinstance(found, Rejected), found
@@ -108,7 +108,7 @@ def test_what_is_understood(name):
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_is_refused_and_why(name):
+def test_rejected_messages_and_their_reasons(name):
     message, reason = REJECTED[name]
     found = parse(message)
     assert isinstance(found, Rejected)
@@ -167,7 +167,7 @@ def test_any_text_can_be_written_as_a_string_of_the_code(text):
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(PARTS.filter(lambda part: part != "</think>"), max_size=12))
-def test_nothing_in_a_thought_is_run_or_said(parts):
+def test_nothing_in_a_thought_is_run_or_sent(parts):
     thought = " ".join(parts) + " "
     assert parse(f"<think>{thought}</think><python>a = 1</python>") == Act(thought.strip(), "a = 1")
 
@@ -181,7 +181,7 @@ def test_nothing_in_a_thought_is_run_or_said(parts):
         *(pytest.param(p, marks=pytest.mark.slow) for p in ["a", "'", '"', "\\", "#", " ", "\n", "a = 'b'\n"]),
     ],
 )
-def test_a_long_message_takes_a_moment(piece):
+def test_a_long_message_is_parsed_quickly(piece):
     """In code, in a string of it and in a reply."""
     for before in ("<python>", "<python>a = '", "<reply>"):
         begun = time.process_time()

@@ -1,4 +1,4 @@
-"""What holds of every vault, path, update and limit, over many drawn at random."""
+"""Properties of vaults, paths, updates and limits, on random ones."""
 
 import json
 import tempfile
@@ -59,7 +59,7 @@ def test_an_accepted_path_is_inside_visible_and_normal(path):
 
 @quick
 @given(plain, st.lists(plain))
-def test_paths_collide_exactly_when_they_differ_by_case_alone_or_one_lies_in_the_other(path, others):
+def test_paths_collide_if_they_differ_only_in_case_or_one_contains_the_other(path, others):
     assert collision(path, others) is None
     assert collision(path.upper(), [path]) is not None
     assert collision(f"{path}/x.md", [path]) == path
@@ -99,7 +99,7 @@ steps = st.lists(
 
 
 def play(vault, script):
-    """Play the steps; what the vault held after each, with what it refused."""
+    """Execute the steps; returns the content of the vault after each, and the errors."""
     history = [vault.files()]
     seen = []
     for name, *args in script:
@@ -146,7 +146,7 @@ def test_no_steps_break_the_limits_and_all_of_them_can_be_undone(script):
 
 @few
 @given(steps)
-def test_a_vault_on_disk_does_what_one_in_memory_does_and_outlives_its_process(script):
+def test_a_vault_on_disk_behaves_like_one_in_memory_and_persists(script):
     memory = Vault(MemoryStorage(), LIMITS)
     with tempfile.TemporaryDirectory() as root:
         disk = Vault(DiskStorage(Path(root), sync=False), LIMITS)
@@ -176,7 +176,7 @@ def test_a_link_is_read_as_it_was_written(target, heading, alias):
 
 @quick
 @given(st.lists(plain, min_size=1, unique=True), st.data())
-def test_after_a_move_every_link_leads_where_it_led(paths, data):
+def test_a_move_keeps_the_targets_of_all_links(paths, data):
     old = data.draw(st.sampled_from(paths))
     new = data.draw(st.sampled_from(["new.md", "p/new.md", "z/a.md", "z/b.md"]))
     forms = [*paths, *(path.removesuffix(".md") for path in paths), "a", "b", "c.md", "none"]
@@ -235,7 +235,7 @@ values = st.recursive(
 
 @settings(max_examples=50, deadline=None)
 @given(values, st.integers(20, 600))
-def test_what_comes_back_is_bounded_json(value, most):
+def test_results_are_json_of_limited_size(value, most):
     shown = JsonConverter(most).value(value)
     assert len(json.dumps(shown, ensure_ascii=False, allow_nan=False)) <= 4 * most + 1_000
     plenty = JsonConverter(1_000_000).value(value)
@@ -248,8 +248,8 @@ _BROKEN = st.text(alphabet="ab\n\r\v\u2028", max_size=12)
 
 @quick
 @given(_BROKEN, st.data(), st.text(alphabet="cd\n", min_size=1, max_size=4))
-def test_what_is_shown_of_a_note_can_be_replaced_where_it_stands(note, data, new):
-    """An update of what is shown is the update of what is there: nothing before or behind it changes."""
+def test_shown_text_of_a_note_can_be_replaced(note, data, new):
+    """An update of shown text changes only that text."""
     shown = with_line_feeds(note)
     start = data.draw(st.integers(0, len(shown)))
     old = shown[start : data.draw(st.integers(start, len(shown)))]

@@ -73,7 +73,7 @@ def test_the_gradient_is_the_numerical_one(monkeypatch, window):
     assert torch.autograd.gradcheck(lambda *x: layout.attend(0, *x, 0.3, window), heads(2, 9, (4, 2, 2)))
 
 
-def test_bfloat16_is_as_near_to_the_truth_as_the_eager_attention_of_models():
+def test_bfloat16_is_as_accurate_as_eager_attention():
     """Scores and probabilities rounded once each, sums in float32."""
     bundles = [(200, [])]
     exact = heads(3, 200)

@@ -15,7 +15,7 @@ BUNDLES = st.lists(
 
 
 def plain_kernel(spans, query, key, value, scaling, window):
-    """What the flash kernel is documented to compute, span by span, with masks written out."""
+    """The documented computation of the flash kernel, span by span, with explicit masks."""
     groups = query.shape[1] // key.shape[1]
     outputs = []
     for span in range(len(spans.query_ends) - 1):
@@ -51,7 +51,7 @@ def test_outputs_and_gradients_equal_the_processors(bundles, window, seed):
         torch.testing.assert_close(mine, theirs)
 
 
-def test_streams_with_prompts_of_their_own_copy_no_keys():
+def test_streams_without_shared_prompts_copy_no_keys():
     spans = spans_of([(3, [4]), (5, []), (2, [2])], CPU)
     assert spans.gathered is None
     assert spans.query_ends.tolist() == spans.key_ends.tolist() == [0, 7, 12, 16]
@@ -90,5 +90,5 @@ def test_the_installed_kernel_takes_these_arguments(window):
     assert key.grad.shape == key.shape
 
 
-def test_without_a_gpu_the_processors_attention_is_taken():
+def test_without_a_gpu_the_cpu_attention_is_used():
     assert not supports(torch.zeros(2, 3, 8, dtype=torch.bfloat16))

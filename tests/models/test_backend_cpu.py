@@ -21,7 +21,7 @@ def library(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(3, 5, 7), (1, 64, 32), (70, 33, 129)])
-def test_products_of_any_strides(library, rows, inner, columns):
+def test_matrix_products_with_any_strides(library, rows, inner, columns):
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(rows, inner, generator=generator), torch.randn(inner, columns, generator=generator)
     truth = (a.double() @ b.double()).float()
@@ -33,7 +33,7 @@ def test_products_of_any_strides(library, rows, inner, columns):
     assert (matmul(a, b, out) is out) == (not library)
 
 
-def test_bfloat16_and_float64_go_the_usual_way(library):
+def test_bfloat16_and_float64_use_products_of_torch(library):
     for dtype in (torch.bfloat16, torch.float64):
         a = torch.randn(3, 4).to(dtype)
         assert torch.equal(matmul(a, a.t()), a @ a.t())
@@ -66,7 +66,7 @@ def test_a_precision_counts_as_multiplied_only_where_a_product_works(error, monk
     assert backend.onednn_multiplies.__wrapped__(torch.float32) is (error is None)
 
 
-def test_the_processor_decides(tmp_path, monkeypatch):
+def test_the_vendor_of_the_processor_selects_onednn(tmp_path, monkeypatch):
     for vendor, expected in (("AuthenticAMD", True), ("GenuineIntel", False)):
         file = tmp_path / vendor
         file.write_text(f"vendor_id\t: {vendor}\n")

@@ -27,7 +27,7 @@ def streams():
     return ids, sampled
 
 
-def test_a_value_is_the_score_of_what_stands_before_its_token(reward_model):
+def test_a_value_is_the_score_of_the_tokens_before(reward_model):
     recipe = ModelRecipe(path=str(reward_model))
     ids, sampled = streams()
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_a_value_is_the_score_of_what_stands_before_its_token(reward_model):
 
 
 @pytest.mark.parametrize("lora", [None, LoraRecipe(rank=2)])
-def test_from_a_language_model_it_starts_at_zero_and_can_learn(lora, tiny_model):
+def test_a_critic_from_a_language_model_starts_at_zero_and_learns(lora, tiny_model):
     critic = Critic(ModelRecipe(path=str(tiny_model), lora=lora))
     values = critic.values(*streams())
     assert not values.any()

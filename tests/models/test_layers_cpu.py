@@ -60,7 +60,7 @@ def test_a_model_of_fused_layers_equals_the_model(architecture):
         torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_bfloat16_is_as_near_to_float32_as_the_model_is():
+def test_bfloat16_differs_from_float32_no_more_than_the_model_does():
     exact, _ = both(config_of("llama"))
     plain, fused = both(config_of("llama"), torch.bfloat16)
     exact.load_state_dict(plain.state_dict())
@@ -98,7 +98,7 @@ def test_a_copy_computes_with_its_own_weights():
     assert outputs(fused).abs().max() > 0
 
 
-def test_another_activation_stays_as_it_is():
+def test_another_activation_is_unchanged():
     config = config_of("llama")
     config.hidden_act = "gelu"
     plain, fused = both(config)

@@ -29,7 +29,7 @@ def test_a_missing_directory_is_named(tmp_path):
         load_model(ModelRecipe(path=str(tmp_path / "nowhere")))
 
 
-def test_a_hub_id_out_of_reach_is_named_at_once(monkeypatch):
+def test_an_unreachable_hub_id_is_named_at_the_start(monkeypatch):
     monkeypatch.setattr(
         "huggingface_hub.HfApi.model_info", lambda *_, **__: (_ for _ in ()).throw(OSError("no network"))
     )
@@ -45,7 +45,7 @@ def test_a_truncated_model_is_named(tiny_model, tmp_path):
         load_model(ModelRecipe(path=str(broken)))
 
 
-def test_a_model_without_some_weights_is_not_filled_in_at_random(tiny_model, tmp_path):
+def test_missing_weights_are_not_initialized_at_random(tiny_model, tmp_path):
     from safetensors.torch import load_file, save_file
 
     broken = copy(tiny_model, tmp_path)
@@ -129,7 +129,7 @@ def test_saved_weights_restore_bit_for_bit(lora, tiny_model, tmp_path):
         assert torch.equal(mine, theirs), name
 
 
-def test_a_gpu_that_is_not_there_is_an_error_and_auto_does_without(tiny_model, monkeypatch):
+def test_a_missing_gpu_is_an_error_unless_the_device_is_auto(tiny_model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match=r"model.device: .*cuda"):
         load_model(ModelRecipe(path=str(tiny_model), device="cuda"))
@@ -147,7 +147,7 @@ def test_where_torch_sees_a_gpu_auto_takes_it_with_its_own_precision(monkeypatch
 
 
 @pytest.mark.parametrize(("processor", "library"), [(True, True), (True, False), (False, True)])
-def test_auto_wants_instructions_that_the_library_may_use(processor, library, monkeypatch):
+def test_auto_requires_instructions_that_the_library_uses(processor, library, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: processor)
     monkeypatch.setattr("posttrain.models.load.onednn_multiplies", lambda dtype: library)
     chosen = resolve_dtype("auto", torch.device("cpu"))
@@ -189,7 +189,7 @@ def test_bfloat16_that_onednn_refuses_takes_the_slow_path_or_is_an_error(slow_pa
         ),
     ],
 )
-def test_a_run_says_what_auto_selects_and_why(native, notes, monkeypatch):
+def test_a_run_reports_what_auto_selects_and_why(native, notes, monkeypatch):
     monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: native)
     reward = {"path": "x", "dtype": "bfloat16"}
     model = {"dtype": "auto", "device": "cpu"}
@@ -197,6 +197,6 @@ def test_a_run_says_what_auto_selects_and_why(native, notes, monkeypatch):
     assert precision_notes(RlRecipe(environment={"type": "bandit"})) == []
 
 
-def test_a_dry_run_says_it_once(capsys):
+def test_a_dry_run_reports_it_once(capsys):
     run("rl", ["environment.type=bandit", "model.dtype=auto", "model.device=cpu"], True, None, None, False)
     assert capsys.readouterr().out.count("precision: model.dtype auto is ") == 1

@@ -1,4 +1,4 @@
-"""A prompt that streams share is computed once, and nothing changes by it."""
+"""A prompt that streams share is computed once, with the same results."""
 
 import numpy as np
 import torch

@@ -78,7 +78,7 @@ def test_a_probe_sees_its_beginning_and_itself(streams):
         start += length + len(seen)
 
 
-def test_the_attention_that_is_kept_is_that_of_transformers(tmp_path):
+def test_the_stored_attention_is_that_of_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
     path = save_tiny_model(tmp_path, "llama")

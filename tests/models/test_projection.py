@@ -51,7 +51,7 @@ def test_values_and_gradients_equal_the_plain_ones(monkeypatch, elements, diviso
         torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
 
 
-def test_only_what_is_asked_for_gets_a_gradient():
+def test_only_requested_tensors_get_a_gradient():
     hidden, weight, targets = inputs()
     projected_scores(hidden, weight.detach(), targets, 1.0, 1000)[0].sum().backward()
     expected = torch.autograd.grad(plainly(hidden, weight, targets, 1.0)[0].sum(), (hidden, weight))

@@ -25,7 +25,7 @@ def streams(seed=0):
 
 
 def transformers_scores(path, ids, padded):
-    """What `AutoModelForSequenceClassification` says of token ids, one by one or padded in one batch."""
+    """Scores of `AutoModelForSequenceClassification` for token ids, one by one or padded in one batch."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
@@ -84,7 +84,7 @@ def test_exported_adapters_keep_the_head(tmp_path):
         torch.testing.assert_close(again.rewards(ids, sampled), ours, atol=1e-5, rtol=1e-5)
 
 
-def test_the_gradient_of_a_packed_pair_is_that_of_each_alone(tiny_model):
+def test_the_gradient_of_a_packed_pair_is_that_of_separate_passes(tiny_model):
     model = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
     ids, sampled = streams()
     model.rewards(ids, sampled).sum().backward()
@@ -122,6 +122,6 @@ def test_the_head_is_drawn_from_its_own_seed(tiny_model):
     assert 0.5 < float(heads[0].std() * (heads[0].shape[1] + 1) ** 0.5) < 1.5
 
 
-def test_a_language_model_is_no_reward_model(tiny_model):
+def test_a_language_model_is_refused_as_a_reward_model(tiny_model):
     with pytest.raises(InputError, match="is not a reward model: it has no head `score`"):
         RewardModel(ModelRecipe(path=str(tiny_model)), new_head=False)

@@ -83,7 +83,7 @@ def test_a_template_without_a_switch_is_refused(tiny_model):
 @pytest.mark.parametrize(
     ("written", "value"), [("off", "off"), ("on", "on"), ("'off'", "off"), ("template", "template")]
 )
-def test_on_and_off_are_words_of_a_recipe(written, value):
+def test_on_and_off_are_text_in_a_recipe(written, value):
     assert load_recipe([], [f"model.thinking={written}"], "rl").model.thinking == value
     with pytest.raises(InputError, match=r"model\.thinking"):
         load_recipe([], ["model.thinking=1"], "rl")

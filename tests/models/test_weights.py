@@ -1,4 +1,4 @@
-"""Weights as they are sent to an engine: those that an export holds, bit for bit."""
+"""Weights as they are sent to an engine: bit for bit those of an export."""
 
 import pytest
 import torch

@@ -55,7 +55,7 @@ def shown(recipe, width, lengths=(208, 127, 227, 0)):
 
 
 @pytest.mark.parametrize("base", PUBLISHED)
-def test_published_placements_resolve_and_their_plans_say_what_waits(base):
+def test_published_placements_resolve_and_their_plans_show_idle_gpus(base):
     name, stage, said = PUBLISHED[base]
     recipe = recipe_of(base, name, stage=stage)
     told = " ".join(shown(recipe, 400, (1500, 1500, 3500, 600) if "memory" in base else (208, 127, 227, 0)).split())
@@ -84,7 +84,7 @@ def test_the_better_placement_is_several_times_as_fast(base):
     assert 3 < seconds[0] / seconds[1] < 20
 
 
-def test_the_advice_is_a_recipe_that_is_as_fast_as_it_says():
+def test_the_advised_recipe_is_as_fast_as_predicted():
     recipe = recipe_of("rlhf/ppo", "rlhf/ppo_8gpu_published")
     nodes, job = described(1, 8, H100), Episodes(256, 2, 208, 127, 227)
     best = advised(recipe, QWEN3_4B, H100, nodes, job)[0]
@@ -94,7 +94,7 @@ def test_the_advice_is_a_recipe_that_is_as_fast_as_it_says():
     assert seconds == pytest.approx(best.seconds)
 
 
-def test_gpus_that_nobody_uses_count_as_waiting_and_the_advice_is_to_use_them():
+def test_unused_gpus_count_as_idle_and_the_advice_is_to_use_them():
     told = " ".join(shown(recipe_of("memory/gspo"), 400).split())
     assert "7 of 8 GPUs are unused; raise hardware.processes = 1" in told
     assert "GPUs are idle for 88% of a step: 1 of 8 are busy" in told
@@ -105,7 +105,7 @@ def test_gpus_that_nobody_uses_count_as_waiting_and_the_advice_is_to_use_them():
     place(recipe_of("memory/gspo", overrides=[word for word in words if "=" in word]), described(1, 8, H100))
 
 
-def test_engines_that_sample_ahead_wait_only_for_what_takes_longer():
+def test_asynchronous_engines_wait_only_for_the_slower_side():
     keys = ["ray=auto", "processes=4", "engines.count=4", "engines.colocated=false"]
     overrides = ["rollout.async_rollouts=1", *(f"hardware.{key}" for key in keys)]
     told = " ".join(shown(recipe_of("memory/gspo", overrides=overrides), 400).split())
@@ -121,7 +121,7 @@ def test_a_plan_fits_the_terminal(width):
     assert "reference model 0" in told
 
 
-def test_two_cores_hold_a_whole_run():
+def test_a_whole_run_fits_two_cores():
     recipe = load_recipe([], ["hardware.ray=auto", "hardware.environments.count=2"], "rl")
     workers, share = place(recipe, [Node("here", 2.0, 0)])
     assert [worker.name for worker in workers] == ["learner 0", "engine 0", "environments 0", "environments 1"]
@@ -131,7 +131,7 @@ def test_two_cores_hold_a_whole_run():
     assert memory["engine"][0] > 4 * QWEN3_4B.parameters
 
 
-def test_gpus_that_are_not_there_are_an_error_that_names_keys():
+def test_the_error_about_missing_gpus_names_keys():
     recipe = load_recipe([], ["hardware.ray=auto", "hardware.processes=9"], "rl")
     with pytest.raises(InputError, match=r"need 9 GPUs, but the cluster has 8; lower hardware\.processes"):
         place(recipe, described(1, 8, H100))

@@ -1,4 +1,4 @@
-"""The phases of a recipe's step, its idle time, and what `--dry-run --on DEVICE` says."""
+"""The phases of a recipe's step, its idle time, and the output of `--dry-run --on DEVICE`."""
 
 from dataclasses import fields
 from io import StringIO
@@ -43,7 +43,7 @@ SAMPLED = ["reading prompts", "sampling"]
 LEARNED = ["forward and backward passes", "optimizer"]
 
 
-def test_a_phase_for_each_thing_that_is_computed():
+def test_every_computation_has_a_phase():
     assert names() == [*SAMPLED, *LEARNED]
     assert names("kl.coefficient=0.1") == [*SAMPLED, "reference log-probabilities", *LEARNED]
     assert names("reward.path=rm") == [*SAMPLED, "reward model", *LEARNED]
@@ -58,7 +58,7 @@ def test_a_phase_for_each_thing_that_is_computed():
     assert names(rows, "loss.type=simpo", stage="dpo") == LEARNED
 
 
-def test_what_a_recipe_leaves_open_is_at_its_limit():
+def test_lengths_that_a_recipe_leaves_open_are_at_their_limits():
     turns = recipe_of("environment.type=frozen_lake", "environment.max_turns=3", "rollout.tokens_per_turn=20")
     assert episodes_at_most(turns) == Episodes(8, 8, 0, 60, 60, 2048 - 60)
     assert evaluated_at_most(turns) == Episodes(64, 1, 0, 60, 60, 2048 - 60)
@@ -89,7 +89,7 @@ def test_auto_takes_the_faster_numbers_and_adapters_are_a_small_update():
     assert seconds("model.lora.rank=8")["optimizer"] < seconds()["optimizer"] / 50
 
 
-def test_who_waits():
+def test_idle_share_and_time_of_placements():
     apart = Placement(2, 2, engines=2, colocated=False)
     phases = [Phase("sampling", 3.0, 2, sampling=True), Phase("learning", 1.0, 2)]
     assert total_seconds(phases, apart) == 4.0
@@ -100,7 +100,7 @@ def test_who_waits():
     assert idle_share([Phase("all", 5.0, 2)], Placement(2)) == 0
 
 
-def test_engines_ahead_of_a_learner_shorten_the_step():
+def test_asynchronous_engines_shorten_the_step():
     recipe = recipe_of("model.dtype=bfloat16", "model.gradient_checkpointing=true")
     job = Episodes(64, 8, 200, 500, 2000)
     waiting, ahead = (
@@ -122,7 +122,7 @@ def test_dry_run_claims_no_time_without_limits():
     assert "a step" not in found.split("\ntime\n")[1]
 
 
-def test_dry_run_says_phases_and_their_sum():
+def test_dry_run_shows_phases_and_their_sum():
     found = said(recipe_of("steps=50", "model.dtype=bfloat16"), SIZES, H200).split("\ntime\n")[1]
     for what in (*SAMPLED, *LEARNED, "an evaluation"):
         assert what in found
@@ -186,7 +186,7 @@ def test_a_device_from_a_file(tmp_path):
         ("a: [", "is not valid YAML"),
     ],
 )
-def test_a_file_that_is_no_device(tmp_path, text, expected):
+def test_a_file_that_describes_no_device(tmp_path, text, expected):
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     with pytest.raises(InputError, match=f"--on: .*{expected}"):

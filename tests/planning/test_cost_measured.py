@@ -55,7 +55,7 @@ def test_a_whole_235b_does_not_fit_on_eight(planned):
     assert planned.clusters.best("Qwen3-235B-A22B", 8, ahead=0, lora=True) is not None
 
 
-def test_what_idles_in_the_published_placements(planned):
+def test_idle_gpus_in_the_published_placements(planned):
     topologies = planned.topologies
     found = {(job, name): topologies.busy(p) for job, plans in topologies.PLANS.items() for name, p in plans.items()}
     assert all(0 < gpus <= 8 + 1e-9 for gpus in found.values())
@@ -69,7 +69,7 @@ def test_what_idles_in_the_published_placements(planned):
             assert sum(row[column] or 0 for row in rows[:-1]) == pytest.approx(rows[-1][column])
 
 
-def test_the_longest_run_of_a_parallel_search_holds_it_up(planned):
+def test_the_longest_run_determines_the_time_of_a_parallel_search(planned):
     last, work, idle = planned.topologies.search_in_parallel()
     assert idle == pytest.approx(1 - work / (8 * last))
     assert idle > 0.2
@@ -79,7 +79,7 @@ def test_the_longest_run_of_a_parallel_search_holds_it_up(planned):
     assert same == pytest.approx(work)
 
 
-def test_the_page_holds_the_tables_that_the_script_prints(planned, monkeypatch, capsys):
+def test_the_page_contains_the_tables_that_the_script_prints(planned, monkeypatch, capsys):
     import scaling
 
     tables = "measured,published,baseline,best,PPO,DRCA,memory-agent,SFT,DPO,reward-model,search"

@@ -25,12 +25,12 @@ def sizes_of(rows):
     return {what: count for what, (count, _) in rows.items()}
 
 
-def test_everything_on_one_device_is_what_it_was():
+def test_the_default_placement_is_one_device():
     assert memory_estimate(recipe_of(), SIZES) == memory_estimate(recipe_of(), SIZES, ALONE)
     assert "weights of the engine" not in memory_estimate(recipe_of(), SIZES)
 
 
-def test_what_sharding_divides_and_what_it_does_not():
+def test_memory_that_sharding_divides_and_that_it_does_not():
     recipe = recipe_of("kl.coefficient=0.1")
     whole, found = (sizes_of(memory_estimate(recipe, SIZES, placed)) for placed in (ALONE, Placement(3, 3)))
     assert found["weights"] == found["gradients"] == found["reference model"] == 667  # 2000 / 3, rounded up
@@ -40,7 +40,7 @@ def test_what_sharding_divides_and_what_it_does_not():
     assert found["gathered temporarily"] == 2 * (3 * SIZES.layer + 2 * 800)
 
 
-def test_an_engine_of_its_own():
+def test_an_engine_in_a_separate_process():
     beside = Placement(4, 4, engines=2, tensor=2, colocated=False)
     rows = sizes_of(engine_memory(recipe_of(), SIZES, beside))
     cache = 2 * 2 * 1 * 2 * 2  # keys and values, layers, one of two heads, head size, bytes
@@ -90,7 +90,7 @@ def test_experts_take_memory_though_few_are_active():
     assert trained_parameters(recipe_of("model.lora.rank=1").model, MIXTURE) == 2 * (16 + 12 + 12 + 16)
 
 
-def test_experts_apart_are_not_gathered():
+def test_experts_on_separate_devices_are_not_gathered():
     recipe = recipe_of()
     moved = Placement(4, 4, expert_parallel=4)
     all_of_them, own = (sizes_of(memory_estimate(recipe, MIXTURE, p)) for p in (Placement(4, 4), moved))
@@ -107,7 +107,7 @@ def test_experts_apart_are_not_gathered():
         {"devices": 4, "engines": 1, "async_rollouts": 1},
     ],
 )
-def test_placements_that_cannot_be(wrong):
+def test_impossible_placements(wrong):
     with pytest.raises(ValueError):
         Placement(**wrong)
 

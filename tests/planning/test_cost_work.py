@@ -35,7 +35,7 @@ def test_parameters_by_hand():
     assert replace(DENSE, tied=False).computed_parameters == DENSE.computed_parameters + 21
 
 
-def test_a_mixture_computes_with_active_experts_and_holds_all():
+def test_a_mixture_computes_with_active_experts_and_stores_all():
     assert (MIXTURE.layer, MIXTURE.active_layer) == (SHARED + 4 * EXPERT, SHARED + 2 * EXPERT)
     assert MIXTURE.computed_parameters == 21 + 2 * (SHARED + 4 * EXPERT + 6) + 3
     ten = Tokens(10, 0)

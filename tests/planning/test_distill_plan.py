@@ -20,20 +20,20 @@ def memory(teacher, **keys):
     return memory_estimate(recipe(teacher, **keys), SIZES)
 
 
-def test_a_model_in_this_process_takes_its_own_size():
+def test_a_local_model_has_the_size_of_its_files():
     assert memory({"path": "packaged:smollm2-135m"})["teacher"][0] == 4 * SMOL
     assert memory({"path": "packaged:smollm2-135m", "dtype": "bfloat16"})["teacher"][0] == 2 * SMOL
     assert memory({"path": "runs/later/model"})["teacher"] == (4_000_000, "assuming the size of the policy")
 
 
-def test_servers_and_the_policy_itself_take_nothing():
+def test_remote_and_shared_teachers_need_no_memory():
     assert memory({"urls": ["http://a/v1"]})["teacher"][0] == 0
     assert memory({"policy": "current", "context": "x"})["teacher"][0] == 0
     assert memory({"policy": "initial", "context": "x"})["teacher"][0] == 4_000_000
     assert memory({"policy": "initial", "context": "x"}, model={"lora": {}})["teacher"][0] == 0
 
 
-def test_distributions_are_counted_by_candidate_or_whole():
+def test_memory_of_distributions_by_candidates_or_vocabulary():
     rollout = {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 10}
     environment = {"type": "bandit"}
     tokens = 2 * 3 * 10 * recipe({"path": "a"}, environment=environment).environment.max_turns

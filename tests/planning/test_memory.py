@@ -16,7 +16,7 @@ def published(*overrides):
     return load_recipe([str(ROOT / "gspo_published.yaml")], list(overrides), "rl")
 
 
-def test_the_published_run_is_there_number_for_number():
+def test_the_published_run_has_the_published_numbers():
     recipe = published()
     rollout, learner = recipe.rollout, recipe.learner
     assert rollout.groups_per_step * rollout.episodes_per_group == 128
@@ -33,7 +33,7 @@ def test_the_published_run_is_there_number_for_number():
     assert (rollout.tokens_per_episode, recipe.environment.max_turns) == (5120, 8)
 
 
-def test_the_check_warns_of_its_traps():
+def test_the_check_warns_about_pitfalls():
     found = recipe_warnings(published())
     assert any("loss.type gspo clips the ratio of whole streams" in note for note in found)
     assert any("makes 40 updates on the same episodes" in note for note in found)
@@ -41,17 +41,17 @@ def test_the_check_warns_of_its_traps():
 
 
 @pytest.mark.parametrize("key", ["credit.discount=0.99", "ptx.coefficient=0.13"])
-def test_what_had_no_effect_there_is_refused(key):
+def test_keys_that_had_no_effect_there_are_refused(key):
     with pytest.raises(InputError, match="would have no effect"):
         published(key)
 
 
-def test_the_mended_recipe_has_none_of_them():
+def test_the_corrected_recipe_gives_no_warnings():
     found = recipe_warnings(load_recipe([str(ROOT / "gspo.yaml")], [], "rl"))
     assert not any("clips" in note or "updates on the same episodes" in note or "kl.horizon" in note for note in found)
 
 
-def test_fewer_updates_and_a_longer_horizon_are_not_warned_of():
+def test_fewer_updates_and_a_longer_horizon_give_no_warning():
     found = recipe_warnings(
         published("learner.epochs_per_step=2", "kl.horizon=10000", "loss.clip_low=3e-4", "loss.clip_high=4e-4")
     )

@@ -1,4 +1,4 @@
-"""What --dry-run says about batches, memory and keys without effect."""
+"""The output of --dry-run about batches, memory and keys without effect."""
 
 from io import StringIO
 
@@ -24,7 +24,7 @@ def recipe_of(*overrides, stage="rl"):
     return load_recipe([], list(overrides), stage)
 
 
-def test_batches_in_words():
+def test_plan_describes_batches():
     lines = batch_arithmetic(
         recipe_of(
             "steps=10",
@@ -93,7 +93,7 @@ def test_credits_that_do_not_fit_are_refused(keys, problem):
         recipe_of(*keys)
 
 
-def test_gdpo_names_rewards_and_filters_that_it_does_not_see():
+def test_gdpo_warns_about_rewards_and_filters_it_ignores():
     keys = [
         "credit.type=gdpo",
         *SCORED,
@@ -127,7 +127,7 @@ PTX = ["ptx.data.train=[a.jsonl,b.jsonl]", "ptx.rows_per_update=5", "ptx.data.ma
         ),
     ],
 )
-def test_a_critic_and_supervised_rows_in_words(backbone, says):
+def test_plan_describes_a_critic_and_supervised_rows(backbone, says):
     plain = [*PPO, "learner.epochs_per_step=2", f"critic.backbone={backbone}"]
     assert says in batch_arithmetic(recipe_of(*plain))
     lines = batch_arithmetic(recipe_of(*plain, *PTX, "critic.updates_before_policy=3"))
@@ -156,12 +156,12 @@ def test_a_critic_and_supervised_rows_in_words(backbone, says):
         ),
     ],
 )
-def test_credit_of_units_in_words(credit, says):
+def test_plan_describes_unit_credit(credit, says):
     lines = batch_arithmetic(recipe_of(*PPO, "reward.path=rm", f"unit_credit={credit}"))
     assert sum(says in line for line in lines) == 1
 
 
-def test_passes_hold_whole_episodes():
+def test_forward_passes_contain_whole_episodes():
     # Two of 2000 tokens go into 4096; the third of three does not go into 5000.
     for budget, passes in ((4096, 3), (5000, 3), (6000, 2)):
         lines = batch_arithmetic(
@@ -179,7 +179,7 @@ def test_sft_counts_its_updates():
     assert lines[0] == "50 traces of the optimal policy, 3 epochs, 16 traces per update: 12 updates"
 
 
-def test_memory_counts_what_is_kept():
+def test_memory_counts_stored_tensors():
     rows = memory_estimate(recipe_of("kl.coefficient=0.1", "engine.slots=3", "rollout.tokens_per_episode=100"), SIZES)
     sizes = {name: count for name, (count, _) in rows.items()}
     assert sizes["weights"] == sizes["gradients"] == sizes["reference model"] == 4000
@@ -210,7 +210,7 @@ def test_the_moving_average_of_a_reference_is_in_float32():
     assert row("model.dtype=bfloat16", "kl.reference.mix=0.5") == (2 + 4) * 1000
 
 
-def test_memory_of_a_critic_of_its_own():
+def test_memory_of_a_separate_critic():
     def row(*changes):
         return memory_estimate(recipe_of(*PPO, *changes), SIZES)["critic"][0]
 
@@ -251,7 +251,7 @@ def test_activations_are_those_of_the_wider_of_policy_and_critic():
     assert activations(*PPO, "critic.dtype=bfloat16") == activations(*PPO, "critic.backbone=shared") == activations()
 
 
-def test_adapters_are_what_is_trained():
+def test_only_adapters_are_trained():
     lora = recipe_of("model.lora={rank: 2, targets: [q_proj, down_proj]}", "kl.coefficient=0.1")
     assert trained_parameters(lora.model, SIZES) == 2 * 2 * ((8 + 8) + (16 + 8))
     assert memory_estimate(lora, SIZES)["reference model"][0] == 0
@@ -421,7 +421,7 @@ def test_notes(stage, overrides, expected):
         ("evaluate", []),
     ],
 )
-def test_defaults_deserve_no_note(stage, needed, tmp_path):
+def test_defaults_give_no_warning(stage, needed, tmp_path):
     from posttrain.recipe.compose import dump_recipe
 
     assert recipe_warnings(recipe_of(*needed, stage=stage)) == []

@@ -1,4 +1,4 @@
-"""The keys of rollouts that run ahead: what does not go together, what has no effect, what the plan says."""
+"""The keys of asynchronous rollouts: incompatible keys, keys without effect, and the plan."""
 
 import pytest
 
@@ -26,12 +26,12 @@ TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
         (["reward.path=x", "hardware.processes=2"], "only the first process samples and scores"),
     ],
 )
-def test_what_does_not_go_together_is_refused(given, words):
+def test_incompatible_keys_are_refused(given, words):
     with pytest.raises(InputError, match=words):
         load_recipe([], ["rollout.async_rollouts=2", *given], "rl")
 
 
-def test_what_has_no_effect_is_told():
+def test_keys_without_effect_are_reported():
     recipe = load_recipe([], ["rollout.on_new_weights=restart", "rollout.replay=x"], "rl")
     found = [warning for warning in recipe_warnings(recipe) if "rollout.async_rollouts is 0" in warning]
     assert [note.split()[0] for note in found] == ["rollout.on_new_weights", "rollout.replay"]
@@ -39,7 +39,7 @@ def test_what_has_no_effect_is_told():
     assert any(warning.startswith("rollout.async_rollouts has no effect") for warning in recipe_warnings(evaluation))
 
 
-def test_a_loss_without_a_ratio_to_the_rollout_is_told():
+def test_a_loss_without_a_ratio_to_the_rollout_gives_a_warning():
     def told(*given):
         return [
             warning
@@ -63,7 +63,7 @@ def test_ratios_to_the_rollout_are_clipped_where_episodes_are_of_older_weights()
     assert clip_notes("rollout.async_rollouts=1", "loss.old=rollout") == []
 
 
-def test_the_plan_says_how_far_ahead_and_what_that_takes():
+def test_the_plan_shows_asynchronous_rollouts_and_their_memory():
     given = [
         "rollout.async_rollouts=2",
         "learner.epochs_per_step=3",
@@ -77,20 +77,20 @@ def test_the_plan_says_how_far_ahead_and_what_that_takes():
     assert "at most 12 optimizer steps old" in line
     plain = load_recipe([], given[1:], "rl")
     assert not [line for line in batch_arithmetic(plain) if "ahead of the learner" in line]
-    key = "weights of rollouts ahead"
+    key = "weights of asynchronous rollouts"
     assert key not in memory_estimate(plain, TINY)
     assert memory_estimate(recipe, TINY)[key][0] == 4 * 4 * 1000
     newest = load_recipe([], [*given, "rollout.on_new_weights=continue"], "rl")
     assert memory_estimate(newest, TINY)[key][0] == 2 * 4 * 1000
 
 
-def test_the_plan_counts_the_cache_of_the_thread_s_own_engine_and_what_it_cannot_share():
-    own, evaluations = "key/value cache of rollouts ahead, at most", "key/value cache, at most"
+def test_the_plan_counts_the_cache_and_weights_of_the_separate_engine():
+    own, evaluations = "key/value cache of asynchronous rollouts, at most", "key/value cache, at most"
     local = memory_estimate(load_recipe([], ["rollout.async_rollouts=1"], "rl"), TINY)
     assert local[own][0] == local[evaluations][0] > 0
     assert own not in memory_estimate(load_recipe([], [], "rl"), TINY)
     outside = memory_estimate(load_recipe([], ["rollout.async_rollouts=1", "engine.type=vllm"], "rl"), TINY)
     assert own not in outside
     lora = load_recipe([], ["rollout.async_rollouts=1", "model.lora.rank=1"], "rl")
-    here, there = (memory_estimate(lora, TINY, Placement(n, n))["weights of rollouts ahead"][0] for n in (1, 2))
+    here, there = (memory_estimate(lora, TINY, Placement(n, n))["weights of asynchronous rollouts"][0] for n in (1, 2))
     assert there - here == 4 * TINY.parameters

@@ -1,4 +1,4 @@
-"""Every kind of bad input has one exact sentence; whatever is accepted survives being written and read."""
+"""Every kind of invalid input has one exact sentence, and valid recipes survive a round trip."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def recipe_file(tmp_path, monkeypatch):
         ),
         ("1: 2\n", "r.yaml line 1: 1 is not a key; keys are text"),
         ("a: &a [*a]\n", "r.yaml line 1: the alias contains itself"),
-        (b"name: \xff\n", "r.yaml is not a recipe: byte 6 is not UTF-8 text"),
+        (b"name: \xff\n", "r.yaml is not a recipe: byte 6 is not UTF-8 text; name a YAML file"),
         (
             "name: x\x01\n",
             "r.yaml is not YAML: unacceptable character #x0001: special characters are not allowed "
@@ -68,11 +68,11 @@ def recipe_file(tmp_path, monkeypatch):
         ("steps: 0\n", "r.yaml line 1: steps is 0; it must be a whole number, 1 or more"),
     ],
 )
-def test_a_bad_file_is_told_by_line(recipe_file, text, expected):
+def test_error_of_a_bad_file_names_the_line(recipe_file, text, expected):
     assert complaint(sources=[recipe_file(text)]) == expected
 
 
-def test_a_file_that_is_not_there(recipe_file, tmp_path):
+def test_a_missing_file(recipe_file, tmp_path):
     (tmp_path / "folder").mkdir()
     assert complaint(sources=["no.yaml"]) == (
         "there is no recipe file no.yaml; name a YAML file or a recipe of `posttrain recipe list`, or write overrides as `key=value`"
@@ -181,7 +181,8 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         ),
         (
             ["learner.updates_per_step=9"],
-            "override learner.updates_per_step=9: `learner.updates_per_step` (9) is more than the groups of a step (8)",
+            "override learner.updates_per_step=9: `learner.updates_per_step` (9) is more than the groups of a step (8); lower it, or "
+            "raise `rollout.groups_per_step`",
         ),
         (
             ["rollout.tokens_per_episode=8192"],
@@ -198,7 +199,7 @@ def test_a_file_that_is_not_there(recipe_file, tmp_path):
         ),
     ],
 )
-def test_a_bad_override_is_told_with_its_remedy(overrides, expected):
+def test_error_of_a_bad_override_names_the_remedy(overrides, expected):
     assert complaint(*overrides) == expected
 
 
@@ -243,7 +244,7 @@ def test_a_new_type_drops_the_defaults_of_the_old_one():
     assert load_recipe([], ["loss.type=gspo"], "rl").loss.clip_low == 3e-4
 
 
-def test_a_new_type_drops_what_an_earlier_file_says_of_the_old_one(recipe_file):
+def test_a_new_type_drops_keys_of_the_old_type_from_earlier_files(recipe_file):
     file = recipe_file("credit: {type: gae, gae_lambda: 0.9, discount: 0.99, whiten: false}\nloss: {clip_high: 0.3}\n")
     assert load_recipe([file], ["credit.type=rloo"], "rl").credit.model_dump() == {"type": "rloo"}
     assert load_recipe([file], ["credit.type=reinforce"], "rl").credit.discount == 0.99  # both have it
@@ -260,7 +261,7 @@ def test_a_new_type_drops_what_an_earlier_file_says_of_the_old_one(recipe_file):
     assert found.segmenter.model_dump() == {"type": "turn"}
 
 
-def test_a_new_type_hides_no_mistake(recipe_file):
+def test_a_new_type_hides_no_error(recipe_file):
     file = recipe_file("credit: {type: gae, trace_decoy: 0.9}\n")
     with pytest.raises(InputError, match=r"no key credit\.trace_decoy"):
         load_recipe([file], ["credit.type=rloo"], "rl")
@@ -306,7 +307,7 @@ def test_any_text_and_number_survives_dumping_and_merging(texts, number):
     assert merge([read_text(dump_values(values), "r.yaml")]).values == values
 
 
-def test_a_study_is_no_recipe_and_its_verb_is_named(capsys):
+def test_the_error_for_a_study_names_its_verb(capsys):
     study = str(Path(__file__).parents[2] / "recipes/rlhf/tune_sft.yaml")
     assert main(["sft", study]) == 2
     assert "run it with `posttrain tune`" in capsys.readouterr().err
@@ -392,7 +393,7 @@ def test_ready_recipes_of_all_stages_can_be_evaluated(name):
 # -- the environment of evaluations -------------------------------------------------------------------------------------
 
 
-def test_the_environment_of_evaluations_has_the_keys_of_training_but_those_that_differ(training):
+def test_the_environment_of_evaluations_inherits_the_keys_of_training(training):
     words = ["evaluation.environment.max_turns=25", "evaluation.environment.format.penalty=-2"]
     recipe = load_recipe([training], words, "rl")
     assert (recipe.environment.max_turns, recipe.evaluation.environment.max_turns) == (5, 25)

@@ -1,4 +1,4 @@
-"""The recipes of the HelpSteer3 and rationale experiments: they resolve, say what their pages say, and run."""
+"""The recipes of the HelpSteer3 and rationale experiments: they resolve, match their pages, and run."""
 
 import json
 import re
@@ -40,13 +40,13 @@ SECTIONS = {
 """Path of a recipe -> the section of a page about it."""
 FIT = re.search(r"^## [^\n]*`posttrain fit-normalizer`\n(.*?)(?=^## |\Z)", PAGES["rlhf"], re.M | re.S)[1]
 """The section about a command that has no recipe of its own."""
-FLAGS = "| theirs | theirs value | our key | our value | what differs and why |"
+FLAGS = "| flag | value | our key | our value | what differs and why |"
 POSITIONS = "| position | name | value | our key | our value | note |"
 STAGE_NAMES = [stage.name for stage in load_pipeline(str(ROOT / "recipes/rlhf/pipeline.yaml"), []).stages]
 SUPERVISED = ["sft", "dpo", "reward", "unit_reward"]
 PLAYED = ["ppo", "drca", "unit_ppo", "unit_ppo_outcome"]
-COMMANDS = 38
-"""On both pages."""
+COMMANDS = 37
+"""On both pages, without mentions of a subcommand alone."""
 OWN = ["drca", "unit_ppo"]
 """Stages that a test runs on prompts of a user's own."""
 HELPSTEER_PROMPTS = 600
@@ -72,12 +72,13 @@ def made(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
     (folder / "recipes").symlink_to(ROOT / "recipes")
     write_dataset(folder / "data" / "rationales", 0, {"train": 20, "val": 3, "test": 3})
+    (folder / "sft.parquet").symlink_to(folder / "data/rationales/sft/rationales_sft_train.parquet")
     for name, columns in HELPSTEER_FILES.items():
         rows = [{"prompt": f"Task {n}.", **columns, "n": n} for n in range(HELPSTEER_PROMPTS)]
         place = folder / "runs" / "helpsteer3" / "data"
         place.mkdir(parents=True, exist_ok=True)
         write_jsonl(place / name, rows)
-    for run in ("rlhf-sft", "rlhf-reward", "rlhf-unit_reward", "helpsteer3-reward"):
+    for run in ("rlhf-sft", "rlhf-reward", "rlhf-unit_reward", "helpsteer3-reward", "helpsteer3/rl", "rlhf/dpo"):
         (folder / "runs" / run).mkdir(parents=True)
         (folder / "runs" / run / "model").symlink_to(tiny_model)
     return folder
@@ -94,15 +95,57 @@ def blocks(text, language=""):
     return [block for name, block in found if name == language]
 
 
-def table(section):
-    """Of each row of the section's table: what is theirs (a flag, a position, or something in brackets), its value, our
-    keys, our values, what is said about it."""
+def own_rows(section):
+    """Of each row of the section's table: flags, a position or something in brackets; values; our keys; our values; a note.
+
+    A row of several flags has as many values, or `set` for all.
+    """
     lines = [line for line in section.splitlines() if line.startswith("|")]
     assert lines[0] in (FLAGS, POSITIONS)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     if lines[0] == FLAGS:
         return rows
     return [[name if position == "–" else f"`{position}`", *rest] for position, name, *rest in rows]
+
+
+def table(section):
+    """The rows of the section's table, with those of the table that "All other rows are as in [...](#...)" refers to.
+
+    A row of that table is left out if the section has a row with one of its names or keys. If the command has flags, only rows
+    of its flags and rows in brackets count. A command with positions has none of the other's flags, but their values.
+    """
+    rows = own_rows(section)
+    other = re.search(r"ll\s+other\s+rows\s+are\s+as\s+in\s+\[[^]]+\]\(#([\w-]+)\)", section)
+    if other is None:
+        return rows
+    (path,) = [path for path in SECTIONS if other[1].endswith(re.sub(r"[^\w]", "", path))]
+    flags = flags_of(section)
+    taken = {name for row in rows for name in (*names(row), *quoted(row[2]))}
+    for row in table(SECTIONS[path]):
+        positional, flag = "1" in flags, row[0].startswith("`--")
+        applies = row[0].startswith("(") or set(names(row)) & set(flags) or (positional and flag)
+        if applies and not taken & {*names(row), *quoted(row[2])}:
+            rows.append(row)
+    return rows
+
+
+def names(row):
+    """The flags or the position of a row, or its words in brackets."""
+    return quoted(row[0]) if row[0].startswith("`") else [row[0]]
+
+
+def theirs_in(rows, flags):
+    """Flag or position -> value in the rows. A row from the table of a command with flags has none of the positions."""
+    found = {}
+    for row in rows:
+        if row[0].startswith("(") or ("1" in flags and row[0].startswith("`--")):
+            continue
+        values = [value.strip("`") for value in row[1].split(", ")]
+        values = values * len(names(row)) if values == ["set"] else values
+        for name, value in zip(names(row), values, strict=True):
+            assert name not in found, name
+            found[name] = value
+    return found
 
 
 def quoted(cell):
@@ -123,7 +166,7 @@ def flags_of(section):
 
 
 def values_at(values, key):
-    """What the dumped recipe says at a dotted key; a list of sources is its paths."""
+    """The value of the dumped recipe at a dotted key; a list of sources is its paths."""
     for part in key.split("."):
         values = values[part]
     if isinstance(values, list) and values and isinstance(values[0], dict):
@@ -172,7 +215,7 @@ def test_a_pipeline_chains_the_recipes(folder, chain, capsys):
     ]
 
     def without_places(recipe):
-        """Its text, with the runs of recipes alone (runs/rlhf-sft) and those in the pipeline (runs/rlhf/sft) called alike."""
+        """Its text, with the runs of recipes alone (runs/rlhf-sft) and those in the pipeline (runs/rlhf/sft) under the same names."""
         values = recipe.model_dump(mode="json") | {"name": None, "runs": None}
         return re.sub(rf"runs/{folder}[-/](\w+)(/model)?", r"\1", json.dumps(values))
 
@@ -201,7 +244,7 @@ def keys_in(section):
 
 
 @pytest.mark.parametrize("path", STAGES)
-def test_the_table_says_what_the_recipe_says(path):
+def test_the_table_matches_the_recipe(path):
     recipe = load_recipe([path], [], STAGES[path]).model_dump(mode="json")
     checked = 0
     for theirs, key, value in keys_in(SECTIONS[path]):
@@ -210,29 +253,28 @@ def test_the_table_says_what_the_recipe_says(path):
     assert checked > 20
 
 
-def test_the_table_of_the_fit_says_what_its_run_says():
+def test_the_table_of_the_fit_matches_its_run():
     recipe = load_recipe(["recipes/rlhf/unit_reward.yaml"], [], "reward").model_dump(mode="json")
     found = keys_in(FIT)
     assert len(found) == 7
     for theirs, key, value in found:
         assert values_at(recipe, key) == value, f"{theirs}: {key}"
     assert f"posttrain fit-normalizer runs/{recipe['name']}\n" in FIT
-    rows = {quoted(theirs)[0]: value.strip("`") for theirs, value, *_ in table(FIT) if theirs[0] == "`"}
-    assert rows == flags_of(FIT)
-    assert len(rows) == 4
+    flags = flags_of(FIT)
+    assert theirs_in(table(FIT), flags) == flags
+    assert len(flags) == 4
 
 
 @pytest.mark.parametrize("path", STAGES)
 def test_the_table_has_every_flag_of_the_command(path):
     flags = flags_of(SECTIONS[path])
-    rows = {quoted(theirs)[0]: value.strip("`") for theirs, value, *_ in table(SECTIONS[path]) if theirs[0] == "`"}
-    assert rows == flags
+    assert theirs_in(table(SECTIONS[path]), flags) == flags
     assert len(flags) >= 8
 
 
 @pytest.mark.parametrize("path", STAGES)
-def test_what_a_recipe_sets_is_in_the_table(path):
-    """A number that nobody can trace to the original would not be noticed."""
+def test_every_key_that_a_recipe_sets_is_in_the_table(path):
+    """So that every number can be traced to the original."""
     named = {key for _, _, keys, _, _ in table(SECTIONS[path]) for key in quoted(keys)}
     given = yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
 
@@ -333,7 +375,7 @@ def own_prompts(made):
 
 @pytest.mark.usefixtures("in_made")
 @pytest.mark.parametrize("name", PLAYED)
-def test_rl_takes_prompts_of_ones_own_without_seeds_or_labels(name, own_prompts, capsys):
+def test_rl_accepts_custom_prompts_without_seeds_or_labels(name, own_prompts, capsys):
     assert main(["rl", f"recipes/rlhf/{name}.yaml", f"environment.prompts={own_prompts.name}", "--dry-run"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "300 rows" not in said
@@ -352,7 +394,7 @@ def test_every_command_of_the_pages_resolves(capsys):
         commands += re.findall(r"`(posttrain [^`]+)`", re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S))
         for command in dict.fromkeys(commands):
             verb, *words = shlex.split(command)[1:]
-            if verb in ("data", "fit-normalizer") or "install" in words:
+            if verb in ("data", "fit-normalizer") or "install" in words or not words:
                 continue
             seen += 1
             dry = [] if "--dry-run" in words or verb == "cluster" else ["--dry-run"]
@@ -365,7 +407,7 @@ def test_every_command_of_the_pages_resolves(capsys):
     assert seen == COMMANDS
 
 
-def test_what_a_page_says_is_refused_is_refused(capsys):
+def test_refusals_on_the_pages_are_exact(capsys):
     seen = 0
     for page in PAGES.values():
         for block in blocks(page, "console"):
@@ -377,7 +419,7 @@ def test_what_a_page_says_is_refused_is_refused(capsys):
 
 
 def helpsteer_rows(start):
-    """Rows as the data set publishes them; the better answer says the word that was asked for."""
+    """Rows in the published format; the better answer contains the requested word."""
     rows = []
     for number in range(start, start + HELPSTEER_ROWS):
         sign = (-1) ** number

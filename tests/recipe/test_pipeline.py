@@ -135,7 +135,7 @@ def test_overrides_of_all_stages_win_over_files_and_those_of_one_stage_over_them
         ("name: demo", "name: 3", "parts/p.yaml line 3: name is 3; it must be text, in quotes"),
     ],
 )
-def test_a_mistake_names_stage_place_and_remedy(pipeline, before, after, expected):
+def test_an_error_names_stage_location_and_remedy(pipeline, before, after, expected):
     assert before in GOOD
     with pytest.raises(InputError) as caught:
         pipeline(GOOD.replace(before, after, 1))
@@ -223,7 +223,7 @@ def test_a_stage_that_converts_data_gives_files_to_later_ones(pipeline):
         ),
     ],
 )
-def test_a_mistake_about_converted_files(pipeline, override, expected):
+def test_errors_about_converted_files(pipeline, override, expected):
     with pytest.raises(InputError) as caught:
         pipeline(CONVERTED, override)
     assert str(caught.value) == expected

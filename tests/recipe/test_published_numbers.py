@@ -131,7 +131,7 @@ def test_a_number_that_is_not_the_documents_has_a_row_on_the_page(entry):
         ("memory/gspo_published", "kl.horizon=255", "--kl_horizon 256 (kl.horizon = 255.0)"),
     ],
 )
-def test_a_changed_recipe_is_noticed(recipe, change, expected):
+def test_a_changed_recipe_is_detected(recipe, change, expected):
     entry = next(entry for entry in DOCUMENTS if entry["recipe"] == [recipe])
     assert differences(entry, [change]) == [expected]
 

@@ -16,7 +16,7 @@ def test_every_key_is_described(stage):
     assert [key.path for key in keys_of(STAGES[stage]) if not key.description.strip()] == []
 
 
-def test_keys_tell_bounds_defaults_and_types():
+def test_keys_have_bounds_defaults_and_types():
     keys = {(key.path, key.variant): key for key in keys_of(RlRecipe)}
     assert keys["rollout.sampling.top_p", ""].allowed == "a number above 0 and at most 1"
     assert keys["evaluation.sampling.temperature", ""].default == "0.0"

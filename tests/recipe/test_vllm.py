@@ -1,4 +1,4 @@
-"""The keys of the vLLM engine: what goes together, and what is refused in one sentence."""
+"""The keys of the vLLM engine: valid combinations, and one-sentence errors for others."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_the_engine_of_each_stage_may_be_vllm():
         ([*COOL, "loss.correction.reject=geometric"], "`loss.correction.reject: geometric` would take"),
     ],
 )
-def test_what_does_not_go_together_is_refused(given, words):
+def test_incompatible_keys_are_refused(given, words):
     with pytest.raises(InputError, match=words):
         load_recipe([], ["engine.type=vllm", *given], "rl")
 
@@ -53,7 +53,7 @@ def test_log_probabilities_of_the_truncated_distribution_are_announced(sampling,
     assert not any("of the truncated distribution" in warning for warning in local)
 
 
-def test_notes_say_what_nothing_corrects_and_what_has_no_effect():
+def test_warnings_name_uncorrected_differences_and_keys_without_effect():
     recipe = load_recipe([], ["engine.type=vllm", "engine.urls=[http://a:1]", "engine.dtype=float32"], "rl")
     found = recipe_warnings(recipe)
     assert sum("set loss.correction.weights or loss.correction.reject" in note for note in found) == 1

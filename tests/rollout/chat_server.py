@@ -40,7 +40,7 @@ class Reply:
 
 
 class ChatServer(ThreadingHTTPServer):
-    """Answers with `model(request)`; keeps the requests in `asked`, and how many were open at a time."""
+    """Answers with `model(request)`; stores the requests in `asked`, and the maximum number of concurrent ones."""
 
     daemon_threads = True
 

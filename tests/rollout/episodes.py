@@ -1,4 +1,4 @@
-"""Episodes made by hand for tests of what is done with episodes."""
+"""Hand-made episodes for tests."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ RENDERER = Renderer(TOKENIZER, frozenset({TOKENIZER.eos_token_id}))
 
 
 class EchoEngine:
-    """Says the number of its call; a stand-in for the model where the driver alone is under test."""
+    """Answers with the number of its call; replaces the model in tests of the driver."""
 
     def __init__(self):
         self.counters = EngineCounters()
@@ -50,7 +50,7 @@ class EchoEngine:
 
 
 class Counting(Environment):
-    """Pays 1 per turn for three turns. Seed 13 fails at its second turn, once or always; seed 14 pays NaN."""
+    """Rewards each of three turns with 1. Seed 13 fails at its second turn, once or always; seed 14 has reward NaN."""
 
     Recipe = EnvironmentRecipe
     failures_left: ClassVar[int] = 0
@@ -113,7 +113,7 @@ def test_each_turn_continues_the_tokens_of_the_one_before():
     assert len({request.seed for request in engine.requests}) == 3
 
 
-def test_a_failing_environment_fails_its_episode_alone():
+def test_a_failing_environment_fails_only_its_episode():
     Counting.failures_left = 99
     episodes = play([1, 13, 2])
     assert [e.outcome for e in episodes] == [Outcome.TERMINATED, Outcome.FAILED, Outcome.TERMINATED]
@@ -161,7 +161,7 @@ class Forgetting(Counting):
         return replace(step, new_conversation=self.turn == 1)
 
 
-def test_a_fresh_conversation_is_a_stream_that_holds_nothing_of_what_came_before():
+def test_a_new_conversation_is_a_stream_without_earlier_tokens():
     engine = EchoEngine()
     (episode,) = play([1], engine, Forgetting)
     one, other = episode.streams

@@ -1,4 +1,4 @@
-"""The record of events: what a line that was cut off leaves."""
+"""The record of events, and truncated lines."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def recorded(batch):
 
 
 @pytest.mark.parametrize("cut", [1, 20])
-def test_what_is_recorded_after_a_line_that_was_cut_off_can_be_read(cut, tmp_path):
+def test_lines_after_a_truncated_line_can_be_read(cut, tmp_path):
     log = EventLog(tmp_path)
     for batch in (1, 2, 3):
         log.append(recorded(batch))

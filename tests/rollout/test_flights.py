@@ -1,4 +1,4 @@
-"""Episodes in flight: what ends them from outside, and what nobody may miss."""
+"""Episodes in flight: cancellation from outside, and wake-ups that must not be lost."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ async def for_ever():
     await asyncio.sleep(60)
 
 
-def test_a_stop_before_episodes_begin_is_not_missed():
+def test_a_stop_before_the_first_episode_is_handled():
     flown = InFlight()
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(asyncio.wait_for(flown.run(PLACE, for_ever), 0.01))
@@ -25,7 +25,7 @@ def test_a_stop_before_episodes_begin_is_not_missed():
         asyncio.run(flown.run(PLACE, for_ever))
 
 
-def test_what_looking_for_new_weights_raises_ends_the_episodes(monkeypatch):
+def test_an_error_while_fetching_weights_ends_the_episodes(monkeypatch):
     monkeypatch.setattr(flights, "POLL_SECONDS", 0.01)
     flown = InFlight()
 

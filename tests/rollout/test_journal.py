@@ -1,4 +1,4 @@
-"""The buffer on disk: what a killed process leaves, and what is made of it."""
+"""The buffer on disk after a killed process."""
 
 import json
 
@@ -14,7 +14,7 @@ PLACES = [EpisodeRequest(seed, seed, 0, (0, "sampling", 3, seed, 0)) for seed in
 
 
 class Counting:
-    """A player that is only asked whether it scores."""
+    """A rollout worker of which only `scores` is used."""
 
     scorer = None
 
@@ -37,7 +37,7 @@ def lines(episodes):
     return [json_line(episode_record(episode)) for episode in episodes]
 
 
-def test_a_complete_batch_is_read_back_and_not_played(asked, tmp_path):
+def test_a_complete_batch_is_read_instead_of_sampled(asked, tmp_path):
     with EpisodeBuffer(tmp_path, 3, keep_partial=False) as journal:
         first = journal.collect_episodes(Counting(), PLACES)
         journal.finish({"tasks": {"drawn": 4}})
@@ -51,7 +51,7 @@ def test_a_complete_batch_is_read_back_and_not_played(asked, tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 20, 10_000])
-def test_a_partial_batch_is_begun_anew_or_gone_on_with_and_no_episode_is_there_twice(cut, asked, tmp_path):
+def test_a_partial_batch_is_restarted_or_continued_without_duplicate_episodes(cut, asked, tmp_path):
     with EpisodeBuffer(tmp_path, 3, keep_partial=False) as journal:
         first = journal.collect_episodes(Counting(), PLACES)
     whole = buffer_file(tmp_path, 3).read_bytes()
@@ -74,7 +74,7 @@ def test_a_partial_batch_is_begun_anew_or_gone_on_with_and_no_episode_is_there_t
     assert sorted(asked) == [0, 1, 2, 3]
 
 
-def test_only_the_batches_that_are_asked_for_are_removed(asked, tmp_path):
+def test_only_the_requested_batches_are_removed(asked, tmp_path):
     for step in (2, 3, 4, 10):
         with EpisodeBuffer(tmp_path, step, keep_partial=False) as journal:
             journal.collect_episodes(Counting(), PLACES[:1])

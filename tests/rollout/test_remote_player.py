@@ -108,7 +108,7 @@ def test_nonsense_is_rejected_and_not_failed():
 
 
 @pytest.mark.usefixtures("words")
-def test_what_a_request_holds(monkeypatch):
+def test_the_content_of_a_request(monkeypatch):
     monkeypatch.setitem(os.environ, "SOME_KEY", "abc")
     with serving(always(Reply("one"), Reply("right"))) as server:
         sampled = SamplingRecipe(temperature=0.7, top_p=0.9)
@@ -136,7 +136,7 @@ def test_what_a_request_holds(monkeypatch):
 
 
 @pytest.mark.usefixtures("words")
-def test_as_many_are_asked_at_a_time_as_the_recipe_says():
+def test_concurrent_requests_are_limited_by_the_recipe():
     with serving(lambda request: Reply("right", delay=0.05)) as server:
         episodes = play(server, range(6), max_concurrent=3)
     assert server.most == 3
@@ -145,7 +145,7 @@ def test_as_many_are_asked_at_a_time_as_the_recipe_says():
 
 @pytest.mark.usefixtures("words")
 @pytest.mark.parametrize("trouble", [Reply(status=429, body="{}"), Reply(status=503, body="busy")])
-def test_passing_trouble_is_waited_out(trouble):
+def test_temporary_errors_are_retried(trouble):
     with serving(always(trouble, trouble, Reply("right"))) as server:
         (episode,) = play(server)
     assert episode.success
@@ -166,7 +166,7 @@ def test_passing_trouble_is_waited_out(trouble):
         (Reply(delay=1.0), r"did not respond within 0\.3 s", 3),
     ],
 )
-def test_a_fault_of_the_server_fails_the_episode_and_is_no_answer(trouble, said, requests):
+def test_a_server_error_fails_the_episode_and_is_not_an_answer(trouble, said, requests):
     with serving(
         lambda request: trouble if request["messages"][0]["content"] == "task 2" else Reply("right")
     ) as server:
@@ -181,7 +181,7 @@ def test_a_fault_of_the_server_fails_the_episode_and_is_no_answer(trouble, said,
 
 
 @pytest.mark.usefixtures("words")
-def test_the_turns_before_a_fault_are_kept_and_the_episode_is_retried_where_asked():
+def test_turns_before_a_failure_are_kept_and_the_episode_is_retried_if_configured():
     fault = Reply(status=400, body="{}")
     with serving(always(Reply("one"), fault, Reply("two"), Reply("right"))) as server:
         (episode,) = play(server, rollout={"failures": {"action": "retry", "retries": 1}})
@@ -202,7 +202,7 @@ def test_too_many_failures_end_the_evaluation_early():
 
 
 @pytest.mark.usefixtures("words")
-def test_an_answer_that_is_cut_off_is_told_as_such():
+def test_a_truncated_answer_is_reported_as_truncated():
     with serving(always(Reply("half a", "length", tokens=64), Reply("right", tokens=None))) as server:
         (episode,) = play(server)
     assert [turn.stop_reason for turn in episode.turns] == [StopReason.TURN_BUDGET, StopReason.END_TOKEN]
@@ -212,7 +212,7 @@ def test_an_answer_that_is_cut_off_is_told_as_such():
 
 @pytest.mark.usefixtures("words")
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_thoughts_that_come_apart_are_put_back_where_the_format_has_them(name):
+def test_separate_thoughts_are_restored_where_the_format_has_them(name):
     thought = {name: "hm"}
     replies = [Reply("<answer>", message=thought), Reply(None, "length", message=thought)]
     with serving(always(*replies)) as server:
@@ -231,7 +231,7 @@ def test_thoughts_that_come_apart_are_put_back_where_the_format_has_them(name):
 
 
 @pytest.mark.usefixtures("words")
-def test_stop_strings_cut_here_or_at_a_server_that_says_which():
+def test_stop_strings_cut_locally_or_at_a_server_that_names_them():
     stops = {"stop_strings": ["</a>", "</b>"]}
     replies = [Reply("x</b> y</a>", message={"reasoning_content": "</a>"}), Reply("no end, right")]
     with serving(always(*replies)) as server:
@@ -249,7 +249,7 @@ def test_stop_strings_cut_here_or_at_a_server_that_says_which():
         play(server, rollout=stops, stop_at="server")
 
 
-def test_an_environment_that_begins_the_answers_is_refused_before_anything_is_asked():
+def test_an_environment_with_primed_answers_is_refused_before_the_first_request():
     with (
         serving(always(Reply("x"))) as server,
         pytest.raises(InputError, match=r"<think>.*set environment\.opened_by=policy"),

@@ -18,7 +18,7 @@ def test_the_store_keeps_names_of_states(tmp_path):
 
 
 @pytest.mark.parametrize("game", [Bandit, FrozenLake, Sokoban])
-def test_games_name_their_states_however_they_are_shown(game):
+def test_state_names_do_not_depend_on_the_rendering(game):
     environment = game(game.Recipe())
     start = environment.reset(3).state
     assert start == environment.reset(3).state
@@ -27,7 +27,7 @@ def test_games_name_their_states_however_they_are_shown(game):
     assert after is None or after.state is not None
 
 
-def test_walking_there_and_back_is_the_same_state():
+def test_returning_to_a_position_is_the_same_state():
     environment = FrozenLake(FrozenLake.Recipe(slippery=False, frozen_probability=1.0, max_turns=3))
     start = environment.reset(0).state
     answer = environment.recipe.format.render

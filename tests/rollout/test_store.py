@@ -79,7 +79,7 @@ def same_arrays(a: np.ndarray, b: np.ndarray) -> bool:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(st.data(), st.lists(EPISODES, max_size=3), st.booleans(), st.integers(0, 10**7))
-def test_everything_comes_back(
+def test_everything_is_read_back(
     tmp_path: Path, data: st.DataObject, episodes: list[Episode], credited: bool, step: int
 ) -> None:
     units = [data.draw(st.none() | credited_units(e.sampled_tokens)) for e in episodes]
@@ -143,7 +143,7 @@ def test_steps_are_listed_from_their_headers(tmp_path: Path) -> None:
     assert [s.step for s in stored_steps(tmp_path)] == [2, 2]
 
 
-def test_a_damaged_file_is_named_wherever_it_is_cut_or_bent(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_wherever_the_damage_is(tmp_path: Path) -> None:
     path = write_episodes(tmp_path, 3, "train", [played(seed) for seed in range(4)])
     content, whole, meaningless = path.read_bytes(), repr(read_episodes(path)), 0
     for end in range(0, len(content), 7):

@@ -43,7 +43,7 @@ def test_answers_missing_in_the_conversation_are_shown_from_the_turns() -> None:
     assert "answer 1" in text
 
 
-def test_a_failure_says_how() -> None:
+def test_a_failure_message_has_the_remedy() -> None:
     text = shown(played(0, outcome=Outcome.FAILED, failure="the environment timed out"), None)
     assert "failed: the environment timed out" in text
 
@@ -102,7 +102,7 @@ def test_the_command_chooses_episodes(run: RunDirectory, capsys: pytest.CaptureF
     assert "advantage" not in capsys.readouterr().out
 
 
-def test_the_command_names_what_there_is(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_the_available_names(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match=r"groups are \[0, 1, 2\]"):
         episodes(run.path, step=4, group=9)
     with pytest.raises(InputError, match="no episodes"):

@@ -78,7 +78,7 @@ def test_the_channel_and_the_mixing_weight_are_shown() -> None:
     assert "– marks" not in text
 
 
-def test_an_answer_without_units_says_whose_credit_it_has() -> None:
+def test_an_answer_without_units_has_the_credit_of_the_outcome() -> None:
     units = UnitRewards(Spans.from_cuts(4, np.zeros(0), is_unit=False), np.array([1.0]), 1.0, 0.0)
     assert "no units found" in "\n".join(shown(said("abc"), units))
 

@@ -20,7 +20,7 @@ class Policy:
 
 
 class Engine:
-    """Counts passes when told to, and remembers which weights it was given before which."""
+    """Counts forward passes on request, and stores the order of the weights that it received."""
 
     before_forward = None
 
@@ -47,7 +47,7 @@ def conductor(rule, ahead, published):
     return WeightSync(rule, ahead, policy, engine, published, InFlight(), None), engine
 
 
-def test_finish_takes_the_weights_of_one_certain_step_whatever_is_there():
+def test_finish_uses_the_weights_of_the_requested_step():
     published = PublishedWeights(3)
     for step in range(4):
         published.publish(weights(step))
@@ -75,7 +75,7 @@ def test_continue_takes_the_newest_between_two_passes():
     assert passes == 4
 
 
-def test_a_batch_waits_for_the_oldest_weights_it_may_begin_with():
+def test_a_batch_waits_for_the_oldest_allowed_weights():
     published, waited = PublishedWeights(2), threading.Event()
     published.publish(weights(0))
     made, _ = conductor("continue", 1, published)
@@ -92,7 +92,7 @@ def test_a_batch_waits_for_the_oldest_weights_it_may_begin_with():
     assert waited.wait(10)
 
 
-def test_weights_that_are_too_old_are_an_error_and_not_hoped_away(monkeypatch):
+def test_weights_that_are_too_old_are_an_error(monkeypatch):
     published = PublishedWeights(9)
     published.publish(weights(1))
     made, _ = conductor("continue", 1, published)
@@ -101,7 +101,7 @@ def test_weights_that_are_too_old_are_an_error_and_not_hoped_away(monkeypatch):
         made.begin_batch(4)
 
 
-def test_who_waits_is_told_to_stop():
+def test_waiting_workers_are_stopped():
     published, found = PublishedWeights(1), []
 
     def wait():

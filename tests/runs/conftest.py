@@ -1,4 +1,4 @@
-"""A run of an environment that needs nothing: a file of the user's own."""
+"""A run of a custom environment file."""
 
 from pathlib import Path
 

@@ -41,7 +41,7 @@ def test_training_is_the_mean_since_the_evaluation_before():
     assert found[1].scores == {"retrieval": pytest.approx((0.6, 0.4, 0.8)), "update": pytest.approx((0.3, 0.1, 0.5))}
 
 
-def test_the_table_has_a_row_for_each_evaluation_and_says_what_is_not_known():
+def test_the_table_has_a_row_for_each_evaluation_and_marks_missing_values():
     table = score_table(LINES)
     assert table.headings == ("step", "retrieval", "update", "overall success", "training return")
     assert table.rows[0] == ("0", "0.500 [0.300, 0.700]", "0.100 [-0.100, 0.300]", "0.200 [0.100, 0.300]", "–")
@@ -49,7 +49,7 @@ def test_the_table_has_a_row_for_each_evaluation_and_says_what_is_not_known():
     assert "n = 50" in table.note
 
 
-def test_one_evaluation_is_no_table_and_no_figure():
+def test_one_evaluation_gives_no_table_and_no_figure():
     assert score_table(LINES[:3]) is None
     assert draw_scores(LINES[:3], "step") is None
     assert checkpoint_scores([train(1, 0.5)]) == []
@@ -58,7 +58,7 @@ def test_one_evaluation_is_no_table_and_no_figure():
     assert draw_scores(LINES[:6], "training") is None
 
 
-def test_returns_stand_in_where_there_is_no_success():
+def test_returns_replace_a_missing_success():
     lines = [{"kind": "evaluation", "step": step, "return": float(step)} for step in (0, 1)]
     table = score_table(lines)
     assert table.headings == ("step", "overall mean return", "training return")
@@ -92,14 +92,14 @@ def test_curves_are_in_the_order_of_their_axis():
     assert list(retrieval.get_ydata()) == [0.5, 0.7, 0.6]
 
 
-def test_many_scores_can_be_told_apart():
+def test_many_scores_can_be_distinguished():
     many = {f"kind {i}": i / 10 for i in range(9)}
     figure = draw_scores([line(0, 0.2, **many), line(1, 0.4, **many)], "step")
     curves = [one for one in figure.axes[0].get_lines() if one.get_label().startswith("kind")]
     assert len({(one.get_color(), one.get_marker()) for one in curves}) == 9
 
 
-def test_a_return_beyond_rates_has_an_axis_of_its_own_beside_the_legend():
+def test_returns_outside_of_rates_have_a_separate_axis():
     figure = draw_scores([*LINES, train(5, 3.0), line(5, 0.5, retrieval=0.6)], "step")
     right = next(one for one in figure.axes if one.get_ylabel() == "mean training return")
     figure.draw_without_rendering()

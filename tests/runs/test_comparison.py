@@ -60,7 +60,7 @@ def test_means_are_of_the_steps_that_every_seed_has():
     assert 0 < geometric.low[0] < 10 < geometric.high[0]
 
 
-def test_runs_that_differ_by_seed_alone_are_one_curve_with_a_band(tmp_path):
+def test_runs_that_differ_only_by_seed_are_one_curve_with_a_band(tmp_path):
     sources = open_sources([*seeds(tmp_path), make_run(tmp_path, "other", optimizer={"learning_rate": 1e-3})])
     bundles, notes = bundles_of(sources)
     assert [(bundle.title, len(bundle.sources)) for bundle in bundles] == [
@@ -80,7 +80,7 @@ def test_runs_that_differ_by_seed_alone_are_one_curve_with_a_band(tmp_path):
     assert "95% interval over seeds shaded" in axes.get_title(loc="left")
 
 
-def test_one_recipe_and_one_seed_twice_is_no_sample(tmp_path):
+def test_the_same_recipe_and_seed_twice_is_not_a_sample(tmp_path):
     sources = open_sources([make_run(tmp_path / place, "a", seed=1) for place in ("x", "y")])
     bundles, notes = bundles_of(sources)
     assert [bundle.title for bundle in bundles] == ["x/a", "y/a"]
@@ -97,7 +97,7 @@ def test_one_recipe_and_one_seed_twice_is_no_sample(tmp_path):
         (("grpo", "grpo-again"), "grpo"),
     ],
 )
-def test_a_recipe_is_called_what_its_runs_are_called_alike(names, label):
+def test_a_recipe_has_the_common_name_of_its_runs(names, label):
     sources = [
         Source(name, Path(name), [], {"stage": "rl", "seed": number, "name": name}) for number, name in enumerate(names)
     ]
@@ -134,7 +134,7 @@ def test_every_curve_looks_different():
     assert [look.color for look in looks(6)] == list(DOMAINS)
 
 
-def test_legends_stand_below_the_panel(tmp_path):
+def test_legends_are_below_the_panel(tmp_path):
     figure, _ = draw_metric(metric_of("success"), bundles_of(open_sources(seeds(tmp_path)))[0])
     figure.canvas.draw()
     legend, panel = figure.legends[0].get_window_extent(), figure.axes[0].get_tightbbox()
@@ -142,7 +142,7 @@ def test_legends_stand_below_the_panel(tmp_path):
     assert labels_of(figure) == ["ppo, mean of n = 3 seeds"]
 
 
-def test_what_only_one_run_has_is_left_out_and_said(tmp_path):
+def test_metrics_of_only_one_run_are_omitted_and_reported(tmp_path):
     sources = open_sources([make_run(tmp_path, "a", seed=1), make_run(tmp_path, "b", optimizer={"learning_rate": 1.0})])
     more = [Source(one.name, one.path, [*one.lines], one.recipe, one.run) for one in sources]
     more[0].lines.append({"step": 1, "kind": "train", "policy/kl": 0.5})
@@ -193,7 +193,7 @@ def test_the_command_writes_a_figure_for_each_metric_and_the_tables(tmp_path):
     assert again[0].read_bytes() == (tmp_path / "out" / "success.svg").read_bytes(), "the same figure is the same file"
 
 
-def test_a_metric_that_nobody_has_names_one_that_is_near(tmp_path):
+def test_an_unknown_metric_names_the_nearest_one(tmp_path):
     path = make_run(tmp_path, "a")
     with pytest.raises(InputError, match=r"--metric rollout/retur: .* rollout/return"):
         plot_files([path], None, ("svg",), ["rollout/retur"])
@@ -203,7 +203,7 @@ def test_a_metric_that_nobody_has_names_one_that_is_near(tmp_path):
     assert files == [path / "plots" / "rollout_return.svg"]
 
 
-def test_runs_that_train_still_or_have_not_begun_are_told(tmp_path):
+def test_unfinished_runs_are_reported(tmp_path):
     paths = seeds(tmp_path, offsets=(0.0, 1.0))
     paths += [make_run(tmp_path, "ppo-seed9", steps=2, ended=False, seed=9)]
     empty = make_run(tmp_path, "empty", optimizer={"learning_rate": 1.0})
@@ -219,7 +219,7 @@ def test_runs_that_train_still_or_have_not_begun_are_told(tmp_path):
         compare(open_sources([empty]))
 
 
-def test_a_line_cut_in_its_middle_is_not_read(tmp_path):
+def test_a_truncated_line_is_skipped(tmp_path):
     path = make_run(tmp_path, "a")
     metrics = path / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[:-20])
@@ -228,7 +228,7 @@ def test_a_line_cut_in_its_middle_is_not_read(tmp_path):
     assert compare([source]).figures
 
 
-def test_nothing_in_common_and_what_cannot_be_told_apart_are_errors(tmp_path):
+def test_no_common_items_and_ambiguous_items_are_errors(tmp_path):
     def source(i, key):
         return Source(
             f"r{i}", Path(f"r{i}"), [{"step": 1, "kind": "train", key: 1.0}], {"stage": "sft", "seed": 0, "i": i}
@@ -251,7 +251,7 @@ def test_known_metrics_are_in_the_order_of_a_report():
     assert metric_of("a b/../c").file == "a_b_.._c"
 
 
-def test_names_are_drawn_as_they_are(tmp_path):
+def test_names_are_drawn_without_markup(tmp_path):
     names = ["cost $\\frac$", "a\x1bb", "x" * 200]
     sources = [
         Source(name, Path("x"), [{"step": 1, "kind": "train", "policy/kl": 1.0}, final], {"stage": "rl", "i": name})
@@ -271,7 +271,7 @@ def test_names_are_drawn_as_they_are(tmp_path):
     assert "mathdefault" not in drawn, "numbers of a logarithmic axis are still set as powers"
 
 
-def test_rows_that_chose_the_checkpoint_are_not_called_untouched():
+def test_rows_that_selected_the_checkpoint_are_not_reported_as_test_rows():
     def source(name, final, **data):
         return Source(
             name, Path(name), [{"step": 1, "kind": "final", **final}], {"stage": "sft", "x": name, "data": data}

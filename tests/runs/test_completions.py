@@ -1,4 +1,4 @@
-"""The journal of a generation: what it may publish over, and that two never publish over each other."""
+"""The journal of a generation: which files it may replace, and concurrent generations."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ def texts(path):
     return [json.loads(line)["prediction"] for line in path.read_text().splitlines()]
 
 
-def test_what_the_log_holds_is_replaced_and_nothing_else(tmp_path):
+def test_only_lines_of_the_log_are_replaced(tmp_path):
     out = tmp_path / "deep/p.jsonl"
     with answered(tmp_path / "a", "mine") as log:
         assert log.publish(out, KEYS[:2]) == 2
@@ -48,7 +48,7 @@ def test_what_the_log_holds_is_replaced_and_nothing_else(tmp_path):
         assert texts(out)[0] == "mine 0"
 
 
-def test_the_file_to_replace_is_still_that_after_a_kill_and_another_is_not(tmp_path):
+def test_only_the_file_of_a_killed_run_may_be_replaced(tmp_path):
     out = tmp_path / "p.jsonl"
     out.write_text("old")
     with answered(tmp_path / "a", "mine", KEYS[:1], replaces=out):
@@ -61,7 +61,7 @@ def test_the_file_to_replace_is_still_that_after_a_kill_and_another_is_not(tmp_p
         assert log.publish(out, KEYS) == 4
 
 
-def test_of_two_that_publish_at_once_one_is_told(tmp_path, monkeypatch):
+def test_of_two_concurrent_writers_one_gets_an_error(tmp_path, monkeypatch):
     whole, out, told = completions.write_lines, tmp_path / "p.jsonl", {}
 
     def slowly(path, lines):

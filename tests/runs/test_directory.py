@@ -24,7 +24,7 @@ from posttrain.runs.directory import (
 )
 
 
-def test_a_run_holds_its_recipe_and_what_it_ran_on(recipe: RlRecipe, run: RunDirectory) -> None:
+def test_a_run_stores_its_recipe_and_its_machine(recipe: RlRecipe, run: RunDirectory) -> None:
     assert run.path == Path(recipe.runs) / "tossing"
     assert run.load_recipe() == recipe
     assert RlRecipe.model_validate(yaml.safe_load(run.recipe_file.read_text())) == recipe
@@ -51,7 +51,7 @@ def test_a_used_name_is_refused_with_both_remedies(recipe: RlRecipe, run: RunDir
 
 
 @pytest.mark.parametrize("begun", ["metrics.jsonl", "episodes/step_000000.train.jsonl.zst", "checkpoints/step_000000"])
-def test_a_run_that_recorded_nothing_gives_its_name_back(recipe: RlRecipe, run: RunDirectory, begun: str) -> None:
+def test_a_run_without_records_frees_its_name(recipe: RlRecipe, run: RunDirectory, begun: str) -> None:
     run.metrics.touch()
     corrected = recipe.model_copy(update={"seed": 1})
     assert RunDirectory.create(corrected).load_recipe() == corrected
@@ -67,7 +67,7 @@ def test_a_run_that_is_starting_keeps_its_name(recipe: RlRecipe, run: RunDirecto
     assert run.load_recipe() == recipe
 
 
-def test_overwrite_starts_afresh(recipe: RlRecipe, run: RunDirectory) -> None:
+def test_overwrite_starts_a_new_run(recipe: RlRecipe, run: RunDirectory) -> None:
     run.metrics.write_text("old")
     again = RunDirectory.create(recipe, overwrite=True)
     assert again.path == run.path
@@ -76,7 +76,7 @@ def test_overwrite_starts_afresh(recipe: RlRecipe, run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_is_not_a_run_is_never_deleted(recipe: RlRecipe, overwrite: bool) -> None:
+def test_other_directories_are_never_deleted(recipe: RlRecipe, overwrite: bool) -> None:
     path = Path(recipe.runs) / recipe.name
     path.mkdir(parents=True)
     (path / "recipe.yaml").write_text("thesis: precious")
@@ -98,7 +98,7 @@ def test_an_empty_directory_may_be_used(recipe: RlRecipe) -> None:
     assert RunDirectory.create(recipe).recipe_file.exists()
 
 
-def test_open_refuses_what_is_no_run(tmp_path: Path, run: RunDirectory) -> None:
+def test_open_refuses_a_directory_without_a_run(tmp_path: Path, run: RunDirectory) -> None:
     assert RunDirectory.open(str(run.path)) == run
     with pytest.raises(InputError, match="there is no run"):
         RunDirectory.open(tmp_path / "nowhere")
@@ -109,7 +109,7 @@ def test_open_refuses_what_is_no_run(tmp_path: Path, run: RunDirectory) -> None:
         RunDirectory.open(run.path)
 
 
-def test_a_spoilt_recipe_names_its_key(run: RunDirectory) -> None:
+def test_the_error_of_an_invalid_recipe_names_the_key(run: RunDirectory) -> None:
     values = yaml.safe_load(run.recipe_file.read_text())
     values["stepps"] = 3
     run.recipe_file.write_text(yaml.safe_dump(values))
@@ -144,7 +144,7 @@ with RunDirectory.open({str(run.path)!r}).lock():
         pass
 
 
-def test_the_lock_clears_what_a_killed_process_left(run: RunDirectory) -> None:
+def test_the_lock_removes_files_of_a_killed_process(run: RunDirectory) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     torn = run.checkpoints / f".step_4.{dead.pid}.partial"
@@ -183,7 +183,7 @@ def test_write_atomically_writes_aside(tmp_path: Path, monkeypatch: pytest.Monke
     assert path.read_bytes() == "größe".encode()
 
 
-def test_a_run_that_cannot_be_made_leaves_nothing(recipe: RlRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_created_leaves_no_directory(recipe: RlRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -193,7 +193,7 @@ def test_a_run_that_cannot_be_made_leaves_nothing(recipe: RlRecipe, monkeypatch:
     assert list(Path(recipe.runs).iterdir()) == []
 
 
-def test_permission_is_told_with_the_path(tmp_path: Path) -> None:
+def test_a_permission_error_names_the_path(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"/some/file.*permission denied"), storage_errors(Path("/some/file")):
         raise PermissionError(errno.EACCES, "Permission denied")
     (tmp_path / "file").write_text("")
@@ -213,9 +213,7 @@ def no_file_over(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("writer", "reason"), [("safetensors", "File too large"), ("torch", "free some space")])
-def test_what_the_disk_refuses_the_libraries_that_write_weights_is_told(
-    tmp_path: Path, writer: str, reason: str
-) -> None:
+def test_disk_errors_of_libraries_are_reported(tmp_path: Path, writer: str, reason: str) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -226,7 +224,7 @@ def test_what_the_disk_refuses_the_libraries_that_write_weights_is_told(
             save({"weight": torch.zeros(10_000)}, file)
 
 
-def test_a_full_disk_is_known_by_what_safetensors_says() -> None:
+def test_a_full_disk_is_recognized_in_safetensors_errors() -> None:
     said = "Error while serializing: I/O error: No space left on device (os error 28)"
     assert storage_error(ValueError(said)) == "the disk is full; free some space"
     assert storage_error(ValueError("a bug of ours")) is None

@@ -53,14 +53,14 @@ def test_a_resumed_run_has_each_step_once(logged):
     assert found.steps == sorted(set(found.steps))
 
 
-def test_other_tags_stand_under_their_own_names(tmp_path):
+def test_other_tags_keep_their_names(tmp_path):
     lines = read_events(foreign(tmp_path, [(5, 1.0), (10, math.nan), (20, 0.5)]))
     assert keys_of(lines) == ["eval/loss"]
     series = series_of(lines, "eval/loss")
     assert (series.steps, series.values, series.nonfinite) == ([5, 20], [1.0, 0.5], [10])
 
 
-def test_a_directory_of_logs_is_a_run_for_each_and_stands_beside_runs(tmp_path):
+def test_a_directory_of_logs_is_one_run_per_log_beside_other_runs(tmp_path):
     for name in ("a", "b"):
         foreign(tmp_path / "logs" / name, [(1, 0.5), (2, 0.25)], "rollout/return")
     assert [path.name for path in event_directories(tmp_path / "logs")] == ["a", "b"]
@@ -78,7 +78,7 @@ def test_every_tag_of_a_log_is_drawn(tmp_path):
     assert "my metric" in files[0].read_text()
 
 
-def test_what_is_no_event_file_is_told(tmp_path):
+def test_a_file_without_events_is_reported(tmp_path):
     for name, content in (("events.out.tfevents.1", b"garbage" * 50), ("notes.txt", b"hello"), ("empty.tfevents", b"")):
         file = tmp_path / name
         file.write_bytes(content)
@@ -91,7 +91,7 @@ def test_what_is_no_event_file_is_told(tmp_path):
         open_sources([tmp_path / "nothing"])
 
 
-def test_a_file_cut_in_its_middle_gives_what_is_whole(tmp_path):
+def test_a_truncated_file_gives_its_whole_rows(tmp_path):
     file = next(foreign(tmp_path, [(step, 1.0) for step in range(50)]).iterdir())
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2 + 3])

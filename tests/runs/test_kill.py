@@ -1,4 +1,4 @@
-"""SIGKILL at moments of its own choosing: whatever has its final name is whole."""
+"""SIGKILL at random moments: every file with its final name is complete."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ with run.lock(), MetricsLog(run, []) as log:
 """
 
 
-def test_what_a_killed_run_left_is_whole_and_goes_on(run: RunDirectory) -> None:
+def test_files_of_a_killed_run_are_valid_and_it_resumes(run: RunDirectory) -> None:
     last = 0
     for wait in (0.05, 0.11, 0.173):
         command = [sys.executable, "-c", WRITER, str(run.path), str(last)]

@@ -59,7 +59,7 @@ def test_the_log_keeps_its_own_keys(run: RunDirectory) -> None:
     assert read_metrics(run.metrics) == []
 
 
-def test_truncation_drops_later_steps_and_goes_on(run: RunDirectory) -> None:
+def test_truncation_drops_later_steps_and_continues(run: RunDirectory) -> None:
     with MetricsLog(run, []) as log:
         for step in range(5):
             log.write(step, "train", {"x": step / 3})
@@ -89,14 +89,14 @@ def test_a_damaged_line_in_the_middle_is_named(run: RunDirectory) -> None:
         read_metrics(run.metrics)
 
 
-def test_the_clock_goes_on_after_a_pause(run: RunDirectory) -> None:
+def test_the_time_limit_counts_across_a_resume(run: RunDirectory) -> None:
     run.metrics.write_text('{"step": 1, "kind": "train", "time/run": 100.0}\n')
     with MetricsLog(run, []) as log:
         log.write(2, "train", {})
     assert 100.0 <= read_metrics(run.metrics)[-1]["time/run"] < 160.0
 
 
-def test_a_full_disk_is_told_and_leaves_whole_lines(run: RunDirectory) -> None:
+def test_a_full_disk_is_reported_and_leaves_whole_lines(run: RunDirectory) -> None:
     log = MetricsLog(run, [])
     log.write(1, "train", {})
     file = log._file
@@ -175,7 +175,7 @@ def test_a_sink_that_cannot_start_or_stop_is_dropped_too(
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
-def test_a_sink_that_is_not_installed_is_wrong_input(
+def test_a_sink_that_is_not_installed_is_an_input_error(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, name, None)

@@ -107,7 +107,7 @@ def test_held_out_rows_have_a_band_and_domains_a_figure_of_their_own(run: RunDir
     assert plots.draw_figure("learning_curve", lines) is None
 
 
-def test_accuracy_is_compared_with_guessing_and_with_the_final_rows(run: RunDirectory) -> None:
+def test_accuracy_is_plotted_beside_chance_and_the_final_rows(run: RunDirectory) -> None:
     final = {"policy": "trained", "best_step": 3, "test/accuracy": 0.6, "test/loss": 0.61}
     final |= {"test/accuracy_low": 0.5, "test/accuracy_high": 0.7}
     lines = logged(
@@ -214,7 +214,7 @@ def test_an_environment_without_success_has_a_curve_of_returns(run: RunDirectory
     assert axes.get_ylim()[1] >= 0.5
 
 
-def test_the_moving_mean_does_not_lag(run: RunDirectory) -> None:
+def test_the_moving_mean_has_no_lag(run: RunDirectory) -> None:
     falling = [(step, "train", {"loss/nll": 10.0 - 0.1 * step}) for step in range(1, 41)]
     figure = plots.draw_figure("rows", logged(run, falling))
     assert figure is not None
@@ -237,7 +237,7 @@ def test_one_point_and_nothing_but_nan_can_be_drawn(run: RunDirectory) -> None:
     assert {path.name for path in plots.draw_plots(run)} >= {"learning_curve.png", "optimization.png", "kl.png"}
 
 
-def test_the_learning_curve_shows_band_and_reference_players(run: RunDirectory) -> None:
+def test_the_learning_curve_shows_band_and_baseline_policies(run: RunDirectory) -> None:
     players = [
         (0, "baseline", {"policy": player, "success": success, "return": success, "n": 64})
         for player, success in (("random", 0.2), ("optimal", 0.95))
@@ -294,7 +294,9 @@ def test_a_wide_range_of_norms_gets_a_logarithmic_axis(run: RunDirectory) -> Non
     assert [axes.get_yscale() for axes in figure.axes] == ["log"]
 
 
-def test_the_command_names_what_it_drew(run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_files_it_drew(
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from posttrain.cli.main import main
 
     assert main(["plot", str(run.path)]) == 2

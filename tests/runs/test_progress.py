@@ -26,7 +26,7 @@ def test_without_a_terminal_each_update_is_one_plain_line() -> None:
     assert all(line.isprintable() for line in lines)
 
 
-def test_an_evaluation_on_rows_says_what_it_measured() -> None:
+def test_an_evaluation_on_rows_names_its_rows() -> None:
     out = io.StringIO()
     found = {"validation/loss": 0.61, "validation/accuracy": 0.6, "validation/rows": 50}
     limits = {"validation/accuracy_low": 0.46, "validation/accuracy_high": 0.72}
@@ -64,7 +64,7 @@ def test_a_supervised_stage_shows_its_loss() -> None:
     assert "1.2500" in out.getvalue()
 
 
-def test_the_display_tells_held_out_rows_from_training_rows() -> None:
+def test_the_display_distinguishes_held_out_and_training_rows() -> None:
     out = Console(file=io.StringIO(), width=100, record=True)
     with Progress(20, "ranking", console=Console(file=io.StringIO())) as progress:
         progress.update(5, {"validation/loss": 0.6, "validation/accuracy": 0.625})
@@ -75,14 +75,14 @@ def test_the_display_tells_held_out_rows_from_training_rows() -> None:
     assert shown[2] == "training  loss 0.7000  accuracy 50%  margin 0.100"
 
 
-def test_the_display_is_taken_down_when_training_fails() -> None:
+def test_the_display_is_removed_when_training_fails() -> None:
     out = io.StringIO()
     with pytest.raises(KeyError), Progress(20, "t", console=Console(file=out, force_terminal=True)):
         raise KeyError
     assert "\x1b[?25h" in out.getvalue()
 
 
-def test_time_left_counts_only_steps_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_time_counts_only_steps_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("posttrain.runs.metrics.time.monotonic", lambda: now[0])
     with Progress(30, "t", start_step=10, console=Console(file=io.StringIO())) as progress:
@@ -99,7 +99,24 @@ def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_rate_without_interval_or_value() -> None:
+def test_format_of_a_rate_without_interval_or_value() -> None:
     assert rate({"success": 0.1}, "success") == "10.0%"
     assert rate({"success": 0.1, "success_low": None, "success_high": 1.0}, "success") == "10.0%"
     assert rate({}, "success") == "-"
+
+
+def test_a_long_evaluation_says_how_far_it_is(monkeypatch) -> None:
+    """A line every five seconds in a pipe, and a live one in a terminal."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    out = io.StringIO()
+    with Progress(9, "tossing", console=Console(file=out, width=40)) as progress:
+        for done in range(1, 13):
+            now[0] += 1
+            progress.played(done, 12)
+    assert out.getvalue().splitlines()[1:] == ["5 of 12 held-out episodes", "10 of 12 held-out episodes"]
+    out = io.StringIO()
+    with Progress(9, "tossing", console=Console(file=out, force_terminal=True, width=80)) as progress:
+        progress.played(7, 12)
+        progress._live.refresh()
+    assert "7 of 12 held-out episodes" in out.getvalue()

@@ -40,7 +40,7 @@ def test_rows_come_from_metric_lines(run: RunDirectory) -> None:
     assert PolicyRow.from_values("model", held_out, "x") == PolicyRow("model", 0.5, (0.2, 0.8), None, 10, "x")
 
 
-def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: RunDirectory) -> None:
+def test_the_report_shows_the_run_and_how_to_use_its_model(recipe: RlRecipe, run: RunDirectory) -> None:
     with MetricsLog(run, []) as log:
         log.write(1, "train", {"rollout/failed": 2, "optimizer/skipped": 1, "policy/kl": math.nan})
         log.write(7, "train", {"rollout/failed": 1})
@@ -96,7 +96,7 @@ def test_the_report_tells_what_was_run_and_how_to_use_it(recipe: RlRecipe, run: 
         ({"normalize": "none"}, "raw, clipped to [-10, 10]"),
     ],
 )
-def test_the_report_says_in_which_unit_a_reward_model_pays(recipe: RlRecipe, keys: dict, said: str) -> None:
+def test_the_report_names_the_unit_of_rewards(recipe: RlRecipe, keys: dict, said: str) -> None:
     assert "its rewards in returns" not in write_report(RunDirectory.create(recipe), []).read_text()
     values = recipe.model_dump() | {"name": "paid", "reward": {"path": "judge/model", **keys}}
     text = write_report(RunDirectory.create(RlRecipe.model_validate(values)), []).read_text()
@@ -147,7 +147,7 @@ def test_the_terminal_table_shows_the_same_cells() -> None:
             assert cell in text
 
 
-def test_a_narrow_terminal_cuts_nothing_off() -> None:
+def test_a_narrow_terminal_truncates_nothing() -> None:
     console = Console(width=50, record=True, file=io.StringIO())
     console.print(policy_tables(ROWS, "Result")[0].rich())
     text = console.export_text()

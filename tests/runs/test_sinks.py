@@ -1,4 +1,4 @@
-"""The real TensorBoard, and the other two behind modules that record what they are told."""
+"""The real TensorBoard, and fake modules for the other two."""
 
 import sys
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 
 
-def test_tensorboard_gets_every_number_and_forgets_what_is_rewound(run: RunDirectory) -> None:
+def test_tensorboard_gets_every_number_and_drops_rewound_steps(run: RunDirectory) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with MetricsLog(run, ["tensorboard"]) as log:
@@ -99,7 +99,7 @@ def test_project_entity_name_and_tags(
     assert found == expected
 
 
-def test_tracking_that_no_sink_reads_is_warned_of() -> None:
+def test_tracking_keys_that_no_sink_reads_give_a_warning() -> None:
     def warned(*words: str) -> list[str]:
         found = recipe_warnings(load_recipe([], [*words], "rl"))
         return [line.split()[0] for line in found if line.startswith("tracking.")]

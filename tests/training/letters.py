@@ -1,14 +1,14 @@
-"""A task on which even random text earns different rewards: say many different letters, in three turns."""
+"""A task with different rewards even for random text: many different letters, in three turns."""
 
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.recipe.components import EnvironmentRecipe
 
 
 class Letters(Environment):
-    """Each turn pays 0.1 for every different letter of the answer, and more on odd seeds."""
+    """Each turn has a reward of 0.1 per different letter of the answer, and more on odd seeds."""
 
     class Recipe(EnvironmentRecipe):
-        """No keys of its own."""
+        """No additional keys."""
 
     def reset(self, seed):
         self.turn, self.seed = 0, seed

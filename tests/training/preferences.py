@@ -7,7 +7,7 @@ WORDS = ["Up", "Down", "Left", "Right", "Goal", "Holes", "dragon", "phoenix", "r
 
 
 def pair_rows(count: int, start: int = 0) -> list[dict]:
-    """The better answer repeats the word that was asked for; the worse one says others."""
+    """The better answer repeats the requested word; the worse one has others."""
     rows = []
     for number in range(start, start + count):
         word, other = WORDS[number % 10], WORDS[(number * 7 + 3) % 10]
@@ -31,7 +31,7 @@ def write_jsonl(path: Path, rows: list[dict]) -> str:
 
 
 def unpaired_rows(count: int) -> list[dict]:
-    """The two answers of each pair as rows of their own."""
+    """The two answers of each pair as separate rows."""
     found = []
     for row in pair_rows(count):
         for name, label in (("chosen", True), ("rejected", False)):

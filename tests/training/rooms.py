@@ -1,4 +1,4 @@
-"""Three rooms in a row: the number of letters in an answer says where to go, every turn pays, the last room ends it."""
+"""Three rooms in a row: the number of letters in an answer selects the move, every turn has a reward, and the last room ends the episode."""
 
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.recipe.components import EnvironmentRecipe
@@ -8,7 +8,7 @@ class Rooms(Environment):
     """Random text wanders through the rooms, so episodes have different numbers of turns and rooms are met again."""
 
     class Recipe(EnvironmentRecipe):
-        """No keys of its own."""
+        """No additional keys."""
 
     def reset(self, seed):
         self.turn, self.room = 0, seed % 2

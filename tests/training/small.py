@@ -1,4 +1,4 @@
-"""A small but whole RL run, in a process of its own that can be told where to die."""
+"""A small but complete RL run in a separate process, which can kill itself at a given point."""
 
 import importlib
 import json
@@ -84,11 +84,8 @@ def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None,
     from posttrain.recipe.components import environment_class
     from posttrain.recipe.stages import Recipe
     from posttrain.stages import run_stage
-    from posttrain.training import results as table
 
-    if not figures:
-        table.draw_plots = lambda run: None  # type: ignore[assignment]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "POSTTRAIN_PLOTS": str(int(figures))}
     log = open(Path(values["runs"]) / "log.txt", "a")  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)

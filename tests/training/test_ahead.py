@@ -1,4 +1,4 @@
-"""Rollouts ahead of the learner: what they compute, the bound on their age, replays, and what goes wrong."""
+"""Asynchronous rollouts: results, the bound on their staleness, replays, and failures."""
 
 import json
 import random
@@ -59,15 +59,15 @@ def noisy(module):
 
 @pytest.fixture(scope="module")
 def continued(module, tiny_model, tmp_path_factory):
-    """A run whose episodes go on with new weights."""
+    """A run whose episodes continue with new weights."""
     runs = tmp_path_factory.mktemp("continued")
-    with unsteady(module), patch("posttrain.training.results.draw_plots"):
+    with unsteady(module):
         return ahead.train(ahead.values(tiny_model, runs, "live", CONTINUE))
 
 
 @pytest.mark.parametrize("n", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
-def test_what_is_learned_is_what_one_thread_learns_with_weights_of_n_steps_before(n, tiny_model, tmp_path):
-    """With 0 this compares the plain loop with itself in other words, so all three rest on the same reading."""
+def test_training_matches_one_thread_with_weights_of_n_steps_before(n, tiny_model, tmp_path):
+    """0 compares the synchronous loop with an independent form of itself, which validates the comparison for 1 and 2."""
     run = ahead.train(ahead.values(tiny_model, tmp_path, "threads", {"async_rollouts": n}))
     other = ahead.train_with(ahead.OneThread, ahead.values(tiny_model, tmp_path, "one", {"async_rollouts": n}))
     assert ahead.results(run) == ahead.results(other)
@@ -75,7 +75,7 @@ def test_what_is_learned_is_what_one_thread_learns_with_weights_of_n_steps_befor
     assert oldest == [2.0 * min(n, step) for step in range(5)]
 
 
-def test_ahead_0_is_the_plain_loop(tiny_model, tmp_path):
+def test_async_rollouts_0_is_the_synchronous_loop(tiny_model, tmp_path):
     made = []
 
     def make(*arguments):
@@ -84,14 +84,15 @@ def test_ahead_0_is_the_plain_loop(tiny_model, tmp_path):
 
     run = ahead.train_with(make, ahead.values(tiny_model, tmp_path, "plain", {"async_rollouts": 0}))
     assert isinstance(made[0], SyncRollouts)
-    assert not (run.path / "ahead").exists()
+    assert not (run.path / "async_rollouts").exists()
     assert not (run.path / "events.jsonl").exists()
     for step in range(1, 6):
         stored = read_episodes(run.episodes / f"step_{step:06d}.train.jsonl.zst")
         assert {v for e in stored.episodes for v in e.versions.tolist()} == {2 * (step - 1)}
 
 
-@pytest.mark.parametrize("rule", ["continue", pytest.param("restart", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["continue", "restart"])
 def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy, continued):
     rollout, run = CONTINUE | {"on_new_weights": rule}, continued
     if rule == "restart":
@@ -107,7 +108,8 @@ def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy, c
     assert EventLog(again.path).read() == events
 
 
-def test_a_token_tells_the_version_that_sampled_it_where_episodes_go_on(continued):
+@pytest.mark.slow
+def test_tokens_store_the_version_that_sampled_them(continued):
     mixed = 0
     for step in range(1, 6):
         for episode in read_episodes(continued.episodes / f"step_{step:06d}.train.jsonl.zst").episodes:
@@ -121,7 +123,7 @@ def test_a_token_tells_the_version_that_sampled_it_where_episodes_go_on(continue
     assert mixed
 
 
-def test_a_replay_that_does_not_fit_says_so(tiny_model, tmp_path):
+def test_a_replay_of_another_run_is_refused(tiny_model, tmp_path):
     rollout = {"async_rollouts": 1, "on_new_weights": "continue"}
     run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
     lines = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
@@ -134,7 +136,7 @@ def test_a_replay_that_does_not_fit_says_so(tiny_model, tmp_path):
         ahead.train(other)
 
 
-def test_what_the_environment_raises_reaches_the_user_as_it_is(tiny_model, tmp_path, module, monkeypatch):
+def test_exceptions_of_the_environment_are_raised_unchanged(tiny_model, tmp_path, module, monkeypatch):
     monkeypatch.setattr(module.Letters, "step", lambda self, action: 1 / 0)
     with pytest.raises(RunError, match=r"all 4 evaluation episodes failed, the first .*ZeroDivisionError"):
         ahead.train(ahead.values(tiny_model, tmp_path, "fails", {"async_rollouts": 1}))
@@ -147,6 +149,7 @@ def test_a_guard_stops_both_sides(tiny_model, tmp_path):
     assert (run.path / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path, noisy):
     rollout = {
         "async_rollouts": 1,
@@ -163,7 +166,7 @@ def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path,
 
 
 @pytest.mark.parametrize("credit", ["rloo", "gae"])
-def test_a_step_whose_episodes_are_all_too_old_makes_no_update_and_says_so(credit, tiny_model, tmp_path, monkeypatch):
+def test_a_step_with_only_stale_episodes_makes_no_update_and_gives_a_warning(credit, tiny_model, tmp_path, monkeypatch):
     # Weights come too late for every second batch.
     monkeypatch.setattr("posttrain.rollout.weight_sync.WeightSync.poll", lambda self: None)
     rollout = {

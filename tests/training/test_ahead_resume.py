@@ -44,13 +44,13 @@ def _same(run, reference):
     assert small.metrics(run) == small.metrics(reference)
     assert small.episodes(run) == small.episodes(reference)
     assert (run / "events.jsonl").read_text() == (reference / "events.jsonl").read_text()
-    assert list((run / "ahead").iterdir()) == []
+    assert list((run / "async_rollouts").iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
 )
-def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, uninterrupted):
+def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, tmp_path, uninterrupted):
     draw, values = random.Random(place), recipe(tiny_model, tmp_path)
     what, most = PLACES[place]
     for _ in range(2):
@@ -59,12 +59,13 @@ def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, u
     _same(tmp_path / "small", uninterrupted)
 
 
-def test_it_resumes_from_an_older_checkpoint_whose_buffer_is_gone(tiny_model, tmp_path, uninterrupted):
+@pytest.mark.slow
+def test_it_resumes_from_an_older_checkpoint_without_its_buffer(tiny_model, tmp_path, uninterrupted):
     values, run = recipe(tiny_model, tmp_path), tmp_path / "small"
     # Its fifth step is learned from, and the checkpoint of the fourth has had the buffer of the third and fourth removed.
     assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 10)) == -9
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
-    assert [path.name for path in (run / "ahead").iterdir()] == ["batch_000005.jsonl"]
+    assert [path.name for path in (run / "async_rollouts").iterdir()] == ["batch_000005.jsonl"]
     shutil.rmtree(run / "checkpoints" / "step_000004")
     assert small.run(values, resume=True) == 0, (tmp_path / "log.txt").read_text()
     _same(run, uninterrupted)
@@ -87,18 +88,19 @@ def test_a_signal_stops_both_sides_with_a_checkpoint(number, tiny_model, tmp_pat
     _same(tmp_path / "small", uninterrupted)
 
 
+@pytest.mark.slow
 def test_complete_batches_of_a_killed_run_are_not_sampled_again(tiny_model, tmp_path, uninterrupted):
     values = recipe(tiny_model, tmp_path)
     values["checkpoint"] = {"every": 50, "keep": 2}
     values["evaluation"] = values["evaluation"] | {"every": 0}  # whose best one would be saved
     # The learner dies in its third step: by then the batches of steps 1 to 3 are there, and no checkpoint is.
     assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 5)) == -9
-    left = {path.name: path.read_bytes() for path in (tmp_path / "small" / "ahead").iterdir()}
+    left = {path.name: path.read_bytes() for path in (tmp_path / "small" / "async_rollouts").iterdir()}
     complete = [name for name, content in left.items() if b'{"end"' in content]
     assert len(complete) >= 3
     # Once more, and dead before anything can be sampled anew: what was complete is as it was.
     small.run(values, resume=True, die_at=("posttrain.engines.local.engine:LocalEngine._step", 1))
-    assert {name: (tmp_path / "small" / "ahead" / name).read_bytes() for name in complete} == {
+    assert {name: (tmp_path / "small" / "async_rollouts" / name).read_bytes() for name in complete} == {
         name: left[name] for name in complete
     }
     assert small.run(values, resume=True) == 0

@@ -121,7 +121,7 @@ def command(variant, tiny, folder, train, *more):
 
 
 def told(run):
-    """What the run said before its first step."""
+    """The output of the run before its first step."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2]
     return [line["message"] for line in lines if line["kind"] == "warning" and "dropped" in line["message"]]

@@ -40,7 +40,7 @@ def test_every_sample_is_in_one_group_and_no_row_is_over_the_budget(samples, bud
 
 @settings(max_examples=100, deadline=None)
 @given(samples=SAMPLES)
-def test_packing_is_near_the_fewest_rows(samples):
+def test_packing_is_close_to_the_optimum(samples):
     budget = 60
     shared = {prompt_length(s.stream.sampled): 0 for s in samples}
     least = sum(shared) + sum(s.sampled_tokens for s in samples)

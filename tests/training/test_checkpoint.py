@@ -33,7 +33,7 @@ def saved(tiny_model, tmp_path):
     return checkpoints
 
 
-def test_the_newest_and_the_best_are_kept(saved):
+def test_the_newest_and_the_best_checkpoints_are_kept(saved):
     assert saved.steps() == [1, 3, 4]
     directory, tensors, state = saved.load(4)
     assert state == {"step": 4}
@@ -43,7 +43,7 @@ def test_the_newest_and_the_best_are_kept(saved):
 
 
 @pytest.mark.parametrize("name", ["tensors/__0_0.distcp", "state.json", "policy/model.safetensors"])
-def test_a_changed_byte_is_found(saved, name):
+def test_a_changed_byte_is_detected(saved, name):
     file = saved.path(4) / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -54,13 +54,13 @@ def test_a_changed_byte_is_found(saved, name):
         saved.load(4)
 
 
-def test_a_missing_file_is_found(saved):
+def test_a_missing_file_is_detected(saved):
     (saved.path(4) / "tensors" / ".metadata").unlink()
     with pytest.raises(InputError, match=r"tensors/.metadata is not as it was written"):
         saved.load(4)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_sentence(saved):
+def test_a_checkpoint_of_an_earlier_version_is_refused(saved):
     file = saved.path(4) / "manifest.json"
     manifest = json.loads(file.read_text())
     file.write_text(json.dumps(manifest | {"files": manifest["files"] | {"optimizer.pt": "0"}}))
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_sentence(saved):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"files": {}}'])
-def test_a_damaged_manifest_is_found(saved, content):
+def test_a_damaged_manifest_is_detected(saved, content):
     (saved.path(4) / "manifest.json").write_text(content)
     with pytest.raises(InputError, match=r"manifest.json is missing or damaged"):
         saved.load(4)
@@ -98,7 +98,7 @@ def test_weights_of_another_model_are_refused(saved, tiny_model, tmp_path):
         Policy(ModelRecipe(path=str(other))).restore(saved.path(4) / "policy")
 
 
-def test_a_full_disk_leaves_what_was_saved(saved, tiny_model, monkeypatch):
+def test_a_full_disk_keeps_earlier_checkpoints(saved, tiny_model, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -173,7 +173,7 @@ def test_rules_that_exclude_each_other_are_refused(rules, message):
 
 
 def finished(tiny_model, runs, export):
-    """A run of two steps that change next to nothing, and what it printed."""
+    """A run of two steps with almost no change, and its output."""
     values = small.recipe_values(tiny_model, runs, optimizer={"learning_rate": 1e-30}, export=export)
     values |= small.two_steps(values) | {"checkpoint": {"every": 1, "keep": "all"}}
     printed = io.StringIO()
@@ -188,7 +188,7 @@ def last(tiny_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("export", ["best", "last"])
-def test_which_step_is_exported_and_said(export, last, tiny_model, tmp_path):
+def test_the_exported_step_is_reported(export, last, tiny_model, tmp_path):
     run, printed = last if export == "last" else finished(tiny_model, tmp_path, export)
     step = 2 if export == "last" else 0
     (final,) = [line for line in read_metrics(run.metrics) if line["kind"] == "final"]

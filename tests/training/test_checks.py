@@ -44,7 +44,7 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def test_what_stops_a_run_stops_its_dry_run_with_the_same_sentence(tiny_model, tmp_path, capsys):
+def test_a_dry_run_fails_with_the_same_sentence_as_the_run(tiny_model, tmp_path, capsys):
     (tmp_path / "own.py").write_text(
         "def typo(answer, **row):\n    return float(answer == row['lable'])\n\n"
         "def nothing(answer):\n    pass\n\n"
@@ -113,7 +113,7 @@ def test_a_placement_that_no_run_accepts_is_refused(capsys, monkeypatch):
     assert "groups x 2 episodes" in out
 
 
-def test_a_pipeline_leaves_out_what_its_stages_make(tiny_model, tmp_path, capsys):
+def test_a_dry_run_of_a_pipeline_does_not_check_files_that_its_stages_write(tiny_model, tmp_path, capsys):
     pairs, rows = pair_rows(12), prompts(tmp_path, 12)
     data = {"train": write_jsonl(tmp_path / "pairs.jsonl", pairs), "held_out": 2, "cache": str(tmp_path / "cache")}
     stages = [

@@ -1,4 +1,4 @@
-"""PPO with a critic, end to end on the tiny model: what it learns, when it learns alone, and what a resume restores."""
+"""PPO with a critic, end to end on the tiny model: learning, updates before the policy, and resuming."""
 
 import json
 
@@ -32,7 +32,7 @@ REWARD = '''def kind(answer, **row):
 
 
 def foretold(tiny, folder, **changes):
-    """A task whose return stands in the prompt: the policy cannot change it, a critic can know it."""
+    """A task whose return is in the prompt: the policy cannot change it, and a critic can predict it."""
     (folder / "rewards.py").write_text(REWARD)
     rows = [{"prompt": f"Say {word} {n}.", "word": word} for n in range(20) for word in ("dragon", "lake")]
     return {
@@ -50,7 +50,8 @@ def foretold(tiny, folder, **changes):
     } | changes
 
 
-def test_the_critic_comes_to_explain_returns_that_can_be_foretold(tiny_model, tmp_path):
+@pytest.mark.slow
+def test_the_critic_learns_to_explain_predictable_returns(tiny_model, tmp_path):
     critic = {"clip": None, "optimizer": {"learning_rate": 1e-2, "max_gradient_norm": 10.0}}
     learner = {"epochs_per_step": 4, "tokens_per_batch": 4096}
     task = foretold(tiny_model, tmp_path)
@@ -143,7 +144,7 @@ def reward_model(tiny_model, tmp_path_factory):
     return directory
 
 
-def test_it_starts_from_a_reward_model_with_its_head(tiny_model, reward_model, tmp_path):
+def test_a_critic_starts_from_a_reward_model_with_its_head(tiny_model, reward_model, tmp_path):
     run, _ = train(tiny_model, tmp_path, credit={"type": "gae"}, critic={"path": str(reward_model)}, steps=1)
     assert abs(lines(run, "train")[0]["critic/value"]) > 1e-3
 
@@ -196,7 +197,7 @@ def uninterrupted(tiny_model, tmp_path_factory):
         ),
     ],
 )
-def test_killed_there_it_resumes_to_the_same_bits(place, count, tiny_model, tmp_path, uninterrupted):
+def test_it_resumes_to_the_same_bits_after_a_kill_there(place, count, tiny_model, tmp_path, uninterrupted):
     values = _ppo_values(tiny_model, tmp_path)
     assert small.run(values, die_at=(PLACES[place], count)) == -9
     assert small.run(values, resume=(tmp_path / "small").exists()) == 0, (tmp_path / "log.txt").read_text()

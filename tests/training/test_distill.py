@@ -248,7 +248,7 @@ def test_a_share_of_the_steps_trains_on_rows(tiny_model, teacher_model, tmp_path
 # -- privileged context ---------------------------------------------------------------------------------------------------
 
 
-def test_the_context_is_in_the_teachers_prompt_alone(tiny_model):
+def test_the_context_is_only_in_the_prompt_of_the_teacher(tiny_model):
     policy = Policy(ModelRecipe(path=str(tiny_model), threads=1))
     env = posttrain.make_env(f"{small.Path(small.__file__).parent / 'letters.py'}", max_turns=2)
     episodes = rollout(posttrain.LocalEngine(policy), env, seeds=[4], max_tokens=5, tokens_per_episode=300)
@@ -342,7 +342,7 @@ def test_the_teacher_is_a_reward_of_each_sampled_token(played, teacher_model):
         assert not rewards[~sampled].any()
 
 
-def test_reinforcement_learning_with_a_teacher_alone_approaches_it(tiny_model, teacher_model, tmp_path):
+def test_rl_with_only_a_teacher_approaches_it(tiny_model, teacher_model, tmp_path):
     rollout = {"groups_per_step": 4, "episodes_per_group": 8, "tokens_per_turn": 4, "tokens_per_episode": 300}
     values = small.recipe_values(tiny_model, tmp_path, steps=12, rollout=rollout, kl={}, entropy={})
     values |= {

@@ -132,8 +132,7 @@ def values_of(stage, tiny, folder):
 @pytest.mark.parametrize(
     "stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("dpo", "kto", "reward", "rl", "ppo"))]
 )
-def test_every_stage_trains_with_both(stage, tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("posttrain.training.results.draw_plots", lambda run: None)
+def test_every_stage_trains_with_both(stage, tiny_model, tmp_path):
     made = {}
     for checkpointing in (False, True):
         folder = tmp_path / str(checkpointing)
@@ -147,7 +146,7 @@ def test_every_stage_trains_with_both(stage, tiny_model, tmp_path, monkeypatch):
     assert max(float(tensor.abs().max()) for name, tensor in made[True].items() if "lora_B" in name) > 1e-4
 
 
-def test_a_skipped_update_names_its_culprits_with_both(tiny_model):
+def test_a_skipped_update_names_the_episodes_of_both_models(tiny_model):
     subject = updater(tiny_model, lora=DROPOUT, gradient_checkpointing=True)
     chosen = samples()
     chosen[2].advantages[:] = float("nan")

@@ -94,7 +94,7 @@ def test_the_same_file_in_both_is_divided(prompts):
     assert len({*tasks.training, *tasks.validation, *tasks.test}) == 12
 
 
-def test_rows_are_evaluated_in_an_environment_of_their_own(tiny_model, tmp_path):
+def test_rows_are_evaluated_in_a_separate_environment(tiny_model, tmp_path):
     rows = [{"prompt": f"Say {number}.", "completion": str(number)} for number in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = [f"data.train={tmp_path / 'rows.jsonl'}", f"data.cache={tmp_path / 'cache'}", f"model.path={tiny_model}"]

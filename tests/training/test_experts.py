@@ -40,7 +40,7 @@ def test_settings_that_differ_are_named(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("cell", [None, 3, "no JSON", "[1]", json.dumps({"type": "frozen_lake", "gone": 1})])
-def test_rows_that_say_nothing_are_taken_as_they_are(tmp_path, cell):
+def test_rows_without_settings_give_no_warning(tmp_path, cell):
     file = tmp_path / "rows.jsonl"
     file.write_text("broken\n" + json.dumps({"messages": [], SETTINGS_COLUMN: cell}) + "\n")
     assert settings_warnings(lake(), [SourceRecipe(path=str(file)), SourceRecipe(path="some/hub-id")]) == []
@@ -84,7 +84,7 @@ def test_the_loss_of_traces_that_are_not_trained_on_is_measured(tiny_model, tmp_
     assert "which also chose the checkpoint" in text
 
 
-def test_held_out_traces_may_choose_the_checkpoint_and_leave_some_to_train_on(tiny_model, tmp_path, capsys):
+def test_held_out_traces_may_select_the_checkpoint(tiny_model, tmp_path, capsys):
     words = [f"model.path={tiny_model}", f"runs={tmp_path}", "name=none", *HELD_OUT]
     assert load_recipe([], [*words, "experts.held_out=4", "evaluation.metric=loss"], "sft").chosen_by_loss
     with pytest.raises(InputError, match=r"experts\.held_out"):
@@ -95,3 +95,52 @@ def test_held_out_traces_may_choose_the_checkpoint_and_leave_some_to_train_on(ti
     said = capsys.readouterr().out
     assert "6 traces of the optimal policy" in said
     assert "the last 4 for their loss alone" in said
+
+
+def test_a_share_of_the_optimal_turns_is_random(tiny_model):
+    """Of the first actions on 80 lakes."""
+
+    def answers(share):
+        words = ["environment.type=frozen_lake", "environment.slippery=false", f"experts.random_share={share}"]
+        recipe = load_recipe([], [f"model.path={tiny_model}", *words, "rollout.tokens_per_episode=1500"], "sft")
+        policy = Policy(recipe.model, 0)
+        renderer = Renderer(policy.tokenizer, policy.end_tokens)
+        return [e.turns[0].answer for e in expert_episodes(recipe, range(200_000, 200_080), renderer)]
+
+    optimal, mixed = answers(0.0), answers(0.5)
+    share = sum(a != b for a, b in zip(optimal, mixed, strict=True)) / 80
+    assert 0.2 < share < 0.55  # half of the turns are random, and a random one of four moves is often the optimal one
+    with pytest.raises(InputError, match="random_share"):
+        load_recipe([], ["environment.type=bandit", "experts.expert=random", "experts.random_share=0.1"], "sft")
+
+
+def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_path, capsys):
+    """Where everything that the episodes depend on is the same, the next run takes the rates of the run that made its model."""
+    words = [
+        "environment.type=bandit",
+        "rollout.tokens_per_turn=4",
+        f"runs={tmp_path}",
+        "evaluation.final_seeds.count=3",
+    ]
+    words += ["evaluation.seeds.count=1", "evaluation.every=0", "model.threads=1"]
+    assert (
+        main(["sft", *words, f"model.path={tiny_model}", "name=a", "experts.seeds.count=4", "rows_per_update=4"]) == 0
+    )
+    made = [*words, f"model.path={tmp_path / 'a' / 'model'}", "steps=1", "rollout.groups_per_step=1"]
+    made += ["rollout.episodes_per_group=2"]
+
+    def rows(name):
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        return {line["policy"]: line for line in lines if "policy" in line}
+
+    capsys.readouterr()
+    for name, change, played in (("b", "seed=0", 1), ("c", "seed=1", 2), ("d", "rollout.tokens_per_turn=3", 2)):
+        assert main(["rl", *made, change, f"name={name}"]) == 0
+        assert capsys.readouterr().out.count("playing 3 held-out episodes") == played, change
+    assert main(["rl", *made, "evaluation.start=false", "name=e"]) == 0
+    assert "as it is" not in capsys.readouterr().out
+    assert "trained" in rows("e")
+    assert "start of this run" not in rows("e")
+    assert {key: rows("b")["start of this run"][key] for key in ("success", "return", "n")} == {
+        key: rows("a")["trained"][key] for key in ("success", "return", "n")
+    }

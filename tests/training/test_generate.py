@@ -84,7 +84,7 @@ def test_greedy_answers_are_those_of_transformers(tiny_policy, tiny_model, tmp_p
     assert f"{cut} of 9 cut off at rollout.tokens_per_turn = 20" in said
 
 
-def test_predictions_are_what_the_metrics_read(tiny_model, tmp_path):
+def test_metrics_read_the_predictions_that_generate_writes(tiny_model, tmp_path):
     data = write_rows(tmp_path / "rows.jsonl", [{**row, "level": n} for n, row in enumerate(some_rows(4))])
     words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=8", "samples=3"]
     assert main(["generate", *words, "sampling.temperature=1", "keep_columns=[level]", "name=a"]) == 0
@@ -99,7 +99,7 @@ def test_predictions_are_what_the_metrics_read(tiny_model, tmp_path):
     assert len({row["seed"] for row in found}) == 12
 
 
-def test_what_is_in_flight_changes_no_answer(tiny_model, tmp_path):
+def test_answers_do_not_depend_on_slots_or_window(tiny_model, tmp_path):
     data, alone = write_rows(tmp_path / "rows.jsonl", some_rows(10)), None
     words = [f"model.path={tiny_model}", f"data.test={data}", "rollout.tokens_per_turn=24"]
     for slots, window in ((1, 100), (3, 100), (64, 4)):
@@ -218,7 +218,7 @@ def test_rows_without_room_are_named_counted_and_listed(tiny_model, tmp_path, ca
         (["data.test=nowhere.jsonl"], "no such file"),
     ],
 )
-def test_bad_input_is_told_in_one_sentence_and_leaves_the_name_free(words, said, tiny_model, tmp_path, capsys):
+def test_an_input_error_is_one_sentence_and_leaves_the_name_free(words, said, tiny_model, tmp_path, capsys):
     write_rows(tmp_path / "rows.jsonl", [{"prompt": "same"}, {"prompt": "same"}])
     (tmp_path / "there.jsonl").write_text("mine")
     given = ["generate", f"model.path={tiny_model}", "data.test=rows.jsonl", "name=a", "rollout.tokens_per_turn=2"]
@@ -230,14 +230,14 @@ def test_bad_input_is_told_in_one_sentence_and_leaves_the_name_free(words, said,
     assert main(given) == 0
 
 
-def test_ids_that_are_one_as_text_are_refused(tiny_model, tmp_path, capsys):
+def test_ids_that_are_equal_as_text_are_refused(tiny_model, tmp_path, capsys):
     write_rows(tmp_path / "keys.jsonl", [{"prompt": "one", "key": 1}, {"prompt": "other", "key": "1"}])
     words = [f"model.path={tiny_model}", "data.test=keys.jsonl", "rollout.tokens_per_turn=2"]
     assert main(["generate", *words, "data.id=key"]) == 2
     assert "row 2: the id '1' in `key` is also that of keys.jsonl row 1" in capsys.readouterr().err
 
 
-def test_the_plan_says_what_would_be_done_and_does_nothing(tiny_model, tmp_path, capsys):
+def test_the_plan_shows_the_actions_and_does_nothing(tiny_model, tmp_path, capsys):
     write_rows(tmp_path / "rows.jsonl", some_rows(2))
     words = [f"model.path={tiny_model}", "data.test=rows.jsonl", "samples=4", "sampling.temperature=0.7"]
     assert main(["generate", *words, "out=p.jsonl", "--dry-run"]) == 0

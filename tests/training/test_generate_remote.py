@@ -1,4 +1,4 @@
-"""`posttrain generate` with a model behind a server: what fails there is asked again, listed, and nothing is lost."""
+"""`posttrain generate` with a model behind a server: failures are retried and listed, and no answer is lost."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_rows_are_answered_in_order_each_with_its_seed(tmp_path, capsys):
     assert "24 answers to 12 rows, 120 tokens" in capsys.readouterr().out
 
 
-def test_faults_are_asked_again_and_what_still_fails_is_listed_and_tried_alone(tmp_path, capsys):
+def test_failed_rows_are_retried_then_listed_and_resumed_alone(tmp_path, capsys):
     tries = {}
 
     def faulty(request):
@@ -111,7 +111,7 @@ def test_faults_are_asked_again_and_what_still_fails_is_listed_and_tried_alone(t
     assert "9 from earlier runs" in capsys.readouterr().out
 
 
-def test_a_server_that_is_down_is_given_up_and_what_came_before_is_kept(tmp_path, capsys):
+def test_a_server_that_is_down_ends_the_run_and_earlier_answers_are_kept(tmp_path, capsys):
     write_rows(tmp_path / "rows.jsonl", [{"prompt": f"question {n}"} for n in range(60)])
 
     def dies(request):
@@ -131,7 +131,7 @@ def test_a_server_that_is_down_is_given_up_and_what_came_before_is_kept(tmp_path
         assert re.search(r"runs/remote .*\bengine\b", capsys.readouterr().err)
 
 
-def test_nothing_at_all_leaves_the_name_free(tmp_path, capsys):
+def test_a_run_that_wrote_nothing_leaves_the_name_free(tmp_path, capsys):
     with serving(lambda request: Reply(status=500, body="{}")) as server:
         assert main(words(server.url, "engine.retries=0")) == 1
         assert not (tmp_path / "p.jsonl").exists()
@@ -142,7 +142,7 @@ def test_nothing_at_all_leaves_the_name_free(tmp_path, capsys):
     assert not (tmp_path / "p.jsonl.failed.jsonl").exists()
 
 
-def test_killed_while_it_waits_it_loses_and_repeats_nothing(tmp_path):
+def test_killed_while_waiting_it_loses_and_repeats_nothing(tmp_path):
     with serving(square) as server:
         assert main(words(server.url, "out=whole.jsonl", "name=whole")) == 0
 
@@ -170,7 +170,7 @@ def test_killed_while_it_waits_it_loses_and_repeats_nothing(tmp_path):
     assert (tmp_path / "p.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
-def test_interrupted_it_says_what_is_kept_and_how_to_go_on(tmp_path):
+def test_an_interruption_reports_what_is_kept_and_how_to_resume(tmp_path):
     def slow(request):
         reply = square(request)
         reply.delay = 0.02 if number(request) < 7 else 30.0
@@ -251,7 +251,7 @@ def test_the_journal_names_a_damaged_line(tmp_path, capsys):
     assert "completions.jsonl, line 3 is damaged" in capsys.readouterr().err
 
 
-def test_a_file_that_another_run_wrote_meanwhile_is_left_alone(tmp_path, capsys):
+def test_a_file_that_another_run_wrote_meanwhile_is_unchanged(tmp_path, capsys):
     out, journal = tmp_path / "p.jsonl", tmp_path / "runs/remote/checkpoints/completions.jsonl"
 
     def meanwhile(request):
@@ -276,7 +276,7 @@ def test_a_file_that_another_run_wrote_meanwhile_is_left_alone(tmp_path, capsys)
         assert len(lines_of(out)) == ROWS
 
 
-def test_the_share_cut_off_has_an_interval_over_rows(tmp_path, capsys):
+def test_the_share_of_truncated_answers_has_an_interval_over_rows(tmp_path, capsys):
     def half_of_them(request):
         return Reply("x", tokens=5, reason="length" if number(request) % 2 else "stop")
 
@@ -290,7 +290,7 @@ def test_the_share_cut_off_has_an_interval_over_rows(tmp_path, capsys):
     assert f"48 of 96 cut off at rollout.tokens_per_turn = 5: 50.0% [{low:.1%}, {high:.1%}]" in capsys.readouterr().out
 
 
-def test_an_endpoint_that_behaves_as_anthropics_is_documented(tmp_path, monkeypatch, capsys):
+def test_an_endpoint_that_behaves_like_that_of_anthropic(tmp_path, monkeypatch, capsys):
     """Bearer key, a required token limit, ignored fields, and a model that rejects a temperature."""
     monkeypatch.setenv("ANTHROPIC_API_KEY", "of-mine")
 

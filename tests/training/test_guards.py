@@ -28,7 +28,7 @@ def test_a_guard_fires_after_its_patience(key, metric, threshold, bad, good):
     assert guards.check({metric: bad}) == []
 
 
-def test_a_missing_metric_is_no_evidence():
+def test_a_missing_metric_does_not_count_for_a_guard():
     guards = Guards(GuardRecipe(patience=2, min_entropy=0.1))
     guards.check({"policy/entropy": 0.0})
     assert guards.check({}) == guards.check({"policy/entropy": math.nan}) == []

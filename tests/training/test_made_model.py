@@ -1,4 +1,4 @@
-"""`made:small` knows the form of an answer and nothing of the games, and reinforcement learning teaches it."""
+"""`made:small` writes well-formed answers with random skill, and RL improves it."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_the_name_resolves_and_an_unknown_one_is_an_error(made):
         resolve_path("made:large")
 
 
-def test_making_it_leaves_the_random_state_alone_and_repeats(made, tmp_path, monkeypatch):
+def test_making_it_is_deterministic_and_keeps_the_random_state(made, tmp_path, monkeypatch):
     monkeypatch.setattr(made_model, "PHASES", ((2, 4), (1, 2)))
     monkeypatch.setattr(made_model, "EPISODES", 60)
     torch.manual_seed(3)
@@ -53,7 +53,7 @@ def test_its_skill_is_that_of_random_play(made, settings):
 
 
 @pytest.mark.parametrize("environment", ["bandit", "word_sort"])
-def test_reinforcement_learning_teaches_it(made, environment, tmp_path):
+def test_rl_improves_it(made, environment, tmp_path):
     """Far above random play, whose rates are 50% and 25%."""
     result = posttrain.rl(
         name="learned",

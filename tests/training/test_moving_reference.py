@@ -97,7 +97,7 @@ def test_small_changes_add_up_in_bfloat16(tiny_model):
         assert torch.equal(copies[name], average.bfloat16())
 
 
-def test_its_state_is_all_that_it_needs(tiny_model):
+def test_its_state_restores_it(tiny_model):
     policy, _, reference = parts(tiny_model, {"update_every": 1, "mix": 0.5}, dtype="bfloat16")
     for master in reference.optimizer.masters:
         master.detach().add_(0.3)
@@ -154,7 +154,7 @@ def test_the_kl_penalty_is_measured_against_the_present_reference(tiny_model, tm
     assert second > 1e-5
 
 
-def test_a_learner_of_a_loop_of_ones_own_moves_it_too(tiny_model):
+def test_a_learner_in_a_custom_loop_updates_it_too(tiny_model):
     policy = Policy(ModelRecipe(path=str(tiny_model)))
     learner = Learner(policy, kl=KlRecipe(coefficient=0.1, reference=ReferenceRecipe(update_every=3)))
     assert learner._reference is not None

@@ -1,4 +1,4 @@
-"""What the policy's objective decides over a whole update, before its micro-batches."""
+"""Quantities that the policy's objective computes over a whole update, before its micro-batches."""
 
 import numpy as np
 import pytest
@@ -86,7 +86,7 @@ def test_truncated_answers_count_unless_the_recipe_masks_them():
 
 
 @pytest.mark.parametrize("parts", SPLITS)
-def test_gpg_makes_up_for_groups_without_advantages(parts):
+def test_gpg_compensates_for_groups_without_advantages(parts):
     samples = [sample([1, 1], group=0), sample([0, 0], group=1), sample([-2], group=0)]
     gradient, _ = step(PolicyObjective(recipe(type="gpg")), samples, parts)
     np.testing.assert_allclose(gradient, 1.5 * np.array([-1, -1, 0, 0, 2]) / 5, atol=1e-6)
@@ -136,7 +136,7 @@ def test_clip_cov_drops_tokens_of_the_whole_update(parts):
 
 
 @pytest.mark.parametrize("parts", SPLITS)
-def test_kl_cov_holds_tokens_of_the_whole_update(parts):
+def test_kl_cov_selects_tokens_of_the_whole_update(parts):
     entropy = EntropyRecipe(covariance=KlCovRecipe(share=0.2, coefficient=3.0))
     plain, _ = step(PolicyObjective(recipe(type="cispo")), apart(), parts)
     gradient, metrics = step(PolicyObjective(recipe(type="cispo"), entropy=entropy), apart(), parts)

@@ -1,4 +1,4 @@
-"""Old log-probabilities: the ratio of the first update is 1 where engine and learner differ, unless the recipe asks otherwise."""
+"""Old log-probabilities: the ratio of the first update is 1 where engine and learner differ, unless the recipe sets it otherwise."""
 
 import warnings
 
@@ -86,7 +86,7 @@ def test_the_first_ratio_is_one_for_every_ratio_loss(policy, episodes, kind):
     assert metrics["policy/clipped_before_update"] == 0.0
 
 
-def test_a_bfloat16_learner_takes_its_own_by_default(tiny_model):
+def test_a_bfloat16_learner_computes_old_logprobs_by_default(tiny_model):
     policy = posttrain.Policy(tiny_model, dtype="bfloat16")
     env = posttrain.make_env(Letters, max_turns=2)
     played = posttrain.rollout(
@@ -114,7 +114,7 @@ def test_a_correction_compares_the_learner_with_the_rollout(policy, episodes):
     assert metrics["policy/clipped_before_update"] == 0.0
 
 
-def test_auto_follows_what_can_differ():
+def test_auto_recomputes_where_engine_and_learner_can_differ():
     for loss in (PpoLoss(), GspoLoss(type="gspo"), CispoLoss()):
         assert (loss.old_source(True), loss.old_source(False)) == ("learner", "rollout")
     assert ReinforceLoss().old_source(True) == DppoLoss().old_source(True) == "rollout"
@@ -135,11 +135,11 @@ def test_auto_follows_what_can_differ():
         (["model.lora.rank=4"], False),
     ],
 )
-def test_what_lets_engine_and_learner_differ(policy, given, differ):
+def test_settings_under_which_engine_and_learner_differ(policy, given, differ):
     assert rollouts_may_differ(load_recipe([], given, "rl"), policy) == differ
 
 
-def test_warnings_say_what_the_ratio_is_to():
+def test_warnings_name_the_denominator_of_the_ratio():
     once = ["loss.type=gspo", "loss.clip_low=0.01", "model.dtype=bfloat16"]
     found = recipe_warnings(load_recipe([], once, "rl"))
     assert any("loss.clip_low has no effect" in note for note in found)
@@ -160,7 +160,7 @@ def test_warnings_say_what_the_ratio_is_to():
         (["top_k=20", "min_p=0.1"], "rollout.sampling.top_k and rollout.sampling.min_p truncate"),
     ],
 )
-def test_truncated_sampling_is_warned_of(given, keys):
+def test_truncated_sampling_gives_a_warning(given, keys):
     recipe = load_recipe([], [f"rollout.sampling.{key}" for key in given], "rl")
     found = [note for note in recipe_warnings(recipe) if "of the full vocabulary" in note]
     assert [note.startswith(str(keys)) for note in found] == ([] if keys is None else [True])

@@ -1,4 +1,4 @@
-"""Players without a model stand in the final table, in the order that the environment gives, with their scores."""
+"""Baseline policies are in the final table with their scores, in the order of the environment."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from posttrain_memory.environment import Memory
 from posttrain_memory.recipe import MemoryRecipe
 
 
-def test_players_of_the_environment_are_rows_of_the_final_table(tmp_path):
+def test_baseline_policies_are_rows_of_the_final_table(tmp_path):
     environment = MemoryRecipe.model_validate({"worlds": {"notes": 4, "filler": (0, 0)}})
     manager = SimpleNamespace(environment=EnvironmentFactory(environment), rollout=None, model_name="model")
     tasks = TaskSplit(range(9), range(50, 51), range(5, 11))

@@ -88,7 +88,7 @@ def test_no_split_changes_the_gradient_of_a_reward_model(tiny_model, monkeypatch
             torch.testing.assert_close(gradient, whole[name], atol=3e-6, rtol=2e-4, msg=f"{budget} {name}")
 
 
-def test_the_two_answers_of_a_pair_are_never_divided():
+def test_the_two_answers_of_a_pair_are_never_separated():
     samples = pair_samples()
     for budget in (70, 100, 300):
         for group in pack(samples, budget):
@@ -137,7 +137,7 @@ def run(values):
     return directory, console.file.getvalue()
 
 
-def test_a_reward_model_learns_and_says_what_it_learned(tiny_model, tmp_path):
+def test_a_reward_model_learns_and_reports_its_accuracy(tiny_model, tmp_path):
     values = recipe_values("reward", tiny_model, tmp_path, epochs=6)
     directory, printed = run(values)
     assert "scored pairs" in printed
@@ -156,7 +156,7 @@ def test_a_reward_model_learns_and_says_what_it_learned(tiny_model, tmp_path):
     assert "AutoModelForSequenceClassification" in directory.report.read_text()
 
 
-def test_a_reward_model_without_margins_says_so(tiny_model, tmp_path):
+def test_a_reward_model_without_margins_gives_a_warning(tiny_model, tmp_path):
     values = recipe_values("reward", tiny_model, tmp_path, epochs=1)
     rows = [{key: value for key, value in row.items() if key != "margin"} for row in pair_rows(8)]
     values["data"]["train"] = write_jsonl(tmp_path / "bare.jsonl", rows)
@@ -185,6 +185,7 @@ def test_every_loss_of_pairs_learns_to_rank(loss, tiny_model, tmp_path):
         assert abs(lines[0]["test/margin"]) < 1e-4  # the policy starts as the reference
 
 
+@pytest.mark.slow
 def test_kto_learns_from_judged_answers(tiny_model, tmp_path):
     values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto", "beta": 0.5}, epochs=4)
     values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", unpaired_rows(26))
@@ -260,7 +261,7 @@ def test_an_update_of_one_prompt_takes_answers_of_the_data_set():
     assert references_module.mismatched_samples(answers(7, 7), [], 10) == []
 
 
-def test_kto_on_one_prompt_has_no_reference_point_and_says_so(tiny_model, tmp_path):
+def test_kto_on_one_prompt_warns_about_the_missing_reference_point(tiny_model, tmp_path):
     values = recipe_values("dpo", tiny_model, tmp_path, loss={"type": "kto"}, epochs=1)
     rows = [row | {"prompt": unpaired_rows(1)[0]["prompt"]} for row in unpaired_rows(2)]
     values["data"]["train"] = write_jsonl(tmp_path / "judged.jsonl", rows)

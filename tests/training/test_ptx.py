@@ -61,7 +61,7 @@ def test_loss_and_gradient_are_the_sum_of_both(loss, tiny_model, monkeypatch):
             assert found[name] == pytest.approx(own[name], rel=1e-4), name
 
 
-def test_rows_are_taught_where_no_episode_has_credit(tiny_model, monkeypatch):
+def test_rows_are_trained_if_no_episode_has_credit(tiny_model, monkeypatch):
     silent = episodes()
     for one in silent:
         one.advantages[:] = 0
@@ -93,7 +93,7 @@ def test_a_run_learns_its_rows(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_the_rows_that_are_due(tiny_model, tmp_path):
+def test_a_killed_run_resumes_at_the_next_rows(tiny_model, tmp_path):
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     changes = {"ptx": ptx(tmp_path), "credit": {"type": "gae"}}
@@ -106,7 +106,7 @@ def test_a_killed_run_goes_on_with_the_rows_that_are_due(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("key", [{"held_out": 2}, {"validation": "a.jsonl"}, {"streaming": True}])
-def test_rows_that_would_be_measured_are_refused(key, tmp_path):
+def test_keys_of_measured_rows_are_refused(key, tmp_path):
     with pytest.raises(ValidationError, match=rf"`data.{next(iter(key))}` is not supported here"):
         RlRecipe(ptx={"data": {"train": "rows.jsonl"} | key})
 

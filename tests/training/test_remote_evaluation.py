@@ -46,7 +46,7 @@ def solver(fails=()):
     return model
 
 
-def test_a_remote_model_stands_in_the_table_between_random_and_optimal(tmp_path, capsys):
+def test_the_table_lists_a_remote_model_between_random_and_optimal(tmp_path, capsys):
     with serving(solver()) as server:
         assert main(words(server.url)) == 0
         used = len(server.asked)
@@ -106,7 +106,7 @@ def test_a_server_that_is_down_ends_the_run_and_leaves_its_name_free(tmp_path, c
         assert main(words(server.url)) == 0
 
 
-def test_answers_without_room_are_told(capsys):
+def test_answers_without_room_are_reported(capsys):
     with serving(lambda request: Reply("<think>so", "length")) as server:
         assert main(words(server.url, "environment.max_turns=2")) == 0
     assert "24 of 24 answers were cut off at rollout.tokens_per_turn = 64" in capsys.readouterr().out
@@ -118,7 +118,7 @@ def test_the_plan_counts_both_conversations_of_an_update_that_is_followed_up(cap
     assert "at most 192 requests (16 turns per episode)" in capsys.readouterr().out
 
 
-def test_the_plan_shows_the_server_and_asks_nothing(capsys):
+def test_the_plan_shows_the_server_and_sends_no_request(capsys):
     with serving(solver()) as server:
         assert (
             main(
@@ -157,7 +157,7 @@ def test_the_plan_shows_the_server_and_asks_nothing(capsys):
         ("environment.opened_by=environment", "set environment.opened_by=policy"),
     ],
 )
-def test_what_a_server_cannot_do_is_refused_in_one_sentence(key, said, capsys):
+def test_keys_that_a_server_does_not_support_are_refused_in_one_sentence(key, said, capsys):
     with serving(solver()) as server:
         assert main(words(server.url, "evaluation.sampling.temperature=1", key)) == 2
     told = capsys.readouterr().err

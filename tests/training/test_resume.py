@@ -50,7 +50,7 @@ def _same(run, reference):
 @pytest.mark.parametrize(
     "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
 )
-def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, tmp_path, uninterrupted):
+def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, tmp_path, uninterrupted):
     draw = random.Random(place)
     what, most = PLACES[place]
     deaths = [(what, draw.randint(1, most)) for _ in range(1 if place in QUICK else 2)]

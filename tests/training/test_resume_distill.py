@@ -37,7 +37,7 @@ def uninterrupted(tiny_model, teacher_model, tmp_path_factory):  # noqa: F811
 @pytest.mark.parametrize(
     "place", [pytest.param(place, marks=[] if place == "teacher" else pytest.mark.slow) for place in PLACES]
 )
-def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, teacher_model, tmp_path, uninterrupted):  # noqa: F811
+def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, teacher_model, tmp_path, uninterrupted):  # noqa: F811
     values = recipe(tiny_model, teacher_model, tmp_path)
     assert small.run(values, die_at=PLACES[place]) == -9
     assert small.run(values, resume=True) == 0, (tmp_path / "log.txt").read_text()

@@ -108,7 +108,7 @@ def same(run, reference):
         pytest.param("reward_lora", [("optimizer", 4)], marks=pytest.mark.slow),
     ],
 )
-def test_killed_there_it_resumes_to_the_same_bits(variant, deaths, tiny_model, tmp_path, whole_runs):
+def test_it_resumes_to_the_same_bits_after_a_kill_there(variant, deaths, tiny_model, tmp_path, whole_runs):
     places = [(PLACES[name][0], count) for name, count in deaths]
     run, ends = killed_and_finished(variant, tiny_model, tmp_path / "runs", places)
     assert ends == [-signal.SIGKILL] * len(deaths)

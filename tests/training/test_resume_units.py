@@ -51,7 +51,7 @@ def uninterrupted(tiny_model, reward_model, tmp_path_factory):
 @pytest.mark.parametrize(
     "place", [pytest.param(place, marks=[] if place in QUICK else pytest.mark.slow) for place in PLACES]
 )
-def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, reward_model, tmp_path, uninterrupted):
+def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, reward_model, tmp_path, uninterrupted):
     own = _values(tiny_model, tmp_path, reward_model)
     assert small.run(own, die_at=PLACES[place]) == -9
     assert small.run(own, resume=(tmp_path / "text").exists()) == 0, (tmp_path / "log.txt").read_text()
@@ -61,7 +61,7 @@ def test_killed_there_it_resumes_to_the_same_bits(place, tiny_model, reward_mode
 
 
 @pytest.mark.slow
-def test_ahead_of_the_learner_too(tiny_model, reward_model, tmp_path):
+def test_asynchronous_rollouts_too(tiny_model, reward_model, tmp_path):
     """The reward model is asked by the thread that samples and by the one that gives credit."""
 
     def own(runs):

@@ -78,7 +78,7 @@ def episode(policy, answers=("Goal",), cut=False, group=0, ids=None, paid=0.0) -
 
 
 def of_transformers(path, ids) -> float:
-    """What transformers says of token ids."""
+    """Scores of transformers for token ids."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
@@ -110,7 +110,7 @@ def test_with_the_policys_tokenizer_the_sampled_tokens_themselves_are_read(tiny_
     assert episodes[2].streams[0].ids[-1] != end == episodes[0].streams[0].ids[-1]
 
 
-def test_scores_are_those_of_the_episode_alone_whatever_the_packing(tiny_policy, reward_model):
+def test_scores_do_not_depend_on_the_packing(tiny_policy, reward_model):
     episodes = [episode(tiny_policy, [ANSWERS[n % 5]], cut=n % 3 == 0, group=n // 2) for n in range(12)]
     alone = [scorer(reward_model, tiny_policy).scores([e])[0] for e in episodes]
     for budget in (64, 200, 4096):
@@ -199,7 +199,7 @@ def test_an_answer_longer_than_the_budget_names_episode_and_key(tiny_policy, rew
         made.scores([episode(tiny_policy, ["Goal " * 20], group=3)])
 
 
-def test_scoring_leaves_no_gradient_and_takes_no_graph(tiny_policy, reward_model, monkeypatch):
+def test_scoring_computes_no_gradient(tiny_policy, reward_model, monkeypatch):
     made = scorer(reward_model, tiny_policy)
     seen = []
     original = RewardModel.rewards
@@ -239,7 +239,7 @@ def test_the_reward_is_added_to_the_last_turn_and_its_last_token(normalize, clip
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_no_number_fails_the_episode_and_is_no_zero(value, tiny_policy, reward_model, monkeypatch):
+def test_a_reward_that_is_not_a_number_fails_the_episode(value, tiny_policy, reward_model, monkeypatch):
     made = scorer(reward_model, tiny_policy, normalize="none")
     episodes = [episode(tiny_policy, group=n) for n in range(3)]
     failed = episode(tiny_policy, group=3)
@@ -264,7 +264,7 @@ def test_a_reward_that_is_no_number_fails_the_episode_and_is_no_zero(value, tiny
     assert "2 of 4 episodes failed" in warning
 
 
-def test_weights_that_are_no_numbers_fail_every_episode(tiny_policy, reward_model):
+def test_nonfinite_weights_fail_every_episode(tiny_policy, reward_model):
     made = scorer(reward_model, tiny_policy)
     with torch.no_grad():
         made.model.model.score.weight[0, 0] = math.nan
@@ -273,7 +273,7 @@ def test_weights_that_are_no_numbers_fail_every_episode(tiny_policy, reward_mode
     assert all(e.outcome is Outcome.FAILED and "nan" in e.failure for e in episodes)
 
 
-def test_stored_statistics_have_to_be_there(tiny_policy, tmp_path):
+def test_stored_statistics_are_required(tiny_policy, tmp_path):
     path = exported(tiny_policy.recipe.path, tmp_path / "model", statistics=None)
     with pytest.raises(InputError, match=r"^reward\.normalize: .*model keeps no mean and standard deviation"):
         scorer(path, tiny_policy)
@@ -288,7 +288,7 @@ def test_stored_statistics_have_to_be_numbers_that_can_scale(statistics, tiny_po
         scorer(path, tiny_policy)
 
 
-def test_a_language_model_is_no_reward_model(tiny_policy):
+def test_a_language_model_is_refused_as_a_reward_model(tiny_policy):
     with pytest.raises(InputError, match="is not a reward model"):
         scorer(tiny_policy.recipe.path, tiny_policy)
     assert open_scorer(None, tiny_policy) is None

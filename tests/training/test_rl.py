@@ -1,4 +1,4 @@
-"""Whole RL runs on the tiny model: every algorithm runs, and whatever goes wrong is told and loses nothing."""
+"""Whole RL runs on the tiny model: every algorithm runs, and failures are reported and lose no data."""
 
 import io
 import json
@@ -9,7 +9,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from posttrain.errors import InputError, RunError
-from posttrain.recipe.stages import Recipe
+from posttrain.recipe.rl import RlRecipe
+from posttrain.recipe.stages import EvaluateRecipe, Recipe
+from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import read_episodes
 from posttrain.runs.metrics import read_metrics
 from posttrain.stages import run_stage
@@ -18,7 +20,7 @@ from . import letters, small
 
 
 def train(tiny, runs, resume=False, **changes):
-    """Run the small recipe in this process; returns the run and what it printed."""
+    """Run the small recipe in this process; returns the run and its output."""
     recipe = TypeAdapter(Recipe).validate_python(small.recipe_values(tiny, runs, **changes))
     console = Console(file=io.StringIO(), width=200)
     run = run_stage(recipe, resume=resume, overwrite=not resume, console=console)
@@ -30,7 +32,7 @@ def lines(run, kind):
 
 
 @pytest.mark.figures
-def test_a_run_leaves_everything_it_promises(tiny_model, tmp_path):
+def test_a_run_writes_all_its_files(tiny_model, tmp_path):
     run, printed = train(tiny_model, tmp_path)
     for name in ("recipe.yaml", "environment.json", "metrics.jsonl", "report.md", "results.json", "plots", "episodes"):
         assert (run.path / name).exists(), name
@@ -48,6 +50,18 @@ def test_a_run_leaves_everything_it_promises(tiny_model, tmp_path):
     assert all(line["n"] == 3 and line["success_low"] <= line["success"] <= line["success_high"] for line in evaluation)
 
 
+@pytest.mark.parametrize(
+    ("key", "variable", "drawn"), [(None, "1", True), (None, "0", False), (True, "0", True), (False, "1", False)]
+)
+def test_the_key_and_then_the_variable_decide_whether_figures_are_drawn(key, variable, drawn, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_PLOTS", variable)
+    assert RlRecipe(plots=key).draws_plots == drawn
+    has_no_effect = "plots has no effect: the evaluate stage draws no figures"
+    assert (has_no_effect in recipe_warnings(EvaluateRecipe(plots=key))) == (key is not None)
+    assert not any("plots" in warning for warning in recipe_warnings(RlRecipe(plots=key)))
+
+
+@pytest.mark.slow
 def test_training_raises_the_return(tiny_model, tmp_path):
     """The whole loop learns: more different letters after twelve steps than before, on held-out tasks."""
     run, _ = train(
@@ -109,7 +123,7 @@ def test_every_algorithm_takes_steps(changes, tiny_model, tmp_path):
         assert 0 <= line["credit/zero_groups"] < 1
 
 
-def test_a_run_can_be_made_longer(tiny_model, tmp_path):
+def test_a_run_can_be_extended(tiny_model, tmp_path):
     train(tiny_model, tmp_path, steps=2, optimizer={"learning_rate": 1e-3})
     longer, _ = train(tiny_model, tmp_path, resume=True, steps=4, optimizer={"learning_rate": 1e-3})
     assert [line["step"] for line in lines(longer, "train")] == [1, 2, 3, 4]
@@ -138,7 +152,7 @@ def test_an_environment_that_fails_in_every_evaluation_stops_the_run(tiny_model,
         train(tiny_model, tmp_path)
 
 
-def test_a_failing_episode_is_counted_and_the_run_goes_on(tiny_model, tmp_path, monkeypatch, module):
+def test_a_failing_episode_is_counted_and_the_run_continues(tiny_model, tmp_path, monkeypatch, module):
     original, calls = module.Letters.step, [0]
 
     def sometimes(self, action):
@@ -195,7 +209,7 @@ def test_a_guard_stops_the_run_and_keeps_the_best_checkpoint(tiny_model, tmp_pat
     assert [line["step"] for line in lines(run, "evaluation")] == [0, 2]
 
 
-def test_the_clock_ends_a_run_as_its_last_step_would(tiny_model, tmp_path):
+def test_the_time_limit_ends_a_run_like_its_last_step(tiny_model, tmp_path):
     run, _ = train(tiny_model, tmp_path, max_minutes=1e-6)
     assert lines(run, "train") == []
     assert (run.path / "model" / "model.safetensors").is_file()
@@ -240,7 +254,7 @@ def module(tiny_model, tmp_path):
     return sys.modules["posttrain_user_letters"]
 
 
-def test_remax_leaves_out_a_group_whose_greedy_episode_failed(tiny_model, tmp_path, monkeypatch, module):
+def test_remax_drops_a_group_whose_greedy_episode_failed(tiny_model, tmp_path, monkeypatch, module):
     original, resets = module.Letters.step, [0]
 
     def fails_when_greedy(self, action):

@@ -47,7 +47,7 @@ def test_an_epoch_covers_each_row_once(lengths, rows_per_update, seed):
     assert all(size == rows_per_update for size in sizes[:-1])
 
 
-def test_weights_say_how_often_an_epoch_takes_a_source():
+def test_weights_are_the_passes_over_a_source_per_epoch():
     order = EpochRows(sources(10, 5, 7), [0.5, 2, 1], 4, 0)
     halves = []
     for epoch in epochs(order, 20):
@@ -64,7 +64,7 @@ def test_weights_say_how_often_an_epoch_takes_a_source():
     assert len(frozenset.union(*halves)) == 10
 
 
-def test_a_fraction_above_one_takes_some_rows_once_more():
+def test_a_fraction_above_one_repeats_some_rows():
     (epoch,) = epochs(EpochRows(sources(6), [2.5], 4, 0), 1)
     assert sorted(Counter(epoch).values()) == [2, 2, 2, 3, 3, 3]
 
@@ -74,21 +74,21 @@ def test_a_source_with_a_small_weight_is_never_left_out():
         assert Counter(name[0] for name in epoch) == {"0": 1, "1": 1, "2": 9}
 
 
-def test_an_empty_source_is_nothing_to_stumble_over():
+def test_an_empty_source_is_allowed():
     (epoch,) = epochs(EpochRows(sources(0, 3), [1, 1], 2, 0), 1)
     assert len(epoch) == 3
     with pytest.raises(InputError, match=r"^data\.train: no rows"):
         EpochRows(sources(0), [1], 2, 0)
 
 
-def test_each_epoch_and_seed_has_an_order_of_its_own_and_the_same_seed_the_same():
+def test_order_depends_on_epoch_and_seed():
     first, second, third = epochs(EpochRows(sources(20), [1], 4, 0), 3)
     assert first != second != third != first
     assert epochs(EpochRows(sources(20), [1], 4, 0), 3) == [first, second, third]
     assert epochs(EpochRows(sources(20), [1], 4, 1), 1)[0] != first
 
 
-def test_a_batch_is_the_same_whatever_was_asked_before():
+def test_a_batch_does_not_depend_on_earlier_batches():
     order = EpochRows(sources(9, 4), [1, 0.5], 4, 3)
     asked = [12, 0, 5, 5, 3, 11, 0]
     expected = {s: [r.origin for r in EpochRows(sources(9, 4), [1, 0.5], 4, 3).batch(s)] for s in set(asked)}
@@ -178,12 +178,12 @@ def test_loss_on_everything_keeps_the_answers_of_a_prompt_together(tmp_path):
         assert sorted([len(data.stored), len(data.validation)]) == [1, 4]
 
 
-def test_as_many_held_out_as_there_are_is_an_error(recipe):
+def test_holding_out_all_rows_is_an_error(recipe):
     with pytest.raises(InputError, match=r"^data\.held_out: 23 rows would leave none of the 23 usable rows"):
         load(recipe.model_copy(update={"held_out": 23}))
 
 
-def test_too_few_rows_to_hold_out_are_told_with_what_was_dropped(recipe, tmp_path):
+def test_the_error_about_too_few_rows_counts_dropped_ones(recipe, tmp_path):
     path = write_jsonl(tmp_path / "few.jsonl", [{"messages": pair_rows(1)[0]["chosen"]}, {"messages": []}, {"x": 1}])
     with pytest.raises(InputError) as found:
         load(DataRecipe(train=path, held_out=2, max_tokens=60, cache=recipe.cache))
@@ -195,7 +195,7 @@ def test_too_few_rows_to_hold_out_are_told_with_what_was_dropped(recipe, tmp_pat
     ]
 
 
-def test_margins_that_no_row_has_are_told(tmp_path):
+def test_margins_missing_in_all_rows_are_reported(tmp_path):
     def told(rows, margin=True, column="margin"):
         path = write_jsonl(tmp_path / "m.jsonl", rows)
         data = {"train": path, "max_tokens": 60, "cache": str(tmp_path / "tokens"), "columns": {"margin": column}}
@@ -251,14 +251,14 @@ def test_streamed_rows_cover_each_row_once_an_epoch(recipe, shuffle_buffer):
         assert names(streamed(changed, seed=1), 0, 1) != names(streamed(changed), 0, 1)
 
 
-def test_streamed_rows_go_on_after_a_restart_at_any_step(recipe):
+def test_streamed_rows_continue_after_a_restart_at_any_step(recipe):
     changed = recipe.model_copy(update={"shuffle_buffer": 6})
     whole = names(streamed(changed), *range(14))
     for start in range(14):
         assert names(streamed(changed), *range(start, 14)) == whole[start:]
 
 
-def test_a_streamed_batch_is_the_same_whatever_was_asked_before(recipe):
+def test_a_streamed_batch_does_not_depend_on_earlier_batches(recipe):
     changed = recipe.model_copy(update={"shuffle_buffer": 6})
     whole = names(streamed(changed), *range(10))
     rows = streamed(changed)
@@ -299,7 +299,7 @@ def test_strict_stops_a_stream_at_its_first_bad_row(tmp_path):
         again.batch(1)
 
 
-def test_a_stream_without_a_usable_row_says_so_and_does_not_hang(tmp_path):
+def test_streaming_without_a_usable_row_is_an_error(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": []}] * 3)
     with pytest.raises(InputError, match=r"a\.jsonl: no usable row; 3 problems"):
         streamed(DataRecipe(train=path)).batch(0)

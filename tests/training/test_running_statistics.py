@@ -12,7 +12,7 @@ from tests.rollout.episodes import played
 
 
 def scored(values) -> list[Episode]:
-    """Episodes of one turn with what a reward model said of them."""
+    """Episodes of one turn with their scores of a reward model."""
     episodes = []
     for value in values:
         made = played(rewards=(value,))
@@ -40,7 +40,7 @@ def test_running_statistics_are_those_of_all_rewards_so_far():
             assert value + running.correction({RAW: value}) == pytest.approx((value - mean) / std, abs=1e-9)
 
 
-def test_running_statistics_clip_what_is_scaled():
+def test_running_statistics_clip_scaled_rewards():
     running = RunningStatistics(RUNNING.model_copy(update={"clip": 0.5}))
     running.include(scored([1.0, 2.0, 9.0]))
     assert 9.0 + running.correction({RAW: 9.0}) == pytest.approx(0.5)
@@ -48,13 +48,13 @@ def test_running_statistics_clip_what_is_scaled():
 
 
 @pytest.mark.parametrize("values", [[37.0], [37.0] * 6])
-def test_rewards_that_are_all_alike_are_worth_nothing(values):
+def test_equal_rewards_give_no_credit(values):
     running = RunningStatistics(RUNNING)
     running.include(scored(values))
     assert 37.0 + running.correction({RAW: 37.0}) == 0.0
 
 
-def test_running_statistics_come_back_from_their_state():
+def test_running_statistics_are_restored_from_their_state():
     one, two = RunningStatistics(RUNNING), RunningStatistics(RUNNING)
     one.include(scored([0.1, 1 / 3, -2.7]))
     two.load_state_dict(json.loads(json.dumps(one.state_dict())))

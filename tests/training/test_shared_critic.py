@@ -125,7 +125,9 @@ def test_the_gradient_is_that_of_both_losses_by_plain_autograd(tiny_model, monke
 @pytest.mark.parametrize(
     "aggregation", [{}, {"aggregation": "sequence_mean"}, {"aggregation": "constant", "constant": 50.0}]
 )
-def test_the_gradient_does_not_depend_on_the_split_and_rows_add_theirs(lora, aggregation, tiny_model, monkeypatch):
+def test_the_gradient_does_not_depend_on_the_split_and_includes_that_of_rows(
+    lora, aggregation, tiny_model, monkeypatch
+):
     values = recipe(tiny_model, loss={"type": "ppo"} | aggregation)
     shared = SharedObjective(PolicyObjective(values.loss), 0.3, 0.2)
 
@@ -145,7 +147,7 @@ def test_the_gradient_does_not_depend_on_the_split_and_rows_add_theirs(lora, agg
         torch.testing.assert_close(mixed[name], expected, atol=3e-6, rtol=1e-3, msg=name)
 
 
-def test_alone_the_head_learns_and_the_trunk_is_untouched(tiny_model):
+def test_updating_the_critic_alone_trains_only_the_head(tiny_model):
     learner, critic = opened(tiny_model)
     before = {name: p.detach().clone() for name, p in critic.model.policy.trainable()}
     head = critic.head.weight.detach().clone()
@@ -168,7 +170,7 @@ def test_values_of_every_pass_are_the_same(tiny_model):
     assert np.concatenate(joined).std() > 0.1
 
 
-def test_the_head_has_a_learning_rate_and_a_clip_of_its_own(tiny_model):
+def test_the_head_has_a_separate_learning_rate_and_clip(tiny_model):
     optimizer = {"learning_rate": 0.5, "max_gradient_norm": 1e-3}
     learner, critic = opened(tiny_model, critic={"backbone": "shared", "optimizer": optimizer})
     head = critic.head.weight.detach().clone()
@@ -178,7 +180,7 @@ def test_the_head_has_a_learning_rate_and_a_clip_of_its_own(tiny_model):
     assert all(group["lr"] == pytest.approx(1e-5) for group in learner.optimizer._adamw.param_groups)
 
 
-def test_a_loss_that_is_not_finite_moves_neither_and_names_both_rates(tiny_model):
+def test_a_nonfinite_loss_updates_neither_model_and_names_both_learning_rates(tiny_model):
     learner, critic = opened(tiny_model)
     learner.optimizer.recipe = OptimizerRecipe(max_skipped_updates=0)
     head = critic.head.weight.detach().clone()
@@ -208,7 +210,8 @@ def test_a_value_loss_that_is_not_finite_names_the_critics_rate(backbone, tiny_m
         critic.update(broken)
 
 
-def test_it_comes_to_explain_returns_that_can_be_foretold(tiny_model, tmp_path):
+@pytest.mark.slow
+def test_the_critic_learns_to_explain_predictable_returns(tiny_model, tmp_path):
     critic = {"backbone": "shared", "clip": None, "coefficient": 1.0}
     critic["optimizer"] = {"learning_rate": 3e-2, "max_gradient_norm": 10.0}
     learner = {"epochs_per_step": 4, "tokens_per_batch": 4096}
@@ -289,7 +292,7 @@ def uninterrupted(tiny_model, tmp_path_factory):
         ("torch:save", 3),
     ],
 )
-def test_killed_there_it_resumes_to_the_same_bits(place, count, tiny_model, tmp_path, uninterrupted):
+def test_it_resumes_to_the_same_bits_after_a_kill_there(place, count, tiny_model, tmp_path, uninterrupted):
     values = _values(tiny_model, tmp_path, uninterrupted)
     assert small.run(values, die_at=(place, count)) == -9
     assert small.run(values, resume=(tmp_path / "small").exists()) == 0, (tmp_path / "log.txt").read_text()

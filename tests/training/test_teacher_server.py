@@ -48,7 +48,7 @@ def test_a_server_scores_as_the_same_model_here(played, server, tiny_model, prot
             np.testing.assert_allclose(one.teacher.distribution, other.teacher.distribution, atol=2e-5)
 
 
-def test_a_busy_server_is_asked_again(tiny_model, played):
+def test_requests_to_a_busy_server_are_retried(tiny_model, played):
     with serving(tiny_model, fails=1) as url:
         policy, episodes = played
         samples = samples_of_episodes(episodes, 1)

@@ -70,7 +70,7 @@ def run(recipe: dict):
     return directory, [json.loads(line) for line in directory.metrics.read_text().splitlines()]
 
 
-def test_a_reward_function_pays_and_the_return_chooses_the_best(tiny_model, tmp_path):
+def test_a_reward_function_sets_the_reward_and_the_return_selects_the_best_checkpoint(tiny_model, tmp_path):
     directory, lines = run(values(tiny_model, tmp_path))
     final = next(line for line in lines if line["kind"] == "final")
     assert final["n"] == 6
@@ -83,7 +83,7 @@ def test_a_reward_function_pays_and_the_return_chooses_the_best(tiny_model, tmp_
     assert curve[final["best_step"]] == max(curve.values())
 
 
-def test_what_a_reward_function_reports_is_in_the_log_and_in_the_table(tiny_model, tmp_path):
+def test_numbers_of_a_reward_function_are_in_the_log_and_in_the_table(tiny_model, tmp_path):
     given = values(tiny_model, tmp_path)
     reward = REWARD.replace("return 0.5 *", "return {'length': len(answer), 'score': 0.5 *").rstrip() + "}\n"
     (tmp_path / "rewards.py").write_text(reward)
@@ -142,7 +142,7 @@ def test_an_evaluation_in_which_every_episode_fails_stops_the_run_with_the_reaso
 
 
 def test_a_function_that_is_only_reported_needs_its_columns(tiny_model, reward_model, tmp_path):
-    """Prompts without the column leave it out; where it pays, they stop the run."""
+    """For prompts without the column, it is not reported; as a reward, it stops the run."""
     recipe = own(tiny_model, tmp_path, reward={"path": str(reward_model)})
     recipe["environment"] |= {"reward": "contains", "score_weight": 0}
     _, lines = run(recipe)
@@ -160,7 +160,7 @@ def test_a_function_that_is_only_reported_needs_its_columns(tiny_model, reward_m
         run(recipe | {"name": "paid"})
 
 
-def test_gdpo_normalises_what_a_reward_function_reports(tiny_model, tmp_path):
+def test_gdpo_normalizes_the_scores_of_a_reward_function(tiny_model, tmp_path):
     given = values(tiny_model, tmp_path, credit={"type": "gdpo", "weights": {"length": 1.0, "letters": 0.5}})
     reward = REWARD.replace("return 0.5 *", "return {'score': 0.0, 'length': len(answer), 'letters':").rstrip() + "}\n"
     (tmp_path / "rewards.py").write_text(reward)
@@ -213,7 +213,7 @@ def test_a_seed_without_a_row_stops_before_the_model_is_loaded(tiny_model, tmp_p
         run(recipe)
 
 
-def test_a_prompt_on_both_sides_is_told(tiny_model, tmp_path):
+def test_a_prompt_in_both_splits_gives_a_warning(tiny_model, tmp_path):
     recipe = values(tiny_model, tmp_path)
     rows = [{"prompt": f"Say word {n % 14}.", "word": "Goal"} for n in range(20)]
     write_jsonl(tmp_path / "prompts.jsonl", rows)
@@ -222,7 +222,7 @@ def test_a_prompt_on_both_sides_is_told(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("normalize", ["stored", "running", "none"])
-def test_a_reward_model_pays_what_it_says(normalize, tiny_model, reward_model, tmp_path):
+def test_rewards_are_the_scores_of_the_reward_model(normalize, tiny_model, reward_model, tmp_path):
     recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalize": normalize, "clip": None})
     del recipe["environment"]["reward"]
     directory, _ = run(recipe)
@@ -240,7 +240,7 @@ def test_a_reward_model_pays_what_it_says(normalize, tiny_model, reward_model, t
 
 
 @pytest.mark.slow
-def test_a_killed_run_with_running_statistics_goes_on_as_if_it_were_not(tiny_model, reward_model, tmp_path):
+def test_a_killed_run_with_running_statistics_resumes_to_the_same_bits(tiny_model, reward_model, tmp_path):
     recipe = values(tiny_model, tmp_path, reward={"path": str(reward_model), "normalize": "running"})
     recipe["rollout"]["missing_eos_penalty"] = 0.5
     (tmp_path / "whole").mkdir()
@@ -255,7 +255,7 @@ def test_a_killed_run_with_running_statistics_goes_on_as_if_it_were_not(tiny_mod
     assert small.episodes(whole) == small.episodes(again)
 
 
-def test_answers_that_nothing_scores_are_refused(tiny_model, tmp_path):
+def test_answers_without_a_score_are_refused(tiny_model, tmp_path):
     recipe = values(tiny_model, tmp_path, model={"path": "/nowhere"})
     del recipe["environment"]["reward"]
     with pytest.raises(InputError, match=r"nothing scores the answers; .*environment\.reward"):

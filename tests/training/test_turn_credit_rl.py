@@ -61,7 +61,7 @@ def test_credit_is_the_same_within_a_turn_and_differs_between_turns(tiny_model, 
     assert differing > 0
 
 
-def test_gigpo_compares_turns_of_one_room_however_it_was_reached(tiny_model, tmp_path):
+def test_gigpo_compares_turns_in_the_same_room_for_any_path(tiny_model, tmp_path):
     _, stored, found = train(
         tiny_model, tmp_path, credit={"type": "gigpo", "discount": 1.0, "divide_by_std": False, "step_weight": 1.0}
     )

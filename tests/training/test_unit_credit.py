@@ -107,7 +107,7 @@ def test_the_whole_answer_rendered_is_the_answer(model):
         assert marked[place : place + len(ids.placeholder)].tolist() == ids.placeholder
 
 
-def test_coalitions_are_what_the_model_says_of_the_text(model):
+def test_values_of_coalitions_are_the_scores_of_their_texts(model):
     made = answers(model)
     valuer = UnitValuer(model, 64, scale)
     members = [[0, 1, 5, 14]] * 3
@@ -174,7 +174,7 @@ def test_beta_0_is_plain_ppo_to_the_bit(kind, tiny_model, reward_model, unit_rew
     assert found[0] == found[1]
 
 
-def test_the_outcomes_share_of_an_all_outcome_credit_changes_nothing(tiny_model, reward_model, tmp_path):
+def test_unit_credit_of_type_outcome_equals_plain_credit(tiny_model, reward_model, tmp_path):
     found = []
     for name, credit in (("plain", None), ("units", {"type": "outcome", "segmenter": TOKENS, "beta": 0.5})):
         directory, _ = run(recipe(tiny_model, tmp_path, reward_model, credit, name=name))
@@ -183,7 +183,7 @@ def test_the_outcomes_share_of_an_all_outcome_credit_changes_nothing(tiny_model,
     np.testing.assert_allclose(found[0], found[1], atol=1e-4)
 
 
-def test_rewards_of_units_are_paid_where_they_arise(tiny_model, unit_reward_model, tmp_path):
+def test_rewards_of_units_are_placed_in_their_units(tiny_model, unit_reward_model, tmp_path):
     (tmp_path / "params.json").write_text(json.dumps({"m": {"d": {"token": {"avg": {"0": [0.1, 0.05, 0.2, 0.6]}}}}}))
     credit = {"type": "unit_rewards", "normalizer": str(tmp_path / "params.json"), "placement": "end"}
     _, lines = run(recipe(tiny_model, tmp_path, unit_reward_model, credit))
@@ -209,7 +209,7 @@ def test_rewards_of_units_are_paid_where_they_arise(tiny_model, unit_reward_mode
         ({"unit_credit": {"type": "unit_rewards", "fit": "a > b > c > d > 0"}}, "`fit` needs `normalizer`"),
     ],
 )
-def test_recipes_that_mean_nothing_are_refused(changes, words, tiny_model, reward_model, tmp_path):
+def test_contradictory_recipes_are_refused(changes, words, tiny_model, reward_model, tmp_path):
     given = recipe(tiny_model, tmp_path, reward_model, {"type": "prefix"}) | changes
     with pytest.raises(ValidationError, match=words):
         TypeAdapter(Recipe).validate_python(given)
@@ -229,7 +229,7 @@ def test_a_reward_model_that_cannot_give_the_credit_is_named(tiny_model, reward_
         run(recipe(tiny_model, tmp_path, unit_reward_model, given, name="d"))
 
 
-def test_values_that_are_no_numbers_name_the_episode(tiny_model, reward_model, tmp_path, monkeypatch):
+def test_the_error_about_nonfinite_values_names_the_episode(tiny_model, reward_model, tmp_path, monkeypatch):
     monkeypatch.setattr(UnitValuer, "_scaled", lambda self, values: np.full(len(values), np.nan))
     with pytest.raises(RunError, match=r"step 1 group 0 episode 0: the reward model's values"):
         run(recipe(tiny_model, tmp_path, reward_model, {"type": "loo", "segmenter": TOKENS}))

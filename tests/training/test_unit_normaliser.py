@@ -1,4 +1,4 @@
-"""`posttrain fit-normalizer` on a run: the files it writes, what it prints, what it refuses."""
+"""`posttrain fit-normalizer` on a run: its files, output and errors."""
 
 import io
 import json

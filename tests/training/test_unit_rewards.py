@@ -60,7 +60,7 @@ def test_a_units_reward_is_that_of_the_answer_cut_after_it(segmenter, tiny_model
     assert max(map(len, found)) > 1
 
 
-def test_entropy_units_begin_where_the_start_model_is_unsure(tiny_model):
+def test_entropy_units_begin_where_the_initial_model_has_high_entropy(tiny_model):
     policy = Policy(ModelRecipe(path=str(tiny_model)))
     ids = np.array(
         policy.tokenizer.encode("You walk on a frozen lake. Reach the goal, row 1 column 2, and keep off it.")
@@ -77,7 +77,7 @@ def test_entropy_units_begin_where_the_start_model_is_unsure(tiny_model):
     assert 3 < len(wanted) < len(entropies)
 
 
-def test_what_is_remembered_is_what_is_found_alone(tiny_model):
+def test_cached_results_equal_uncached_ones(tiny_model):
     _, reader = made(tiny_model, ENTROPY)
     alone = reader.ends(pair_samples())
     reader.remember(pair_samples())
@@ -138,7 +138,7 @@ def run(values):
 
 
 @pytest.mark.parametrize("segmenter", [TOKEN, ENTROPY], ids=["token", "entropy"])
-def test_a_run_learns_and_its_model_scores_as_it_was_measured(segmenter, tiny_model, tiny_policy, tmp_path):
+def test_a_run_learns_and_its_model_has_the_reported_scores(segmenter, tiny_model, tiny_policy, tmp_path):
     units = {"segmenter": segmenter, "entropy_coefficient": 0.02}
     directory = run(recipe_values("reward", tiny_model, tmp_path, epochs=6, units=units))
     lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]

@@ -64,7 +64,7 @@ def test_gradients_do_not_depend_on_the_split_into_micro_batches(aggregation, ti
             torch.testing.assert_close(gradient, whole[name], atol=2e-6, rtol=1e-4, msg=f"{budget} {name}")
 
 
-def test_an_update_raises_the_likelihood_of_what_is_taught(tiny_model):
+def test_an_update_raises_the_likelihood_of_the_trained_rows(tiny_model):
     subject = learner(tiny_model)
     before = logprobs(subject, samples())
     subject.update(samples(), SupervisedObjective())
@@ -73,7 +73,7 @@ def test_an_update_raises_the_likelihood_of_what_is_taught(tiny_model):
     assert subject.model.version == 1
 
 
-def test_a_loss_that_is_not_finite_skips_the_update_and_names_the_episode(tiny_model):
+def test_a_nonfinite_loss_skips_the_update_and_names_the_episode(tiny_model):
     subject = learner(tiny_model, max_skipped_updates=1)
     broken = samples()
     broken[5].advantages[0] = np.nan
@@ -150,7 +150,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gpt2", "adapters", "reward"])
-def test_weight_decay_spares_what_transformers_spares(architecture, tmp_path):
+def test_weight_decay_excludes_the_parameters_that_transformers_excludes(architecture, tmp_path):
     from transformers import AutoModelForCausalLM, GPT2Config, Trainer
 
     if architecture == "gpt2":
@@ -166,7 +166,7 @@ def test_weight_decay_spares_what_transformers_spares(architecture, tmp_path):
     assert found
 
 
-def test_weight_decay_shrinks_matrices_alone(tiny_model):
+def test_weight_decay_shrinks_only_matrices(tiny_model):
     subject = learner(tiny_model, learning_rate=0.1, weight_decay=0.5)
     before = {name: parameter.detach().clone() for name, parameter in subject.model.trainable()}
     for _, parameter in subject.model.trainable():

@@ -76,7 +76,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def policy(models):
-    """The policy under test, with weights of its own."""
+    """The policy under test, with separate weights."""
     return Policy(ModelRecipe(path=str(models["policy"])))
 
 

@@ -1,17 +1,14 @@
-"""Letters that can also end its process, or fail. Trials that load it draw no figures."""
+"""A letters task that can also end its process, or fail."""
 
 import os
 import signal
 
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.recipe.components import EnvironmentRecipe
-from posttrain.training import results
-
-results.draw_plots = lambda run: None
 
 
 class Deadly(Environment):
-    """Pays for different letters, unless it has an end of its own."""
+    """Rewards different letters, unless `end` stops it."""
 
     class Recipe(EnvironmentRecipe):
         """What happens on a training seed."""

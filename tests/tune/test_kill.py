@@ -1,4 +1,4 @@
-"""A study that is killed anywhere goes on as if it never had been: the same trials, values, retests and best values."""
+"""A study that is killed anywhere resumes to the same trials, values, retests and best values."""
 
 import multiprocessing
 import random
@@ -52,7 +52,7 @@ def begun(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A search and groups that nobody killed, with all that a kill must not change."""
+    """An uninterrupted search with groups, and all results that a kill must not change."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("posttrain.tune.plots.draw_study", lambda study, kept: [])
@@ -66,7 +66,7 @@ def whole(tmp_path_factory):
 
 
 def kill_and_go_on(folder: Path, kind: str, deaths: list[tuple[str, int]]) -> list[int | None]:
-    """The exit codes of the processes that were to die, for some may have come to the end before."""
+    """The exit codes of the processes to be killed; some may have finished before."""
     ended = []
     for what, call in deaths:
         process = multiprocessing.get_context("fork").Process(target=_die, args=(folder, kind, what, call))
@@ -94,7 +94,7 @@ def _resume(folder: Path) -> list[str]:
         for kind in KILLED
     ],
 )
-def test_killed_there_it_goes_on(tmp_path, whole, kind, place, request):
+def test_it_resumes_after_a_kill(tmp_path, whole, kind, place, request):
     draw = random.Random(request.node.name)
     what, first, last = PLACES[place]
     assert kill_and_go_on(tmp_path, kind, [(what, draw.randint(first, last))]) == [-9]

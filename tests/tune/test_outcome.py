@@ -1,4 +1,4 @@
-"""What a trial's metrics say, in closed form and against a plain search."""
+"""The outcome of a trial's metrics, in closed form and against a plain search."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ LINES = [
 ]
 
 
-def test_the_best_evaluation_after_the_start_counts_and_limits_are_judged_there():
+def test_the_best_evaluation_after_the_start_counts_with_its_limits():
     found = outcome(LINES, KL)
     # The first of equals, at step 4; its KL is the mean of steps 3 and 4.
     assert (found.step, found.value) == (4, 2.0)
@@ -40,7 +40,7 @@ def test_the_best_evaluation_after_the_start_counts_and_limits_are_judged_there(
     assert not found.feasible
 
 
-def test_a_limited_metric_of_the_evaluation_itself_is_taken_from_it():
+def test_a_limit_on_an_evaluation_metric_reads_the_evaluation():
     limit = {"tokens_per_answer": Limit(min=5)}
     lines = [line(1, **{"return": 1.0}, tokens_per_answer=4.0), line(2, **{"return": 0.0}, tokens_per_answer=9.0)]
     found = outcome(lines, Objective(metric="return", direction="minimize", within=limit))
@@ -61,7 +61,7 @@ def test_a_limited_metric_of_the_evaluation_itself_is_taken_from_it():
         ),
     ],
 )
-def test_what_was_not_measured_is_said(lines, said):
+def test_missing_measurements_are_reported(lines, said):
     with pytest.raises(RunError, match=said):
         outcome(lines, KL)
 
@@ -70,7 +70,7 @@ def test_what_was_not_measured_is_said(lines, said):
     st.lists(st.one_of(st.none(), st.floats(-5, 5)), min_size=1, max_size=12),
     st.sampled_from(["minimize", "maximize"]),
 )
-def test_it_is_what_a_plain_search_finds(values, direction):
+def test_it_equals_a_plain_search(values, direction):
     lines = [line(step, **{"return": value}) for step, value in enumerate(values)]
     objective = Objective(metric="return", direction=direction)
     points = [(step, value) for step, value in enumerate(values) if step > 0 and value is not None]

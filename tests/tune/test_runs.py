@@ -1,4 +1,4 @@
-"""Studies of real runs: processes of their own, on a tiny model."""
+"""Studies of real runs in separate processes, on a tiny model."""
 
 import multiprocessing
 import os
@@ -37,6 +37,7 @@ def keys(tiny: Path, **changes) -> dict:
     return values | changes
 
 
+@pytest.mark.slow
 def test_supervised_trials_two_at_a_time(tiny_model, tmp_path):
     base = preferences.recipe_values("sft", tiny_model, tmp_path, steps=3, evaluation={"every": 2})
     base = {key: value for key, value in base.items() if key not in ("name", "runs")}
@@ -81,8 +82,8 @@ def test_a_run_that_dies_is_a_failed_trial_with_its_reason(tiny_model, tmp_path)
 
 
 @pytest.mark.slow
-def test_what_all_runs_share_touches_no_gpu():
-    """A process forked from one that has asked for GPUs cannot use them."""
+def test_common_start_up_does_not_initialize_a_gpu():
+    """A process forked from one that has queried GPUs cannot use them."""
     code = (
         "import torch\n"
         "def refuse(*_): raise SystemExit('a GPU was asked for')\n"
@@ -115,7 +116,7 @@ def test_a_pruned_run_saves_a_checkpoint_and_ends(tiny_model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_study_killed_during_a_run_goes_on_with_its_checkpoint(tiny_model, tmp_path):
+def test_a_study_killed_during_a_run_resumes_its_checkpoint(tiny_model, tmp_path):
     search = {"optimizer.learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}
     changes = {"keys": keys(tiny_model, steps=6), "search": search, "trials": 2}
     for name in ("whole", "killed"):

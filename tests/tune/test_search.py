@@ -1,4 +1,4 @@
-"""Studies on stand-ins for runs: what is tried, kept, chained, pruned, limited and retested."""
+"""Studies on simulated runs: trials, chained groups, pruning, limits and retests."""
 
 import re
 
@@ -89,7 +89,7 @@ def test_failed_trials_keep_their_reason_and_are_not_the_end(begun, tmp_path, ca
     assert "failed, killed by SIGKILL" in capsys.readouterr().out
 
 
-def test_a_combination_that_makes_no_recipe_is_a_failed_trial(begun, tmp_path):
+def test_an_invalid_combination_is_a_failed_trial(begun, tmp_path):
     search = {"credit.type": ["rloo", "reinforce"], "rollout.episodes_per_group": [1, 4]}
     start = [{"credit.type": kind, "rollout.episodes_per_group": n} for kind in search["credit.type"] for n in (1, 4)]
     assert studies.tune(tmp_path, search=search, start=start, trials=4) == 0
@@ -99,7 +99,7 @@ def test_a_combination_that_makes_no_recipe_is_a_failed_trial(begun, tmp_path):
     assert begun == ["0001", "0002", "0003"]
 
 
-def test_where_all_fail_there_is_no_best_and_one_sentence_why(begun, tmp_path, capsys):
+def test_if_all_trials_fail_there_is_no_best_and_one_sentence(begun, tmp_path, capsys):
     search = {"optimizer.learning_rate": {"low": 4e-3, "high": 1e-2}}
     assert studies.tune(tmp_path, search=search, trials=3) == 1
     said = capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_where_all_fail_there_is_no_best_and_one_sentence_why(begun, tmp_path, c
     assert report(tmp_path).count("| failed |") == 3
 
 
-def test_limits_are_kept_by_the_best_and_shown(begun, tmp_path):
+def test_the_best_trial_satisfies_the_limits_and_they_are_shown(begun, tmp_path):
     objective = {"metric": "return", "direction": "maximize", "within": {"policy/kl": {"max": 0.01}}}
     start = [{"optimizer.learning_rate": rate, "rollout.episodes_per_group": 5} for rate in (1e-4, 2e-5, 1e-6)]
     assert studies.tune(tmp_path, objective=objective, start=start, trials=3) == 0
@@ -121,7 +121,7 @@ def test_limits_are_kept_by_the_best_and_shown(begun, tmp_path):
     assert re.search(r"\| 0 \| finished .*exceeds its limits", report(tmp_path))
 
 
-def test_where_nothing_keeps_its_limits_the_nearest_is_told(begun, tmp_path, capsys):
+def test_if_no_trial_satisfies_the_limits_the_closest_is_reported(begun, tmp_path, capsys):
     objective = {"metric": "return", "direction": "maximize", "within": {"policy/kl": {"max": 1e-9}}}
     search = {"optimizer.learning_rate": [1e-5, 1e-4]}
     start = [{"optimizer.learning_rate": 1e-5}, {"optimizer.learning_rate": 1e-4}]
@@ -134,7 +134,7 @@ def test_where_nothing_keeps_its_limits_the_nearest_is_told(begun, tmp_path, cap
 
 
 @pytest.mark.parametrize("named", ["objective", "within"])
-def test_a_metric_that_is_not_there_ends_the_study_after_one_trial(named, monkeypatch, tmp_path, capsys):
+def test_a_missing_metric_ends_the_study_after_one_trial(named, monkeypatch, tmp_path, capsys):
     begun = studies.stand_in(monkeypatch, lambda recipe, step: {"return": 1.0, "score/update": 0.5, "score/other": 0.5})
     search = {"optimizer.learning_rate": [1e-5, 1e-4]}
     objective = {"metric": "score/updat", "direction": "maximize"}
@@ -152,7 +152,7 @@ def test_a_metric_that_is_not_there_ends_the_study_after_one_trial(named, monkey
     assert not (tmp_path / "runs/s/best.yaml").exists()
 
 
-def test_a_trial_without_the_metric_is_not_the_end_where_another_has_it(monkeypatch, tmp_path):
+def test_a_trial_without_the_metric_does_not_end_the_study(monkeypatch, tmp_path):
     def measure(recipe, step):
         return {"return": 1.0} | ({"score/a": 0.5} if recipe.optimizer.learning_rate == 1e-5 else {})
 
@@ -165,7 +165,7 @@ def test_a_trial_without_the_metric_is_not_the_end_where_another_has_it(monkeypa
     assert [trial.state.name for trial in studies.trials(tmp_path)][:2] == ["COMPLETE", "FAIL"]
 
 
-def test_what_runs_warn_of_is_said_once_and_reported(monkeypatch, tmp_path, capsys):
+def test_warnings_of_runs_are_printed_once_and_in_the_report(monkeypatch, tmp_path, capsys):
     def warn(recipe):
         return ["24 rows held out\nand trained on as well"] + (["slow"] if recipe.name in ("0001", "0002") else [])
 
@@ -223,7 +223,7 @@ def test_groups_run_their_grids_and_chain_the_best_values(begun, tmp_path):
         assert (tmp_path / f"runs/s/plots/{name}.png").is_file()
 
 
-def test_one_group_runs_alone_and_takes_over_what_earlier_groups_found(begun, tmp_path, capsys):
+def test_one_group_runs_alone_with_the_best_values_of_earlier_groups(begun, tmp_path, capsys):
     alone = {"search": None, "trials": None, "groups": GROUPS}
     assert studies.tune(tmp_path, "--group", "2", **alone) == 0
     found = studies.trials(tmp_path)
@@ -265,7 +265,7 @@ def test_a_group_waits_for_the_unfinished_trials_of_another(begun, tmp_path, cap
     assert "1 trials of group one have not ended" in capsys.readouterr().err
 
 
-def test_a_group_that_fails_whole_ends_the_study_with_its_table(begun, tmp_path, capsys):
+def test_a_group_without_successful_trials_ends_the_study_with_its_table(begun, tmp_path, capsys):
     groups = [{"name": "rates", "grid": {"optimizer.learning_rate": [4e-3, 5e-3]}}, GROUPS[0]]
     assert studies.tune(tmp_path, search=None, trials=None, groups=groups) == 1
     assert "group rates: none of its 2 trials can be chained" in capsys.readouterr().err
@@ -274,7 +274,7 @@ def test_a_group_that_fails_whole_ends_the_study_with_its_table(begun, tmp_path,
 
 
 @pytest.mark.parametrize("distance", [0.2, 0.0])
-def test_a_retest_says_whether_the_winner_can_be_told_apart(monkeypatch, tmp_path, distance, capsys):
+def test_a_retest_reports_whether_the_best_trial_is_significantly_better(monkeypatch, tmp_path, distance, capsys):
     def measure(recipe, step):
         noise = 0.01 * ((recipe.seed * 7 + recipe.rollout.episodes_per_group * 5) % 4)
         return {"return": distance * (recipe.rollout.episodes_per_group == 4) + noise}
@@ -294,7 +294,7 @@ def test_a_retest_says_whether_the_winner_can_be_told_apart(monkeypatch, tmp_pat
     ]
 
 
-def test_a_finished_study_that_goes_on_runs_nothing_and_may_grow(begun, tmp_path, capsys):
+def test_resuming_a_finished_study_runs_nothing_and_may_add_trials(begun, tmp_path, capsys):
     assert studies.tune(tmp_path, trials=3) == 0
     begun.clear()
     before = studies.summary(tmp_path)
@@ -331,7 +331,7 @@ def test_another_storage_may_be_given_and_is_readable_by_optuna(begun, tmp_path,
     assert "storage nonsense://x cannot be opened" in capsys.readouterr().err
 
 
-def test_the_trials_of_another_machine_are_left_alone(begun, tmp_path, capsys):
+def test_trials_of_another_machine_are_unchanged(begun, tmp_path, capsys):
     url = f"sqlite:///{tmp_path}/shared.db"
     assert studies.tune(tmp_path, f"storage={url}", "trials=2") == 0
     study = optuna.load_study(study_name="s", storage=url)

@@ -1,4 +1,4 @@
-"""Studies as files: what they may say, what is told of mistakes, and the ready ones."""
+"""Studies as files: their keys, error messages, and the ready ones."""
 
 import re
 from pathlib import Path
@@ -89,7 +89,7 @@ def objective(metric, **more):
         ({"pruner": {"type": "medium"}}, r"pruner.type is \"medium\" \(did you mean median\?\)"),
     ],
 )
-def test_a_mistake_is_one_sentence_with_its_place(tmp_path, changes, said):
+def test_an_error_is_one_sentence_with_the_location(tmp_path, changes, said):
     with pytest.raises(InputError, match=said) as caught:
         load(tmp_path, **changes)
     assert "\n" not in str(caught.value)
@@ -107,7 +107,7 @@ def test_a_mistake_is_one_sentence_with_its_place(tmp_path, changes, said):
         ("rl", "turns", "critic/loss"),
     ],
 )
-def test_what_a_stage_measures_may_be_named(tmp_path, stage, metric, limit):
+def test_metrics_of_a_stage_may_be_named(tmp_path, stage, metric, limit):
     keys = {**ROWS, "stage": stage} if stage != "rl" else study_values()["keys"]
     study = load(tmp_path, keys=keys, objective=objective(metric, within={limit: {"max": 1.0}}))
     assert list(study.recipe.objective.within) == [limit]
@@ -205,7 +205,7 @@ def test_every_trial_of_the_search_is_possible_and_judged_with_the_same_turns(na
             assert trial.rollout.tokens_per_episode >= 400 + 400 * turns + 200 * (turns - 1)
 
 
-def test_the_ready_studies_begin_with_what_the_recipes_have(monkeypatch):
+def test_the_ready_studies_start_from_the_values_of_the_recipes(monkeypatch):
     monkeypatch.chdir(ROOT)
     for name in ("sft", "reward", "ppo"):
         study = load_study(f"recipes/rlhf/tune_{name}.yaml", [])
@@ -215,6 +215,7 @@ def test_the_ready_studies_begin_with_what_the_recipes_have(monkeypatch):
         assert begun == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["tuning"])
 def test_every_command_of_the_page_resolves(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""The HTML report: whole, self-contained, and safe whatever models and people have written."""
+"""The HTML report: complete, self-contained, and safe for any text of models and users."""
 
 import base64
 import json
@@ -99,7 +99,7 @@ def test_the_page_has_all_that_is_known_of_a_run(tmp_path):
 
 
 @pytest.mark.figures
-def test_what_models_and_people_write_is_text(tmp_path, tiny_model):
+def test_text_of_models_and_users_is_escaped(tmp_path, tiny_model):
     from posttrain.models.load import load_tokenizer
     from posttrain.recipe.model import ModelRecipe
 
@@ -155,7 +155,7 @@ def test_tokens_of_equal_credit_are_one_piece(tmp_path, tiny_model):
     assert [attrs["title"] for attrs in page.all("span") if attrs.get("title")] == ["+0.5000, 6 tokens"]
 
 
-def test_units_stand_with_their_credit(tmp_path, tiny_model):
+def test_units_are_shown_with_their_credit(tmp_path, tiny_model):
     path = make_run(
         tmp_path, "units", model={"path": str(tiny_model)}, unit_credit={"type": "loo"}, reward={"path": "m"}
     )
@@ -169,7 +169,7 @@ def test_units_stand_with_their_credit(tmp_path, tiny_model):
     assert [attrs["title"] for attrs in page.all("span") if attrs.get("title")][:3] == ["-1.0000", "-0.5000", "+0.0000"]
 
 
-def test_without_a_tokenizer_the_answers_stand_without_colours(tmp_path, capsys):
+def test_without_a_tokenizer_answers_are_shown_without_colors(tmp_path, capsys):
     path = make_run(tmp_path, "gone", model={"path": str(tmp_path / "no-model")})
     with_credit(RunDirectory(path), [70, 71, 72])
     file, notes = write_html([path])
@@ -179,7 +179,7 @@ def test_without_a_tokenizer_the_answers_stand_without_colours(tmp_path, capsys)
     assert not [attrs for attrs in page.all("span") if attrs.get("title")]
 
 
-def test_a_long_answer_is_folded_and_cut_and_says_so(tmp_path):
+def test_a_long_answer_is_folded_and_cut_with_a_notice(tmp_path):
     path = make_run(tmp_path, "long")
     episode = played()
     episode.messages[1]["content"] = episode.turns[0].answer = "word " * 10_000
@@ -189,7 +189,7 @@ def test_a_long_answer_is_folded_and_cut_and_says_so(tmp_path):
     assert page.text.count("word ") < 2500
 
 
-def test_several_runs_stand_side_by_side(tmp_path):
+def test_several_runs_are_shown_side_by_side(tmp_path):
     paths = [make_run(tmp_path, f"ppo-{seed}", lambda s, seed=seed: s + seed, seed=seed) for seed in (1, 2)]
     paths.append(make_run(tmp_path, "still", steps=2, ended=False, optimizer={"learning_rate": 1.0}))
     file, notes = write_html(paths, tmp_path / "new folder" / "all.html")
@@ -202,7 +202,7 @@ def test_several_runs_stand_side_by_side(tmp_path):
     assert any(attrs["alt"] == "Figure: rollout_return" for attrs in page.all("img"))
 
 
-def test_runs_that_say_little_have_a_page_that_says_so(tmp_path):
+def test_runs_with_little_data_have_a_page_with_a_notice(tmp_path):
     new = RunDirectory.create(
         RlRecipe.model_validate({"name": "new", "runs": str(tmp_path), "environment": {"type": "bandit"}})
     )
@@ -223,7 +223,7 @@ def test_runs_that_say_little_have_a_page_that_says_so(tmp_path):
     page_of(write_html([new.path, old], tmp_path / "both.html")[0])
 
 
-def test_what_cannot_be_reported_is_told(tmp_path, capsys):
+def test_report_errors(tmp_path, capsys):
     from posttrain.cli.main import main
 
     path = make_run(tmp_path, "a")
@@ -239,7 +239,7 @@ def test_what_cannot_be_reported_is_told(tmp_path, capsys):
     assert "line 1 is damaged" in capsys.readouterr().err
 
 
-def test_a_log_of_tensorboard_has_no_report(tmp_path):
+def test_a_tensorboard_log_has_no_report(tmp_path):
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(tmp_path)) as writer:

@@ -1,4 +1,4 @@
-"""Requests to engines, and what they should answer. Also for interpreters without pytest."""
+"""Requests to engines, and the expected answers. Also for interpreters without pytest."""
 
 import asyncio
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def request(number: int = 0, sampling: SamplingRecipe = GREEDY, tokens: int = 12
 
 
 def answers(engine: Any, requests: Sequence[Request]) -> list[Completion]:
-    """All asked at a time, in an event loop of their own."""
+    """All requests concurrently, in a separate event loop."""
 
     async def ask() -> list[Completion]:
         return list(await asyncio.gather(*(engine.generate(one) for one in requests)))
@@ -46,7 +46,7 @@ def answers(engine: Any, requests: Sequence[Request]) -> list[Completion]:
 
 
 def local_answers(policy: Policy, requests: Sequence[Request]) -> list[Completion]:
-    """What the local engine says with the policy's weights as they are."""
+    """Answers of the local engine with the current weights of the policy."""
     return answers(LocalEngine(policy, LocalEngineRecipe(slots=8)), requests)
 
 

@@ -10,7 +10,7 @@ pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("rule", ["continue", "restart"])
-def test_steps_of_rl_ahead_with_a_server(rule, tmp_path):
+def test_asynchronous_steps_of_rl_with_a_server(rule, tmp_path):
     run, lines = trained(
         tmp_path,
         "environment.max_turns=3",
@@ -29,4 +29,4 @@ def test_steps_of_rl_ahead_with_a_server(rule, tmp_path):
     for step in range(1, 6):
         for episode in read_episodes(run / "episodes" / f"step_{step:06d}.train.jsonl.zst").episodes:
             assert max(0, step - 3) <= episode.versions.min() <= episode.versions.max() <= step - 1
-    assert list((run / "ahead").iterdir()) == []
+    assert list((run / "async_rollouts").iterdir()) == []

@@ -82,7 +82,7 @@ def test_a_seed_names_the_answer(engine):
     assert len({one.ids for one in first}) == 3
 
 
-def test_answers_stop_where_those_of_the_local_engine_do(engine, policy):
+def test_answers_stop_like_those_of_the_local_engine(engine, policy):
     free = local_answers(policy, [request(number, tokens=20) for number in range(3)])
     word = policy.tokenizer.decode(list(free[0].ids[3:5]))
     asked = [
@@ -105,7 +105,7 @@ def test_answers_stop_where_those_of_the_local_engine_do(engine, policy):
     }
 
 
-def test_turns_and_groups_share_what_was_computed(engine):
+def test_turns_and_groups_share_cached_tokens(engine):
     first = request(5, tokens=8)
     reused = engine.counters.reused
     (answer,) = answers(engine, [first])
@@ -119,7 +119,7 @@ def test_turns_and_groups_share_what_was_computed(engine):
     assert engine.counters.reused == reused, "what other weights computed is forgotten"
 
 
-def test_answers_in_flight_go_on_with_new_weights(engine, policy):
+def test_answers_in_flight_continue_with_new_weights(engine, policy):
     old = policy.version
     # The first one ends early, and then the others are in flight.
     asked = [Request(prompt(3), WARM, seed, 20 if seed == 0 else 160) for seed in range(6)]
@@ -153,7 +153,7 @@ def _part(answer, start, stop):
     return type(answer)(*(column[start:stop] for column in columns), answer.stop_reason)
 
 
-def test_a_weight_that_does_not_come_is_named(engine, policy, monkeypatch):
+def test_a_weight_that_is_not_received_is_named(engine, policy, monkeypatch):
     whole = list(policy.weights())
     monkeypatch.setattr(
         policy, "weights", lambda: iter([pair for pair in whole if "layers.1.self_attn.k" not in pair[0]])
@@ -182,7 +182,7 @@ def test_a_server_elsewhere_gets_weights_as_bytes(engine, policy, monkeypatch):
 
 
 @pytest.mark.parametrize("stopped", ["server", "scheduler"])
-def test_an_engine_that_hangs_is_started_again(stopped, engine, policy, monkeypatch):
+def test_an_engine_that_hangs_is_restarted(stopped, engine, policy, monkeypatch):
     (state,) = engine._replicas
     monkeypatch.setattr(state, "detector", HangDetector(state.replica.ping, 20))
     asked = [request(number, WARM, tokens=100, seed=number) for number in range(3)]
@@ -196,7 +196,7 @@ def test_an_engine_that_hangs_is_started_again(stopped, engine, policy, monkeypa
     assert not os.path.exists(f"/proc/{hung}")
 
 
-def test_a_killed_engine_is_started_again_and_asked_again(engine, policy):
+def test_a_killed_engine_is_restarted_and_its_requests_are_repeated(engine, policy):
     asked = [request(number, WARM, tokens=100, seed=number) for number in range(6)]
     undisturbed = answers(engine, asked)
     (state,) = engine._replicas

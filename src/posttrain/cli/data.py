@@ -132,7 +132,7 @@ def documents(
 
     Answers are written (--answers), or sampled by a model or a server (`model.path`, `engine.*`, `samples`). With a scorer
     (--reward or --rubric), the best and the worst sampled answer of a document are a pair. A command that was interrupted
-    goes on where it stopped: no answer is sampled and no reply asked twice.
+    continues where it stopped, without sampling or judging an answer twice.
 
     Examples:
 

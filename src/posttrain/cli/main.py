@@ -99,9 +99,9 @@ def describe(error: BaseException) -> tuple[str, int]:
         return "interrupted", _INTERRUPTED
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing {error.filename}" if error.filename else ""
-        return f"the disk is full{where}; free some space, then go on with --resume", 1
+        return f"the disk is full{where}; free some space, then continue with --resume", 1
     if not isinstance(error, OSError) and (reason := storage_error(error)):
-        return f"a file could not be written: {reason}, then go on with --resume", 1
+        return f"a file could not be written: {reason}, then continue with --resume", 1
     said = " ".join(str(error).split())
     name = type(error).__name__
     return f"unexpected {name}{': ' if said else ''}{said}; run again with --debug for the traceback", 1

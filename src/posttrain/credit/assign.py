@@ -129,27 +129,31 @@ def zero_groups(episodes: Sequence[Episode], advantages: Advantages) -> float:
     return 1 - sum(nonzero.values()) / len(nonzero) if nonzero else math.nan
 
 
-def registered_credit(recipe: Credit, episodes: Sequence[Episode], paid: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Advantages by a function of `register_credit`, per episode [n] float64. RunError if their shape is wrong."""
+def registered_credit(recipe: Credit, episodes: Sequence[Episode], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Advantages by a function of `register_credit`, per episode [n] float64, from the rewards [n] of its sampled tokens.
+
+    Raises:
+        RunError: the function returns another shape or a value that is not finite.
+    """
     given = {
-        "returns": np.array([math.fsum(values.tolist()) for values in paid], dtype=np.float64),
+        "returns": np.array([math.fsum(values.tolist()) for values in rewards], dtype=np.float64),
         "groups": np.array([episode.group for episode in episodes], dtype=np.int64),
-        "lengths": np.array([len(values) for values in paid], dtype=np.int64),
-        "rewards": list(paid),
+        "lengths": np.array([len(values) for values in rewards], dtype=np.int64),
+        "rewards": list(rewards),
         "episodes": list(episodes),
     }
     result = recipe.call(**given)
-    if len(result) != len(paid):
-        raise RunError(f"credit.type {recipe.type} returned {len(result)} advantages for {len(paid)} episodes")
+    if len(result) != len(rewards):
+        raise RunError(f"credit.type {recipe.type} returned {len(result)} advantages for {len(rewards)} episodes")
     credit = []
-    for episode, values, own in zip(episodes, result, paid, strict=True):
+    for episode, values, given_rewards in zip(episodes, result, rewards, strict=True):
         values = np.asarray(values, dtype=np.float64)
-        if values.shape not in ((), own.shape) or not np.isfinite(values).all():
+        if values.shape not in ((), given_rewards.shape) or not np.isfinite(values).all():
             raise RunError(
                 f"credit.type {recipe.type}: the advantages of group {episode.group} episode {episode.index} must be one "
-                f"finite number or {len(own)}, one per sampled token; they have the shape {values.shape}"
+                f"finite number or {len(given_rewards)}, one per sampled token; they have the shape {values.shape}"
             )
-        credit.append(np.broadcast_to(values, own.shape))
+        credit.append(np.broadcast_to(values, given_rewards.shape))
     return credit
 
 

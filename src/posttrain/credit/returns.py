@@ -60,7 +60,7 @@ def gae(
     number or one per episode. Returns per episode [n] float64.
     """
     lambdas = [gae_lambda] * len(rewards) if isinstance(gae_lambda, float | int) else gae_lambda
-    return [_gae(r, v, discount, own) for r, v, own in zip(rewards, values, lambdas, strict=True)]
+    return [_gae(r, v, discount, episode_lambda) for r, v, episode_lambda in zip(rewards, values, lambdas, strict=True)]
 
 
 def length_adaptive_lambda(length: int, alpha: float) -> float:
@@ -90,7 +90,7 @@ def optimal_token_baseline(
     `rewards` and `energies`: per episode [n] float64; `groups` [N] int. Returns per episode [n] float64.
     """
     returns = reinforce(rewards, 1.0)
-    advantages = [np.zeros(len(own)) for own in returns]
+    advantages = [np.zeros(len(returns_to_go)) for returns_to_go in returns]
     for index in group_indices(groups):
         weights = {int(i): np.cumsum(energies[i]) for i in index}
         for t in range(max(len(returns[i]) for i in index) if len(index) > 1 else 0):
@@ -99,11 +99,11 @@ def optimal_token_baseline(
             if len(reaching) == 1:
                 advantages[reaching[0]][t] = values[0]
                 continue
-            own = np.array([weights[i][t] for i in reaching])
-            total = math.fsum(own.tolist())
+            token_weights = np.array([weights[i][t] for i in reaching])
+            total = math.fsum(token_weights.tolist())
             if all_equal(values) or total <= 0:
                 continue
-            baseline = math.fsum((own * values).tolist()) / total
+            baseline = math.fsum((token_weights * values).tolist()) / total
             for i, value in zip(reaching, values.tolist(), strict=True):
                 advantages[i][t] = value - baseline
     return advantages

@@ -89,7 +89,7 @@ def mt_grpo(rewards: Sequence[np.ndarray], groups: np.ndarray, turn_weight: floa
     outcome instead of S_g of both rewards summed, and does not enter the statistics of a turn that it did not play. The
     epsilon is 1e-6, not 1e-4.
 
-    Assumes that the last turn pays the outcome and that all episodes of a group have the same number of turns. Biased
+    Assumes that the reward of the last turn is the outcome, and that all episodes of a group have the same number of turns. Biased
     in any case: it divides by the group's own standard deviation; a turn gets no credit for the rewards of later turns
     but the last; and if the policy chooses when to stop, a turn is compared only with episodes that continued, which
     rewards or punishes stopping. `turn_returns` with a baseline has none of these biases.

@@ -122,15 +122,15 @@ def write_documents(
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {(kind, split): [] for kind in FOLDERS for split in _SPLITS}
     for one in documents:
         split, about = splits[one.name], {"document": one.name}
-        found = sampled.get(one.name)
-        answer = one.answer if one.answer is not None or found is None else found.best
+        answers = sampled.get(one.name)
+        answer = one.answer if one.answer is not None or answers is None else answers.best
         known = {} if answer is None else {"completion": answer}
         rows["prompts", split].append({"context_messages": one.messages, **known, **about})
         if answer is not None:
             rows["sft", split].append({"messages": _answered(one, answer), **about})
-        if found is not None and found.differs:
-            pair = {"chosen": _answered(one, found.best), "rejected": _answered(one, found.worst)}
-            scores = {"chosen_score": found.best_score, "rejected_score": found.worst_score}
+        if answers is not None and answers.differs:
+            pair = {"chosen": _answered(one, answers.best), "rejected": _answered(one, answers.worst)}
+            scores = {"chosen_score": answers.best_score, "rejected_score": answers.worst_score}
             rows["preference", split].append({**pair, **scores, **about})
     files = {}
     for (kind, split), of_file in rows.items():
@@ -145,8 +145,8 @@ def write_documents(
 
 def has_all_answers(path: Path, documents: Sequence[Document], samples: int) -> bool:
     """Whether the file of predictions has all answers to the documents."""
-    found = {(row["id"], row["sample"]) for row in _read_lines(path)} if path.is_file() else set()
-    return found == {(one.name, sample) for one in documents for sample in range(samples)}
+    present = {(row["id"], row["sample"]) for row in _read_lines(path)} if path.is_file() else set()
+    return present == {(one.name, sample) for one in documents for sample in range(samples)}
 
 
 def _prompt_rows(documents: Sequence[Document]) -> list[dict[str, Any]]:

@@ -82,9 +82,9 @@ def read_split(source: SourceRecipe) -> Iterator[Row]:
     ):
         chosen = names
     if not chosen:
-        found = f"its files are {', '.join(names[:8])}" if names else f"it has no {', '.join(_FORMATS)} file"
+        contents = f"its files are {', '.join(names[:8])}" if names else f"it has no {', '.join(_FORMATS)} file"
         raise InputError(
-            f"{root}: no file of the split {source.split}, and {found}; name one `{source.split}.jsonl`, or set `split`"
+            f"{root}: no file of the split {source.split}, and {contents}; name one `{source.split}.jsonl`, or set `split`"
         )
     return chain.from_iterable(_read_file(root / name, name) for name in chosen)
 

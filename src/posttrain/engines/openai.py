@@ -58,7 +58,7 @@ def chat_client(
     if api_key_variable is not None:
         key = os.environ.get(api_key_variable, "")
         if not key:
-            raise InputError(f"{what}.api_key_variable names {api_key_variable}, which is not set")
+            raise InputError(f"{what}.api_key_variable names {api_key_variable}, which is not set; export it")
     http = None
     if requests_per_minute is not None:
         http = openai.DefaultHttpxClient(event_hooks={"request": [RequestRate(requests_per_minute).wait]})

@@ -114,7 +114,7 @@ class ScoringServers:
                 f"{where} sent no log-probabilities of the prompt ({type(error).__name__}: {shortened(str(error))}); change "
                 f"{self.what}.protocol or the server"
             ) from error
-        fewest = min((len(found) for found in scored.top[1:]), default=top)
+        fewest = min((len(entries) for entries in scored.top[1:]), default=top)
         if fewest < top:
             raise ChatRequestError(
                 f"{where} sent {fewest} of the {top} most probable tokens; lower loss.top_k, or raise the server's limit "
@@ -136,11 +136,11 @@ class ScoringServers:
 
 def _read_prompt_logprobs(choice: Any, ids: list[int]) -> ScoredPrompt:
     """The field `prompt_logprobs` of vLLM: for each token but the first, id -> {logprob, rank, decoded_token}."""
-    found = choice.prompt_logprobs
-    if len(found) != len(ids):
-        raise ValueError(f"{len(found)} entries for {len(ids)} tokens")
+    entries = choice.prompt_logprobs
+    if len(entries) != len(ids):
+        raise ValueError(f"{len(entries)} entries for {len(ids)} tokens")
     logprobs, tops, texts = [math.nan], [dict[int, float]()], list[str | None]([None])
-    for token, entry in zip(ids[1:], found[1:], strict=True):
+    for token, entry in zip(ids[1:], entries[1:], strict=True):
         values = {int(key): _number(value["logprob"]) for key, value in entry.items()}
         logprobs.append(values[token])
         # The token itself is listed also where it is not among the most probable ones.
@@ -151,17 +151,17 @@ def _read_prompt_logprobs(choice: Any, ids: list[int]) -> ScoredPrompt:
 
 def _read_echo(choice: Any, ids: list[int]) -> ScoredPrompt:
     """The field `logprobs` of OpenAI completions with `echo`; tokens of `top_logprobs` are named by their ids."""
-    found = choice.logprobs
-    logprobs = [math.nan, *(_number(value) for value in found.token_logprobs[1 : len(ids)])]
+    returned = choice.logprobs
+    logprobs = [math.nan, *(_number(value) for value in returned.token_logprobs[1 : len(ids)])]
     if len(logprobs) != len(ids):
         raise ValueError(f"{len(logprobs)} log-probabilities for {len(ids)} tokens")
     tops: list[dict[int, float]] = [{}]
-    listed: Sequence[Mapping[str, float] | None] = found.top_logprobs or [None] * len(ids)
+    listed: Sequence[Mapping[str, float] | None] = returned.top_logprobs or [None] * len(ids)
     for entry in listed[1 : len(ids)]:
         tops.append(
             {int(key.removeprefix(_ID)): _number(value) for key, value in (entry or {}).items() if key.startswith(_ID)}
         )
-    texts = [None if text.startswith(_ID) else text for text in found.tokens[: len(ids)]]
+    texts = [None if text.startswith(_ID) else text for text in returned.tokens[: len(ids)]]
     return ScoredPrompt(logprobs, tops, texts)
 
 

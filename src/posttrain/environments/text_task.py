@@ -328,13 +328,13 @@ def _prompt_table(key: str) -> PromptTable:
     values = json.loads(key)
     recipe = TextTaskRecipe.model_validate(values)
     problems = Problems()
-    found = [
+    used = [
         (row, source.use)
         for source in recipe.prompts
         for row in read_examples("prompt", [source], recipe.columns, problems)
         if isinstance(row, PromptExample)
     ]
-    rows = [row for row, _ in found]
+    rows = [row for row, _ in used]
     if not rows:
         problems.require_any(", ".join(source.path for source in recipe.prompts))
     with_tools = next((row for row in rows if row.tools), None)
@@ -343,7 +343,7 @@ def _prompt_table(key: str) -> PromptTable:
             f"{with_tools.origin} has tools, which a single answer cannot use; remove that column, or set "
             "columns.tools to a column that does not exist"
         )
-    tasks = [TaskRow(json.dumps(row.messages, sort_keys=True), use) for row, use in found]
+    tasks = [TaskRow(json.dumps(row.messages, sort_keys=True), use) for row, use in used]
     read = [_with_references(row.row, recipe.columns) for row in rows]
     columns = frozenset(parameter_of(name) for row in read for name, value in row.items() if value is not None)
     return PromptTable(rows, tasks, columns, problems)

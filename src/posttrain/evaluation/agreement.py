@@ -116,13 +116,13 @@ def score_agreement(
 
 
 def pair_agreement(
-    pairs: Sequence[Pair], records: Sequence[Record], truth: Truth | None, own: int | None
+    pairs: Sequence[Pair], records: Sequence[Record], truth: Truth | None, judges_side: int | None
 ) -> list[MetricResult]:
     """What decides the verdicts in `records`, one per pair.
 
     Args:
         truth: adds `error_rate` and takes differences in quality out of the other numbers. InputError if no pair has one.
-        own: which side of the pairs (0 or 1) the judge's own model wrote; adds `self_preference`.
+        judges_side: which side of the pairs (0 or 1) the judge's own model wrote; adds `self_preference`.
     """
     judged = [
         (pair, record["first_shown"]) for pair, record in zip(pairs, records, strict=True) if record["first_shown"]
@@ -140,11 +140,13 @@ def pair_agreement(
         for order, preference in zip((1, -1), shown, strict=True):
             items.append(pair[0].item)
             verdicts.append(2 * preference - 1)
-            columns.append([1.0, order * longer, order * (0 if own is None else 1 - 2 * own), order * better])
+            columns.append(
+                [1.0, order * longer, order * (0 if judges_side is None else 1 - 2 * judges_side), order * better]
+            )
     position, length, self_, true = np.array(columns).T
     y = np.array(verdicts)
     fitted = {"length_bias": [length, position]}
-    if own is not None:
+    if judges_side is not None:
         fitted = {"length_bias": [length, self_, position], "self_preference": [self_, length, position]}
     if truth is not None:
         fitted = {name: [*regressors, true] for name, regressors in fitted.items()}

@@ -107,7 +107,9 @@ class Encoder:
         scores: dict[int, tuple[float, float, float]] = {}
         for group in _pair_batches([max(pair) for pair in of_pairs], self.tokens_per_batch):
             scores |= dict(zip(group, self.score([pairs[i] for i in group]), strict=True))
-        return [(scores[i], sum(length > self.limit for length in own)) for i, own in enumerate(of_pairs)]
+        return [
+            (scores[i], sum(length > self.limit for length in pair_lengths)) for i, pair_lengths in enumerate(of_pairs)
+        ]
 
 
 def bert_scores(rows: Sequence[Prediction], encoder: ModelWorkers[Encoder]) -> list[MetricResult]:
@@ -217,8 +219,8 @@ class LanguageModel:
         texts = [self._answer(*answer) for answer in answers]
         lengths = [0 if not scored.any() else len(ids) for ids, scored in texts]
         usable = [i for i, length in enumerate(lengths) if 0 < length <= self.limit]
-        found = dict(zip(usable, self.nats([texts[i] for i in usable]), strict=True))
-        return [found.get(i, "too long for the model" if length else "") for i, length in enumerate(lengths)]
+        nats_of = dict(zip(usable, self.nats([texts[i] for i in usable]), strict=True))
+        return [nats_of.get(i, "too long for the model" if length else "") for i, length in enumerate(lengths)]
 
     def score_texts(self, texts: Sequence[str]) -> list[tuple[Nats, bool] | None]:
         """Nats and number of tokens of each text without a prompt, after the BOS token (if the model has one), and whether
@@ -226,11 +228,11 @@ class LanguageModel:
         """
         first = self.policy.tokenizer.bos_token_id
         ids = [([] if first is None else [first]) + self.renderer.encode(text) for text in texts]
-        usable = [i for i, own in enumerate(ids) if len(own) > 1]
+        usable = [i for i, text_ids in enumerate(ids) if len(text_ids) > 1]
         cut = [np.array(ids[i][: self.limit], dtype=np.int64) for i in usable]
-        nats = self.nats([(own, np.arange(len(own)) > 0) for own in cut])
-        found = {i: (own, len(ids[i]) > self.limit) for i, own in zip(usable, nats, strict=True)}
-        return [found.get(i) for i in range(len(texts))]
+        nats = self.nats([(text_ids, np.arange(len(text_ids)) > 0) for text_ids in cut])
+        results = {i: (value, len(ids[i]) > self.limit) for i, value in zip(usable, nats, strict=True)}
+        return [results.get(i) for i in range(len(texts))]
 
     def _answer(self, prompt: list[Message], text: str, cut_off: bool) -> Text:
         """`text` as the answer to the prompt, with the end token unless it was cut off."""

@@ -95,22 +95,22 @@ def _results_in(path: str, details: list[str]) -> list[str]:
     folder = Path(path).expanduser()
     if not folder.is_dir() or (folder / "recipe.yaml").is_file():
         return [path]
-    found = []
+    files = []
     for file in sorted(folder.rglob("*.json")):
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             values = None
         if isinstance(values, dict) and {"format", "metrics"} <= set(values):
-            found.append(str(file))
+            files.append(str(file))
         else:
             details.append(f"{file}: skipped, it is no results file")
-    if not found:
+    if not files:
         raise InputError(
             f"{path} contains no results file; write results there with `--out`, for example `posttrain evaluate text "
             f"FILE --out {folder / 'text.json'}`"
         )
-    return found
+    return files
 
 
 def _merged(name: str, runs: Sequence[Run], details: Sequence[str]) -> Run:

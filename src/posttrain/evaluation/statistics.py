@@ -41,7 +41,7 @@ class Difference:
 def success_rate(successes: int, n: int) -> Estimate:
     """Rate of `successes` in `n` independent trials with Wilson's score interval (Wilson 1927).
 
-    centre = (p + z^2 / 2n) / (1 + z^2 / n);  half = z sqrt(p (1 - p) / n + z^2 / 4n^2) / (1 + z^2 / n)
+    center = (p + z^2 / 2n) / (1 + z^2 / n);  half = z sqrt(p (1 - p) / n + z^2 / 4n^2) / (1 + z^2 / n)
     """
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f"invalid rate: {successes} successes of {n} trials")
@@ -84,11 +84,11 @@ def mean(values: Sequence[float]) -> Estimate:
     n = len(sample)
     if n < 1:
         raise ValueError("a mean needs at least one value")
-    centre = float(sample.mean())
+    center = float(sample.mean())
     if n == 1:
-        return Estimate(centre, math.nan, math.nan, 1)
+        return Estimate(center, math.nan, math.nan, 1)
     half = float(stdtrit(n - 1, 0.975)) * float(sample.std(ddof=1)) / math.sqrt(n)
-    return Estimate(centre, centre - half, centre + half, n)
+    return Estimate(center, center - half, center + half, n)
 
 
 def bootstrap_mean(values: Sequence[float], seed: int = 0, draws: int = 10_000) -> Estimate:
@@ -128,12 +128,82 @@ def paired_difference(a: Sequence[float], b: Sequence[float], seed: int = 0, dra
     return Difference(float(sample.mean()), low, high)
 
 
+def interquartile_mean(runs: Sequence[Sequence[float]], seed: int = 0, draws: int = 2_000) -> Estimate:
+    """Mean of the middle half of the results of training runs, with a stratified bootstrap interval.
+
+    `runs[e]`: one result per training seed in environment e; all are pooled, and the lowest and highest quarters left out.
+    Each draw resamples the runs within every environment (Agarwal et al. 2021, arXiv 2108.13264). A run that counts in part
+    has a weight, so that fewer than four runs are allowed.
+    """
+    strata = [np.asarray(results, dtype=np.float64) for results in runs]
+    if not strata or min(map(len, strata)) < 1:
+        raise ValueError("an interquartile mean needs at least one run in every environment")
+    generator = random_stream("interquartile mean", seed)
+    samples = [
+        np.concatenate([results[generator.integers(len(results), size=len(results))] for results in strata])
+        for _ in range(draws)
+    ]
+    low, high = np.quantile([_middle_mean(sample) for sample in samples], [0.025, 0.975])
+    pooled = np.concatenate(strata)
+    return Estimate(_middle_mean(pooled), float(low), float(high), len(pooled))
+
+
+def _middle_mean(values: np.ndarray) -> float:
+    n = len(values)
+    edges = np.clip(np.arange(n + 1), n / 4, 3 * n / 4)
+    return float((np.sort(values) * np.diff(edges)).sum() / (n / 2))
+
+
+def probability_of_improvement(
+    a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], seed: int = 0, draws: int = 2_000
+) -> Estimate:
+    """Probability that a training run of `a` ends above one of `b`, the mean over environments; a tie counts half.
+
+    `a[e]`, `b[e]`: results of the runs in environment e. The interval is a stratified bootstrap's over the runs of both
+    sides (Agarwal et al. 2021, arXiv 2108.13264).
+    """
+    sides = [[np.asarray(results, dtype=np.float64) for results in side] for side in (a, b)]
+    if not sides[0] or len(sides[0]) != len(sides[1]):
+        raise ValueError(f"the sides must have the same environments, got {len(a)} and {len(b)}")
+    wins = [
+        (x[:, None] > y[None, :]) + 0.5 * (x[:, None] == y[None, :]) for x, y in zip(sides[0], sides[1], strict=True)
+    ]
+    generator = random_stream("probability of improvement", seed)
+    means = []
+    for _ in range(draws):
+        chosen = [[generator.integers(size, size=size) for size in table.shape] for table in wins]
+        means.append(np.mean([table[np.ix_(*rows)].mean() for table, rows in zip(wins, chosen, strict=True)]))
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Estimate(
+        float(np.mean([table.mean() for table in wins])), float(low), float(high), sum(len(t) for t in sides[0])
+    )
+
+
+def mean_over_seeds_and_tasks(results: Sequence[Sequence[float]], seed: int = 0, draws: int = 5_000) -> Estimate:
+    """Mean of `results[s][t]`, training seed s on task t, with a hierarchical bootstrap interval.
+
+    Each draw resamples the training seeds, and the tasks, which all seeds share. So the interval covers another training
+    seed on other tasks of the same kind; `n` is the number of training seeds.
+    """
+    table = np.asarray(results, dtype=np.float64)
+    if table.ndim != 2 or not table.size:
+        raise ValueError("every training seed must have a result on every task")
+    generator = random_stream("seeds and tasks", seed)
+    seeds, tasks = table.shape
+    means = [
+        table[generator.integers(seeds, size=seeds)][:, generator.integers(tasks, size=tasks)].mean()
+        for _ in range(draws)
+    ]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Estimate(float(table.mean()), float(low), float(high), seeds)
+
+
 def _wilson(p: float, trials: float, n: int) -> Estimate:
     scale = 1 + Z**2 / trials
-    centre = (p + Z**2 / (2 * trials)) / scale
+    center = (p + Z**2 / (2 * trials)) / scale
     half = Z * math.sqrt(p * (1 - p) / trials + Z**2 / (4 * trials**2)) / scale
     # At p = 0 and p = 1 a limit equals p; clip rounding errors.
-    return Estimate(p, max(0.0, min(centre - half, p)), min(1.0, max(centre + half, p)), n)
+    return Estimate(p, max(0.0, min(center - half, p)), min(1.0, max(center + half, p)), n)
 
 
 def _bootstrap(sample: np.ndarray, seed: int, draws: int) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import numpy as np
 from posttrain.episode import Episode, Outcome
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
 from posttrain.recipe.rollout import SCORES
-from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, collect_episodes
+from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Played, collect_episodes
 
 PASS = "pass@k/"
 """Prefix of the pass@k keys in the metrics log."""
@@ -130,7 +130,7 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
     rates = [_average(played) for played in successes.values()]
     return Evaluation(
         success=clustered_rate(rates, len(episodes)) if reports_success(episodes) else None,
-        mean_return=mean([_average(paid) for paid in returns.values()]) if returns else _NO_RETURN,
+        mean_return=mean([_average(of_seed) for of_seed in returns.values()]) if returns else _NO_RETURN,
         n=len(successes),
         episodes=len(episodes),
         failed=sum(episode.outcome is Outcome.FAILED for episode in episodes),
@@ -156,7 +156,7 @@ def reports_success(episodes: Sequence[Episode]) -> bool:
 def _attempts(successes: Mapping[int, Sequence[bool]]) -> dict[str, Estimate]:
     if (n := attempts(successes)) < 2:
         return {}
-    return {f"{MEAN}{n}": mean_at_k(successes)} | {f"{PASS}{k}": own for k, own in pass_rates(successes).items()}
+    return {f"{MEAN}{n}": mean_at_k(successes)} | {f"{PASS}{k}": rate for k, rate in pass_rates(successes).items()}
 
 
 def _score(by_seed: Mapping[int, Sequence[float]]) -> Estimate:
@@ -180,11 +180,12 @@ def evaluate(
     episodes_per_seed: int,
     run_seed: int,
     left_out: frozenset[int] = frozenset(),
+    played: Played = lambda *_: None,
 ) -> tuple[Evaluation, list[Episode]]:
     """Play every one of the `seeds` that is not in `left_out`; returns the summary and the episodes.
 
     Random numbers depend only on the run seed and the place of the held-out seed, so two evaluations of one run differ only
-    by the policy.
+    by the policy. `played` is called as each episode ends.
     """
     requests = [
         EpisodeRequest(seed, group, index, (run_seed, "evaluation", group, index))
@@ -192,5 +193,5 @@ def evaluate(
         if seed not in left_out
         for index in range(episodes_per_seed)
     ]
-    episodes = collect_episodes(worker, requests)
+    episodes = collect_episodes(worker, requests, played)
     return summarize(episodes), episodes

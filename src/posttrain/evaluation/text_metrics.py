@@ -22,7 +22,7 @@ def corpus_metric(name: Literal["bleu", "chrf"], rows: Sequence[Prediction]) -> 
     metric = sacrebleu_metric(name)
     known, missing = with_reference(rows)
     counts = metric._extract_corpus_statistics([row.text for row in known], [[row.reference for row in known]])
-    scores = item_sums(name, ((row.item, own) for row, own in zip(known, counts, strict=True)))
+    scores = item_sums(name, ((row.item, row_counts) for row, row_counts in zip(known, counts, strict=True)))
     return MetricResult(name, scores, "higher", len(known), missing, {"signature": str(metric.get_signature())})
 
 

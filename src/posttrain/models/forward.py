@@ -255,7 +255,7 @@ class TokenScores:
     values: torch.Tensor | None = None
     """[N] float32: value of the state before each token is sampled; None without a value head."""
     measured: torch.Tensor | None = None
-    """[N] float32: what a `Measure` gives for the distribution of each token; None without one."""
+    """[N] float32: what a `TokenMetric` gives for the distribution of each token; None without one."""
 
     def at(self, indices: torch.Tensor) -> "TokenScores":
         """The scores of the tokens at `indices` [n] int64."""
@@ -264,7 +264,7 @@ class TokenScores:
         return TokenScores(self.logprobs[indices], self.entropies[indices], values, measured)
 
 
-Measure = Callable[[torch.Tensor, slice], torch.Tensor]
+TokenMetric = Callable[[torch.Tensor, slice], torch.Tensor]
 """Gets log-probabilities [n, vocabulary] float32 of some of the N tokens, and which of them as a slice; returns [n]."""
 
 
@@ -274,7 +274,7 @@ def token_scores(
     targets: torch.Tensor,
     temperature: float,
     positions_per_chunk: int,
-    measure: Measure | None = None,
+    measure: TokenMetric | None = None,
 ) -> TokenScores:
     """Log-probability of each target and entropy of its distribution, softmax(logits / temperature).
 

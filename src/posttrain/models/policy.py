@@ -21,8 +21,8 @@ from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_
 from posttrain.distributed.world import current_world, threads_per_process
 from posttrain.errors import InputError
 from posttrain.models.forward import (
-    Measure,
     PackedRow,
+    TokenMetric,
     TokenScores,
     hidden_states,
     logits_of,
@@ -291,7 +291,7 @@ class Policy(TrainedModel):
         temperature: float,
         positions_per_chunk: int,
         head: torch.nn.Module | None = None,
-        measure: Measure | None = None,
+        measure: TokenMetric | None = None,
     ) -> TokenScores:
         """Log-probability and entropy of every sampled token of several streams, in one packed forward pass.
 

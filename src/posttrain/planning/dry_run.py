@@ -349,8 +349,8 @@ def _evaluation(recipe: Played, tasks: TaskSplit | None, steps: int) -> list[str
         return f"{count * evaluation.episodes_per_seed or 'one or more'} episodes on {_named(tasks, part)}"
 
     how = "greedy" if evaluation.sampling.temperature == 0 else f"at temperature {evaluation.sampling.temperature:g}"
-    if (own := evaluation.environment) is not None:
-        how += f", in {own.type} with at most {own.max_turns} {_plural('turn', own.max_turns)}"
+    if (environment := evaluation.environment) is not None:
+        how += f", in {environment.type} with at most {environment.max_turns} {_plural('turn', environment.max_turns)}"
     if isinstance(recipe, EvaluateRecipe):
         return [f"evaluation, {how}: {episodes(2)}", *_remote(recipe, tasks)]
     during = (steps - 1) // evaluation.every if evaluation.every else 0

@@ -192,11 +192,11 @@ def _teacher(recipe: RlRecipe | DistillRecipe, sizes: ModelSizes, width: int) ->
     teacher = recipe.teacher
     assert teacher is not None
     if teacher.path is not None:
-        own = 2 if teacher.dtype == "bfloat16" else 4
+        parameter_bytes = 2 if teacher.dtype == "bfloat16" else 4
         known = teacher_sizes(teacher.path)
         count = (known or sizes).parameters
-        how = f"{count:,} parameters of {own} bytes" if known else "assuming the size of the policy"
-        rows = {"teacher": (own * count, how)}
+        how = f"{count:,} parameters of {parameter_bytes} bytes" if known else "assuming the size of the policy"
+        rows = {"teacher": (parameter_bytes * count, how)}
     elif teacher.policy == "initial" and recipe.model.lora is None:
         rows = {"teacher": (width * sizes.parameters, "a copy of the initial model")}
     else:
@@ -239,10 +239,10 @@ def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement
     count = copies * width * trained
     if placement.shard > 1 and recipe.model.lora is not None:
         count, how = count + width * sizes.parameters, f"{how}; frozen weights unsharded"
-    rows = {"weights of rollouts ahead": (count, how)}
+    rows = {"weights of asynchronous rollouts": (count, how)}
     if isinstance(recipe.engine, LocalEngineRecipe) and placement.colocated and not placement.engines:
         cache = engine_memory(recipe, sizes, placement)["key/value cache, at most"][0]
-        rows["key/value cache of rollouts ahead, at most"] = (
+        rows["key/value cache of asynchronous rollouts, at most"] = (
             cache,
             "as large as the evaluation cache, in addition to it",
         )

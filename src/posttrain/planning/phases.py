@@ -224,9 +224,9 @@ def _teacher(
     """The teacher's forward passes; empty where it is on servers."""
     if teacher.urls:
         return []
-    own = (teacher_sizes(teacher.path) if teacher.path is not None else None) or sizes
+    teacher_model = (teacher_sizes(teacher.path) if teacher.path is not None else None) or sizes
     width = _width(teacher.dtype if teacher.path is not None else model.dtype, device)
-    seconds = forward_seconds(own, device, placement, tokens, width, teacher.tokens_per_batch)
+    seconds = forward_seconds(teacher_model, device, placement, tokens, width, teacher.tokens_per_batch)
     return [Phase("teacher", seconds, placement.devices, f"{tokens.count:,.0f} tokens", tokens=tokens.count)]
 
 

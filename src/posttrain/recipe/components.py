@@ -113,7 +113,7 @@ def environment_class(type_name: str) -> Any:
     if where.split(":")[0].endswith(".py"):
         file = Path(where.split(":")[0])
         if not file.is_file():
-            raise InputError(f"environment.type: there is no file {file}")
+            raise InputError(f"environment.type: there is no file {file}; correct the path")
         return _class_in(module_of_file(file), where.partition(":")[2], where)
     if ":" not in where:
         raise InputError(
@@ -124,7 +124,9 @@ def environment_class(type_name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise InputError(f"environment.type: module {error.name!r} of {type_name!r} is not installed") from error
+        raise InputError(
+            f"environment.type: module {error.name!r} of {type_name!r} is not installed; install it, or correct the name"
+        ) from error
     return _class_in(module, class_name, where)
 
 

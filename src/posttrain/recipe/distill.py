@@ -95,11 +95,13 @@ class DistillRecipe(SampledRecipe):
             )
         if rollout.groups_per_step > (self.seeds.count or rollout.groups_per_step):
             raise ValueError(
-                f"`rollout.groups_per_step` ({rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"
+                f"`rollout.groups_per_step` ({rollout.groups_per_step}) is more than `seeds.count` "
+                f"({self.seeds.count}); lower it, or raise `seeds.count`"
             )
         if learner.updates_per_step > rollout.groups_per_step:
             raise ValueError(
-                f"`learner.updates_per_step` ({learner.updates_per_step}) is more than the groups of a step ({rollout.groups_per_step})"
+                f"`learner.updates_per_step` ({learner.updates_per_step}) is more than the groups of a step "
+                f"({rollout.groups_per_step}); lower it, or raise `rollout.groups_per_step`"
             )
         for key in ("learner", "teacher"):
             if getattr(self, key).tokens_per_batch < rollout.tokens_per_episode:

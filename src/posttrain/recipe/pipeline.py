@@ -114,12 +114,14 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     resolved: _Earlier = {}
     problems: list[str] = []
     for name, entry in zip(names, entries, strict=True):
-        own = [entry, *(layer for changed_name, layer in changed if changed_name == name)]
+        stage_layers = [entry, *(layer for changed_name, layer in changed if changed_name == name)]
         try:
-            if merge(own).values.get("stage") == "convert":
-                resolved[name] = _conversion(name, merge(own), given, directory)
+            if merge(stage_layers).values.get("stage") == "convert":
+                resolved[name] = _conversion(name, merge(stage_layers), given, directory)
             else:
-                resolved[name] = _resolved(name, common, own, for_all, Path(source).parent, directory, resolved, names)
+                resolved[name] = _resolved(
+                    name, common, stage_layers, for_all, Path(source).parent, directory, resolved, names
+                )
         except InputError as error:
             resolved[name] = None
             problems += [f"stage {name}: {sentence}" for sentence in str(error).splitlines()]
@@ -144,15 +146,15 @@ def _conversion(name: str, entry: Layer, pipeline: Layer, directory: Path) -> Pi
 def _resolved(
     name: str,
     common: Layer,
-    own: list[Layer],
+    stage_layers: list[Layer],
     for_all: list[Layer],
     folder: Path,
     directory: Path,
     earlier: _Earlier,
     names: list[str],
 ) -> PipelineStage:
-    """One stage. `own`: its entry in the file and its overrides; `for_all`: overrides of every stage, between those."""
-    entry = merge(own)
+    """One stage. `stage_layers`: its entry in the file and its overrides; `for_all`: overrides of every stage, between those."""
+    entry = merge(stage_layers)
     upstream, files = entry.values.get("from"), entry.values.get("recipe") or []
     if isinstance(files, str):
         files = [files]
@@ -164,7 +166,7 @@ def _resolved(
         )
     if "runs" in entry.values:
         raise InputError(f"{entry.origin(('runs',))}: runs of a stage has no effect; set runs of the pipeline")
-    given_keys = merge([own[0], *for_all, *own[1:]])
+    given_keys = merge([stage_layers[0], *for_all, *stage_layers[1:]])
     values = {key: value for key, value in given_keys.values.items() if key not in ("name", "from", "recipe")}
     place: dict[str, Any] = {"name": name, "runs": str(directory)}
     if upstream is not None:

@@ -108,8 +108,8 @@ class RlRecipe(SampledRecipe):
         ):
             what = "a turn" if isinstance(self.credit, TurnReturnsCredit | MtGrpoCredit | GigpoCredit) else "an episode"
             raise ValueError(
-                f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so `unit_credit.type: "
-                f"{self.unit_credit.type}`, which pays them unit by unit, has no effect; use gae, reinforce, "
+                f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so the position of the rewards of "
+                f"`unit_credit.type: {self.unit_credit.type}` has no effect; use gae, reinforce, "
                 "reinforce_pp or optimal_token_baseline, or give units advantages with loo, trunc or shapley"
             )
         if self.loss.type in ("gspo", "gmpo"):
@@ -200,7 +200,8 @@ class RlRecipe(SampledRecipe):
         refuse_overlap({"seeds": self.seeds}, self.environment, self.evaluation)
         if self.rollout.groups_per_step > (self.seeds.count or self.rollout.groups_per_step):
             raise ValueError(
-                f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` ({self.seeds.count})"
+                f"`rollout.groups_per_step` ({self.rollout.groups_per_step}) is more than `seeds.count` "
+                f"({self.seeds.count}); lower it, or raise `seeds.count`"
             )
         if self.compares_groups and self.rollout.episodes_per_group < 2:
             raise ValueError(
@@ -213,7 +214,8 @@ class RlRecipe(SampledRecipe):
             )
         if self.learner.updates_per_step > self.rollout.groups_per_step:
             raise ValueError(
-                f"`learner.updates_per_step` ({self.learner.updates_per_step}) is more than the groups of a step ({self.rollout.groups_per_step})"
+                f"`learner.updates_per_step` ({self.learner.updates_per_step}) is more than the groups of a step "
+                f"({self.rollout.groups_per_step}); lower it, or raise `rollout.groups_per_step`"
             )
         if self.rollout.filter.type != "none" and self.rollout.episodes_per_group < 2:
             raise ValueError(

@@ -177,6 +177,8 @@ class EvaluationRecipe(BaseConfig):
 
     every: int = Field(10, ge=0)
     """Steps between evaluations. 0: only before and after training."""
+    start: bool = True
+    """Evaluate the model before training, too. Without it the tables have no row for the start, and the best checkpoint is chosen among later ones."""
     held_out: HeldOut | None = None
     """Tasks held out of a file of tasks: a number (100) or a share (0.1). At most half of them, and at most 64 unless `seeds.count` is given, are for the learning curve, the others for the final table. Null: a tenth of the tasks each for the curve and the table, at most 64 and 256."""
     seeds: SeedRange = SeedRange()

@@ -1,5 +1,6 @@
 """Keys that every stage has: directories, checkpoints, collapse guards, and the environment of stages that use one."""
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
@@ -54,8 +55,8 @@ class GuardRecipe(BaseConfig):
 
 
 SinkName = Literal["tensorboard", "wandb", "trackio"]
-LOGGED_IN = ("runs", "sinks", "tracking")
-"""Keys of where a run is stored and logged. They do not change what it computes."""
+LOGGED_IN = ("runs", "sinks", "tracking", "plots")
+"""Keys of where a run is stored, logged and drawn. They do not change what it computes."""
 
 
 class TrackingRecipe(BaseConfig):
@@ -84,6 +85,13 @@ class StageRecipe(BaseConfig):
     sinks: list[SinkName] = []
     """Additional metric loggers; `metrics.jsonl` is always written."""
     tracking: TrackingRecipe = TrackingRecipe()
+    plots: bool | None = None
+    """Whether a training run draws its figures when it ends. `posttrain plot` draws them at any time. Null: unless the environment variable `POSTTRAIN_PLOTS` is 0."""
+
+    @property
+    def draws_plots(self) -> bool:
+        """Whether a training run draws its figures: `plots`, else the environment variable."""
+        return os.environ.get("POSTTRAIN_PLOTS") != "0" if self.plots is None else self.plots
 
     @property
     def remote(self) -> BaseConfig | None:

@@ -81,7 +81,7 @@ def read_file(path: str) -> Layer:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not a recipe: byte {error.start} is not UTF-8 text") from None
+        raise InputError(f"{path} is not a recipe: byte {error.start} is not UTF-8 text; name a YAML file") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     return read_text(text, path)

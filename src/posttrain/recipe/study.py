@@ -211,8 +211,8 @@ class StudyRecipe(BaseConfig):
                     raise ValueError(f"`{key}` of group {group.name} is a range; a grid needs a list of values")
         names = [group.name for group in self.groups]
         keys = [key for group in self.groups for key in group.grid]
-        for what, found in (("groups", names), ("keys", keys)):
-            twice = [one for one in found if found.count(one) > 1]
+        for what, given in (("groups", names), ("keys", keys)):
+            twice = [one for one in given if given.count(one) > 1]
             if twice:
                 raise ValueError(f"two of the {what} in `groups` are {twice[0]}; keep one of them")
         for key, values in self.spaces.items():
@@ -403,7 +403,7 @@ def _counts_rows(metric: str) -> bool:
 
 
 def _nearest(metric: str, known: list[str]) -> str | None:
-    """The known metric that `metric` resembles, told by what follows its section."""
+    """The known metric that `metric` resembles, compared by the name after its section."""
     tails = {name.rpartition("/")[2]: name for name in known if name.rpartition("/")[0] == metric.rpartition("/")[0]}
     near = difflib.get_close_matches(metric.rpartition("/")[2], tails, 1, 0.7)
     if near:

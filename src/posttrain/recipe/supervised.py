@@ -37,8 +37,16 @@ class ExpertsRecipe(BaseConfig):
     """Environment seeds of the traces. They must not overlap the held-out seeds. Usual for generated tasks: 64 from 200,000 on; for rows of a file: all that are not held out."""
     expert: Literal["optimal", "random"] = "optimal"
     """Baseline policy that plays. `optimal`: the optimal policy. `random`: uniformly random valid actions, which teach the answer format only."""
+    random_share: float = Field(0.0, ge=0, lt=1)
+    """Probability that a turn of the optimal policy is a uniformly random valid action instead. The model learns it as a probability, which leaves RL with something to explore. 0: none."""
     held_out: int = Field(0, ge=0)
     """Traces, the last ones of `seeds`, that are not trained on. Their loss is measured before, during and after training. 0: none."""
+
+    @model_validator(mode="after")
+    def _share_has_an_expert(self):
+        if self.random_share > 0 and self.expert == "random":
+            raise ValueError("`random_share` replaces turns of `expert: optimal`; leave it out with `expert: random`")
+        return self
 
 
 class SftEvaluation(EvaluationRecipe):
@@ -125,7 +133,7 @@ class SftRecipe(_Rows):
 
 
 class DpoRecipe(_Rows):
-    """Preference optimization on pairs of answers, or on labelled answers (KTO)."""
+    """Preference optimization on pairs of answers, or on labeled answers (KTO)."""
 
     stage: Literal["dpo"] = "dpo"
     """Which stage the recipe is for; `posttrain dpo` takes this one."""

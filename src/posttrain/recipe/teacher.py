@@ -43,8 +43,8 @@ class TeacherRecipe(BaseConfig):
     def _one_teacher(self):
         given = [key for key in ("path", "urls", "policy") if getattr(self, key)]
         if len(given) != 1:
-            found = f"{' and '.join(f'`{key}`' for key in given)} are set" if given else "there is no teacher"
-            raise ValueError(f"{found}; set one of `path`, `urls` and `policy`")
+            problem = f"{' and '.join(f'`{key}`' for key in given)} are set" if given else "there is no teacher"
+            raise ValueError(f"{problem}; set one of `path`, `urls` and `policy`")
         if self.policy is not None and self.context is None:
             raise ValueError(
                 f"`policy: {self.policy}` teaches nothing without additional text in the teacher's prompt; set `context`"

@@ -42,12 +42,14 @@ _STARTED_WITH = (
     *("max_model_len", "dtype", "tokens_per_forward", "prefix_caching", "enforce_eager"),
 )
 """Keys of a vLLM engine that are fixed at its start."""
-_AHEAD = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
+_ASYNC_KEYS = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
 
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
     warnings = [*_head(recipe), *_thinking(recipe), *_tracking(recipe)]
+    if isinstance(recipe, GenerateRecipe | EvaluateRecipe) and recipe.plots is not None:
+        warnings.append(_without_effect("plots", f"the {recipe.stage} stage draws no figures"))
     if isinstance(recipe, GenerateRecipe):
         return [*warnings, *_generation(recipe)]
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
@@ -111,18 +113,18 @@ def _thinking(recipe: Recipe) -> list[str]:
     if recipe.remote is not None:
         return []
     reward, environment = getattr(recipe, "reward", None), getattr(recipe, "environment", None)
-    found = thinking_differs(recipe, recipe.model.path, *_origin(recipe.model.path))
+    warnings = thinking_differs(recipe, recipe.model.path, *_origin(recipe.model.path))
     if isinstance(reward, RewardSource):
-        found += thinking_differs(recipe, reward.path, *_origin(reward.path))
+        warnings += thinking_differs(recipe, reward.path, *_origin(reward.path))
     used = stored_thinking(recipe.model.path) if recipe.model.thinking == "template" else recipe.model.thinking
     if environment is None or used is None or (key := _thinking_key(environment)) is None:
-        return found
+        return warnings
     if has_thinking(environment) != (used == "on"):
-        found.append(
+        warnings.append(
             f"environment.{key} is {str(has_thinking(environment)).lower()}, and model.thinking is {used}, so the chat "
             "template and the environment ask for different answers; set both alike"
         )
-    return found
+    return warnings
 
 
 def _origin(path: str) -> tuple[Mapping[str, Any], str]:
@@ -142,23 +144,23 @@ def thinking_differs(recipe: Recipe, path: str, origin: Mapping[str, Any], name:
         origin: the keys of that recipe; empty if unknown.
         name: the run or stage of that recipe.
     """
-    found = []
+    warnings = []
     set_before = stored_thinking(path) or (origin.get("model") or {}).get("thinking", "template")
     used = recipe.model.thinking
     if used == "template" and path != recipe.model.path:
         used = stored_thinking(recipe.model.path) or used
     if "template" not in (used, set_before) and used != set_before:
-        found.append(f"model.thinking is {used}, and {name}, which trained {path}, had model.thinking {set_before}")
+        warnings.append(f"model.thinking is {used}, and {name}, which trained {path}, had model.thinking {set_before}")
     ours, theirs = getattr(recipe, "environment", None), origin.get("environment") or {}
     before = theirs.get("thinking", (theirs.get("format") or {}).get("thinking"))
     if ours is None or before is None or (key := _thinking_key(ours)) is None or before == has_thinking(ours):
-        return found
+        return warnings
     now, before = (str(value).lower() for value in (has_thinking(ours), before))
-    found.append(
+    warnings.append(
         f"environment.{key} is {now}, and {name}, which trained {path}, had environment.{key} {before}, so the model has "
         "learned another format of answers; set both alike"
     )
-    return found
+    return warnings
 
 
 def _thinking_key(environment: EnvironmentRecipe) -> str | None:
@@ -249,25 +251,25 @@ def _sampling(name: str, sampling: SamplingRecipe) -> list[str]:
 
 def _distill(recipe: DistillRecipe) -> list[str]:
     """Keys without effect in distillation, and doubtful values."""
-    rollout, learner, found = recipe.rollout, recipe.learner, _sampling("rollout.sampling", recipe.rollout.sampling)
-    unused = [key for key in ("overlong_penalty", "missing_eos_penalty", *_AHEAD) if _given(rollout, key)]
-    found += [
+    rollout, learner, warnings = recipe.rollout, recipe.learner, _sampling("rollout.sampling", recipe.rollout.sampling)
+    unused = [key for key in ("overlong_penalty", "missing_eos_penalty", *_ASYNC_KEYS) if _given(rollout, key)]
+    warnings += [
         _without_effect(f"rollout.{key}", "the distill stage learns from the teacher, not from rewards")
         for key in unused
     ]
     once = learner.updates_per_step == 1 and learner.epochs_per_step == 1 and recipe.engine.type == "local"
     if recipe.loss.type == "reverse_kl" and once and _given(recipe.loss, "cap"):
-        found.append(_without_effect("loss.cap", "with one update per step the importance weight is always 1"))
+        warnings.append(_without_effect("loss.cap", "with one update per step the importance weight is always 1"))
     if recipe.model.lora is None and recipe.optimizer.learning_rate > 1e-4:
-        found.append(
+        warnings.append(
             f"optimizer.learning_rate {recipe.optimizer.learning_rate:g} is high for full-parameter distillation"
         )
     environment = recipe.evaluation.environment or recipe.environment
     if not environment_class(environment.type).has_reward(environment):
-        found.append("nothing scores the answers, so nothing is evaluated and the last checkpoint is kept")
+        warnings.append("nothing scores the answers, so nothing is evaluated and the last checkpoint is kept")
     if recipe.off_policy is not None and recipe.off_policy.share == 1:
-        found.append("off_policy.share is 1, so no step samples episodes and `rollout` and `seeds` have no effect")
-    return found
+        warnings.append("off_policy.share is 1, so no step samples episodes and `rollout` and `seeds` have no effect")
+    return warnings
 
 
 def _limits(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe) -> list[str]:
@@ -310,7 +312,7 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     if rollout.async_rollouts == 0:
         warnings += [
             _without_effect(f"rollout.{key}", "rollout.async_rollouts is 0")
-            for key in _AHEAD[1:]
+            for key in _ASYNC_KEYS[1:]
             if _given(rollout, key)
         ]
     once = learner.updates_per_step == 1 and learner.epochs_per_step == 1 and rollout.async_rollouts == 0

@@ -376,30 +376,41 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
 # -- playing the episodes of a step -----------------------------------------------------------------------------------
 
 
-def collect_episodes(worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest]) -> list[Episode]:
+Played = Callable[[int, int], None]
+"""Called with the number of finished episodes, and of how many, as one ends."""
+
+
+def collect_episodes(
+    worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest], played: Played = lambda *_: None
+) -> list[Episode]:
     """Play and score all episodes; returns them in the order of `requests`.
 
     Several processes divide the episodes by `worker.sharding`. All processes must call this function together.
     """
     world = current_world()
     if worker.sharding is EpisodeSharding.NONE:
-        episodes = _collect_here(worker, requests)
+        episodes = _collect_here(worker, requests, played)
     elif worker.sharding is EpisodeSharding.RANK0:
-        episodes = world.on_rank0(lambda: _collect_here(worker, requests))
+        episodes = world.on_rank0(lambda: _collect_here(worker, requests, played))
     else:
         groups = {group: number for number, group in enumerate(dict.fromkeys(r.group for r in requests))}
         ranks = [groups[request.group] % world.size for request in requests]
         local = [request for request, rank in zip(requests, ranks, strict=True) if rank == world.rank]
-        by_rank = [iter(part) for part in world.on_all_ranks(lambda: _collect_here(worker, local))]
+        by_rank = [iter(part) for part in world.on_all_ranks(lambda: _collect_here(worker, local, played))]
         episodes = [next(by_rank[rank]) for rank in ranks]
     if worker.scorer is not None:
         worker.scorer(episodes)
     return episodes
 
 
-def _collect_here(worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest]) -> list[Episode]:
+def _collect_here(worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest], played: Played) -> list[Episode]:
     episodes: dict[int, Episode] = {}
-    run_episodes(worker, requests, episodes.__setitem__)
+
+    def keep(number: int, episode: Episode) -> None:
+        episodes[number] = episode
+        played(len(episodes), len(requests))
+
+    run_episodes(worker, requests, keep)
     return [episodes[number] for number in range(len(requests))]
 
 

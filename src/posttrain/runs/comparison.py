@@ -366,31 +366,33 @@ def _draw(metric: Metric, drawn: list[tuple[Bundle, Look, list[Series]]]) -> tup
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     trained = all(is_trained(source.lines, metric.key) for bundle, _, _ in drawn for source in bundle.sources)
-    longest = max(len(series.steps) for _, _, found in drawn for series in found)
+    longest = max(len(series.steps) for _, _, curves in drawn for series in curves)
     smooth = trained and longest > 2 * SMOOTHED_STEPS
-    averaged = any(len(found) > 1 for _, _, found in drawn)
-    positive = all(value > 0 for _, _, found in drawn for series in found for value in series.values)
+    averaged = any(len(curves) > 1 for _, _, curves in drawn)
+    positive = all(value > 0 for _, _, curves in drawn for series in curves for value in series.values)
     geometric = averaged and metric.panel.logarithmic and positive
     shown: list[float] = []
     limits: list[float] = []
     warnings: list[str] = []
-    for bundle, look, found in drawn:
-        if len(found) > 1:
-            drawn_limits = _draw_mean(axes, bundle, look, [_smooth(one) if smooth else one for one in found], geometric)
+    for bundle, look, curves in drawn:
+        if len(curves) > 1:
+            drawn_limits = _draw_mean(
+                axes, bundle, look, [_smooth(one) if smooth else one for one in curves], geometric
+            )
             if not drawn_limits:
                 warnings.append(f"{metric.key}: {bundle.title} is left out because its runs have no step in common")
             limits += drawn_limits
             continue
-        (series,) = found
+        (series,) = curves
         shown += series.values
         _draw_run(axes, series, look, bundle.title, smooth, faint=len(drawn) <= _MOST_BANDS)
         if not averaged and len(drawn) <= _MOST_BANDS:
             limits += draw_band(axes, bundle.sources[0].lines, metric.key, look.color)
     if not averaged and len(drawn) > _MOST_BANDS:
         rows = [(look.color, limits_of(bundle.sources[0].lines, metric.key)) for bundle, look, _ in drawn]
-        limits += draw_last_bars(axes, [(color, found[-1]) for color, found in rows if found])
+        limits += draw_last_bars(axes, [(color, curves[-1]) for color, curves in rows if curves])
     baselines = _draw_baselines(axes, metric, drawn)
-    mark_nonfinite(axes, [series for _, _, found in drawn for series in found])
+    mark_nonfinite(axes, [series for _, _, curves in drawn for series in curves])
     scale_axis(axes, metric.panel, [*shown, *limits, *baselines])
     finish_axes(axes, metric.panel.unit, metric.panel.percent)
     axes.set_title(_subtitle(metric, smooth, averaged, geometric, bool(limits), len(drawn)))

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from posttrain.errors import PosttrainError
+from posttrain.recipe.rollout import evaluated_environment
+from posttrain.recipe.run import StageRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.panels import Line
@@ -51,8 +53,8 @@ def checkpoint_at(model: str) -> tuple[str, int] | None:
     """
     path = Path(model)
     folder = path.parent if path.name == "policy" else path
-    if (found := _CHECKPOINT.fullmatch(folder.name)) and folder.parent.name == "checkpoints":
-        return str(folder.parent.parent), int(found[1])
+    if (match := _CHECKPOINT.fullmatch(folder.name)) and folder.parent.name == "checkpoints":
+        return str(folder.parent.parent), int(match[1])
     if path.name == "model":
         steps = [line["best_step"] for line in _lines(path.parent) if "best_step" in line]
         return (str(path.parent), steps[-1]) if steps else None
@@ -78,10 +80,10 @@ def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, list[Line]]
         if run.stage != "evaluate" or run.recipe is None or final is None:
             continue
         about = json.dumps([run.recipe.get(key) for key in ("environment", "rollout", "evaluation")], sort_keys=True)
-        if (found := checkpoint_of(run)) is None:
+        if (checkpoint := checkpoint_of(run)) is None:
             started.append((_model_of(run), about, final))
             continue
-        placed.setdefault((found[0], about), {})[found[1]] = final
+        placed.setdefault((checkpoint[0], about), {})[checkpoint[1]] = final
     for model, about, final in started:
         for (trained, same), steps in placed.items():
             if same == about and model == _start_of(Path(trained)):
@@ -94,6 +96,53 @@ def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, list[Line]]
         lines += [line for line in _lines(Path(trained)) if line["kind"] == "train"]
         groups[f"{name} ({number + 1})" if number else name] = lines
     return groups
+
+
+_SAME = {
+    "model": lambda model: {key: value for key, value in model.items() if key not in ("path", "threads")},
+    "engine": lambda engine: engine,
+    "seed": lambda seed: seed,
+    "rollout": lambda rollout: {key: rollout.get(key) for key in ("tokens_per_turn", "tokens_per_episode", "failures")},
+    "evaluation": lambda evaluation: {
+        key: evaluation.get(key) for key in ("sampling", "seeds", "final_seeds", "held_out", "episodes_per_seed")
+    },
+}
+"""Keys of a recipe that final episodes depend on, and what of their values they depend on."""
+
+
+def start_values(recipe: StageRecipe) -> dict[str, Any] | None:
+    """The final values of the model that a training run of `recipe` starts from, if the run that made it measured them.
+
+    That run must have played the same held-out episodes, with the same settings, and its files must not have changed since.
+    None otherwise: the episodes have to be played.
+    """
+    path = Path(recipe.model.path)
+    run, weights = path.parent, [*path.glob("*.safetensors")]
+    if path.name != "model" or not weights or not (run / "results.json").is_file():
+        return None
+    try:
+        earlier = RunDirectory.open(run).load_recipe()
+    except PosttrainError:
+        return None
+    scored = any(getattr(each, "reward", None) is not None for each in (recipe, earlier))
+    if scored or max(file.stat().st_mtime for file in weights) > (run / "results.json").stat().st_mtime:
+        return None
+    settings = [_final_settings(each) for each in (recipe, earlier)]
+    if None in settings or settings[0] != settings[1]:
+        return None
+    finals = [line for line in _lines(run) if line["kind"] == "final" and "best_step" in line and "episodes" in line]
+    about_the_run = ("step", "kind", "time/run", "policy", "best_step", "chosen")
+    return {key: value for key, value in finals[-1].items() if key not in about_the_run} if finals else None
+
+
+def _final_settings(recipe: StageRecipe) -> dict[str, Any] | None:
+    """What the final episodes of a training run depend on besides the weights; None for stages that play none."""
+    values, environment = recipe.model_dump(mode="json"), evaluated_environment(recipe)
+    if environment is None or any(key not in values for key in _SAME):
+        return None
+    return {key: select(values[key]) for key, select in _SAME.items()} | {
+        "environment": environment.model_dump(mode="json")
+    }
 
 
 def _model_of(run: EvaluatedRun) -> str:

@@ -337,6 +337,10 @@ _SINKS: dict[str, Callable[[RunDirectory], Sink]] = {
 # -- the live display -------------------------------------------------------------------------------------------------
 
 
+SECONDS_PER_LINE = 5.0
+"""Least time between lines of progress where the output is not a terminal."""
+
+
 class Progress:
     """Context manager around a training loop of `total_steps` steps, of which `start_step` are done already.
 
@@ -362,6 +366,8 @@ class Progress:
         self._training: Mapping[str, Any] = {}
         self._evaluation: Mapping[str, Any] = {}
         self._evaluated_step = start_step
+        self._played: tuple[int, int] | None = None
+        self._printed = 0.0
         self._live: Live | None = None
 
     def __enter__(self) -> "Progress":
@@ -380,7 +386,7 @@ class Progress:
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
         """Show the values of a training line, or of an evaluation line (`success`, `return`, `validation/...`)."""
-        self.step = step
+        self.step, self._played = step, None
         is_evaluation = any(key in values for key in ("success", "return", "validation/loss"))
         if is_evaluation:
             self._evaluation, self._evaluated_step = dict(values), step
@@ -392,6 +398,12 @@ class Progress:
             else:
                 cells = [*_joined(_training_cells(values)), f"left {self.time_left()}"]
             self._print("  ".join([f"{self.unit} {step}/{self.total_steps}", *cells]))
+
+    def played(self, done: int, total: int) -> None:
+        """Show how many episodes of an evaluation have ended; without a terminal, at most a line every five seconds."""
+        self._played = (done, total) if done < total else None
+        if self._live is None and done < total and time.monotonic() - self._printed >= SECONDS_PER_LINE:
+            self._print(f"{done} of {total} held-out episodes")
 
     def message(self, text: str) -> None:
         """Print a line above the live display."""
@@ -412,6 +424,7 @@ class Progress:
         printable = "".join(character if character.isprintable() else " " for character in text)
         self.console.file.write(printable.rstrip() + "\n")
         self.console.file.flush()
+        self._printed = time.monotonic()
 
     def _display(self) -> Group:
         bar = Table.grid(padding=(0, 1))
@@ -422,6 +435,8 @@ class Progress:
             Text(f"left {self.time_left()}", style="cyan"),
         )
         rows: list[Table | Text] = [bar]
+        if self._played is not None:
+            rows.append(Text("{} of {} held-out episodes".format(*self._played), style="dim"))
         for name, cells, style in (
             (f"held out, step {self._evaluated_step}", _evaluation_cells(self._evaluation), "bold green"),
             ("training", _training_cells(self._training), "magenta"),

@@ -92,11 +92,11 @@ def _plot_scores(
     drawn = {**looks, **({overall: (_OVERALL_COLOR, "o")} if overall else {})}
     for number, (name, (color, marker)) in enumerate(drawn.items()):
         points = [
-            (xs[i] + shift * (number - len(looks) / 2), found, checkpoints[i].step)
+            (xs[i] + shift * (number - len(looks) / 2), estimate, checkpoints[i].step)
             for i in order
-            if (found := checkpoints[i].overall if name == overall else checkpoints[i].scores.get(name)) is not None
+            if (estimate := checkpoints[i].overall if name == overall else checkpoints[i].scores.get(name)) is not None
         ]
-        x, y = [x for x, _, _ in points], [found[0] for _, found, _ in points]
+        x, y = [x for x, _, _ in points], [estimate[0] for _, estimate, _ in points]
         width = 2.2 if name == overall else 1.4
         axes.plot(
             x, y, color=color, marker=marker, linewidth=width, linestyle="-" if bars else ":", label=name, zorder=3
@@ -136,7 +136,7 @@ def _plot_training(axes: Axes, trained: Sequence[Checkpoint], xs: Sequence[float
 
 
 _MOST_NAMED = 24
-"""With more points than this, only the last point of each run is labelled with its step."""
+"""With more points than this, only the last point of each run is labeled with its step."""
 
 Runs = Sequence[tuple[str, Look, list[Checkpoint]]]
 
@@ -144,17 +144,17 @@ Runs = Sequence[tuple[str, Look, list[Checkpoint]]]
 def draw_scores_of_runs(bundles: Sequence[Bundle]) -> Figure | None:
     """A row of panels per score, a curve per run; None for fewer than two runs with scores."""
     runs = [
-        (source.name, look, found)
+        (source.name, look, scores)
         for bundle, look in zip(bundles, looks(len(bundles)), strict=True)
         for source in bundle.sources
-        if score_names(found := checkpoint_scores(source.lines))
+        if score_names(scores := checkpoint_scores(source.lines))
     ]
-    names = score_names([one for *_, found in runs for one in found])
+    names = score_names([one for *_, scores in runs for one in scores])
     if len(runs) < 2 or not names:
         return None
     overalls = {overall_name(source.lines) for bundle in bundles for source in bundle.sources}
     overall = f"overall {overalls.pop()}" if len(overalls) == 1 else "overall score"
-    trained = sum(one.training is not None for *_, found in runs for one in found) > 1
+    trained = sum(one.training is not None for *_, scores in runs for one in scores) > 1
     with matplotlib.rc_context(STYLE):
         columns = 2 if trained else 1
         figure = Figure(figsize=(8, 0.8 + 2.3 * len(names)), layout="constrained")
@@ -170,7 +170,7 @@ def draw_scores_of_runs(bundles: Sequence[Bundle]) -> Figure | None:
         if trained:
             panels[0][1].set_title("against the training return")
             panels[-1][1].set_xlabel("mean return of training episodes")
-        entitle(figure, "Scores of the evaluations; points are labelled with their steps")
+        entitle(figure, "Scores of the evaluations; points are labeled with their steps")
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=2 if len(runs) > 1 else 1, frameon=False)
     return figure
@@ -207,23 +207,25 @@ def result_table(bundles: Sequence[Bundle]) -> Table | None:
     """A table with one row per finished run and per mean over seeds; None if no run has finished."""
     rows: list[tuple[str, str, str, dict[str, Interval]]] = []
     for bundle in bundles:
-        ended = [(source, found) for source in bundle.sources if (found := final_results(source))]
-        for source, found in ended:
+        ended = [(source, results) for source in bundle.sources if (results := final_results(source))]
+        for source, results in ended:
             line = _final(source)
             rows.append(
                 (
                     source.name,
                     str(line.get("best_step", evaluated[1] if (evaluated := checkpoint_of(source)) else "–")),
                     str(line.get("n") or line.get("test/rows") or "–"),
-                    found,
+                    results,
                 )
             )
         if len(ended) > 1:
-            rows.append((f"{bundle.label}, mean of {len(ended)} seeds", "–", "–", _mean([found for _, found in ended])))
+            rows.append(
+                (f"{bundle.label}, mean of {len(ended)} seeds", "–", "–", _mean([results for _, results in ended]))
+            )
     if not rows:
         return None
-    keys = list(dict.fromkeys(key for *_, found in rows for key in found))
-    cells = [(name, step, n, *(_result_cell(key, found.get(key)) for key in keys)) for name, step, n, found in rows]
+    keys = list(dict.fromkeys(key for *_, results in rows for key in results))
+    cells = [(name, step, n, *(_result_cell(key, results.get(key)) for key in keys)) for name, step, n, results in rows]
     note = (
         f"{_data_note(bundles)} `n` is the number of environment seeds, or of rows. Brackets: 95% intervals, for a run "
         "over environment seeds or rows, for a mean over training seeds by Student's t over the runs."
@@ -238,8 +240,8 @@ def draw_results(bundles: Sequence[Bundle]) -> Figure | None:
     """A panel per metric with a point per run; None for fewer than two finished runs."""
     rows: list[tuple[str, str, dict[str, Interval]]] = []
     for bundle, look in zip(bundles, looks(len(bundles)), strict=True):
-        rows += [(one.name, look.color, found) for one in bundle.sources if (found := final_results(one))]
-    counts = [key for _, _, found in rows for key in found]
+        rows += [(one.name, look.color, results) for one in bundle.sources if (results := final_results(one))]
+    counts = [key for _, _, results in rows for key in results]
     keys = [key for key in dict.fromkeys(counts) if counts.count(key) > 1]
     if _stages(bundles) > 1:
         keys = [key for key in keys if not metric_of(key).differs_by_stage]
@@ -255,9 +257,9 @@ def draw_results(bundles: Sequence[Bundle]) -> Figure | None:
         for axes in panels.flat[len(keys) :]:
             axes.set_visible(False)
         for key, axes in zip(keys, panels.flat, strict=False):
-            for row, (_, color, found) in enumerate(rows):
-                if key in found:
-                    value, low, high = found[key]
+            for row, (_, color, results) in enumerate(rows):
+                if key in results:
+                    value, low, high = results[key]
                     lengths = (
                         None
                         if math.isnan(low) or math.isnan(high)
@@ -275,13 +277,15 @@ def draw_results(bundles: Sequence[Bundle]) -> Figure | None:
 
 def _data_note(bundles: Sequence[Bundle]) -> str:
     """Whether the final data also selected the checkpoint: without `data.test`, the rows are the validation rows."""
-    ended = [(source, found) for bundle in bundles for source in bundle.sources if (found := final_results(source))]
+    ended = [(source, results) for bundle in bundles for source in bundle.sources if (results := final_results(source))]
     reused = [
-        source.name for source, found in ended if any(key in _ROW_METRICS for key in found) and not _has_test(source)
+        source.name
+        for source, results in ended
+        if any(key in _ROW_METRICS for key in results) and not _has_test(source)
     ]
     if not reused:
         return "Final held-out data, which selected nothing."
-    only_rows = len(reused) == len(ended) and all(key in _ROW_METRICS for _, found in ended for key in found)
+    only_rows = len(reused) == len(ended) and all(key in _ROW_METRICS for _, results in ended for key in results)
     names = ", ".join(reused[:_MAX_LISTED])
     more = f" and {len(reused) - _MAX_LISTED} more" if reused[_MAX_LISTED:] else ""
     return (

@@ -219,7 +219,7 @@ class Sampler:
 
 def journals_of(run: Path) -> Path:
     """Directory of the batches that are sampled and not covered by a checkpoint."""
-    return run / "ahead"
+    return run / "async_rollouts"
 
 
 def replayed_events(recipe: RlRecipe) -> dict[int, BatchEvents] | None:

@@ -180,8 +180,8 @@ class _Checks:
                 first = next(seed for seeds in (training, *held_out) for seed in seeds)
                 self.run(partial(_render, one, first, renderer))
             if not isinstance(recipe, SftRecipe):
-                found = self.run(lambda: too_long(environment, recipe.rollout, renderer, tasks, evaluated))
-                self.lines += found[1] if found is not None else []
+                left_out = self.run(lambda: too_long(environment, recipe.rollout, renderer, tasks, evaluated))
+                self.lines += left_out[1] if left_out is not None else []
 
 
 def _render(environment: EnvironmentRecipe, seed: int, renderer: Renderer) -> None:

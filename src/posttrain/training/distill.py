@@ -20,6 +20,7 @@ from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.evaluated import start_values
 from posttrain.seeds import random_stream
 from posttrain.training.distillation import DistillationObjective, distillation_forward
 from posttrain.training.evaluators import EpisodeEvaluator
@@ -183,6 +184,7 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
         stateful={"tasks": order, "guards": guards},
         warnings=warnings,
         callbacks=callbacks,
+        start=start_values(recipe) if rewarded else None,
     )
     return Components(
         run=run,

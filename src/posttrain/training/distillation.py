@@ -7,7 +7,7 @@ import torch
 
 from posttrain.losses.distillation import TeacherScores, candidate_logprobs, generalized_jsd, reverse_kl_losses
 from posttrain.losses.policy import token_weights
-from posttrain.models.forward import Measure, TokenScores
+from posttrain.models.forward import TokenMetric, TokenScores
 from posttrain.models.policy import Policy
 from posttrain.recipe.distill import JsdLoss, ReverseKlLoss
 from posttrain.recipe.model import LearnerRecipe
@@ -34,7 +34,7 @@ def distillation_forward(
     return forward
 
 
-def divergence(samples: Sequence[Sample], beta: float, device: torch.device) -> Measure:
+def divergence(samples: Sequence[Sample], beta: float, device: torch.device) -> TokenMetric:
     """The generalized Jensen-Shannon divergence of the policy from the teacher of `samples`, per sampled token."""
     teachers = [teacher_of(sample) for sample in samples]
     distribution = torch.from_numpy(np.concatenate([required(each.distribution) for each in teachers]))

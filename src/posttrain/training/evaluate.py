@@ -19,7 +19,7 @@ from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.metrics import MetricsLog, take_events
+from posttrain.runs.metrics import MetricsLog, Progress, take_events
 from posttrain.runs.report import write_report
 from posttrain.training.evaluators import EVALUATED, EpisodeEvaluator, WorkerSource
 from posttrain.training.results import write_tables
@@ -32,7 +32,8 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
     for warning in warnings:
         console.print(warning, highlight=False)
     # Play before anything is recorded, so that a run that fails here, such as without its server, leaves its name free.
-    final = evaluator.final(0)
+    with Progress(len(evaluator.tasks.test), recipe.name, console=console, unit="episode") as progress:
+        final = evaluator.final(0, progress.played)
     with MetricsLog(directory, recipe.sinks) as log:
         for name, values in evaluator.baselines().items():
             log.write(0, "baseline", {"policy": name, **values})

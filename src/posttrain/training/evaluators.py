@@ -14,7 +14,7 @@ from posttrain.errors import RunError
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import EpisodeWorker
+from posttrain.rollout.driver import EpisodeWorker, Played
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.tables import PolicyRow, Table, policy_tables
 
@@ -24,6 +24,10 @@ TRAINED = "trained"
 EVALUATED = "evaluated"
 
 
+def quiet(done: int, total: int) -> None:
+    """Tell nobody how many episodes have ended."""
+
+
 class Evaluator(Protocol):
     """One kind of held-out measurement. Its values go to a line of the metrics log; no two kinds share a key."""
 
@@ -31,11 +35,11 @@ class Evaluator(Protocol):
         """Name -> values of the baseline policies, such as `random` and `optimal`; empty where there are none."""
         ...
 
-    def curve(self, step: int) -> dict[str, Any]:
-        """Values of the learning curve, on the data by which the best checkpoint is chosen."""
+    def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
+        """Values of the learning curve, on the data by which the best checkpoint is chosen. `played` hears of each episode."""
         ...
 
-    def final(self, step: int) -> dict[str, Any]:
+    def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
         """Values of the final table, on data that no choice depends on."""
         ...
 
@@ -47,7 +51,7 @@ class Evaluator(Protocol):
         """The final tables, from the metrics lines of kind `baseline` and `final` by their `player`."""
         ...
 
-    def artefacts(self) -> Sequence[str]:
+    def artifacts(self) -> Sequence[str]:
         """Lines to print after the final tables, such as scored samples; usually none."""
         ...
 
@@ -127,13 +131,13 @@ class EpisodeEvaluator:
             for policy, baseline in baselines.items()
         }
 
-    def curve(self, step: int) -> dict[str, Any]:
+    def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
         """Play the held-out seeds of the learning curve."""
-        return self._play(self.tasks.validation, step, "evaluation")
+        return self._play(self.tasks.validation, step, "evaluation", played)
 
-    def final(self, step: int) -> dict[str, Any]:
+    def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
         """Play the held-out seeds of the final table."""
-        return self._play(self.tasks.test, step, "final")
+        return self._play(self.tasks.test, step, "final", played)
 
     def cost(self) -> str:
         """For the display."""
@@ -165,12 +169,14 @@ class EpisodeEvaluator:
             for policy, row in zip(players, rows, strict=True)
         ]
 
-    def artefacts(self) -> Sequence[str]:
+    def artifacts(self) -> Sequence[str]:
         return []
 
-    def _play(self, seeds: Sequence[int], step: int, split: Split) -> dict[str, Any]:
+    def _play(self, seeds: Sequence[int], step: int, split: Split, played: Played) -> dict[str, Any]:
         with self.manager.worker(self.evaluation.sampling, self.factory) as worker:
-            result, episodes = evaluate(worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out)
+            result, episodes = evaluate(
+                worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out, played
+            )
         write_episodes(self.episodes, step, split, episodes, None)
         if result.failed == result.episodes:
             task = environment_class(self.environment.type).task_name(self.environment, episodes[0].seed)

@@ -47,7 +47,9 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int, group: int
     transcript = TokenTranscript(renderer, environment.reset(seed).messages, environment.primer)
     while True:
         try:
-            text = _answer(environment, recipe.experts.expert, draws.random)
+            share = recipe.experts.random_share
+            replaced = share > 0 and draws.random() < share
+            text = _answer(environment, "random" if replaced else recipe.experts.expert, draws.random)
         except NotImplementedError as error:
             raise InputError(f"experts.expert: {error}; choose another environment for this stage") from error
         if not text.startswith(environment.primer):

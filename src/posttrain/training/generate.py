@@ -17,7 +17,7 @@ from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.driver import run_episodes
 from posttrain.runs.completions import CompletionLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
-from posttrain.runs.metrics import MetricsLog, Progress, duration, take_events
+from posttrain.runs.metrics import SECONDS_PER_LINE, MetricsLog, Progress, duration, take_events
 from posttrain.training.completers import (
     CompletionRequest,
     LocalCompleter,
@@ -28,9 +28,6 @@ from posttrain.training.completers import (
     prediction,
     read_prompts,
 )
-
-_PROGRESS_SECONDS = 5.0
-"""Interval between lines of progress where the output is not a terminal."""
 
 
 def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite: bool, console: Console) -> None:
@@ -128,7 +125,7 @@ class _Generation:
 
     def _update(self, progress: Progress, force: bool = False) -> None:
         now = time.monotonic()
-        if force or self.console.is_terminal or now - self._last_update >= _PROGRESS_SECONDS:
+        if force or self.console.is_terminal or now - self._last_update >= SECONDS_PER_LINE:
             self._last_update = now
             speed = self.tokens / max(now - self._start, 1e-9)
             progress.update(len(self.log), {"speed/tokens_per_second": speed} if self.tokens else {})

@@ -121,7 +121,7 @@ class PairObjective(_PerRow):
 
 
 class UnpairedObjective(_PerRow):
-    """KTO's loss of answers that are labelled good or bad.
+    """KTO's loss of answers that are labeled good or bad.
 
     `kl`: the reference point of the optimizer step, a scalar tensor; `mismatched`: number of answers it is estimated from.
     """
@@ -228,13 +228,13 @@ def energy_forward(
         for start in range(0, len(targets), settings.logits_per_chunk):
             chunk = slice(start, start + settings.logits_per_chunk)
             probabilities = torch.softmax(logits_of(policy.model, states[chunk]) / (temperature or 1.0), -1)
-            own = probabilities.gather(1, targets[chunk, None])[:, 0]
-            parts.append(1 - 2 * own + probabilities.square().sum(-1))
+            sampled_probabilities = probabilities.gather(1, targets[chunk, None])[:, 0]
+            parts.append(1 - 2 * sampled_probabilities + probabilities.square().sum(-1))
         return torch.cat(parts)
 
     def forward(samples: Sequence[Sample]) -> torch.Tensor:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
-        targets = np.concatenate([own[mask] for own, mask in zip(ids, sampled, strict=True)])
+        targets = np.concatenate([stream_ids[mask] for stream_ids, mask in zip(ids, sampled, strict=True)])
         states = policy.states(ids, sampled)
         return policy.compute(of_states, states, torch.from_numpy(targets).to(states.device))
 
@@ -246,11 +246,11 @@ def token_energies(learner: Updater[torch.Tensor], episodes: Sequence[Episode], 
 
     `learner` has the forward pass of `energy_forward`, and `samples` are those of `episodes`.
     """
-    found: dict[int, np.ndarray] = {}
+    by_sample: dict[int, np.ndarray] = {}
     for group, energies in learner.without_gradient(samples):
         ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
-        found |= dict(zip(group, np.split(energies.cpu().numpy(), ends), strict=True))
-    streams = iter(found[i] for i in range(len(samples)))
+        by_sample |= dict(zip(group, np.split(energies.cpu().numpy(), ends), strict=True))
+    streams = iter(by_sample[i] for i in range(len(samples)))
     return [[on_stream(next(streams), stream.sampled) for stream in episode.streams] for episode in episodes]
 
 

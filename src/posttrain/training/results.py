@@ -15,15 +15,18 @@ from posttrain.runs.tables import UNIMPROVED, Table, write_results
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator
 
 
-def report_results(run: RunDirectory, evaluators: Sequence[Evaluator], model_directory: Path, console: Console) -> None:
-    """Write tables, plots and report, and print the tables and where the files are."""
+def report_results(
+    run: RunDirectory, evaluators: Sequence[Evaluator], model_directory: Path, console: Console, plots: bool
+) -> None:
+    """Write tables, plots (if `plots`) and report, and print the tables and where the files are."""
     tables = write_tables(run, evaluators)
-    draw_plots(run)
+    if plots:
+        draw_plots(run)
     write_report(run, tables, model_directory=model_directory)
     for table in tables:
         console.print(table.rich())
     for evaluator in evaluators:
-        for line in evaluator.artefacts():
+        for line in evaluator.artifacts():
             console.print(line, highlight=False, markup=False)
     console.print(f"report: {run.report}\nmodel: {model_directory}", highlight=False)
     if is_unimproved(read_metrics(run.metrics)):

@@ -207,9 +207,11 @@ class RewardShaping:
             kl = _per_token(episodes, references, lambda difference: estimate_kl(self.kl.estimator_in_use, difference))
             rewards = apply_kl_penalty(rewards, kl, kl_coefficient)
         if self.teacher_coefficient > 0:
-            taught = [None if sample.teacher is None else sample.teacher.logprobs for sample in samples]
+            teacher_logprobs = [None if sample.teacher is None else sample.teacher.logprobs for sample in samples]
             # k1: as a reward it is the only estimator whose expected gradient is that of the divergence.
-            rewards = apply_kl_penalty(rewards, _per_token(episodes, taught, lambda d: d), self.teacher_coefficient)
+            rewards = apply_kl_penalty(
+                rewards, _per_token(episodes, teacher_logprobs, lambda d: d), self.teacher_coefficient
+            )
         return rewards
 
     def of_greedy(self, greedy: Mapping[int, Episode]) -> dict[int, float]:
@@ -230,10 +232,10 @@ def _per_token(
     estimates: PerToken = []
     for episode in episodes:
         estimates.append([np.zeros(len(stream), dtype=np.float32) for stream in episode.streams])
-        for stream, found in zip(episode.streams, estimates[-1], strict=True):
+        for stream, values in zip(episode.streams, estimates[-1], strict=True):
             other = next(remaining)
             assert other is not None
-            found[stream.sampled] = estimate(stream.rollout_logprobs[stream.sampled] - other)
+            values[stream.sampled] = estimate(stream.rollout_logprobs[stream.sampled] - other)
     return estimates
 
 

@@ -25,6 +25,7 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.evaluated import start_values
 from posttrain.seeds import random_stream
 from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
 from posttrain.training.critic import CriticLearner
@@ -345,7 +346,7 @@ def make_components(
     if reference is not None:
         checkpointables["reference"] = reference
     if isinstance(rollouts, AsyncRollouts):
-        checkpointables["ahead"] = rollouts
+        checkpointables["async_rollouts"] = rollouts
         if recipe.kl.coefficient > 0 or (recipe.teacher is not None and recipe.teacher.policy == "initial"):
             # Load the reference model now: while transformers loads a model, torch's default dtype changes in all threads.
             with policy.as_reference():
@@ -361,6 +362,7 @@ def make_components(
         checkpointables=checkpointables,
         warnings=warnings,
         callbacks=callbacks,
+        start=start_values(recipe),
     )
     return Components(
         policy=policy,

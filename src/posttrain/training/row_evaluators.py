@@ -11,8 +11,9 @@ from posttrain.data.tokens import TokenRow
 from posttrain.evaluation.statistics import Estimate, bootstrap_ratio, calibration, pair_accuracy, ranking_accuracy
 from posttrain.models.forward import TokenScores
 from posttrain.models.reward import RewardModel
+from posttrain.rollout.driver import Played
 from posttrain.runs.tables import Table
-from posttrain.training.evaluators import START, TRAINED
+from posttrain.training.evaluators import START, TRAINED, quiet
 from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
 from posttrain.training.updater import Sample, Updater
@@ -33,10 +34,10 @@ class LossEvaluator:
     def baselines(self) -> dict[str, dict[str, Any]]:
         return {}
 
-    def curve(self, step: int) -> dict[str, Any]:
+    def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
         return self._measure(self.validation, "validation") if self.validation else {}
 
-    def final(self, step: int) -> dict[str, Any]:
+    def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
         return self._measure((self.test or self.validation), "test")
 
     def cost(self) -> str:
@@ -65,7 +66,7 @@ class LossEvaluator:
         )
         return [table]
 
-    def artefacts(self) -> Sequence[str]:
+    def artifacts(self) -> Sequence[str]:
         return []
 
     def _measure(self, rows: Sequence[TokenRow], name: str) -> dict[str, Any]:
@@ -121,7 +122,7 @@ class PreferenceEvaluator(Generic[Output]):
         Args:
             title: name of the run, for the table.
             objective_for: the objective of the given samples.
-            unpaired: the rows are single answers labelled good or bad, not pairs.
+            unpaired: the rows are single answers labeled good or bad, not pairs.
             model, renderer: given for a reward model, which stores the statistics of its rewards and prints examples.
         """
         self.learner = learner
@@ -136,10 +137,10 @@ class PreferenceEvaluator(Generic[Output]):
     def baselines(self) -> dict[str, dict[str, Any]]:
         return {}
 
-    def curve(self, step: int) -> dict[str, Any]:
+    def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
         return self._values(self.data.validation, "validation") if self.data.validation else {}
 
-    def final(self, step: int) -> dict[str, Any]:
+    def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
         rows = self.data.final
         losses, chosen, rejected = self._compare(rows)
         if self.model is not None:
@@ -188,7 +189,7 @@ class PreferenceEvaluator(Generic[Output]):
         )
         return [table]
 
-    def artefacts(self) -> Sequence[str]:
+    def artifacts(self) -> Sequence[str]:
         return self._shown
 
     def _values(self, rows: Sequence[TokenRow], name: str) -> dict[str, Any]:

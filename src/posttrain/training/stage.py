@@ -36,7 +36,7 @@ def precision_notes(recipe: Recipe) -> list[str]:
     device = resolve_device(recipe.model.device)
     native = has_bfloat16(device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
-    found = []
+    notes = []
     for name, dtype in dtypes.items():
         if dtype == "auto":
             chosen = (
@@ -44,12 +44,12 @@ def precision_notes(recipe: Recipe) -> list[str]:
                 if native
                 else f"float32: {where} has no bfloat16 instructions"
             )
-            found.append(f"{name}.dtype auto is {chosen}")
+            notes.append(f"{name}.dtype auto is {chosen}")
         elif not native:
-            found.append(
+            notes.append(
                 f"{name}.dtype bfloat16 is emulated, slower than float32: {where} has no bfloat16 instructions"
             )
-    return found
+    return notes
 
 
 def run_in_process(

@@ -34,10 +34,10 @@ def check_tasks(
     return warnings
 
 
-Part = tuple[EnvironmentRecipe, str, Sequence[int], Sequence[Sequence[int]]]
+TaskPart = tuple[EnvironmentRecipe, str, Sequence[int], Sequence[Sequence[int]]]
 
 
-def parts_of(environment: EnvironmentRecipe, tasks: TaskSplit, evaluated: EnvironmentRecipe | None) -> list[Part]:
+def parts_of(environment: EnvironmentRecipe, tasks: TaskSplit, evaluated: EnvironmentRecipe | None) -> list[TaskPart]:
     """(environment, its recipe key, training seeds, held-out seeds) of the environments of a run."""
     if evaluated is None:
         return [(environment, "environment", tasks.training, tasks.held_out)]
@@ -70,18 +70,18 @@ def too_long(
     Raises:
         InputError: no seed of a part is left, or any is too long and the environment is `strict`.
     """
-    found, warnings = [], []
+    excluded, warnings = [], []
     for one, _, training, held_out in parts_of(environment, tasks, evaluated):
         seeds, messages = _too_long(one, rollout, renderer, [training, *held_out])
-        found.append(seeds)
+        excluded.append(seeds)
         warnings += messages
-    left = len(set(tasks.training) - found[0])
+    left = len(set(tasks.training) - excluded[0])
     if tasks.training and left < rollout.groups_per_step:
         warnings.append(
             f"rollout.groups_per_step is {rollout.groups_per_step}, and there are {left} tasks to train on, so a step samples "
             "some of them more than once"
         )
-    return LeftOut(found[0], found[-1]), warnings
+    return LeftOut(excluded[0], excluded[-1]), warnings
 
 
 def _too_long(

@@ -157,7 +157,7 @@ class PrivilegedContext:
         `samples` are those of `samples_of_episodes`.
         """
         tasks = {seed: self._of_task(seed) for seed in {episode.seed for episode in episodes}}
-        remaining, found = iter(samples), list[Sample | None]()
+        remaining, results = iter(samples), list[Sample | None]()
         for episode in episodes:
             values = tasks[episode.seed] | self._of_episode(episode, episodes)
             text = None
@@ -165,8 +165,8 @@ class PrivilegedContext:
                 text = fill_fields(self.text, values)
             for _ in episode.streams:
                 sample = next(remaining)
-                found.append(None if text is None else self._with_text(episode, sample, text))
-        return found
+                results.append(None if text is None else self._with_text(episode, sample, text))
+        return results
 
     def _of_task(self, seed: int) -> dict[str, str]:
         """The fields that the task of `seed` has."""
@@ -282,11 +282,11 @@ class Teacher:
         asked = [place for place, sample in enumerate(read) if sample is not None]
         scores = self.scorer.score([sample for sample in read if sample is not None]) if asked else []
         failures = {}
-        for place, found in zip(asked, scores, strict=True):
-            if isinstance(found, ChatRequestError):
-                failures[place] = str(found)
+        for place, result in zip(asked, scores, strict=True):
+            if isinstance(result, ChatRequestError):
+                failures[place] = str(result)
             else:
-                samples[place].teacher = found
+                samples[place].teacher = result
         return failures
 
 

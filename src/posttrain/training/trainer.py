@@ -77,9 +77,13 @@ class LoopSettings:
     """Steps of the whole run."""
     evaluate_every: int
     """Steps between evaluations; 0 evaluates before and after training only."""
+    evaluate_start: bool
+    """Whether the model is evaluated before training."""
     checkpoint: CheckpointRecipe
     export: ExportedStep
     sinks: Sequence[SinkName] = ()
+    plots: bool = True
+    """Whether figures are drawn at the end."""
 
     @classmethod
     def of(cls, recipe: RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe, steps: int) -> "LoopSettings":
@@ -90,9 +94,11 @@ class LoopSettings:
             recipe.seed,
             steps,
             recipe.evaluation.every,
+            getattr(recipe.evaluation, "start", True),
             recipe.checkpoint,
             recipe.export,
             recipe.sinks,
+            recipe.draws_plots,
         )
 
 
@@ -126,6 +132,7 @@ class Trainer(Generic[Output]):
         checkpointables: Mapping[str, Checkpointable] | None = None,
         warnings: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
+        start: Mapping[str, Any] | None = None,
     ) -> None:
         """Create a trainer.
 
@@ -138,6 +145,7 @@ class Trainer(Generic[Output]):
             checkpointables: the same for what has tensors. They may change only inside `interrupts.critical()`.
             warnings: sentences for the user, reported before the first step.
             callbacks: called after each step, evaluation and rollout.
+            start: values of the model before training on the final data, if an earlier run has measured them.
         """
         self.settings = settings
         self.run = run
@@ -149,6 +157,7 @@ class Trainer(Generic[Output]):
         self.checkpointables = dict(checkpointables or {})
         self.warnings = list(warnings)
         self.callbacks = list(callbacks)
+        self.start = start
         self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], settings.checkpoint)
         self.interrupts = Interrupts()
         self.step = 0
@@ -225,7 +234,7 @@ class Trainer(Generic[Output]):
                 with self.interrupts.critical():
                     saved = "" if self._finished or not self._state else f", saved as {self.save().name}"
                 command = f"posttrain {self.settings.stage} --resume {self.run.path}"
-                self.progress.message(f"stopped by {stop} after step {self.step}{saved}; go on with `{command}`")
+                self.progress.message(f"stopped by {stop} after step {self.step}{saved}; continue with `{command}`")
                 raise
             finally:
                 self.warn(take_events())
@@ -245,8 +254,16 @@ class Trainer(Generic[Output]):
         for evaluator in self.evaluators:
             for policy, baseline in evaluator.baselines().items():
                 self._log.write(0, "baseline", {"policy": policy, **baseline})
-            self.progress.message(f"{evaluator.cost()} with the model as it is")
-            values |= evaluator.final(0)
+        if not self.settings.evaluate_start:
+            self.evaluated = 0
+            return
+        for evaluator in self.evaluators:
+            if self.start is None:
+                self.progress.message(f"{evaluator.cost()} with the model as it is")
+                values |= evaluator.final(0, self.progress.played)
+        if self.start is not None:
+            self.progress.message("the run that made this model has played the same held-out episodes with it")
+            values = dict(self.start)
         if values:
             self._log.write(0, "baseline", {"policy": START, **values})
 
@@ -300,7 +317,7 @@ class Trainer(Generic[Output]):
         values: dict[str, Any] = {}
         with self.phase("evaluation"):
             for evaluator in self.evaluators:
-                values |= evaluator.curve(self.step)
+                values |= evaluator.curve(self.step, self.progress.played)
         value = self.best_by(values) if self.best_by is not None else 0.0
         improved = self.best_by is not None and (self.best is None or value > self.best.value)
         with self.interrupts.critical():
@@ -368,17 +385,17 @@ class Trainer(Generic[Output]):
             which, chosen = "best", "best on the curve's data" if step else UNIMPROVED
         for evaluator in self.evaluators:
             self.progress.message(f"{evaluator.cost()} with the {which} checkpoint, step {step}")
-            values |= evaluator.final(self.step)
+            values |= evaluator.final(self.step, self.progress.played)
         self.warn(take_events())
         if values:
             self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})
-        if find_spec("matplotlib") is None:
+        if self.settings.plots and find_spec("matplotlib") is None:
             self.warn(
                 [f"no figures are drawn without matplotlib; run `{pip_command('matplotlib')}`, then `posttrain plot`"]
             )
         directory = self.run.path / "model"
         self.model.export(directory)
-        self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console))
+        self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console, self.settings.plots))
 
     @property
     def _exports_best(self) -> bool:
@@ -458,5 +475,5 @@ class Guards:
         return {"in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Continue from `state_dict`."""
         self._in_a_row = dict(state["in_a_row"])

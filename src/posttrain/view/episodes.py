@@ -233,8 +233,8 @@ def _unit_rows(sample: Sample, turn: Turn, units: CreditedUnits, decode: Decode,
     largest = float(np.abs(units.credits).max(initial=0.0))
     numbers = np.cumsum(units.spans.is_unit)
     for unit, start, stop, continued in units_in_turn(sample.episode, turn, units):
-        credit, found = float(units.credits[unit]), bool(units.spans.is_unit[unit])
-        number = "…" if continued else str(numbers[unit]) if found else "–"
+        credit, is_unit = float(units.credits[unit]), bool(units.spans.is_unit[unit])
+        number = "…" if continued else str(numbers[unit]) if is_unit else "–"
         shown = "" if continued else f"{credit:+z.3f}"
         pieces = (
             ()

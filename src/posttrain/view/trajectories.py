@@ -148,8 +148,8 @@ def draw_episodes(run: RunDirectory, episodes: Sequence[Episode], file: Path) ->
     make = maker_of(getattr(run.load_recipe(), "environment", None))
     if make is None:
         raise InputError(f"--draw: the environment of {run.path} has no grid; only grid games can be drawn")
-    found = [row_of(one, make, f"group {one.group} episode {one.index}") for one in episodes if not one.failure]
-    rows = [row for row in found if row is not None]
+    drawn = [row_of(one, make, f"group {one.group} episode {one.index}") for one in episodes if not one.failure]
+    rows = [row for row in drawn if row is not None]
     if not rows:
         raise InputError("--draw: none of these episodes can be replayed; choose others")
     (path,) = save(draw(rows), file.parent, file.stem, (cast(Format, form),))

@@ -13,7 +13,7 @@ from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.seeds import derive_seed
 
 STOPS = ("<result>",)
-"""Stop strings: a model that goes on past this tag invents the result of its code."""
+"""Stop strings: a model that continues past this tag invents the result of its code."""
 
 
 class ContextFull(RunError):

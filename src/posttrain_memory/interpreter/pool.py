@@ -300,7 +300,7 @@ def _plain(text: str) -> str:
 
 
 def _describe_error(error: dict[str, Any]) -> str:
-    """One line that describes the error and tells the model what to do instead."""
+    """One line for the model: the error, and what to do instead."""
     kind, message, line = str(error.get("type")), str(error.get("message")), error.get("line")
     message = _plain(" ".join(message.split())[:300])
     where = f"line {line}: " if isinstance(line, int) else ""

@@ -85,7 +85,7 @@ class Answers:
         raise Refusal("the question was cancelled")
 
     def _agent(self, question_rules: Sequence[str], interpreter: Interpreter, work: Work) -> MemoryAgent:
-        """The agent for a question with its own rules (`own`)."""
+        """The agent for a question with the privacy rules `question_rules`."""
         standing = rules = self._notes.rules
         if question_rules and standing:
             # Works on a copy to which the server's rules have been applied. Combining both sets of rules could reveal

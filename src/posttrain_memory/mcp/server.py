@@ -40,12 +40,12 @@ into it what it needs. """
 _LOOK = "Use list, search and read to look things up. "
 
 
-Answerer = Callable[[str, Work], str]
+AnswerQuestion = Callable[[str, Work], str]
 """Answers a question; blocking. `_call_safely` handles its exceptions."""
 
 
-def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool = False) -> "Server[Any]":
-    """The server. Without an `answerer`, `ask` is not offered. With `read_only`, `ask` is declared as read-only."""
+def memory_server(notes: SharedNotes, answer_question: AnswerQuestion | None, read_only: bool = False) -> "Server[Any]":
+    """The server. Without an `answer_question`, `ask` is not offered. With `read_only`, `ask` is declared as read-only."""
     require_module("mcp.server", "posttrain memory mcp")
     import anyio
     import mcp_types as types
@@ -55,7 +55,7 @@ def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool
     # With privacy rules the agent works on a copy and cannot change notes.
     read_only = read_only or bool(notes.rules)
     turn, reading = anyio.Lock(), anyio.CapacityLimiter(4)
-    offered = {tool.name: tool for tool in _tools(answerer is not None, read_only)}
+    offered = {tool.name: tool for tool in _tools(answer_question is not None, read_only)}
 
     async def list_tools(
         context: ServerRequestContext[Any], asked: types.PaginatedRequestParams | None
@@ -69,12 +69,14 @@ def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool
             given = _validated(offered[asked.name].input_schema, asked.arguments or {})
         except Refusal as refused:
             return _result(str(refused), failed=True)
-        if asked.name == "ask" and answerer is not None:
-            return await ask(answerer, given["question"], context.session.report_progress)
+        if asked.name == "ask" and answer_question is not None:
+            return await ask(answer_question, given["question"], context.session.report_progress)
         looked = partial(_call_safely, getattr(notes, asked.name), **given)
         return _result(*await anyio.to_thread.run_sync(looked, limiter=reading))
 
-    async def ask(answerer: Answerer, question: str, report: Callable[..., Awaitable[None]]) -> types.CallToolResult:
+    async def ask(
+        answer_question: AnswerQuestion, question: str, report: Callable[..., Awaitable[None]]
+    ) -> types.CallToolResult:
         if turn.statistics().tasks_waiting >= _WAITING:
             return _result(f"{_WAITING} questions are already waiting; ask again later", failed=True)
         work, began = Work(), time.monotonic()
@@ -92,13 +94,13 @@ def memory_server(notes: SharedNotes, answerer: Answerer | None, read_only: bool
         async with anyio.create_task_group() as group:
             group.start_soon(report_periodically)
             async with turn:
-                text, failed = await anyio.to_thread.run_sync(_call_safely, partial(answerer, question, work))
+                text, failed = await anyio.to_thread.run_sync(_call_safely, partial(answer_question, question, work))
             group.cancel_scope.cancel()
         # The thread may finish before the cancellation is delivered; nobody waits for its result then.
         await anyio.lowlevel.checkpoint_if_cancelled()
         return _result(text, failed)
 
-    asking = _ASK if answerer is not None else ""
+    asking = _ASK if answer_question is not None else ""
     return Server(
         "posttrain-memory",
         version=__version__,

@@ -146,7 +146,7 @@ def _damage(
         if path not in before and path != want.new:
             damage.append(f"{path} is new")
     if want.new is not None and len(after[want.new]) > 3 * SPARE_CHARACTERS:
-        damage.append(f"{want.new} is longer than what was told")
+        damage.append(f"{want.new} is longer than the message requires")
     return sorted(damage)
 
 

@@ -4,7 +4,7 @@ A record has `context_messages` and a label of three parts, the kind of task, th
 separated by lines of `~/~/…~`. Memories are files `base_memory.json` with their name, `user_md`, and `entities`
 (`entity_file_path`, `entity_file_content`).
 
-Updates have no programmatic truth: a judge decides whether the notes now say what the message told. Damage to other
+Updates have no programmatic truth: a judge decides whether the notes now state what the message says. Damage to other
 notes is detected here, from the message and the notes alone.
 """
 
@@ -116,7 +116,7 @@ _OF_ANOTHER = re.compile(r"\b(?:of|for)\s+\[\[[^\[\]\n]+\]\][*_]*\s*:")
 
 
 def published_outcome(message: str, before: Mapping[str, str], after: Mapping[str, str]) -> Outcome:
-    """Compare two vaults (path -> text) before and after an update told by `message`. `done` is 1 if anything
+    """Compare two vaults (path -> text) before and after an update that `message` asks for. `done` is 1 if anything
     changed.
 
     Damage is: a changed note that the message does not name (see `named_notes`), except for links to new notes and

@@ -70,7 +70,7 @@ class WorldRecipe(BaseConfig):
     filter: int = Field(3, ge=0, le=500)
     """Number of tasks per world whose question contains a privacy rule."""
     variants: tuple[Variant, ...] = ()
-    """Task variants to generate; empty generates all. A world without room for a variant gets others."""
+    """Task variants to generate; empty generates all. Where a world has no room for a variant, other variants of the same kind in this list take its place. If none has room, the world has fewer tasks."""
 
     @field_validator("facts", "filler")
     @classmethod

@@ -156,7 +156,7 @@ def _own(pattern: re.Pattern[str], reply: str, question: str) -> bool:
 
 
 def declines(reply: str) -> bool:
-    """Whether a reply says that something may not be told."""
+    """Whether a reply says that something may not be revealed."""
     return bool(_DECLINES.search(reply.replace("’", "'")))
 
 

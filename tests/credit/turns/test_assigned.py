@@ -95,7 +95,7 @@ def test_groups_of_different_sizes_and_episodes_of_different_turns_in_any_order(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_and_an_episode_that_sampled_nothing_are_carried_along(kind):
+def test_no_episodes_and_an_episode_without_sampled_tokens(kind):
     assert compute_advantages([], recipe(kind), RewardStreams([]), values=[]) == Advantages([])
     made = [episode(("...", {})), episode((".0.1", {1: 1.0, 3: 1.0}), index=1)]
     assert not credit_of(made, recipe(kind)).values[0][0].any()

@@ -44,7 +44,7 @@ shares = st.floats(0.1, 1)
 
 
 @given(played=episodes, discount=shares, decay=shares, other=shares)
-def test_one_turn_alone_is_gae(played, discount, decay, other):
+def test_with_one_turn_it_is_gae(played, discount, decay, other):
     rewards, values, turns = played
     (found,) = bilevel_gae([rewards], [values], [np.zeros_like(turns)], discount, other, decay, other)
     np.testing.assert_allclose(found, gae([rewards], [values], discount, decay)[0], atol=1e-9)
@@ -65,7 +65,7 @@ def test_turns_of_one_token_are_gae_over_turns(played, discount, decay):
 
 
 @given(played=episodes, turn_discount=shares)
-def test_it_is_the_published_one_where_traces_do_not_decay(played, turn_discount):
+def test_it_equals_the_published_formula_without_decay(played, turn_discount):
     rewards, values, turns = played
     at_ends = np.where(np.diff(turns, append=9) > 0, rewards, 0.0)
     (found,) = bilevel_gae([at_ends], [values], [turns], 1.0, turn_discount, 1.0, 1.0)

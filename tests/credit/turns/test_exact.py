@@ -102,12 +102,12 @@ def bilevel(*numbers: float) -> Estimator:
     return lambda rewards, values, turns: bilevel_gae([rewards], [values], [turns], *numbers)[0]
 
 
-def test_without_discounts_and_traces_any_values_will_do():
+def test_without_discount_and_lambda_any_values_are_unbiased():
     assert relative_error(gradient_over_values(WRONG, bilevel(1, 1, 1, 1))) < 1e-12
 
 
 @pytest.mark.parametrize("decays", [(0.0, 0.0), (0.5, 1.0), (1.0, 0.5), (0.95, 0.7)])
-def test_with_exact_values_any_traces_will_do(decays):
+def test_with_exact_values_any_lambda_is_unbiased(decays):
     assert relative_error(gradient_over_values(exact_values(), bilevel(1, 1, *decays))) < 1e-12
 
 
@@ -127,7 +127,7 @@ def test_the_published_turn_level_is_biased_even_with_exact_values():
     assert error_of_direction(gradient_over_values(exact_values(), as_published)) > 0.01
 
 
-def test_assign_hands_it_the_values_of_sampled_tokens_and_their_turns():
+def test_assign_passes_values_of_sampled_tokens_and_their_turns():
     recipe = TypeAdapter(CreditRecipe).validate_python({"type": "bilevel_gae", "whiten": False})
     for t in trajectories():
         played, mask = episode(t, LOG_POLICY, 0), np.array(t.sampled)

@@ -56,6 +56,6 @@ def test_order_of_episodes_changes_no_bit():
         np.testing.assert_array_equal(straight[place], own)
 
 
-def test_nothing_played_is_nothing_credited():
+def test_no_episodes_get_no_credit():
     assert gigpo([], [], np.zeros(0, int), 0.95, 1.0, divide_by_std=True) == []
     assert [len(own) for own in gigpo([np.zeros(0)], [[]], np.zeros(1, int), 0.95, 1.0, divide_by_std=True)] == [0]

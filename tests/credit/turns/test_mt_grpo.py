@@ -16,13 +16,13 @@ def test_two_turns_are_the_published_formula():
     np.testing.assert_allclose([own[1] for own in found], outcome, rtol=1e-12)
 
 
-def test_without_weight_a_turn_has_the_outcome_alone():
+def test_without_weight_a_turn_gets_only_the_outcome():
     rewards = [np.array([7.0, 0.0]), np.array([2.0, 1.0])]
     found = mt_grpo(rewards, np.zeros(2, int), 0.0)
     np.testing.assert_allclose(found, np.array([[-0.5, -0.5], [0.5, 0.5]]) / (np.sqrt(0.5) + 1e-6), rtol=1e-12)
 
 
-def test_every_turn_before_the_last_has_statistics_of_its_own():
+def test_every_turn_before_the_last_has_separate_statistics():
     rewards = [np.array([0.0, 5.0, 1.0]), np.array([2.0, 5.0, 1.0])]
     found = mt_grpo(rewards, np.zeros(2, int), 1.0)
     np.testing.assert_allclose(found, [[-1 / TWO, 0, 0], [1 / TWO, 0, 0]], rtol=1e-12)
@@ -37,7 +37,7 @@ def test_episodes_that_ended_are_not_in_the_statistics_of_later_turns():
     assert found[3][1] == 0
 
 
-def test_groups_are_those_of_the_ids_and_one_alone_gets_nothing():
+def test_groups_follow_the_ids_and_a_single_episode_gets_zero():
     rewards = [np.array([1.0, 1.0]), np.array([5.0, 5.0]), np.array([1.0, 3.0]), np.zeros(0)]
     found = mt_grpo(rewards, np.array([1, 2, 1, 2]), 1.0)
     np.testing.assert_allclose(found[0], [-1 / TWO, -1 / TWO], rtol=1e-12)

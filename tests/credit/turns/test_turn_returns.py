@@ -12,7 +12,7 @@ def test_the_discount_counts_turns():
     assert len(found[2]) == 0
 
 
-def test_the_others_count_zero_where_they_had_ended():
+def test_ended_episodes_count_as_zero():
     returns = [np.array([6.0, 4.0, 1.0]), np.array([2.0]), np.array([1.0, 3.0])]
     found = leave_one_out(returns, np.array([5, 5, 5]))
     np.testing.assert_allclose(found[0], [6 - 1.5, 4 - 1.5, 1 - 0], rtol=1e-12)
@@ -20,7 +20,7 @@ def test_the_others_count_zero_where_they_had_ended():
     np.testing.assert_allclose(found[2], [1 - 4, 3 - 2], rtol=1e-12)
 
 
-def test_groups_of_different_sizes_are_those_of_the_ids_and_one_alone_gets_nothing():
+def test_groups_of_different_sizes_follow_the_ids_and_a_single_episode_gets_zero():
     returns = [np.array([1.0]), np.array([9.0, 9.0]), np.array([4.0]), np.array([2.0, 2.0]), np.array([3.0, 1.0])]
     found = leave_one_out(returns, np.array([8, 2, 8, 4, 4]))
     np.testing.assert_array_equal(np.concatenate(found), [-3, 0, 0, 3, -1, 1, 1, -1])

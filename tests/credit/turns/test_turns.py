@@ -1,4 +1,4 @@
-"""What the tokens tell of turns: where they end, what they paid, which state they were played in."""
+"""Turns derived from tokens: their ends, rewards and states."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from posttrain.errors import RunError
 
 
 def stream(ids, turn):
-    """A stream of these token ids; `turn` as text, "." for tokens that nobody sampled, a digit for a turn's."""
+    """A stream of these token ids; `turn` as text, "." for tokens that were not sampled, a digit for a turn's."""
     of = np.array([-1 if c == "." else int(c) for c in turn], dtype=np.int32)
     nothing = np.zeros(len(of), dtype=np.float32)
     return Stream(np.array(ids, dtype=np.int64), of >= 0, nothing, nothing.copy(), of, np.minimum(of, 0))
@@ -20,7 +20,7 @@ def episode(*streams, states=()):
     return Episode(0, 0, 0, 0, list(streams), turns, Outcome.TERMINATED)
 
 
-def test_a_turn_that_paid_nothing_is_a_turn():
+def test_a_turn_without_reward_counts_as_a_turn():
     turns = np.array([0, 0, 1, 2, 2, 2])
     np.testing.assert_array_equal(turn_starts(turns), [0, 2, 3])
     np.testing.assert_array_equal(turn_rewards(np.array([0.0, 1, 0, 0, 0.5, 2]), turns), [1, 0, 2.5])
@@ -39,7 +39,7 @@ def test_an_episode_without_sampled_tokens_has_no_turns():
     assert state_keys(played) == []
 
 
-def test_turns_out_of_order_are_told():
+def test_turns_out_of_order_are_reported():
     with pytest.raises(RunError, match=r"group 0 episode 0 .* turns out of order"):
         turn_indices(episode(stream(range(3), ".10")))
 
@@ -52,13 +52,13 @@ def test_states_are_the_tokens_shown_since_the_last_answer():
     assert first != second
 
 
-def test_a_number_is_a_state_of_its_own_whatever_its_digits():
+def test_a_number_is_one_state_whatever_its_digits():
     # Ids 1, 2 are not id 12: no text is made of them.
     one, other = episode(stream([1, 2, 9], "..0")), episode(stream([12, 9], ".0"))
     assert state_keys(one) != state_keys(other)
 
 
-def test_a_name_from_the_environment_goes_before_tokens():
+def test_a_name_from_the_environment_precedes_token_names():
     shown_differently = (
         episode(stream([1, 9], ".0"), states=["cell 3"]),
         episode(stream([2, 9], ".0"), states=["cell 3"]),

@@ -1,4 +1,4 @@
-"""The estimators of unit credit: closed forms, identities, and what holds for any value function."""
+"""The estimators of unit credit: closed forms, identities, and properties for any value function."""
 
 import itertools
 from math import factorial
@@ -72,7 +72,7 @@ def test_prefix_sums_to_the_outcome_above_that_of_an_empty_answer(units, seed):
 
 @given(sizes, seeds)
 @settings(max_examples=30, deadline=None)
-def test_truncation_counts_the_worth_of_unit_j_j_times(units, seed):
+def test_truncation_counts_unit_j_j_times(units, seed):
     values = beginnings(drawn(units, seed), units)
     assert trunc(values).sum() == pytest.approx(np.arange(1, units + 1) @ prefix(values), abs=1e-12)
 
@@ -89,7 +89,7 @@ def test_the_published_example_of_counting_twice():
 
 @given(sizes, seeds)
 @settings(max_examples=30, deadline=None)
-def test_additive_worth_is_what_prefix_loo_and_shapley_find(units, seed):
+def test_prefix_loo_and_shapley_recover_additive_values(units, seed):
     draws = random_stream(seed, "worth")
     worth, empty = draws.normal(size=units), float(draws.normal())
     values = additive(worth, empty)
@@ -163,7 +163,7 @@ def test_sampled_values_sum_to_the_outcome_above_that_of_an_empty_answer(units, 
 
 @given(st.integers(2, 5), seeds)
 @settings(max_examples=30, deadline=None)
-def test_units_that_add_the_same_get_the_same_and_those_that_add_nothing_get_nothing(units, seed):
+def test_equal_units_get_equal_credit_and_null_units_get_none(units, seed):
     draws = random_stream(seed, "unit names")
     a, b = (int(unit) for unit in draws.permutation(units)[:2])
     values = drawn(units, seed)
@@ -183,7 +183,7 @@ def test_units_that_add_the_same_get_the_same_and_those_that_add_nothing_get_not
 
 @given(st.integers(2, 9), st.integers(2, 9), seeds)
 @settings(max_examples=60, deadline=None)
-def test_each_second_order_is_the_one_before_it_backwards(units, permutations, seed):
+def test_each_second_order_reverses_the_one_before(units, permutations, seed):
     chosen = sample_orders(units, permutations, random_stream(seed, "orders"))
     if chosen is None:
         assert 2**units - 2 <= permutations * (units - 1)
@@ -196,7 +196,7 @@ def test_each_second_order_is_the_one_before_it_backwards(units, permutations, s
         np.testing.assert_array_equal(forth[::-1], back)
 
 
-def test_a_pair_of_orders_is_exact_where_units_only_meet_in_twos():
+def test_a_pair_of_orders_is_exact_for_pairwise_interactions():
     # In an order and its reverse, each of two units comes first once: so their joint worth is halved exactly.
     draws = random_stream(0, "pairs")
     units = 6

@@ -118,7 +118,7 @@ def gradient(size, credit_of) -> np.ndarray:
 
 
 def outcomes(chosen) -> RewardStreams:
-    """The whole return on the last sampled token, as a reward model pays it."""
+    """The whole return on the last sampled token, as from a reward model."""
     return RewardStreams([[np.array([0.0] * (len(t.ids) - 1) + [t.total], np.float32)] for t in chosen])
 
 
@@ -164,7 +164,7 @@ def prefix_rewards(kind, empty=EMPTY, found=lambda t: True):
     return lambda t: UnitRewards(cut(t, kind, found(t)), prefix(values(t, kind, empty)), t.total, empty)
 
 
-def test_the_reward_model_of_these_tests_is_no_help():
+def test_the_reward_model_of_these_tests_is_uninformative():
     several = [t for (t,), _, _ in groups(1) if len(t.choices) > 2]
     assert len(several) > 5
     assert {len(ends(t, "turn")) for t in several} == {2}
@@ -185,14 +185,14 @@ def test_prefix_rewards_are_unbiased(credit, beta, kind):
     assert relative_error(paid(credit, prefix_rewards(kind), beta, size), scale) < 1e-9
 
 
-def test_paid_evenly_inside_units_they_are_biased_but_for_credit_by_the_whole_return():
+def test_even_placement_is_biased_except_with_credit_by_the_whole_return():
     assert relative_error(paid({"type": "rloo"}, prefix_rewards("turn"), 1.0, 2, "even")) < 1e-6
     assert error_of_direction(paid({"type": "reinforce"}, prefix_rewards("turn"), 1.0, 1, "even")) > 0.01
 
 
 @pytest.mark.parametrize("credit", [BY_RETURN[0], FROM_TOKEN_ON[0]], ids=str)
 @pytest.mark.parametrize("kind", ["token", "turn"])
-def test_truncation_paid_as_a_reward_is_biased(kind, credit):
+def test_truncation_as_a_reward_is_biased(kind, credit):
     def published(t):
         return UnitRewards(cut(t, kind), by_trunc(t, kind), t.total, EMPTY)
 
@@ -202,7 +202,9 @@ def test_truncation_paid_as_a_reward_is_biased(kind, credit):
 
 @pytest.mark.parametrize("credit", [BY_RETURN[0], FROM_TOKEN_ON[0]], ids=str)
 @pytest.mark.parametrize("estimate", [by_loo, by_shapley])
-def test_other_hindsight_paid_as_a_reward_is_biased_unless_conserved_and_credited_by_the_whole_return(estimate, credit):
+def test_other_hindsight_credit_as_a_reward_is_biased_unless_conserved_and_credited_by_the_whole_return(
+    estimate, credit
+):
     found = paid(credit, lambda t: UnitRewards(cut(t, "token"), estimate(t, "token"), t.total, EMPTY), 1.0, 1)
     if estimate is by_shapley and credit["type"] == "arpo":
         assert relative_error(found) < 1e-6
@@ -231,7 +233,7 @@ def test_shares_of_the_outcome_are_unbiased_where_credit_is_by_the_whole_return_
 
 
 @pytest.mark.parametrize("empty", [0.0, EMPTY])
-def test_the_policy_is_not_paid_for_what_the_segmenter_finds(empty):
+def test_a_segmenter_that_depends_on_later_text_is_unbiased_only_with_whole_returns(empty):
     def some(t):
         return len(t.choices) > 2
 
@@ -309,7 +311,7 @@ def credits(known) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("additive", [False, True])
-def test_leave_one_out_is_unbiased_there_and_shapley_where_worth_adds_up(additive):
+def test_leave_one_out_is_unbiased_for_independent_units_and_shapley_for_additive_values(additive):
     exact = of_independent_units(lambda known: credits(known)["return"], additive)
     assert np.abs(exact).min() > 0.01
     for name in ("trunc", "loo", "shapley", "prefix"):

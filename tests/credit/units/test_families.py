@@ -70,7 +70,7 @@ def test_without_the_check_every_match_is_a_step():
     assert steps("x = 1\n\ny = 2\n#### 3", r"^(?=\S)", ordinal=False) == ["x = 1\n\n", "y = 2\n", "#### 3"]
 
 
-def test_labels_go_on_after_z():
+def test_labels_continue_after_z():
     names = ["A", "B", "Y", "Z", "AA", "AB", "AZ", "BA", "ZZ"]
     assert [ordinal_of(name) for name in names] == [1, 2, 25, 26, 27, 28, 52, 53, 702]
     assert [ordinal_of(name) for name in ("1", "30", "", "A1", "é", "²")] == [1, 30, None, None, None, None]
@@ -78,7 +78,7 @@ def test_labels_go_on_after_z():
     assert len(steps("\n".join(f"{name}. do" for name in letters))) == 28
 
 
-def test_the_closing_is_looked_for_after_the_last_label():
+def test_the_closing_is_searched_after_the_last_label():
     text = "So: no\nA. a\nSo: b\nSo: c"
     assert closing_start(text, "^So:", 7) == [(12, 12)]
     assert closing_start(text, "^Thus", 7) == []
@@ -179,7 +179,7 @@ partition = st.lists(st.integers(1, 9), min_size=1, max_size=30).map(lambda size
 
 
 def slowly(cuts, most):
-    """`merge_small` as its docstring says it, one look at everything per merger."""
+    """`merge_small` by its definition, with one scan per merge."""
     cuts = cuts.tolist()
     while len(cuts) - 1 > most:
         size = np.diff(cuts).tolist()

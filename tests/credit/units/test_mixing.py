@@ -83,7 +83,7 @@ def test_placement_by_hand():
     np.testing.assert_array_equal(distribute(cuts, np.array([1.0, 4.0, -3.0]), "even"), [1, 2, 2, -1, -1, -1])
 
 
-def test_every_token_of_a_unit_sees_all_of_it_only_where_it_is_paid_at_the_end():
+def test_every_token_of_a_unit_gets_its_whole_credit_only_if_placed_at_the_end():
     cuts, credits = Spans.from_cuts(6, np.array([1, 3])), np.array([1.0, 4.0, -3.0])
     ahead = {p: np.cumsum(distribute(cuts, credits, p)[::-1])[::-1] for p in ("end", "even")}
     np.testing.assert_array_equal(ahead["end"], [2, 1, 1, -3, -3, -3])
@@ -97,7 +97,7 @@ def test_residual():
     assert UnitAdvantages(cuts, trunc(values), 4.0, 0.5).residual == 3.5 - 8.5
 
 
-def test_what_is_no_credit_of_these_units_is_refused():
+def test_credit_of_other_shapes_or_nonfinite_values_is_refused():
     cuts = Spans.from_cuts(3, np.array([1]))
     with pytest.raises(ValueError, match="3 credits for 2 units"):
         UnitRewards(cuts, np.zeros(3), 0.0, 0.0)
@@ -186,7 +186,7 @@ def test_standardised_over_each_group():
         np.testing.assert_allclose(own[0], [0, *signs, 0], atol=2e-6)
 
 
-def test_each_unit_counts_once_however_long_it_is():
+def test_each_unit_counts_once_whatever_its_length():
     one = episode((".sssss", {}))
     units = [UnitAdvantages(Spans.from_cuts(5, np.array([4])), np.array([1.0, 3.0]), 1.0, 0.0)]
     found = with_unit_advantages([one], reward_streams_of_zero([one]), units, 1.0, "batch", 5.0).values[0][0]
@@ -207,7 +207,7 @@ def test_scores_are_clipped_before_they_are_weighed():
         np.testing.assert_allclose(found[:-1], -0.5 / raw, rtol=1e-5)
 
 
-def test_credits_that_are_alike_give_exactly_nothing():
+def test_equal_credits_give_exactly_zero():
     made, outcome, units = in_groups()
     alike = [UnitAdvantages(own.spans, np.full(2, 0.1), 1.0, 0.0) for own in units]
     for statistics in ("batch", "group"):
@@ -253,7 +253,7 @@ def test_beta_0_is_the_credit_of_outcomes_to_the_bit(kind):
 
 
 @pytest.mark.parametrize("beta", BETAS[1:])
-def test_episodes_without_units_have_the_credit_of_outcomes_beside_others_that_have_some(beta):
+def test_episodes_without_units_get_outcome_credit_in_a_batch_with_units(beta):
     cases = [played(0, 3), played(1, 3, found=False), played(2, 0), played(3, 2), played(4, 2)]
     made = [case[0] for case in cases]
     kept = [False, True, True, False, True]
@@ -285,7 +285,7 @@ def test_episodes_without_units_have_the_credit_of_outcomes_beside_others_that_h
     assert same_bits(alone.values[0], advantages.values[0])
 
 
-def test_a_batch_where_no_units_are_found_is_as_it_was():
+def test_a_batch_without_units_is_unchanged():
     one, cuts, values = played(1, 3, found=False)
     before = reward_streams([one])
     assert same_bits(with_unit_rewards([one], before, [None], 1.0, "end").values[0], before.values[0])
@@ -295,7 +295,7 @@ def test_a_batch_where_no_units_are_found_is_as_it_was():
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_credit_of_one_kind_is_no_credit_of_the_other(beta):
+def test_the_two_types_of_credit_are_not_interchangeable(beta):
     one, cuts, values = played(0, 3)
     rewards, advantages = reward_streams([one]), reward_streams_of_zero([one])
     with pytest.raises(TypeError, match="UnitAdvantages is not a reward"):
@@ -309,7 +309,7 @@ def test_credit_of_one_kind_is_no_credit_of_the_other(beta):
         with_unit_advantages([one], advantages, [neither], beta, "batch", 5.0)
 
 
-def test_results_are_of_their_channels_type():
+def test_results_have_the_type_of_their_channel():
     one, cuts, values = played(0, 3)
     paid = with_unit_rewards([one], reward_streams([one]), [rewarded(one, cuts, values)], 0.5, "end")
     scored = with_unit_advantages([one], reward_streams_of_zero([one]), [judged(one, cuts, values)], 0.5, "batch", 5.0)

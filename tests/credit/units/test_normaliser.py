@@ -1,4 +1,4 @@
-"""The location-aware normalizer: known coefficients come back, sigma has a floor, files keep their layout."""
+"""The location-aware normalizer: known coefficients are recovered, sigma has a floor, files keep their layout."""
 
 import json
 
@@ -50,7 +50,7 @@ def drawn(true, answers, most=30, seed=0):
 # -- the fit -----------------------------------------------------------------------------------------------------------
 
 
-def test_known_coefficients_come_back():
+def test_known_coefficients_are_recovered():
     fit = fit_normalizer(drawn(PHI, 10_000))
     assert fit.normalizer.numbers == pytest.approx(PHI.numbers, abs=0.04)
     assert fit.r2_mean > 0.95
@@ -66,7 +66,7 @@ def test_known_coefficients_come_back():
     assert abs(normal.std() - 1) < 0.02
 
 
-def test_outliers_hardly_move_it():
+def test_outliers_have_little_effect():
     answers = drawn(PHI, 5_000)
     spoiled = [*answers, *(np.array([1e3] * 31) for _ in range(20))]  # at positions that no other answer has
     plain, robust = fit_normalizer(answers).normalizer, fit_normalizer(spoiled).normalizer
@@ -101,7 +101,7 @@ def test_a_weight_is_a_repetition():
     assert huber_line(x, y, w) == pytest.approx(huber_line(np.repeat(x, w), np.repeat(y, w), np.ones(11)), abs=1e-9)
 
 
-def test_a_line_without_noise_is_found_exactly():
+def test_a_line_without_noise_is_fitted_exactly():
     x = np.log(np.arange(1, 21) / 20)
     y = 1.5 * x - 2
     assert huber_line(x, y, np.ones(20)) == pytest.approx((1.5, -2), abs=1e-9)
@@ -128,7 +128,7 @@ def test_answers_of_one_unit_give_one_mean_and_deviation():
     assert np.isnan(fit.r2_mean)
 
 
-def test_what_cannot_be_fitted_is_refused():
+def test_data_that_cannot_be_fitted_is_refused():
     with pytest.raises(ValueError, match="no position has two rewards"):
         fit_normalizer([np.array([1.0, 2.0, 3.0])])
     with pytest.raises(ValueError, match="standard deviation above 0"):
@@ -165,7 +165,7 @@ def test_normalizing_by_hand():
 
 
 @pytest.mark.parametrize("numbers", [(0, 0, 0, 0), (0, 0, 0, -1), (np.nan, 0, 0, 1), (0, np.inf, 0, 1)])
-def test_numbers_that_can_scale_nothing_are_refused(numbers):
+def test_statistics_that_cannot_scale_are_refused(numbers):
     with pytest.raises(ValueError, match="above 0 at the end"):
         Normalizer(*numbers)
 
@@ -202,7 +202,7 @@ def test_a_file_round_trips_and_keeps_its_other_fits(tmp_path_factory, values):
     assert read_normalizers(file) == {key: made, entropy: LLAMA_TOKENS}
 
 
-def test_what_is_not_there_is_an_error_that_names_what_is(tmp_path):
+def test_the_error_about_a_missing_name_lists_the_existing_ones(tmp_path):
     file = tmp_path / "params.json"
     file.write_text(json.dumps(PUBLISHED))
     missing = fit_key("phi3-instruct", "preference700K", WholeUnits(type="token"))

@@ -35,7 +35,7 @@ def check(ids, decode):
 
 @settings(max_examples=400)
 @given(ids=any_ids.filter(lambda ids: VOCABULARY.index(b"") not in ids))
-def test_any_bytes_are_aligned_as_the_definition_says(ids):
+def test_any_bytes_are_aligned_by_the_definition(ids):
     check(ids, byte_level)
 
 
@@ -60,7 +60,7 @@ def test_random_tokens_of_a_real_tokenizer(smollm, ids):
     check(ids, smollm.decode)
 
 
-def test_a_character_stands_with_the_token_that_completes_it():
+def test_a_character_belongs_to_the_token_that_completes_it():
     ids = [VOCABULARY.index(token) for token in (b"!", EURO[:1], EURO[1:2], EURO[2:], b"A")]
     answer = check(ids, byte_level)
     assert answer.text == "!€A"
@@ -70,7 +70,7 @@ def test_a_character_stands_with_the_token_that_completes_it():
 
 
 @pytest.mark.parametrize("kept", [1, 2])
-def test_a_cut_off_character_is_one_broken_one(kept):
+def test_a_truncated_character_is_one_replacement_character(kept):
     answer = check([VOCABULARY.index(b"A"), *(VOCABULARY.index(EURO[i : i + 1]) for i in range(kept))], byte_level)
     assert answer.text == "A\ufffd"
     assert answer.whole.tolist() == [True, True, *[False] * (kept - 1), True]
@@ -84,7 +84,7 @@ def test_decoders_that_drop_the_first_space_keep_the_others(words):
     assert answer.whole.sum() == len(words) + 1
 
 
-def test_cuts_stand_at_the_first_token_of_the_range_or_at_the_one_that_holds_its_end():
+def test_cuts_are_at_the_first_token_of_the_range_or_at_the_token_with_its_end():
     answer = align([VOCABULARY.index(token) for token in (b"A.", b"\n", b" ", b" B", b"\nB. x", b"!")], byte_level)
     assert answer.text == "A.\n  B\nB. x!"
     assert answer.cuts([(3, 5)]).tolist() == [2]  # the line starts with a token of its own

@@ -95,7 +95,7 @@ def test_hostile_tokens(recipe, answers):
 
 
 @given(recipe=whole, answers=answers(made_up))
-def test_units_that_need_no_reading(recipe, answers):
+def test_units_that_do_not_depend_on_the_text(recipe, answers):
     units = segment(recipe, answers, byte_level)
     assert len(units) == {"turn": len(answers), "token": units.tokens, "outcome": 1}[recipe.type]
     assert units.is_unit.all()
@@ -128,7 +128,7 @@ def of_text(recipe, text, ended=False):
     return [(aligned.slice(*span), bool(found)) for span, found in zip(units, units.is_unit, strict=True)]
 
 
-def test_what_is_no_step_is_a_unit_that_is_not_found():
+def test_text_outside_of_steps_is_not_a_unit():
     text = "<think>A. A\n</think>\n\n! !\nA. A\nB. x!\nA. B\n\n"
     assert of_text(recipe("steps"), text) == [
         ("<think>A. A\n</think>\n\n", False),
@@ -148,7 +148,7 @@ def test_no_steps_no_units_found():
     assert of_text(recipe("steps"), "! a a\n", ended=True) == [("! a a\nA", False)]
 
 
-def test_an_answer_of_nothing_but_its_end():
+def test_an_answer_with_only_an_end_token():
     for kind in ("steps", "sentence", "paragraph"):
         assert of_text(recipe(kind), "", ended=True) == [("A", False)]
     units = segment(recipe("entropy"), [Answer(np.array([0]), True, entropies=np.array([9.0]))], byte_level)
@@ -174,7 +174,7 @@ def test_a_token_that_ends_the_thinking_is_thinking():
     assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 3, 4], [False, True])
 
 
-def test_a_token_without_text_after_the_thinking_is_no_step():
+def test_a_token_without_text_after_thinking_starts_no_step():
     ids = np.array([VOCABULARY.index(token) for token in (b"<think>", b"</think>", b"", b"\nB. x")])
     units = segment(recipe("steps", pattern="^B", ordinal=False), [Answer(ids, False)], byte_level)
     assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 3, 4], [False, True])
@@ -215,7 +215,7 @@ def test_entropies_are_needed():
         segment(recipe("entropy"), [Answer(np.arange(3), False)], byte_level)
 
 
-def test_spans_refuse_what_is_no_partition():
+def test_spans_must_be_a_partition():
     for cuts in ([], [1, 2], [0, 2, 2], [0, 3, 2]):
         with pytest.raises(ValueError, match="rise strictly from 0"):
             Spans(np.array(cuts), np.ones(max(len(cuts) - 1, 0), dtype=bool))
@@ -223,7 +223,7 @@ def test_spans_refuse_what_is_no_partition():
         Spans(np.array([0, 1]), np.ones(2, dtype=bool))
 
 
-def test_nothing_sampled_is_no_unit():
+def test_without_sampled_tokens_there_are_no_units():
     nothing = segment(recipe("outcome"), [], byte_level)
     assert (len(nothing), nothing.tokens, list(nothing)) == (0, 0, [])
     assert Spans.concatenate([nothing, Spans.from_cuts(2, np.array([1])), nothing]).cuts.tolist() == [0, 1, 2]
@@ -239,7 +239,7 @@ def test_nothing_sampled_is_no_unit():
         ({"type": "entropy", "threshold": -1}, "threshold"),
     ],
 )
-def test_recipes_say_what_is_wrong(keys, message):
+def test_recipe_errors_name_the_problem(keys, message):
     with pytest.raises(ValidationError, match=message):
         _RECIPE.validate_python(keys)
 
@@ -277,7 +277,7 @@ def test_the_tokens_of_an_answers_content(text, before, part, content):
     assert marks.shape == whole.shape
 
 
-def test_a_token_with_a_part_of_a_tag_is_form():
+def test_a_token_with_part_of_a_tag_belongs_to_the_format():
     pieces = ["<answer", ">Up", " and", " on", "</", "answer>"]
     marks = answer_tokens(
         "answer", np.zeros(0, dtype=np.int64), np.arange(6), False, lambda t: "".join(pieces[i] for i in t)

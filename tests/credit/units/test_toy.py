@@ -34,7 +34,7 @@ def test_prefix_rewards_and_leave_one_out_advantages_reach_the_optimum_and_the_p
     assert final(study, "drca_published", "reward", "additive") < 0.98
 
 
-def test_where_units_meet_the_published_drca_falls_behind_the_exact_gradient(study):
+def test_with_interactions_the_published_drca_falls_behind_the_exact_gradient(study):
     # Here samples of 16 answers lead some seeds to a local optimum, whatever the credit.
     exact = np.mean([study.study.exact_curve("pairs", seed, 40, 3.0)[-1] for seed in range(8)])
     assert final(study, "prefix", "reward", "pairs") >= exact - 0.02
@@ -42,7 +42,7 @@ def test_where_units_meet_the_published_drca_falls_behind_the_exact_gradient(stu
     assert final(study, "drca_published", "reward", "pairs") < exact - 0.05
 
 
-def test_a_causal_reward_used_as_an_advantage_is_blind_to_what_comes_later(study):
+def test_a_causal_reward_used_as_an_advantage_ignores_later_effects(study):
     assert final(study, "prefix", "reward", "late") >= 0.95
     assert final(study, "prefix", "advantage", "late") < 0.5
 
@@ -52,7 +52,7 @@ def test_the_sum_of_credits_has_the_best_answer_of_the_reward_only_where_it_is_c
     assert float(study.study.agreement("trunc", 0.8, 10)[:4]) < 1
 
 
-def test_tasks_are_what_they_say(study):
+def test_tasks_have_their_stated_properties(study):
     tasks = study.tasks
     for kind, make in tasks.TASKS.items():
         task = make(3)
@@ -84,7 +84,7 @@ def test_the_policy_climbs_its_expected_reward_along_the_exact_gradient(study):
     assert task.worth(many).mean() == pytest.approx(before, abs=0.1)
 
 
-def test_a_summary_counts_runs_that_never_get_there(study):
+def test_a_summary_counts_runs_below_the_target(study):
     found = np.zeros((40, 5))
     found[:25, 2:] = 0.96
     row = study.study.summary(found)

@@ -55,7 +55,7 @@ def sentence_piece(ids: Sequence[int]) -> str:
 
 
 class Counting:
-    """A decoder that counts what it is asked for."""
+    """A decoder that counts its calls."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self.decode, self.calls, self.tokens = decode, 0, 0

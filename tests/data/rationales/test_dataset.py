@@ -1,4 +1,4 @@
-"""Corruptions and whole data sets: what is sound is exactly so, what is corrupted is so where it says."""
+"""Corruptions and whole data sets: sound procedures score 1, and corrupted ones have their fault in the stated step."""
 
 import json
 from dataclasses import replace
@@ -92,7 +92,7 @@ SHOWS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_lowers_what_it_should_and_the_verifier_names_the_step(kind):
+def test_each_kind_lowers_its_score_and_the_verifier_names_the_step(kind):
     fault, lowered = SHOWS[kind]
     for number in range(20):
         worse = corrupt(BEST, USED, kind, random_stream("test", number))
@@ -102,7 +102,7 @@ def test_each_kind_lowers_what_it_should_and_the_verifier_names_the_step(kind):
         assert worse.verdict.reward < 1
 
 
-def test_a_fault_that_costs_nothing_is_not_made():
+def test_a_corruption_that_costs_no_reward_is_not_made():
     constant = Procedure((Step("A", "Is it used?", "DENY", "APPROVE"),), "so it is.")
     assert corrupt(constant, USED, "redundant_question", random_stream("test")) is None
     idle = Step("D", "Is it big?", "DENY", "APPROVE")
@@ -124,7 +124,7 @@ def test_splits_share_no_policy(made, folder):
             assert {row["policy"] for row in read(folder / f"{file}_{split}.parquet")} == found
 
 
-def test_a_policy_that_comes_again_is_passed_over(monkeypatch):
+def test_a_repeated_policy_is_skipped(monkeypatch):
     few = [draw_policy(random_stream("few", number)) for number in range(30)]
     monkeypatch.setattr(dataset, "draw_policy", lambda random: few[random.integers(len(few))])
     for seed in range(4):
@@ -146,7 +146,7 @@ def test_identity_is_of_meaning_not_of_wording():
     assert identity(replace(USED, domain="visas")) != identity(USED)
 
 
-def test_files_hold_what_the_stages_read(folder):
+def test_files_have_the_columns_that_stages_read(folder):
     for split, count in COUNTS.items():
         sft = read(folder / f"sft/rationales_sft_{split}.parquet")
         pairs = read(folder / f"preferences/rationales_preference_{split}.parquet")
@@ -184,7 +184,7 @@ def test_the_same_seed_gives_the_same_bytes(folder, tmp_path):
         assert ((tmp_path / "more" / file).read_bytes() == bytes_) == ("train" not in file.name)
 
 
-def test_a_place_that_cannot_be_written_is_told_at_once(tmp_path):
+def test_an_unwritable_directory_is_reported_at_the_start(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"cannot write .*file"):
         write_dataset(tmp_path / "file", 0, {"train": 10**9, "val": 1, "test": 1})

@@ -1,4 +1,4 @@
-"""Policies: cases, decisions, JSON, and what is refused."""
+"""Policies: cases, decisions, JSON, and invalid ones."""
 
 import json
 
@@ -11,7 +11,7 @@ from posttrain.seeds import random_stream
 from tests.data.rationales.made import OLD, USED, fact
 
 
-def test_the_first_rule_that_holds_decides_every_case():
+def test_the_first_matching_rule_decides_every_case():
     assert len(USED.cases) == 8
     assert {case: USED.decide(case) for case in USED.cases} == {
         (used, late, big): "DENY" if used else "ESCALATE" if late and big else "APPROVE"
@@ -21,12 +21,12 @@ def test_the_first_rule_that_holds_decides_every_case():
     }
 
 
-def test_either_condition_is_enough_where_not_every_one_is_needed():
+def test_either_condition_suffices_in_a_rule_with_or():
     policy = Policy("x", (fact("used"), fact("late")), (Rule(((0, True), (1, False)), False, "DENY"),), "APPROVE")
     assert [policy.decide(case) for case in policy.cases] == ["DENY", "APPROVE", "DENY", "DENY"]
 
 
-def test_thresholds_of_one_number_rise():
+def test_thresholds_of_a_number_increase():
     answers = {age: (OLD.answer(0, (age, 0)), OLD.answer(1, (age, 0))) for age in (0, 1, 2)}
     assert answers == {0: (False, False), 1: (True, False), 2: (True, True)}
     assert [OLD.decide(case) for case in OLD.cases] == ["APPROVE", "APPROVE", "APPROVE", "ESCALATE", "DENY", "DENY"]
@@ -50,7 +50,7 @@ def test_json_gives_the_same_policy_back():
     "text",
     ["", "{", "[]", "null", "{}", '{"domain": 1}', "7", '{"attributes": [1], "rules": [], "domain": "x"}', "[" * 9999],
 )
-def test_a_text_that_is_no_policy_is_named(text):
+def test_the_error_names_a_text_that_is_not_a_policy(text):
     with pytest.raises(InputError, match="not a policy in JSON"):
         Policy.from_json(text)
 
@@ -99,7 +99,7 @@ def test_drawn_policies_need_every_rule_and_condition():
         assert used == set(range(len(policy.questions)))
 
 
-def test_the_text_names_every_condition_and_decision_in_order():
+def test_the_text_has_every_condition_and_decision_in_order():
     openings = set()
     for number in range(60):
         random = random_stream("test", number)

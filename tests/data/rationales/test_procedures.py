@@ -31,7 +31,7 @@ procedures = st.builds(
 
 
 @given(procedures)
-def test_what_is_written_is_read_back(procedure):
+def test_written_procedures_are_parsed_back(procedure):
     reading = parse(write(procedure))
     assert (Procedure(reading.steps, reading.rationale), reading.problems) == (procedure, ())
 
@@ -72,7 +72,7 @@ def test_the_written_form():
     )
 
 
-def test_white_space_keywords_and_a_thought_are_read_generously():
+def test_parsing_ignores_white_space_keyword_case_and_a_thought():
     text = (
         "<think>\nA. hm\n</think>\n\n  A.  Is   it used ? if yes, deny.  IF NO, Go To step b\n\nrationale:  why   not "
     )

@@ -1,4 +1,4 @@
-"""Verdicts against numbers worked out by hand, and against doing every case one by one."""
+"""Verdicts against numbers computed by hand, and against running every case one by one."""
 
 from pathlib import Path
 
@@ -107,7 +107,7 @@ def test_a_step_reached_only_by_an_impossible_answer_is_unreachable():
     assert numbers(verdict) == (1, 7 / 10, 14 / 15)
 
 
-def test_an_answer_that_settles_another_threshold_makes_a_branch_impossible():
+def test_an_answer_that_implies_another_threshold_makes_a_branch_impossible():
     lines = (
         "A. Is it over 20 days old? If YES, go to Step B. If NO, APPROVE.",
         "B. Is it over 10 days old? If YES, DENY. If NO, DENY.",
@@ -118,7 +118,7 @@ def test_an_answer_that_settles_another_threshold_makes_a_branch_impossible():
 @pytest.mark.parametrize(
     "answer", ["", "I approve.", "A. Is it used?", "<think>A. Is it used? If YES, DENY. If NO, DENY."]
 )
-def test_nothing_to_do_is_worth_nothing(answer):
+def test_text_without_steps_scores_zero(answer):
     verdict = verify(answer, USED)
     assert (*numbers(verdict), verdict.reward) == (0, 0, 0, 0)
     assert ("", "format") in faults(verdict)
@@ -132,7 +132,7 @@ made = st.lists(
 
 
 @given(made)
-def test_any_procedure_against_doing_the_cases_one_by_one(steps):
+def test_any_procedure_against_running_the_cases_one_by_one(steps):
     right, questions, endless = 0, 0, False
     taken = set()
     for case in OLD.cases:
@@ -172,7 +172,7 @@ def test_the_reward_reads_the_policy_of_the_row():
         reward(write(BEST), "APPROVE")
 
 
-def test_questions_are_told_apart_by_their_letters_only():
+def test_questions_are_compared_by_their_letters_and_digits():
     assert verify(text(A.replace("Is it used?", "is it  USED ?"), B, C), USED).reward == 1
     assert parse(A).steps[0].question == "Is it used?"
 

@@ -1,4 +1,4 @@
-"""An environment whose worker dies is made again from its seed and answers; one that then says something else fails."""
+"""An environment whose worker dies is rebuilt from its seed and answers. If its replay differs, the episode fails."""
 
 import dataclasses
 import random
@@ -17,10 +17,10 @@ LETTERS = str(Path(__file__).parents[2] / "training" / "letters.py")
 
 
 class Forgetful(Environment):
-    """Says something else each time it is played."""
+    """Answers differently in each replay."""
 
     class Recipe(EnvironmentRecipe):
-        """No keys of its own."""
+        """No additional keys."""
 
     def reset(self, seed):
         from posttrain.environments.protocol import Observation
@@ -104,7 +104,7 @@ def test_episodes_are_the_same_whenever_the_worker_dies(deaths):
     assert workers.restarts == len(deaths.get("before", [])) + len(deaths.get("after", []))
 
 
-def test_a_worker_that_was_replaced_unseen_is_told_from_one_that_knows():
+def test_an_unnoticed_replacement_of_a_worker_is_detected():
     workers = WorkerGroup()
     environment = RayEnvironment(environment_recipe({"type": LETTERS, "max_turns": 3}), workers)
     environment.reset(3)
@@ -124,7 +124,7 @@ def test_an_answer_that_arrives_twice_is_played_once():
     assert environment.step("hello") == plain()[2]
 
 
-def test_an_environment_that_says_something_else_fails_its_episode():
+def test_a_nondeterministic_environment_fails_its_episode():
     workers = WorkerGroup(before=[4])
     environment = RayEnvironment(environment_recipe({"type": f"{__name__}:Forgetful", "max_turns": 5}), workers)
     environment.reset(3)
@@ -134,7 +134,7 @@ def test_an_environment_that_says_something_else_fails_its_episode():
         environment.step("c")
 
 
-def test_wrong_input_goes_through():
+def test_input_errors_are_raised_unchanged():
     environment = RayEnvironment(environment_recipe({"type": LETTERS}), WorkerGroup())
     environment._values["type"] = "nothing.py"
     with pytest.raises(InputError, match="there is no file"):

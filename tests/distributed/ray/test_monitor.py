@@ -19,12 +19,12 @@ def found(*workers, limit=60.0):
     return find_hangs({worker.heartbeat.name: worker for worker in workers}, limit)
 
 
-def test_nobody_hangs_who_makes_progress_however_long_others_wait():
+def test_a_worker_with_progress_never_hangs():
     waiting = known("learner 0", waits=[PendingCall("engine 1", "12 requests", 500.0)])
     assert found(waiting, known("engine 1", stuck=3.0)) == []
 
 
-def test_a_silent_engine_is_named_with_who_waits_for_it_and_since_when():
+def test_a_silent_engine_is_named_with_its_waiters_and_the_time():
     waiting = known("learner 0", waits=[PendingCall("engine 1", "12 requests", 63.0)])
     (hang,) = found(waiting, known("engine 1", silent=62.0))
     assert hang.name == "engine 1"
@@ -33,13 +33,13 @@ def test_a_silent_engine_is_named_with_who_waits_for_it_and_since_when():
     )
 
 
-def test_an_engine_without_progress_is_named_with_where_it_is():
+def test_an_engine_without_progress_is_named_with_its_node():
     waiting = known("learner 0", waits=[PendingCall("engine 1", "an answer", 63.0)])
     (hang,) = found(waiting, known("engine 1", stuck=61.0))
     assert hang.sentence.endswith("engine 1 has made no progress for 61 s, in models/forward.py:12 hidden")
 
 
-def test_the_last_of_those_who_wait_for_each_other_is_the_one_that_hangs():
+def test_of_workers_that_wait_for_each_other_the_last_one_hangs():
     (hang,) = found(
         known("learner 0", waits=[PendingCall("engine 0", "3 answers", 70.0)]),
         known("engine 0", stuck=70.0, waits=[PendingCall("environments 2", "a step", 65.0)]),
@@ -55,7 +55,7 @@ def test_an_idle_worker_does_not_hang():
     assert found(recent, known("engine 0", stuck=9000.0)) == []
 
 
-def test_a_silent_learner_hangs_whoever_waits():
+def test_a_silent_learner_hangs_its_waiters():
     (hang,) = found(
         known("learner 1", silent=61.0, waits=[PendingCall("engine 0", "an answer", 5.0)]), known("engine 0")
     )
@@ -63,7 +63,7 @@ def test_a_silent_learner_hangs_whoever_waits():
     assert "no heartbeat" in hang.sentence
 
 
-def test_a_worker_that_finds_no_room_is_named_and_not_killed():
+def test_a_worker_without_memory_is_named_and_not_killed():
     (hang,) = found(known("learner 0", waits=[PendingCall("engine 0", "that it is there", 80.0)]))
     assert (hang.name, hang.started) == ("engine 0", False)
     assert "no machine of the cluster has room for it" in hang.sentence
@@ -79,7 +79,7 @@ def beat(name, pid, progress=0):
     return Heartbeat(name, pid, "node", progress, "", ())
 
 
-def test_a_death_is_counted_once_whoever_notices_it_first(keeper):
+def test_a_death_is_counted_once(keeper):
     keeper.heartbeat(beat("engine 0", 10))
     keeper.heartbeat(beat("engine 0", 11))  # its new process
     assert keeper.record_death("engine 0", monitor.KILLED, 10) == (
@@ -93,7 +93,7 @@ def test_a_death_is_counted_once_whoever_notices_it_first(keeper):
     assert keeper.record_death("engine 0", monitor.KILLED, 12)[1], "the third of two that are allowed"
 
 
-def test_the_first_learner_hears_of_deaths_that_nobody_noticed(keeper):
+def test_the_first_learner_learns_about_unnoticed_deaths(keeper):
     keeper.heartbeat(beat("environments 0", 10))
     keeper.heartbeat(beat("environments 0", 11))
     assert keeper.heartbeat(beat("learner 1", 5)) == ("", [])
@@ -113,18 +113,18 @@ def test_progress_and_silence_are_measured_by_the_watch(keeper, monkeypatch):
     assert (state.silent, state.stalled) == (7.0, 20.0)
 
 
-def test_orders_are_given_once(keeper):
+def test_orders_do_not_repeat(keeper):
     keeper.send_command(["learner 0"], "stop")
     assert keeper.heartbeat(beat("learner 0", 1))[0] == "stop"
     assert keeper.heartbeat(beat("learner 0", 1))[0] == ""
 
 
-def test_a_hung_worker_dies_of_what_the_watch_was_told(keeper):
+def test_the_death_of_a_hung_worker_has_the_reason_of_the_monitor(keeper):
     keeper.set_reason("engine 0", "hung (learner 0 waits for it)")
     assert keeper.record_death("engine 0", monitor.KILLED, 10)[0] == "engine 0 hung (learner 0 waits for it)"
 
 
-def test_a_watch_that_does_not_answer_is_told_once():
+def test_an_unreachable_monitor_is_reported_once():
     class Absent:
         def __getattr__(self, name):
             return self

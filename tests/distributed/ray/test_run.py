@@ -106,7 +106,7 @@ def reward_model(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def paid(reward_model):
-    """Keys of a run that a reward model pays."""
+    """Keys of a run with a reward model."""
     return {"reward": {"path": str(reward_model), "normalize": "none"}}
 
 
@@ -119,7 +119,7 @@ def undisturbed(tiny_model, paid, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_an_engine_dies_and_the_bits_are_the_same(cluster, tiny_model, paid, undisturbed, tmp_path):
+def test_an_engine_failure_does_not_change_the_bits(cluster, tiny_model, paid, undisturbed, tmp_path):
     hardware = {"ray": "auto", "max_restarts": 20}
     made = values(tiny_model, tmp_path / "runs", hardware=hardware, **paid)
     deaths, _ = run_disturbed(made, lambda disturber: (disturber.until(1), disturber.signal("engine 0")))
@@ -131,7 +131,7 @@ def test_an_engine_dies_and_the_bits_are_the_same(cluster, tiny_model, paid, und
 def test_a_worker_of_each_kind_dies_and_one_hangs_and_the_bits_are_the_same(
     cluster, tiny_model, paid, undisturbed, tmp_path
 ):
-    """Engine, environments, reward model, learner, each killed while the run goes on; then the engine is stopped."""
+    """Engine, environments, reward model, learner, each killed during the run; then the engine is stopped."""
     hardware = {
         "ray": "auto",
         "rewards": {"count": 1},
@@ -171,7 +171,7 @@ def test_a_worker_of_each_kind_dies_and_one_hangs_and_the_bits_are_the_same(
 
 
 @pytest.mark.slow
-def test_a_machine_dies_with_all_that_ran_on_it(cluster, tiny_model, paid, undisturbed, tmp_path):
+def test_a_machine_dies_with_all_its_workers(cluster, tiny_model, paid, undisturbed, tmp_path):
     """The engine, the environments and the reward model go at once; a new machine takes the place of theirs."""
     machine = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     machines = [cluster.add_node(**machine)]
@@ -217,7 +217,7 @@ def tensors(run):
 
 
 @pytest.mark.slow
-def test_a_hang_stops_the_run_where_it_is_to_and_a_resume_goes_on_to_the_same_bits(
+def test_a_hang_stops_the_run_if_configured_and_resuming_gives_the_same_bits(
     cluster, tiny_model, paid, undisturbed, tmp_path
 ):
     hardware = {"ray": "auto", "rewards": {"count": 1}, "hang_timeout": 12, "on_hang": "stop"}
@@ -254,7 +254,7 @@ def ended(pid):
 
 @pytest.mark.slow
 def test_two_learners_and_two_engines_learn_the_same_to_rounding(cluster, tiny_model, paid, undisturbed, tmp_path):
-    """One of the learners is killed; both go on from the last checkpoint."""
+    """One of the learners is killed; both resume from the last checkpoint."""
     import torch
 
     hardware = {
@@ -285,7 +285,7 @@ def test_two_learners_and_two_engines_learn_the_same_to_rounding(cluster, tiny_m
 
 
 @pytest.mark.slow
-def test_a_run_that_is_asked_to_stop_is_resumed_to_the_same_bits(cluster, tiny_model, paid, undisturbed, tmp_path):
+def test_a_stopped_run_resumes_to_the_same_bits(cluster, tiny_model, paid, undisturbed, tmp_path):
     made = values(tiny_model, tmp_path / "runs", hardware={"ray": "auto", "rewards": {"count": 1}}, **paid)
 
     def disturb(disturber):

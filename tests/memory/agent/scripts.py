@@ -1,4 +1,4 @@
-"""A speaker that says what is written down for it, and vaults to ask about."""
+"""A scripted chat client, and vaults to ask about."""
 
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
@@ -22,7 +22,7 @@ def reply(text, thought="done"):
 
 
 class Script:
-    """Speaks the messages of `script`, one after the other; an exception among them is raised. `log` has conversations."""
+    """Answers with the messages of `script` in order; an exception among them is raised. `log` has conversations."""
 
     def __init__(self, *script):
         self.script = list(script)
@@ -49,5 +49,5 @@ class Script:
         self.closed = True
 
     def heard(self):
-        """All that the model was told in the conversation under way, as one text."""
+        """All messages to the model in the current conversation, as one text."""
         return "\n".join(message["content"] for message in self.log[-1])

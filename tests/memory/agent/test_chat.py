@@ -1,4 +1,4 @@
-"""What a person sees of a chat, in a terminal and line by line, and what never reaches the terminal."""
+"""The output of a chat in a terminal and line by line, and text that must not reach the terminal."""
 
 import io
 import re
@@ -73,7 +73,7 @@ def test_time_is_shown_while_the_model_works(agent, terminal):
     assert re.search(r"thinking \x1b\[33m0:00:\d\d", shown)
 
 
-def test_what_changed_is_shown_and_commands_work(agent, terminal):
+def test_changes_are_shown_and_commands_work(agent, terminal):
     one = agent(MOVE, reply("Noted."), reply("Yes."))
     shown = terminal(one, "Ada moved to Basel.", "/diff", "/undo", "/diff", "/read entities/ada.md", "/notes", "")
     assert shown.count("+- city: Basel") == 2
@@ -96,7 +96,7 @@ def test_ctrl_c_interrupts_an_answer_and_then_leaves(agent, terminal):
     assert len(one._chat_client.log) == 2
 
 
-def test_faults_are_told_and_the_chat_goes_on(agent, terminal):
+def test_errors_are_shown_and_the_chat_continues(agent, terminal):
     one = agent(RunError("the model m at u cannot be reached"), reply("Hello."))
     shown = terminal(one, "Hi?", "Hi?")
     assert "cannot be reached" in shown
@@ -128,12 +128,12 @@ def harmless(text):
 
 
 @given(st.text(st.characters(), max_size=60))
-def test_visible_text_steers_nothing(text):
+def test_visible_text_contains_no_terminal_controls(text):
     assert harmless(printable(text))
     assert printable(printable(text)) == printable(text)
 
 
-def test_visible_text_is_otherwise_as_it_was():
+def test_visible_text_is_otherwise_unchanged():
     assert printable("naïve 日本 €\r\n\tx") == "naïve 日本 €\n    x"
     assert printable("a\x1b[2J\u202eb") == "a�[2J�b"
 
@@ -173,7 +173,7 @@ def test_escapes_of_a_model_and_of_notes_do_not_reach_the_terminal(agent, termin
 # -- privacy ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_panel_shows_what_rules_hide(agent, terminal):
+def test_no_panel_shows_hidden_facts(agent, terminal):
     told = [code(f"x = '{PHONE}'", thought=f"{PHONE}?"), f"it is {PHONE}", LOOK, reply(f"It is {PHONE}.")]
     shown = terminal(
         agent(*told, rules=[HIDE]),
@@ -191,7 +191,7 @@ def test_no_panel_shows_what_rules_hide(agent, terminal):
     assert f"- {HIDE}" in shown
 
 
-def test_what_a_question_with_a_rule_hides_does_not_come_with_the_next_one(agent, terminal):
+def test_facts_hidden_in_one_question_do_not_appear_in_the_next(agent, terminal):
     one = agent(LOOK, reply("Seen."), LOOK, reply(f"{PHONE}"), reply("Hm."))
     shown = terminal(one, "What do you know?", f"And her number? <filter>{HIDE}</filter>", "Thanks.")
     assert shown.count(PHONE) == 1  # the result of the first question
@@ -201,7 +201,7 @@ def test_what_a_question_with_a_rule_hides_does_not_come_with_the_next_one(agent
 # -- line by line -----------------------------------------------------------------------------------------------------
 
 
-def test_replies_go_to_standard_output_and_the_rest_elsewhere(agent, capsys):
+def test_replies_go_to_stdout_and_the_rest_to_stderr(agent, capsys):
     LineChat(agent(LOOK, reply("In Bern."), MOVE, reply("Noted."))).run(
         [
             "Where does Ada live?\n",

@@ -101,7 +101,7 @@ def test_settings_reach_the_model(notes):
 
 
 @pytest.mark.slow
-def test_a_rule_holds_for_every_line(notes):
+def test_a_rule_applies_to_every_line(notes):
     with serving(turns(LOOK, reply(f"It is {PHONE}."))) as server:
         words = "--url", server.url, "--model", "m", "--filter", "Do not reveal Ada's phone number."
         done = piped(notes, *words, typed="Ada's phone number?\nReally?\n/read entities/ada.md\n")
@@ -113,7 +113,7 @@ def test_a_rule_holds_for_every_line(notes):
 
 
 @pytest.mark.slow
-def test_a_memory_that_is_only_read(notes):
+def test_a_read_only_vault(notes):
     with serving(turns(MOVE, reply("I cannot."))) as server, written_to(notes):
         done = piped(notes, "--url", server.url, "--model", "m", "--read-only", typed="Ada moved.\n")
     assert done.returncode == 0, done.stderr
@@ -160,7 +160,7 @@ def test_a_server_that_is_down(notes):
     assert "check that the server is running" in sentence
 
 
-def test_what_is_missing_is_said_in_one_sentence(notes, tmp_path, capsys, monkeypatch):
+def test_missing_arguments_are_one_sentence(notes, tmp_path, capsys, monkeypatch):
     with_url = "--url", "http://localhost:9/v1", "--model", "m"
     assert "there is no folder" in wrong(capsys, tmp_path / "no", *with_url)
     (tmp_path / "file").write_text("x")
@@ -182,7 +182,7 @@ def test_what_is_missing_is_said_in_one_sentence(notes, tmp_path, capsys, monkey
     DiskStorage(notes).close()
 
 
-def test_a_memory_that_another_process_writes(notes, capsys):
+def test_a_vault_that_another_process_writes(notes, capsys):
     with written_to(notes):
         said = wrong(capsys, notes, "--url", "http://localhost:9/v1", "--model", "m")
     assert f"is being written by process {os.getpid()}" in said
@@ -198,7 +198,7 @@ def test_a_note_that_cannot_be_read_stops_rules_in_one_sentence(notes, capsys):
     assert "correct or move" in sentence
 
 
-def test_making_a_memory_where_there_is_one_changes_nothing(notes):
+def test_creating_an_existing_vault_changes_nothing(notes):
     open_vault(notes, new=True).close()
     assert (notes / "user.md").read_text() == NOTES["user.md"]
 

@@ -1,4 +1,4 @@
-"""Who speaks: a model in this process, token for token as in a rollout, and one behind a server."""
+"""Chat clients: a model in this process, token for token as in a rollout, and one behind a server."""
 
 import itertools
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ SMALL = {"notes": 5, "filler": (0, 1), "retrieval": 1, "update": 1, "clarificati
 
 
 class Parrot:
-    """An engine that samples what is written down for it."""
+    """A scripted engine."""
 
     capacity = 1
 
@@ -107,7 +107,7 @@ def _messages(environment):
             return [text.removeprefix(environment.primer) for text in written]
 
 
-def test_a_real_engine_says_in_a_chat_what_it_says_in_a_rollout(chat_client, interpreter):
+def test_a_chat_and_a_rollout_give_the_same_answers(chat_client, interpreter):
     recipe = MemoryRecipe.model_validate({"worlds": SMALL, "prompt": "brief", "max_turns": 3})
     one = chat_client(tokens_per_turn=10)
     rollout = RolloutRecipe(tokens_per_turn=10, tokens_per_episode=one.tokens_per_episode, stop_strings=list(STOPS))
@@ -135,7 +135,7 @@ def test_tokens_are_only_appended_from_question_to_question(chat_client, interpr
     assert len({request.seed for request in one.engine.asked}) == 3
 
 
-def test_a_model_reads_no_more_than_it_can(chat_client, interpreter):
+def test_a_context_is_limited_to_that_of_the_model(chat_client, interpreter):
     assert chat_client().tokens_per_episode == 2048
     one = chat_client(tokens_per_turn=4, tokens_per_episode=1_500)
     agent = MemoryAgent(vault(), one, interpreter, AgentRecipe(prompt="brief", max_turns=50))
@@ -201,7 +201,7 @@ def test_a_server_gets_the_conversation_and_its_answers_count(interpreter):
     assert [m["role"] for m in last["messages"]] == ["system", "user"] + ["assistant", "user"] * 3
 
 
-def test_a_temperature_that_nobody_chose_is_the_servers():
+def test_the_default_temperature_is_that_of_the_server():
     with serving(lambda _: reply("x")) as server:
         one = remote(server)
         one.begin([{"role": "user", "content": "hello"}], "")
@@ -210,7 +210,7 @@ def test_a_temperature_that_nobody_chose_is_the_servers():
 
 
 @pytest.mark.parametrize("thinking", [True, False])
-def test_thoughts_that_the_server_keeps_apart_are_put_back(interpreter, thinking):
+def test_thoughts_that_the_server_separates_are_restored(interpreter, thinking):
     with serving(lambda _: {"content": "<reply>Hi.</reply>", "reasoning_content": "say hi"}) as server:
         chat_client = remote(server, thinking=thinking)
         agent = MemoryAgent(vault(), chat_client, interpreter, AgentRecipe(thinking=thinking))
@@ -220,7 +220,7 @@ def test_thoughts_that_the_server_keeps_apart_are_put_back(interpreter, thinking
 
 
 @pytest.mark.parametrize("fault", [500, 404, {"content": 3}])
-def test_faults_of_a_server_are_one_sentence(interpreter, fault):
+def test_a_server_error_is_one_sentence(interpreter, fault):
     with serving(lambda _: fault) as server:
         agent = MemoryAgent(vault(), remote(server), interpreter)
         with pytest.raises(RunError, match="small at http") as raised:
@@ -228,7 +228,7 @@ def test_faults_of_a_server_are_one_sentence(interpreter, fault):
     assert "\n" not in str(raised.value)
 
 
-def test_nobody_there(interpreter):
+def test_a_server_that_does_not_exist(interpreter):
     with serving(lambda _: "") as server:
         pass
     agent = MemoryAgent(vault(), remote(server), interpreter)
@@ -237,7 +237,7 @@ def test_nobody_there(interpreter):
     assert agent.vault.files()
 
 
-def test_a_server_cannot_be_given_the_opening(interpreter):
+def test_a_server_cannot_continue_a_prefilled_answer(interpreter):
     with serving(lambda _: "") as server:
         agent = MemoryAgent(vault(), remote(server), interpreter, AgentRecipe(opened_by="environment"))
         with pytest.raises(InputError, match="opened_by"):

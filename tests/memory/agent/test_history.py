@@ -1,4 +1,4 @@
-"""`posttrain memory journal` and `posttrain memory undo`: what was changed in a memory is told and taken back."""
+"""`posttrain memory journal` and `posttrain memory undo`: changes of a vault are listed and undone."""
 
 import re
 from contextlib import closing
@@ -33,7 +33,7 @@ def files(root):
     return {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("*.md"))}
 
 
-def test_the_last_operations_are_told_with_time_and_notes(notes):
+def test_the_last_operations_are_listed_with_time_and_notes(notes):
     found = last_operations(notes, 3)
     assert len(found) == 3
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -42,7 +42,7 @@ def test_the_last_operations_are_told_with_time_and_notes(notes):
     assert last_operations(notes, 99)[3].endswith("update  user.md (+1 -2 lines)")
 
 
-def test_operations_are_taken_back_one_after_the_other(notes):
+def test_operations_are_undone_one_by_one(notes):
     states = [files(notes)]
     for name in ("delete", "move", "create", "update"):
         (line,) = undo(notes, 1)
@@ -55,7 +55,7 @@ def test_operations_are_taken_back_one_after_the_other(notes):
         undo(notes, 1)
 
 
-def test_several_at_once_or_none(notes):
+def test_several_operations_are_undone_or_none(notes):
     before = files(notes)
     with pytest.raises(InputError, match="has 4 operations"):
         undo(notes, 5)
@@ -80,14 +80,14 @@ def test_the_commands(notes):
     assert "nothing to undo" in run(app, ["memory", "journal", str(notes)]).stdout
 
 
-def test_a_folder_that_is_no_memory_is_left_alone(tmp_path):
+def test_a_folder_that_is_not_a_vault_is_unchanged(tmp_path):
     for attempt in (lambda: undo(tmp_path, 1), lambda: last_operations(tmp_path, 1)):
         with pytest.raises(InputError, match="has no journal"):
             attempt()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_journal_is_told_once(notes, capsys):
+def test_a_damaged_journal_is_reported_once(notes, capsys):
     (notes / RESERVED / "journal.jsonl").write_text('[1,"x",[[5,null,"a"]]]\n')
     before = files(notes)
     with pytest.raises(InputError, match="has 0 operations"):

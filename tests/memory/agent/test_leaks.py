@@ -1,4 +1,4 @@
-"""A model that tells all it can, in made-up worlds whose hidden facts are known: nothing of them comes through a chat."""
+"""A model that reveals all it can, in generated worlds with known hidden facts: no hidden fact gets through a chat."""
 
 import json
 
@@ -31,7 +31,7 @@ def interpreter():
 
 
 class Gossip:
-    """Reads all notes, then tells in every way what it was told since the conversation began, and what it knows besides."""
+    """Reads all notes, then repeats in every way all messages of the conversation, and guesses."""
 
     def __init__(self, paths, besides):
         self._dump = DUMP.format(paths=list(paths))

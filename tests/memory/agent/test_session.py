@@ -54,7 +54,7 @@ def test_events_of_a_question(agent):
     ]
 
 
-def test_a_message_that_is_not_understood_is_told_and_asked_again(agent):
+def test_an_unparsable_message_is_reported_and_the_model_tries_again(agent):
     one = agent("hello", reply("In Bern."))
     first, *rest = asked(one)
     assert isinstance(first, Refused)
@@ -64,7 +64,7 @@ def test_a_message_that_is_not_understood_is_told_and_asked_again(agent):
     assert "nothing was run" in one._chat_client.heard()
 
 
-def test_an_empty_reply_is_never_handed_on(agent):
+def test_an_empty_reply_is_never_returned(agent):
     refused, *_, last = asked(agent(reply("  "), reply("In Bern.")))
     assert isinstance(refused, Refused)
     assert last == Answered("In Bern.", False)
@@ -83,7 +83,7 @@ def test_turns_run_out(agent):
     )
 
 
-def test_the_conversation_goes_on_until_it_is_ended(agent):
+def test_the_conversation_continues_until_it_ends(agent):
     one = agent(reply("Which Ada?"), reply("In Bern."), reply("Hm."))
     asked(one)
     asked(one, "The one with the dog.")
@@ -121,14 +121,14 @@ def test_an_interrupted_question_is_forgotten_and_its_changes_can_be_undone(agen
     assert len(one._chat_client.log) == 3
 
 
-def test_the_opening_is_put_in_the_models_mouth_where_it_was_in_training(agent):
+def test_the_opening_is_prefilled_as_in_training(agent):
     one = agent(reply("ok"), opened_by="environment")
     asked(one)
     assert one._chat_client.primers == ["<think>"]
 
 
 @pytest.mark.parametrize("mark", ["<|im_start|>assistant", "</result>", "<think>", "[INST]", "<reply>x</reply>"])
-def test_questions_cannot_open_a_turn(agent, mark):
+def test_questions_cannot_start_a_turn(agent, mark):
     one = agent(reply("a"), reply("b"))
     asked(one, f"first {mark}")
     asked(one, f"second {mark}")
@@ -155,7 +155,7 @@ CHANGE = (
 )
 
 
-def test_changes_of_a_question_are_undone_as_a_whole(agent):
+def test_undo_reverts_all_changes_of_a_question(agent):
     one = agent(code(CHANGE), code('append_file("user.md", "# New\\n")'), reply("ok"), reply("nothing to do"))
     asked(one, "Ada moved.")
     assert set(one.vault.paths()) == {"entities/ada.md", "entities/bob.md", "user.md"}
@@ -184,7 +184,7 @@ def test_questions_are_undone_one_after_the_other(agent):
     assert one.changes() == ""
 
 
-def test_what_others_changed_is_not_undone(agent):
+def test_changes_of_others_are_not_undone(agent):
     one = agent(code('append_file("user.md", "- n: 1\\n")\ncreate_file("a.md", "# A")'), reply("ok"))
     asked(one, "Note it.")
     one.vault._storage.write("user.md", "edited elsewhere")
@@ -194,7 +194,7 @@ def test_what_others_changed_is_not_undone(agent):
     assert one.vault.read("user.md") == "edited elsewhere"
 
 
-def test_what_the_journal_has_forgotten_is_not_undone_in_part(agent):
+def test_operations_that_the_journal_dropped_are_not_partly_undone(agent):
     many = "\n".join(f'append_file("user.md", "- n: {n}")' for n in range(5))
     one = agent(code(many), reply("ok"), code(many), reply("ok"), limits=VaultLimits(journal_entries=3))
     for _ in range(2):
@@ -249,7 +249,7 @@ def test_undo_leads_back_through_every_state(agent, questions):
 # -- privacy ----------------------------------------------------------------------------------------------------------
 
 
-def test_standing_rules_hold_for_every_question_and_every_event(agent):
+def test_standing_rules_apply_to_every_question_and_every_event(agent):
     look = code('text = read_file("entities/ada.md")', thought=f"is it {PHONE}?")
     one = agent(look, reply(f"It is {PHONE}."), look, reply("Rufus."), rules=[HIDE])
     events = asked(one, "What is Ada's phone number?") + asked(one, "And her dog?")
@@ -263,7 +263,7 @@ def test_standing_rules_hold_for_every_question_and_every_event(agent):
     assert PHONE not in "".join(users)
 
 
-def test_notes_cannot_be_changed_while_a_rule_holds(agent):
+def test_notes_cannot_be_changed_under_a_rule(agent):
     one = agent(code('append_file("user.md", "- x: 1")'), reply("ok"), rules=[HIDE])
     events = asked(one)
     assert "notes cannot be changed while a privacy rule holds" in events[2].text
@@ -271,7 +271,7 @@ def test_notes_cannot_be_changed_while_a_rule_holds(agent):
     assert one.changes() == ""
 
 
-def test_nothing_seen_before_leaks_into_a_question_with_a_rule(agent):
+def test_earlier_conversation_does_not_leak_into_a_question_with_a_rule(agent):
     look = code('text = read_file("entities/ada.md")')
     one = agent(look, reply("Bern."), look, reply("I may not say."), look, reply("Yes."), reply("Hm."))
     asked(one)
@@ -297,7 +297,7 @@ def test_rules_of_a_question_add_to_the_standing_ones(agent):
     assert "Bern" in str(events)
 
 
-def test_a_rule_that_is_not_understood_closes_the_memory(agent):
+def test_an_unknown_rule_denies_all_access(agent):
     one = agent()
     (event,) = asked(one, "Where? <filter>Be so kind as to sing.</filter>")
     assert isinstance(event, GaveUp)
@@ -306,12 +306,12 @@ def test_a_rule_that_is_not_understood_closes_the_memory(agent):
         agent(rules=["Be so kind as to sing."])
 
 
-def test_what_commands_show_is_what_standing_rules_show(agent):
+def test_commands_show_only_what_the_rules_allow(agent):
     assert PHONE not in agent(rules=[HIDE]).visible_vault().read("entities/ada.md")
     assert PHONE in agent().visible_vault().read("entities/ada.md")
 
 
-def test_code_that_holds_a_hidden_value_is_not_shown(agent):
+def test_code_with_a_hidden_value_is_redacted(agent):
     one = agent(code(f'x = "{PHONE}"'), f"<think>t</think>nonsense {PHONE}", reply("ok"), rules=[HIDE])
     events = asked(one)
     assert PHONE not in str(events)
@@ -320,7 +320,7 @@ def test_code_that_holds_a_hidden_value_is_not_shown(agent):
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def test_faults_that_are_not_the_models_are_raised(agent, monkeypatch):
+def test_errors_unrelated_to_the_model_are_raised(agent, monkeypatch):
     one = agent(code("a = 1"))
     monkeypatch.setattr(one._interpreter, "run", _raising(InterpreterFault("the interpreter does not start")))
     with pytest.raises(RunError, match="does not start"):

@@ -175,7 +175,7 @@ OUTSIDE_PATHS = [
 
 
 @pytest.mark.parametrize("path", OUTSIDE_PATHS, ids=[ascii(path)[1:30] for path in OUTSIDE_PATHS])
-def test_no_tool_takes_a_path_that_is_no_note(interpreter, place, path):
+def test_no_tool_accepts_a_path_outside_of_notes(interpreter, place, path):
     """Every tool that takes a path, in one turn: each call must raise."""
     calls = [
         "read_file(p)",
@@ -310,7 +310,7 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("name", ESCAPES)
-def test_nothing_leads_out_of_the_interpreter(interpreter, place, name):
+def test_nothing_escapes_the_interpreter(interpreter, place, name):
     before = place.vault.files()
     ran = attack(interpreter, place, f"{ESCAPES[name]}\nwon = True")
     assert ran.error
@@ -351,7 +351,7 @@ RUNAWAYS = {
 
 
 @pytest.mark.parametrize("name", RUNAWAYS)
-def test_nothing_runs_away(fragile, place, name):
+def test_code_cannot_run_without_limit(fragile, place, name):
     before = place.vault.files()
     ran = attack(fragile, place, f"{RUNAWAYS[name]}\nwon = True")
     assert ran.error or name in ("deep lists", "many operators", "a backtracking pattern")
@@ -371,7 +371,7 @@ CRASHES = {
 
 
 @pytest.mark.parametrize("name", CRASHES)
-def test_values_cannot_hurt_the_trusted_side(fragile, tmp_path, name):
+def test_values_cannot_harm_the_trusted_side(fragile, tmp_path, name):
     """Handed to a tool, and handed over at the end."""
     place = Place("memory", tmp_path)
     attack(
@@ -418,7 +418,7 @@ def test_quotas_and_collisions_hold(interpreter, place, name):
     assert place.vault.files() == FILES
 
 
-def test_a_worker_holds_nothing_of_the_host(interpreter):
+def test_a_worker_has_no_data_of_the_host(interpreter):
     """Neither the worker nor its interpreter has our environment, our folder or any file of ours."""
     assert interpreter.run("1", {}).error is None
     worker = interpreter._free.queue[0]._process.pid
@@ -445,7 +445,7 @@ def test_text_of_a_note_stays_text(interpreter, place):
     assert ran.printed == f"{forged}\n"
 
 
-def test_a_folder_that_is_exchanged_for_a_link_meanwhile_leads_nowhere(interpreter, tmp_path):
+def test_a_folder_replaced_by_a_link_is_not_followed(interpreter, tmp_path):
     """A race: while the code writes, a folder turns into a link to the outside and back, all the time."""
     (tmp_path / "place").mkdir()
     (tmp_path / "aside").mkdir()

@@ -26,7 +26,7 @@ def functions():
     return tools(Vault(MemoryStorage({"user.md": "# Me\n- name: Ada\n"})))
 
 
-def test_values_are_what_the_code_assigned_in_order(interpreter, functions):
+def test_values_are_the_assignments_in_order(interpreter, functions):
     ran = interpreter.run(
         "b = read_file('user.md')\na = file_exists('x.md')\n_hidden = 1\nfor n in (1, 2): pass", functions
     )
@@ -34,7 +34,7 @@ def test_values_are_what_the_code_assigned_in_order(interpreter, functions):
     assert (ran.error, ran.calls, ran.printed) == (None, 2, "")
 
 
-def test_a_last_expression_and_output_come_back_too(interpreter, functions):
+def test_results_contain_the_last_expression_and_output(interpreter, functions):
     ran = interpreter.run("print('hello')\nlist_files()", functions)
     assert (ran.values, ran.printed, ran.error) == ({"_": "user.md"}, "hello\n", None)
 
@@ -51,7 +51,7 @@ def test_values_become_json(interpreter, functions):
     }
 
 
-def test_functions_classes_and_modules_are_no_values(interpreter, functions):
+def test_functions_classes_and_modules_are_not_shown_as_values(interpreter, functions):
     code = "import json\nclass A: pass\ndef f(): return 7\nh = lambda: 1\nx = f()\nf"
     assert interpreter.run(code, functions).values == {"x": 7}
 
@@ -61,7 +61,7 @@ def test_functions_and_comprehensions_see_the_codes_own_names(interpreter, funct
     assert interpreter.run(code, functions).values["x"] == [3, 6, 9]
 
 
-def test_nothing_stays_from_one_turn_to_the_next(interpreter, functions):
+def test_no_state_remains_between_turns(interpreter, functions):
     interpreter.run("import json, math\nx = 1\njson.dumps = None\nread_file = None", functions)
     assert "NameError" in interpreter.run("x", functions).error
     ran = interpreter.run("import json\ny = json.dumps(read_file('user.md'))", functions)
@@ -92,19 +92,19 @@ def test_only_the_functions_of_this_turn_can_be_called(interpreter, functions):
         ("def f(): return f()\nf()", "line 1: RecursionError: maximum recursion depth exceeded"),
     ],
 )
-def test_errors_say_where_and_what(interpreter, functions, code, error):
+def test_errors_name_the_place_and_the_problem(interpreter, functions, code, error):
     ran = interpreter.run(code, functions)
     assert ran.error == error
     # What the interpreter's grammar lacks is refused before anything runs.
     assert ran.values == ({"x": 1} if "/ 0" in code else {})
 
 
-def test_other_refusals_say_what_there_is(interpreter, functions):
+def test_other_errors_list_what_exists(interpreter, functions):
     assert "read_file" in interpreter.run("open('user.md')", functions).error
     assert "only a few pure modules" in interpreter.run("import numpy", functions).error
 
 
-def test_code_may_catch_a_refusal_and_go_on(interpreter, functions):
+def test_code_may_catch_a_tool_error_and_continue(interpreter, functions):
     code = "try:\n    read_file('no.md')\nexcept FileNotFoundError as error:\n    x = str(error)"
     assert interpreter.run(code, functions).values["x"] == "there is no note 'no.md'"
 
@@ -124,20 +124,20 @@ def test_calls_and_output_and_code_are_limited(interpreter, functions):
     assert interpreter.run("#" * 20_001, functions).error == "the code is longer than 20000 characters"
 
 
-def test_output_steers_no_terminal(interpreter, functions):
+def test_output_contains_no_terminal_controls(interpreter, functions):
     ran = interpreter.run("print('a\\x1b[2J\\tb\\x9b c')\nraise ValueError('x\\x1b]0;y')", functions)
     assert ran.printed == "a�[2J\tb� c\n"
     assert ran.error == "line 2: ValueError: x�]0;y"
 
 
-def test_clock_and_chance_stand_still(interpreter, functions):
+def test_clock_and_random_numbers_are_fixed(interpreter, functions):
     code = "import datetime, random, time\na = str(datetime.datetime.now())\nb = random.random()\nc = time.time()"
     first = interpreter.run(code, functions)
     assert first.values["a"] == "2026-01-01 09:00:00"
     assert interpreter.run(code, functions) == first
 
 
-def test_a_fault_of_ours_is_raised_and_the_next_turn_works(interpreter, functions):
+def test_an_internal_error_is_raised_and_the_next_turn_works(interpreter, functions):
     def broken(path):
         raise OSError("the disk is on fire")
 
@@ -165,7 +165,7 @@ def test_a_killed_worker_is_replaced(functions):
         assert interpreter.run("1", functions).error is None
 
 
-def test_a_crash_of_the_interpreter_itself_costs_one_turn(functions):
+def test_a_crash_of_the_interpreter_loses_one_turn(functions):
     with Interpreter(InterpreterLimits(timeout=10)) as interpreter:
         assert interpreter.run("1", functions).error is None
         worker = interpreter._free.queue[0]
@@ -214,7 +214,7 @@ def test_many_threads_share_the_workers():
     assert found == {number: number for number in range(6)}
 
 
-def test_an_interpreter_that_does_not_start_is_our_fault(functions, monkeypatch):
+def test_an_interpreter_that_does_not_start_is_a_run_error(functions, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with Interpreter() as interpreter, pytest.raises(InterpreterFault, match=r"posttrain\[memory\]"):
         interpreter.run("1", functions)
@@ -231,7 +231,7 @@ def test_closing_ends_the_workers(functions):
         interpreter.run("1", functions)
 
 
-def test_the_untrusted_half_imports_nothing_of_ours_and_the_trusted_half_no_interpreter():
+def test_the_untrusted_half_imports_no_package_code_and_the_trusted_half_no_interpreter():
     code = (
         "import sys; import posttrain_memory.interpreter.worker as worker;"
         "text = open(worker.__file__).read(); assert 'import posttrain' not in text and 'from posttrain' not in text;"

@@ -94,7 +94,7 @@ def sent(port, body=LIST, method="POST", path="/mcp", token=TOKEN, **headers):
     return found
 
 
-def test_who_has_the_token_is_let_in(server):
+def test_requests_with_the_token_are_accepted(server):
     status, text, headers = sent(server)
     assert status == 200
     assert "posttrain-memory" in text
@@ -104,19 +104,19 @@ def test_who_has_the_token_is_let_in(server):
 
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], f"{TOKEN}x", TOKEN.upper(), f" {TOKEN}", "é" * 16])
 @pytest.mark.parametrize("method", ["POST", "GET"])
-def test_without_the_token_nobody_is(server, token, method):
+def test_requests_without_the_token_are_rejected(server, token, method):
     status, text, headers = sent(server, method=method, token=token)
     assert status == 401
     assert TOKEN not in text
     assert {name.lower(): value for name, value in headers.items()}["www-authenticate"] == "Bearer"
 
 
-def test_the_name_of_the_scheme_is_taken_in_any_case(server):
+def test_the_authorization_scheme_is_case_insensitive(server):
     for scheme in ("bearer", "BEARER"):
         assert sent(server, token=None, Authorization=f"{scheme} {TOKEN}")[0] == 200
 
 
-def test_the_token_stands_in_one_header_and_nowhere_else(server):
+def test_the_token_is_in_one_header_only(server):
     assert sent(server, token=None, Authorization=[f"Bearer {TOKEN}", f"Bearer {TOKEN}"])[0] == 401
     assert sent(server, token=None, Authorization=f"Basic {TOKEN}")[0] == 401
     assert sent(server, token=None, path=f"/mcp?token={TOKEN}")[0] == 401
@@ -245,7 +245,7 @@ def test_a_cancelled_question_ends_after_its_turn(memory):
 
 
 @pytest.mark.slow
-def test_a_token_is_made_where_none_is_given(memory):
+def test_a_missing_token_is_generated(memory):
     with running(memory) as (port, process):
         (token,) = re.findall(r"Bearer (\S+)", "".join(process.said))
         assert len(token) >= 32
@@ -275,13 +275,13 @@ def test_tokens_from_the_environment(monkeypatch):
             read_token("MEMORY_TOKEN")
 
 
-def test_it_listens_on_this_machine_alone():
+def test_it_listens_on_localhost_only():
     with open_listener(0) as found:
         assert found.getsockname()[0] == "127.0.0.1"
 
 
 @pytest.mark.slow
-def test_what_is_no_http_request_is_refused():
+def test_an_invalid_http_request_is_refused():
     async def app(*_):
         raise AssertionError("let in")
 

@@ -19,7 +19,7 @@ def folder(tmp_path):
     return written(tmp_path / "notes")
 
 
-def test_standing_rules_hold_in_every_tool(folder):
+def test_standing_rules_apply_in_every_tool(folder):
     peek = code('text = read_file("entities/ada.md")\nappend_file("user.md", "- x: y\\n")')
     speaks = Script(peek, reply(f"It is {PHONE} in Bern."))
     notes = SharedNotes(folder, [HIDE])
@@ -44,14 +44,14 @@ def test_standing_rules_hold_in_every_tool(folder):
     assert (folder / "user.md").read_text() == NOTES["user.md"]
 
 
-def test_signs_without_width_do_not_get_a_value_past_the_rules(folder):
+def test_zero_width_characters_do_not_bypass_the_rules(folder):
     (folder / "log.md").write_text(f"# Log\n\nCalled Ada at {PHONE.replace('555', '5' + chr(0x200B) + '55')} again.\n")
     text, _ = one(served(folder, rules=[HIDE]), "read", path="log.md")
     assert "[hidden]" in text
     assert "01 99" not in text
 
 
-def test_a_rule_of_a_question_adds_and_never_takes_away(folder):
+def test_a_rule_in_a_question_only_adds_restrictions(folder):
     peek = code('text = read_file("entities/ada.md")')
     says = reply(f"{PHONE}, Bern, Rufus")
 
@@ -68,7 +68,7 @@ def test_a_rule_of_a_question_adds_and_never_takes_away(folder):
     assert "not understood" in text
 
 
-def test_rules_of_a_question_tell_nothing_of_hidden_notes(folder):
+def test_rules_of_a_question_reveal_nothing_about_hidden_notes(folder):
     """Whether a rule can name a note must not show that there is one."""
 
     def asked(name):
@@ -98,7 +98,7 @@ def test_rules_fail_closed(folder):
     assert "secret_name" not in text
 
 
-def test_errors_do_not_tell_right_guesses_from_wrong_ones(folder):
+def test_errors_do_not_reveal_whether_a_guess_is_right(folder):
     pin = "- PIN: 4711\n- room: [[entities/x/41315550199.md]]\n"
     (folder / "entities/ada.md").write_text(NOTES["entities/ada.md"] + pin)
     (folder / "entities/x").mkdir()

@@ -35,7 +35,7 @@ def listed(server):
     return anyio.run(run)
 
 
-def test_tools_say_what_they_do(folder):
+def test_tools_have_descriptions(folder):
     tools, instructions = listed(served(folder, reply("x")))
     assert list(tools) == ["ask", "search", "read", "list"]
     assert [tool.annotations.read_only_hint for tool in tools.values()] == [False, True, True, True]
@@ -47,13 +47,13 @@ def test_tools_say_what_they_do(folder):
 
 
 @pytest.mark.parametrize("given", [{"read_only": True}, {"rules": [HIDE]}])
-def test_ask_says_where_it_changes_nothing(folder, given):
+def test_ask_is_declared_read_only(folder, given):
     tools, _ = listed(served(folder, reply("x"), **given))
     assert tools["ask"].annotations.read_only_hint
     assert "changes" not in tools["ask"].description
 
 
-def test_without_a_model_there_is_no_ask(folder):
+def test_without_a_model_ask_is_not_offered(folder):
     server = served(folder)
     tools, instructions = listed(server)
     assert list(tools) == ["search", "read", "list"]
@@ -100,7 +100,7 @@ def test_notes_are_listed_searched_and_read(folder):
         ("ask", {"question": "<filter>Do not reveal cities.</filter>"}, "empty"),
     ],
 )
-def test_what_does_not_go_is_one_sentence(folder, name, given, told):
+def test_an_unsupported_combination_is_one_sentence(folder, name, given, told):
     (folder / "link.md").symlink_to("/etc/passwd")
     text, failed = called(served(folder, reply("x")), (name, given))[0]
     assert failed
@@ -135,7 +135,7 @@ def test_long_notes_are_read_in_pieces(folder):
     assert read == whole.strip()
 
 
-def test_answers_are_the_reply_and_nothing_else(folder):
+def test_answers_contain_only_the_reply(folder):
     look = code('text = read_file("entities/ada.md")', thought="a secret thought")
     assert one(served(folder, look, reply("In Bern.")), "ask", question="Where?") == ("In Bern.", False)
 
@@ -149,7 +149,7 @@ def test_answers_may_change_notes_unless_read_only(folder):
     assert (folder / "user.md").read_text() == NOTES["user.md"] + "- city: Rome\n"
 
 
-def test_faults_are_told_to_the_log_alone(folder, capsys):
+def test_errors_are_written_only_to_the_log(folder, capsys):
     fault = RunError("the model at http://10.0.0.1/v1 with key-123 is away")
     assert one(served(folder, fault), "ask", question="Where?") == (FAILED, True)
     assert "key-123" in capsys.readouterr().err
@@ -166,7 +166,7 @@ def test_a_model_that_gives_up_is_an_error(folder):
     assert "no reply within 8 messages" in text
 
 
-def test_another_writer_is_waited_for_and_then_told(folder):
+def test_another_writer_is_awaited_and_then_reported(folder):
     chat = DiskStorage(folder)
     server = served(folder, reply("In Bern."), patience=0.3)
     text, failed = one(server, "ask", question="Where?")
@@ -266,7 +266,7 @@ def wrong(capsys, *words):
     return sentence
 
 
-def test_what_is_wrong_at_the_start_is_one_sentence(folder, tmp_path, capfd):
+def test_an_error_at_the_start_is_one_sentence(folder, tmp_path, capfd):
     def told(*words):
         return wrong(capfd, *words)
 

@@ -132,7 +132,7 @@ def test_a_cancelled_question_ends_after_its_turn_and_the_next_is_answered(folde
 
 
 @pytest.mark.slow
-def test_a_model_that_goes_away_is_one_sentence(folder, tmp_path):
+def test_a_model_that_disappears_is_one_sentence(folder, tmp_path):
     async def talk(client):
         asked = await client.call_tool("ask", {"question": "I live in Rome."})
         return asked.content[0].text, asked.is_error, (await client.call_tool("read", {"path": "user.md"})).is_error
@@ -177,7 +177,7 @@ def asks(number, question):
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_server_that_is_ended_in_the_middle_leaves_the_memory_whole(folder, end):
+def test_terminating_a_server_leaves_a_valid_vault(folder, end):
     held = Held(reply("x"))
     with serving(held) as server, raw(folder, "--url", server.url, "--model", "x") as process:
         say(process, HELLO, {"jsonrpc": "2.0", "method": "notifications/initialized"}, asks(2, "Where?"))
@@ -212,7 +212,7 @@ def test_a_local_model_writes_nothing_else_to_stdout(folder, tiny_model):
     assert all(line["jsonrpc"] == "2.0" for line in lines)
 
 
-def test_the_wire_is_apart_from_what_else_is_printed():
+def test_protocol_output_is_separate_from_other_output():
     program = """
 import os, subprocess, sys
 from posttrain_memory.mcp.server import private_wire

@@ -75,7 +75,7 @@ def test_sentences_become_rules(text):
 
 
 @pytest.mark.parametrize("text", NOT_UNDERSTOOD)
-def test_what_is_not_understood_closes_the_vault(text):
+def test_unknown_rules_deny_all_access(text):
     found = read_rules(text, LABELS, NAMES)
     assert isinstance(found, NotUnderstood)
     assert found.reason
@@ -83,7 +83,7 @@ def test_what_is_not_understood_closes_the_vault(text):
     assert (closed.view, closed.clean("Porto"), closed.active) == ({}, HIDDEN, True)
 
 
-def test_one_rule_that_is_not_understood_is_enough():
+def test_one_unknown_rule_denies_all_access():
     assert PrivacyFilter(["Never mention my phone.", "Be discreet."], FILES).view == {}
 
 
@@ -97,7 +97,7 @@ def test_one_rule_that_is_not_understood_is_enough():
         ("Who?", "Who?", []),
     ],
 )
-def test_rules_are_taken_out_of_the_question(message, question, rules):
+def test_rules_are_removed_from_the_question(message, question, rules):
     assert split_question(message) == (question, rules)
 
 
@@ -131,7 +131,7 @@ HIDES = {
 
 
 @pytest.mark.parametrize("rule", HIDES)
-def test_the_view_hides_what_it_must_and_no_more(rule):
+def test_the_view_hides_exactly_the_forbidden_facts(rule):
     gone, kept = HIDES[rule]
     everything = "\n".join(FILES.values())
     view = PrivacyFilter([rule], FILES).view
@@ -165,7 +165,7 @@ SAID = {
 
 
 @pytest.mark.parametrize(("rule", "said"), [(rule, said) for rule, all_said in SAID.items() for said in all_said])
-def test_a_reply_that_knows_better_is_cleaned_in_every_spelling(rule, said):
+def test_hidden_values_in_a_reply_are_redacted_in_every_spelling(rule, said):
     clean = PrivacyFilter([rule], FILES).clean(f"Well: {said} That is it.")
     assert HIDDEN in clean
     assert clean.startswith("Well: ")
@@ -174,12 +174,12 @@ def test_a_reply_that_knows_better_is_cleaned_in_every_spelling(rule, said):
     assert not any(value in clean.casefold() for value in values)
 
 
-def test_a_reply_without_anything_hidden_stays():
+def test_a_reply_without_hidden_values_is_unchanged():
     text = "Mara Lindt lives in Porto, pays 80 EUR and was born on 4 May 1990."
     assert PrivacyFilter(["Do not reveal the phone number of Mara Lindt."], FILES).clean(text) == text
 
 
-def test_a_value_that_is_free_elsewhere_may_be_said():
+def test_a_value_that_another_note_allows_may_be_revealed():
     files = {**FILES, "entities/bo.md": "# Bo\n\n- city: Porto\n"}
     rule = PrivacyFilter(["Hide the city of Mara Lindt."], files)
     assert "Porto" in rule.view["entities/bo.md"]
@@ -187,7 +187,7 @@ def test_a_value_that_is_free_elsewhere_may_be_said():
     assert rule.clean("Bo lives in Porto.") == "Bo lives in Porto."
 
 
-def test_words_of_their_own_are_hidden_where_no_labelled_fact_is():
+def test_words_of_a_rule_are_hidden_without_a_labeled_fact():
     files = {
         "user.md": "# Me\n\nI met [[bo.md]].\n",
         "bo.md": "# Bo\n\nHe came into the world in May.\n- weight: 70 kg\n",
@@ -205,7 +205,7 @@ def test_other_names_of_a_label_are_known_without_a_theme():
     assert "70 kg" in view["bo.md"]
 
 
-def test_a_second_text_cannot_widen_what_the_first_alone_allows():
+def test_a_second_rule_cannot_allow_more_than_the_first():
     files = {
         "user.md": "# Me\n\n- friend: [[entities/ada.md|Ada Lind]]\n",
         "entities/ada.md": "# Ada Lind\n\n- city: Bern\n- job: baker\n",
@@ -246,7 +246,7 @@ def test_time_grows_with_the_notes_and_not_with_their_square():
         *(pytest.param(s, marks=pytest.mark.slow) for s in ["a", "1 ", "a@", "Aa ", "It is.\n\n"]),
     ],
 )
-def test_a_long_note_of_one_sign_takes_no_longer_than_its_length_asks(sign):
+def test_a_long_note_of_one_character_takes_linear_time(sign):
     files = {**FILES, "clip.md": f"# Clip\n\n{sign * (10_000 // len(sign))}\n"}
     for rule in ("No sums of money.", "Never mention dates.", "Do not share the salary of Mara Lindt."):
         start = process_time()
@@ -254,7 +254,7 @@ def test_a_long_note_of_one_sign_takes_no_longer_than_its_length_asks(sign):
         assert process_time() - start < 4
 
 
-def test_notes_whose_names_tell_have_others():
+def test_notes_with_revealing_names_are_renamed():
     files = {
         "user.md": "# Me\n\n- call: [[x/41795550101|the sheet]]\n",
         "x/41795550101.md": "# Sheet\n\n- who: Bo\n",
@@ -269,6 +269,6 @@ def test_notes_whose_names_tell_have_others():
     assert not {"user.md", "x/other.md"} - set(view)
 
 
-def test_where_everything_is_hidden_no_reply_is_let_out():
+def test_if_everything_is_hidden_the_reply_is_withheld():
     one = PrivacyFilter(["Reveal nothing."], FILES)
     assert (one.view, one.clean("Mara lives in Porto.")) == ({}, HIDDEN)

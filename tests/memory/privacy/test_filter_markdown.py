@@ -6,13 +6,13 @@ from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter
 from tests.memory.privacy.markdown_cases import CASES, notes
 
 
-def test_there_are_cases_of_every_kind():
+def test_cases_of_every_kind_exist():
     assert len(CASES) >= 80
     assert len({name.partition(":")[0] for name in CASES}) == 5
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_hidden_is_shown_or_said_and_the_rest_stays(name):
+def test_hidden_values_are_redacted_and_the_rest_is_unchanged(name):
     files, (_, rule, hidden, kept) = notes(CASES[name]), CASES[name]
     everything = "\n".join([*files, *files.values()]).casefold()
     assert [text for text in hidden if text.casefold() not in everything and name != "block: width"] == []

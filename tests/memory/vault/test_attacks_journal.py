@@ -1,4 +1,4 @@
-"""A folder of notes from somebody else, with a journal that would write, change or take away what it should not."""
+"""A folder of untrusted notes with a journal that tries to write, change or delete other files."""
 
 from contextlib import closing
 from pathlib import Path
@@ -44,7 +44,7 @@ FORGED = {
 
 @pytest.mark.parametrize("name", FORGED)
 @pytest.mark.parametrize("read_only", [False, True])
-def test_a_forged_journal_changes_nothing_and_stops_nobody(tmp_path, name, read_only):
+def test_a_forged_journal_changes_nothing_and_blocks_nothing(tmp_path, name, read_only):
     root = tmp_path / "notes"
     (root / ".posttrain").mkdir(parents=True)
     (tmp_path / "secret.md").write_text(SECRET)
@@ -77,7 +77,7 @@ def test_a_forged_journal_changes_nothing_and_stops_nobody(tmp_path, name, read_
     "path",
     ["../x.md", "a/../../x.md", "/tmp/x.md", "", ".", "..", ".x/a.md", ".posttrain/lock", "a//b.md", "a/", "x\0.md"],
 )
-def test_the_storage_itself_refuses_what_leads_out(tmp_path, path):
+def test_the_storage_refuses_paths_outside_of_the_vault(tmp_path, path):
     root = tmp_path / "notes"
     (root / "a").mkdir(parents=True)
     (tmp_path / "x.md").write_text(SECRET)

@@ -18,7 +18,7 @@ def opened(root, **options):
     return Vault(DiskStorage(root, sync=False, **options), VaultLimits())
 
 
-def test_what_is_no_plain_note_is_neither_listed_nor_read_nor_replaced(tmp_path):
+def test_files_that_are_not_notes_are_not_listed_read_or_replaced(tmp_path):
     outside, root = tmp_path / "outside", tmp_path / "vault"
     outside.mkdir()
     root.mkdir()
@@ -89,7 +89,7 @@ def test_undo_reaches_into_earlier_processes(tmp_path):
     vault.close()
 
 
-def test_undo_does_not_overwrite_what_somebody_else_wrote(tmp_path):
+def test_undo_does_not_overwrite_changes_of_others(tmp_path):
     vault = opened(tmp_path)
     vault.create("a.md", "one")
     (tmp_path / "a.md").write_text("by hand")
@@ -173,7 +173,7 @@ def test_a_crash_in_the_middle_of_undo_leaves_all_or_nothing(tmp_path, monkeypat
     again.close()
 
 
-def test_undo_takes_back_several_operations_or_none(tmp_path):
+def test_undo_reverts_several_operations_or_none(tmp_path):
     vault = opened(tmp_path)
     vault.create("a.md", "one")
     vault.create("b.md", "two")
@@ -195,7 +195,7 @@ def test_undo_takes_back_several_operations_or_none(tmp_path):
     vault.close()
 
 
-def test_a_journal_from_before_it_kept_the_time_is_read(tmp_path):
+def test_a_journal_without_times_is_read(tmp_path):
     (tmp_path / RESERVED).mkdir()
     (tmp_path / "a.md").write_text("one")
     (tmp_path / RESERVED / "journal.jsonl").write_text('[1, "create", [["a.md", null, "one"]]]\n')
@@ -211,7 +211,7 @@ def test_a_journal_from_before_it_kept_the_time_is_read(tmp_path):
     vault.close()
 
 
-def test_a_line_of_the_journal_that_was_cut_off_is_dropped(tmp_path):
+def test_a_truncated_line_of_the_journal_is_dropped(tmp_path):
     vault = opened(tmp_path)
     vault.create("a.md", "one")
     vault.close()
@@ -225,7 +225,7 @@ def test_a_line_of_the_journal_that_was_cut_off_is_dropped(tmp_path):
     vault.close()
 
 
-def test_the_journal_forgets_the_oldest(tmp_path):
+def test_the_journal_drops_the_oldest(tmp_path):
     limits = VaultLimits(journal_entries=3)
     vault = Vault(DiskStorage(tmp_path, sync=False), limits)
     for number in range(10):
@@ -240,7 +240,7 @@ def test_the_journal_forgets_the_oldest(tmp_path):
     vault.close()
 
 
-def test_the_journal_forgets_what_is_too_long_but_never_the_last(tmp_path, monkeypatch):
+def test_the_journal_drops_what_is_too_long_but_never_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "_BYTES", 1_000)
     vault = opened(tmp_path)
     for number in range(40):
@@ -274,7 +274,7 @@ def test_refusals_leave_no_descriptor_open(tmp_path):
     vault.close()
 
 
-def test_a_failed_write_leaves_the_old_note_and_no_rest(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_note_and_no_temporary_file(tmp_path, monkeypatch):
     vault = opened(tmp_path)
     vault.create("a.md", "old")
 
@@ -291,7 +291,7 @@ def test_a_failed_write_leaves_the_old_note_and_no_rest(tmp_path, monkeypatch):
     vault.close()
 
 
-def test_a_folder_that_is_not_there_is_the_users_error(tmp_path):
+def test_a_missing_folder_is_an_input_error(tmp_path):
     with pytest.raises(InputError, match="create the folder first"):
         DiskStorage(tmp_path / "nowhere")
 

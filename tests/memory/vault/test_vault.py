@@ -1,4 +1,4 @@
-"""What the tools of a vault do, and the sentences with which they refuse."""
+"""The tools of a vault and their error messages."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_reading_and_writing(vault):
     assert vault.files() == FILES
 
 
-def test_refusals_are_short_and_say_what_to_do(vault):
+def test_errors_are_short_and_name_the_remedy(vault):
     missing = "FileNotFoundError"
     assert refuses(vault.read, "no.md", kind=missing) == "there is no note 'no.md'"
     assert refuses(vault.read, "bob.md", kind=missing) == "there is no note 'bob.md'; there is 'entities/bob.md'"
@@ -82,7 +82,7 @@ def test_the_tree_shows_notes_before_folders(vault):
     assert vault.tree() == "user.md\nentities/\n  acme.md\n  bob.md\nplaces/\n  berlin.md"
 
 
-def test_a_long_listing_says_what_it_leaves_out():
+def test_a_long_listing_counts_omitted_entries():
     vault = Vault(MemoryStorage({f"n{i}.md": "" for i in range(9)}), VaultLimits(tree_lines=4))
     assert vault.tree().splitlines()[-2:] == ["n3.md", "… 5 more lines"]
 
@@ -141,7 +141,7 @@ def test_backlinks(vault):
     assert vault.backlinks("user.md") == ["places/berlin.md"]
 
 
-def test_moving_mends_links_in_their_own_form(vault):
+def test_moving_a_note_rewrites_links_in_their_form(vault):
     assert vault.move("entities/bob.md", "people/robert.md") == 2
     assert "[[people/robert.md|Bob]]" in vault.read("user.md")
     assert vault.read("entities/acme.md").count("[[robert") == 2
@@ -158,7 +158,7 @@ def test_a_move_that_would_make_a_link_ambiguous_writes_the_whole_path(vault):
     assert vault.follow("[[people/x.md]]") == vault.read("people/x.md")
 
 
-def test_a_move_mends_links_to_others_that_it_would_make_ambiguous(vault):
+def test_a_move_rewrites_links_that_would_become_ambiguous(vault):
     vault.create("x.md", "[[bob]] and [[acme]]")
     assert vault.move("places/berlin.md", "places/bob.md") == 3
     assert vault.read("x.md") == "[[entities/bob]] and [[acme]]"
@@ -204,7 +204,7 @@ def test_undo_and_diff(vault):
     assert refuses(vault.journal.undo) == "there is nothing to undo"
 
 
-def test_the_tools_are_those_that_are_named(vault):
+def test_the_tools_are_the_documented_ones(vault):
     functions = tools(vault)
     assert tuple(functions) == NAMES
     assert all(function.__doc__ for function in functions.values())
@@ -225,8 +225,8 @@ def test_a_type_error_inside_a_tool_is_not_the_models_fault():
         call({"broken": broken}, "broken", ["x"], {})
 
 
-def test_a_model_cannot_take_the_first_note_away(vault):
-    """The user can, in a vault; nothing that a model calls does."""
+def test_a_model_cannot_delete_user_md(vault):
+    """The user can delete it; no tool of a model does."""
     told = "user.md is where every question begins: it cannot be deleted or moved"
     functions = tools(vault)
     for name, args in (

@@ -43,7 +43,7 @@ def added(task, before, after):
     return [line for line in after[path].split("\n") if line not in before[path].split("\n")]
 
 
-def test_the_solutions_do_none_of_it():
+def test_scripted_solutions_contain_no_such_code():
     assert len(UPDATES) > 45
     for task, before, after in UPDATES:
         assert harm(task, before, after) == (), task.question
@@ -61,7 +61,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_within_the_note_that_changes_is_seen(name):
+def test_damage_within_the_changed_note_is_detected(name):
     seen = 0
     for task, before, after in UPDATES:
         path = touched(task, after)
@@ -78,7 +78,7 @@ def test_damage_within_the_note_that_changes_is_seen(name):
 
 
 @pytest.mark.parametrize("frame", ["<!--\n{}\n-->", "```\n{}\n```", "~~~~ text\n{}\n~~~~", "<!-- {}", "```\n{}"])
-def test_a_fact_that_is_written_where_nobody_reads_it_is_not_written(frame):
+def test_a_fact_in_an_unread_place_does_not_count(frame):
     seen = 0
     for task, before, after in SETS:
         path = touched(task, after)
@@ -92,7 +92,7 @@ def test_a_fact_that_is_written_where_nobody_reads_it_is_not_written(frame):
 
 
 @pytest.mark.parametrize("line", ["- earlier: {}", "The real value is {}.", "It used to be {}."])
-def test_the_old_value_in_other_words_is_left_over(line):
+def test_the_old_value_in_another_spelling_counts_as_remaining(line):
     seen = 0
     for task, before, after in SETS:
         path = touched(task, after)
@@ -107,7 +107,7 @@ def test_the_old_value_in_other_words_is_left_over(line):
     assert seen >= 2
 
 
-def test_what_does_no_harm_is_allowed():
+def test_harmless_changes_are_allowed():
     for task, before, after in SETS:
         path = touched(task, after)
         for text in (
@@ -118,7 +118,7 @@ def test_what_does_no_harm_is_allowed():
             assert harm(task, before, {**after, path: text}) == (), text
 
 
-def test_an_empty_heading_may_go_with_the_last_fact_under_it():
+def test_a_heading_may_be_removed_with_its_last_fact():
     before = {"user.md": "# Us\n\n## Size\n\n- weight: 12\n\n## Else\n\nNo fact.\n"}
     change = {"op": "delete", "about": "user.md", "key": "weight"}
     theme = next(name for name, one in themes().items() if "weight" in one.labels.values())

@@ -15,7 +15,7 @@ def somewhere_else(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
 
 
-def test_rows_of_each_split_and_what_is_in_them(tmp_path, capsys):
+def test_rows_and_columns_of_each_split(tmp_path, capsys):
     words = [
         "--train",
         "2",
@@ -52,12 +52,12 @@ def test_rows_of_each_split_and_what_is_in_them(tmp_path, capsys):
     ("word", "told"),
     [("nodes=4", "expected key=value"), ("notes=2", "notes"), ("facts=[3,2]", "exchange"), ("themes=[none]", "theme")],
 )
-def test_wrong_keys_are_told(word, told, capsys):
+def test_wrong_keys_are_reported(word, told, capsys):
     assert main(["data", "worlds", word]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
 
 
-def test_what_episodes_earn_can_be_read_in_80_columns(capsys, monkeypatch):
+def test_rewards_of_episodes_fit_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     words = ["--train", "1", "--dev", "0", "--test", "0", "--scenarios", "notes=5", "facts=[2,3]", "bare=true"]
     assert main(["data", "worlds", *words]) == 0

@@ -126,7 +126,7 @@ FORGERS = {
 }
 
 
-def test_other_words_keep_every_fact_and_task():
+def test_paraphrases_keep_every_fact_and_task():
     reword = Rewording(gentle)
     recipe = WorldRecipe(notes=10, filler=(3, 6))
     world = make_world(3, recipe)
@@ -141,7 +141,7 @@ def test_other_words_keep_every_fact_and_task():
 
 
 @pytest.mark.parametrize("name", FORGERS)
-def test_words_that_change_facts_are_not_taken(name):
+def test_paraphrases_that_change_facts_are_rejected(name):
     recipe = WorldRecipe(notes=8, filler=(2, 4))
     world = make_world(4, recipe)
     reword = Rewording(FORGERS[name])
@@ -156,7 +156,7 @@ def test_words_that_change_facts_are_not_taken(name):
         assert task.question == old.question or name == "drops names"
 
 
-def test_idle_lines_state_nothing():
+def test_filler_lines_state_no_fact():
     world = make_world(6, WorldRecipe(notes=8, filler=(2, 3)))
     theme = world.graph.theme_name
     assert any(filler_lines(path, world.files, theme) for path in world.files)

@@ -1,4 +1,4 @@
-"""A vault says what its graph says, no more and no less; every note is reached and every link leads somewhere."""
+"""A vault states exactly the facts of its graph, every note is reachable, and every link resolves."""
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +32,7 @@ RECIPES = st.builds(
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**63 - 1), recipe=RECIPES)
-def test_the_vault_says_what_the_graph_says(seed, recipe):
+def test_the_vault_states_the_facts_of_the_graph(seed, recipe):
     world = make_world(seed, recipe)
     parsed = parse(world.files, world.graph.theme_name)
     assert parsed.statements == world.graph.statements()
@@ -46,7 +46,7 @@ def test_the_vault_says_what_the_graph_says(seed, recipe):
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), recipe=RECIPES)
-def test_links_lead_for_the_vault_where_they_lead_for_the_parser(seed, recipe):
+def test_vault_and_parser_resolve_links_alike(seed, recipe):
     world = make_world(seed, recipe)
     vault = Vault(MemoryStorage(dict(world.files)))
     parsed = parse(world.files, world.graph.theme_name)
@@ -55,7 +55,7 @@ def test_links_lead_for_the_vault_where_they_lead_for_the_parser(seed, recipe):
         assert vault.read(path) == world.files[path]
 
 
-def test_places_are_where_the_values_stand():
+def test_places_are_the_positions_of_the_values():
     world = make_world(3, WorldRecipe(notes=20))
     for place in parse(world.files, world.graph.theme_name).places:
         text = world.files[place.statement.note]
@@ -129,6 +129,6 @@ def test_links_are_resolved_as_the_vault_does():
     "keys",
     [{"facts": (3, 2)}, {"facts": (0, 2)}, {"notes": 3}, {"themes": ("nope",)}, {"variants": ("hop9",)}, {"x": 1}],
 )
-def test_recipes_that_mean_nothing_are_refused(keys):
+def test_contradictory_recipes_are_refused(keys):
     with pytest.raises(ValidationError):
         WorldRecipe(**keys)

@@ -1,4 +1,4 @@
-"""What episodes are worth: no wrong one more than a right one, whatever the weights; replies in many words."""
+"""Rewards of episodes: no wrong one earns more than a right one for any weights, in many phrasings of replies."""
 
 import pytest
 from hypothesis import given, settings
@@ -54,7 +54,7 @@ def weights(draw):
 
 
 @pytest.mark.parametrize("seed", [*range(30, 33), *(pytest.param(n, marks=pytest.mark.slow) for n in range(33, 45))])
-def test_scenarios_are_right_and_wrong_as_they_say(seed):
+def test_scenarios_are_scored_as_declared(seed):
     """Every variant of a theme; the seeds are the 15 themes."""
     for task, files in some_tasks([seed]):
         found = scenarios(task, files)
@@ -96,7 +96,7 @@ def test_weights_under_which_wrong_could_beat_right_are_refused(keys):
         RewardWeights(**keys)
 
 
-def test_turns_cost_and_looking_first_pays():
+def test_turns_cost_and_reading_user_md_first_is_rewarded():
     task, files = TASKS[0]
     kept = RewardWeights(check_first=0.1)
 
@@ -188,7 +188,7 @@ VALUES = (
 
 
 @pytest.mark.parametrize(("said", "value"), VALUES, ids=lambda item: getattr(item, "type", None))
-def test_a_value_that_is_denied_in_any_words_is_not_said(said, value):
+def test_a_denied_value_does_not_count_as_stated(said, value):
     for text in DENIALS:
         assert not states_value(text.format(said), value), text
     for text in AFFIRMED:
@@ -215,7 +215,7 @@ def vault_of(*lines, theme="pets"):
         ("It is (201) 555-0123.", "phone", "12015550123", []),
     ],
 )
-def test_other_values_beside_the_right_one_are_seen_in_any_spelling(reply, kind, value, seen):
+def test_additional_values_are_detected_in_any_spelling(reply, kind, value, seen):
     key = {"money": "vet_bill", "number": "weight"}.get(kind, "key")
     vault = vault_of("- vet bill: EUR 30", "- fee: EUR 30")
     vault.values["fee"] = {"EUR 30.00"}
@@ -238,7 +238,7 @@ def test_listing_all_amounts_answers_no_question_for_one():
     assert asked >= 2
 
 
-def test_asking_and_declining_are_seen():
+def test_asking_and_declining_are_recognized():
     for text in (
         "Which one?",
         'Did you mean "Bo"?',
@@ -267,7 +267,7 @@ def test_asking_and_declining_are_seen():
     assert contains_value("not 3", Answer("number", "3", "key"))
 
 
-def test_a_question_back_says_what_is_wrong():
+def test_asking_back_must_name_what_is_missing():
     seen = {"no_entity": 0, "no_attribute": 0, "contradiction": 0}
     for task, files in TASKS:
         if not task.asks:
@@ -313,7 +313,7 @@ def test_a_question_back_says_what_is_wrong():
         ("There is a note on Ada now.", False),
     ],
 )
-def test_saying_that_an_update_was_not_done_is_seen(reply, denies):
+def test_denying_an_update_is_recognized(reply, denies):
     assert denies_change(reply) is denies
 
 

@@ -1,4 +1,4 @@
-"""Every task is solved by its own solution and by nothing near it, and its truth stands in the notes."""
+"""Every task is solved by its solution and not by similar ones, and its truth is in the notes."""
 
 import ast
 
@@ -39,7 +39,7 @@ def outcome(task, world, after, reply=None):
 
 @settings(max_examples=10, deadline=None)
 @given(seed=SEEDS)
-def test_solutions_succeed_and_tasks_are_told_apart(seed):
+def test_solutions_succeed_and_tasks_are_distinguished(seed):
     world, recipe = worlds(seed)
     tasks = tasks_of(world, recipe)
     assert len({question_key(task) for task in tasks}) == len(tasks) >= 15
@@ -79,7 +79,7 @@ def test_a_solution_with_a_part_changed_fails(seed, place):
 
 @settings(max_examples=8, deadline=None)
 @given(seed=SEEDS)
-def test_truth_stands_in_the_notes(seed):
+def test_the_truth_is_in_the_notes(seed):
     world, recipe = worlds(seed)
     parsed = parse(world.files, world.graph.theme_name)
     facts = {(s.about, s.key): set() for s in parsed.statements}

@@ -51,7 +51,7 @@ def changed(keys, value):
         (("kinds", 0, "names"), [{"a": 1}], r"kinds\.0\.names\.0"),
     ],
 )
-def test_a_mistake_is_one_line_with_the_file_and_the_key(tmp_path, keys, value, place):
+def test_an_error_is_one_line_with_the_file_and_the_key(tmp_path, keys, value, place):
     file = tmp_path / "wrong.yaml"
     # JSON is YAML, too.
     file.write_text(json.dumps(changed(keys, value)))
@@ -60,7 +60,7 @@ def test_a_mistake_is_one_line_with_the_file_and_the_key(tmp_path, keys, value, 
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_no_yaml_is_named_too(tmp_path):
+def test_invalid_yaml_is_named_too(tmp_path):
     file = tmp_path / "wrong.yaml"
     for text in ("titles: [", "- a\n- b\n", "name: 2024-05-01\n", "\0"):
         file.write_text(text)

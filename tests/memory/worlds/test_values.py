@@ -1,4 +1,4 @@
-"""Values are read in every spelling, and nothing else is read as them."""
+"""Values are parsed in every spelling, and other text is not parsed as values."""
 
 import pytest
 from hypothesis import given, settings
@@ -43,7 +43,7 @@ def test_values_are_read_in_every_spelling(kind, text, value):
     assert canonical(kind, text) == value
 
 
-def test_digits_of_other_values_are_no_numbers():
+def test_digits_within_other_values_do_not_count_as_numbers():
     text = "On 2024-05-31 call +1 201 555 0123 or a1@b2.example in [[entities/room_12.md|the room]]; there are 17."
     assert [found.value for found in find("number", text)] == ["17"]
     assert [found.value for found in find("phone", text)] == ["12015550123"]
@@ -66,7 +66,7 @@ def test_every_spelling_of_a_drawn_value_is_read_back(seed, theme):
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_no_name_holds_another(seed):
+def test_no_name_contains_another(seed):
     names = Namer(random_stream("test names", seed))
     patterns = ("{person}", "{place} Clinic", "[Old/New] {place}")
     drawn = [names.new(patterns) for _ in range(40)]
@@ -84,7 +84,7 @@ def test_patterns_are_filled_and_found():
     assert matcher("{person}") is None
 
 
-def test_all_types_are_used_and_themes_are_apart():
+def test_all_types_are_used_and_themes_are_distinct():
     assert len(themes()) >= 12
     assert {item.type for theme in themes().values() for item in theme.attributes.values()} == set(TYPES)
     assert {kind.about for theme in themes().values() for kind in theme.kinds} == {

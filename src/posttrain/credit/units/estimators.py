@@ -15,7 +15,7 @@ def prefix(values: np.ndarray) -> np.ndarray:
 
     Potential-based shaping with the potential Phi (Ng, Harada, Russell 1999): it changes when reward arrives, but not
     which policy is optimal. Reward models trained on whole answers rarely see such prefixes.
-    Unbiased for any Phi if paid at the end of units: the return from unit k on is R - beta Phi_(k-1), which is a
+    Unbiased for any Phi if placed at the end of units: the return from unit k on is R - beta Phi_(k-1), which is a
     baseline that depends on the past only. Biased as an advantage, which would ignore effects on later units.
     """
     return np.diff(np.asarray(values, dtype=np.float64))
@@ -25,7 +25,7 @@ def trunc(values: np.ndarray) -> np.ndarray:
     """d_k = R - Phi_(k-1): [K] float64, an advantage: the return minus a baseline that depends on the past of unit k.
 
     Unbiased for any Phi, provided that the start of unit k depends on the text before it only. Biased as a reward, which
-    would pay unit j of additive worth w_j j times.
+    would count unit j of additive value w_j j times.
     """
     values = np.asarray(values, dtype=np.float64)
     return values[-1] - values[:-1]

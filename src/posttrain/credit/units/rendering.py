@@ -46,8 +46,8 @@ def render_coalition(stream: Stream, units: Spans, members: int, how: Rendering,
                 fill[int(body[0])] = tokens.placeholder
     ids = [
         token
-        for place, own in enumerate(stream.ids.tolist())
-        for token in ([own] if kept[place] else fill.get(place, []))
+        for place, token_id in enumerate(stream.ids.tolist())
+        for token in ([token_id] if kept[place] else fill.get(place, []))
     ]
     last_is_out = len(units) > 0 and not members >> (len(units) - 1) & 1
     if last_is_out and not closes[-1]:

@@ -1,0 +1,279 @@
+"""What reinforcement learning learns, over training seeds: one factor varied at a time from a base recipe per environment.
+
+    posttrain benchmark learning --environments word_sort,bandit --seeds 5 --jobs 2 --out runs/learning
+
+Every run starts from `made:small`, which plays like the random policy, and is evaluated on held-out tasks during training
+and at its end. A run's outcome is one line of OUT/results.jsonl; runs that are there are not run again. OUT/learning.md has
+a row per variant, and OUT/learning.svg the curves.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.evaluation.statistics import Estimate, bootstrap_mean, interquartile_mean, probability_of_improvement
+
+Keys = dict[str, Any]
+
+COMMON: Keys = {
+    "model": {"path": "made:small", "threads": 1},
+    "steps": 40,
+    "rollout": {"groups_per_step": 16, "episodes_per_group": 8, "tokens_per_turn": 10},
+    "credit": {"type": "rloo"},
+    "loss": {"type": "ppo"},
+    "learner": {"updates_per_step": 2},
+    "optimizer": {"learning_rate": 5e-4, "warmup_updates": 10},
+    "evaluation": {
+        "every": 5,
+        "sampling": {"temperature": 1.0},
+        "seeds": {"start": 1_000_000, "count": 128},
+        "final_seeds": {"start": 2_000_000, "count": 400},
+    },
+    "checkpoint": {"every": 1000},
+    "export": "last",
+}
+ENVIRONMENTS: dict[str, Keys] = {
+    "bandit": {"environment": {"type": "bandit"}},
+    "word_sort": {"environment": {"type": "word_sort"}},
+    "firm lake": {
+        "environment": {"type": "frozen_lake", "slippery": False, "max_turns": 6, "observation": "local"},
+        "rollout": {"tokens_per_episode": 900},
+    },
+    "slippery lake": {
+        "environment": {"type": "frozen_lake", "slippery": True, "max_turns": 10, "observation": "local"},
+        "rollout": {"tokens_per_episode": 1000},
+    },
+    "sokoban": {
+        "environment": {"type": "sokoban", "max_turns": 6, "observation": "local"},
+        "rollout": {"tokens_per_episode": 1000},
+    },
+}
+VARIANTS: dict[str, Keys] = {
+    "base": {},
+    **{
+        f"credit {name}": {"credit": {"type": name}}
+        for name in (
+            "grpo",
+            "dr_grpo",
+            "opo",
+            "remax",
+            "maxrl",
+            "reinforce_pp_baseline",
+            "brpo",
+            "arpo",
+            "reinforce_pp",
+        )
+    },
+    **{
+        f"credit {name}": {"credit": {"type": name}}
+        for name in ("turn_returns", "gigpo", "gae", "optimal_token_baseline")
+    },
+    **{
+        f"loss {name}": {"loss": {"type": name}}
+        for name in ("reinforce", "gspo", "gspo_token", "cispo", "dppo", "sapo", "gmpo", "gpg")
+    },
+    "no warm-up": {"optimizer": {"warmup_updates": 0}},
+    "learning rate x 2": {"optimizer": {"learning_rate": 1e-3}},
+    "learning rate / 2": {"optimizer": {"learning_rate": 2.5e-4}},
+    "1 update a step": {"learner": {"updates_per_step": 1}},
+    "8 x 16 episodes": {"rollout": {"groups_per_step": 8, "episodes_per_group": 16}},
+    "32 x 4 episodes": {"rollout": {"groups_per_step": 32, "episodes_per_group": 4}},
+    "entropy 0.003": {"entropy": {"coefficient": 0.003}},
+    "KL 0.01": {"kl": {"coefficient": 0.01}},
+}
+SHARE = 0.8
+"""Of the optimal policy's success: the level whose time is measured."""
+
+
+def merged(*parts: Keys) -> Keys:
+    """Nested dictionaries, the later ones winning key by key. A `credit` or `loss` of another type replaces the whole."""
+    whole: Keys = {}
+    for part in parts:
+        for key, value in part.items():
+            mergeable = isinstance(value, dict) and isinstance(whole.get(key), dict) and "type" not in value
+            whole[key] = merged(whole[key], value) if mergeable else value
+    return whole
+
+
+def run(environment: str, variant: str, seed: int, out: Path) -> Keys:
+    """Train once. Returns its line of results: curve (step, seconds of training, success), final success, baselines."""
+    import posttrain
+
+    folder = out / "runs" / f"{environment}-{variant}-{seed}".replace(" ", "_").replace("/", "by")
+    begun = time.process_time()
+    keys = merged(COMMON, ENVIRONMENTS[environment], VARIANTS[variant])
+    result = posttrain.rl(**keys, name=folder.name, runs=str(folder.parent), seed=seed, overwrite=True)
+    clock = np.cumsum([row["time/step"] for row in result.metrics])
+    rates = {row["policy"]: row["success"] for row in result.evaluation}
+    line = {
+        "environment": environment,
+        "variant": variant,
+        "seed": seed,
+        "curve": [
+            (int(row["step"]), float(clock[int(row["step"]) - 1]) if row["step"] else 0.0, row["success"])
+            for row in result.evaluations
+        ],
+        "final": rates["trained"],
+        "start": rates["start of this run"],
+        "random": rates["random"],
+        "optimal": rates["optimal"],
+        "cpu_seconds": time.process_time() - begun,
+    }
+    shutil.rmtree(folder)
+    return line
+
+
+def table(lines: list[Keys]) -> list[Keys]:
+    """A row per environment and variant."""
+    by: dict[str, dict[str, list[Keys]]] = defaultdict(lambda: defaultdict(list))
+    for line in sorted(lines, key=lambda line: line["seed"]):
+        by[line["environment"]][line["variant"]].append(line)
+    rows = []
+    for environment, variants in by.items():
+        base = [line["final"] for line in variants.get("base", [])]
+        for variant in [name for name in VARIANTS if name in variants]:
+            runs = variants[variant]
+            final = [line["final"] for line in runs]
+            area = [float(np.mean([success for _, _, success in line["curve"]])) for line in runs]
+            times = [_time_to(line) for line in runs]
+            better = probability_of_improvement([final], [base]) if base and variant != "base" else None
+            rows.append(
+                {
+                    "environment": environment,
+                    "variant": variant,
+                    "seeds": len(runs),
+                    "final success": _text(interquartile_mean([final])),
+                    "worst": f"{min(final):.1%}",
+                    "area": f"{np.mean(area):.1%}",
+                    "better than base": _text(better) if better else "–",
+                    f"s to {SHARE:.0%} of optimal": _times(times),
+                    "random": f"{runs[0]['random']:.1%}",
+                    "optimal": f"{runs[0]['optimal']:.1%}",
+                }
+            )
+    return rows
+
+
+def _time_to(line: Keys) -> float:
+    goal = SHARE * line["optimal"]
+    return next((seconds for _, seconds, success in line["curve"] if success >= goal), math.inf)
+
+
+def _times(times: list[float]) -> str:
+    reached = [seconds for seconds in times if math.isfinite(seconds)]
+    median = f"{np.median(reached):.0f}" if reached else "–"
+    return median if len(reached) == len(times) else f"{median} ({len(reached)} of {len(times)})"
+
+
+def _text(estimate: Estimate) -> str:
+    return f"{estimate.value:.1%} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
+
+
+def markdown(rows: list[Keys]) -> str:
+    head = list(rows[0])
+    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)], *[[str(row[key]) for key in head] for row in rows]]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def draw(lines: list[Keys], file: Path) -> None:
+    """Small multiples: an environment per row, and per column the base beside some variants; mean and 95% interval over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    environments = [name for name in ENVIRONMENTS if any(line["environment"] == name for line in lines)]
+    present = {line["variant"] for line in lines}
+    columns = {
+        title: chosen
+        for title, start in (("credit", "credit "), ("loss", "loss "), ("settings", ""))
+        if (chosen := [name for name in VARIANTS if name in present and _column(name) == start])
+    }
+    figure, axes = pyplot.subplots(
+        len(environments), len(columns), squeeze=False, sharex=True, sharey=True, layout="constrained",
+        figsize=(4.2 * len(columns), 2.6 * len(environments)),
+    )  # fmt: skip
+    for row, environment in enumerate(environments):
+        for column, (title, names) in enumerate(columns.items()):
+            axis = axes[row][column]
+            for name in ["base", *names]:
+                runs = [x for x in lines if x["environment"] == environment and x["variant"] == name]
+                if not runs:
+                    continue
+                steps = [step for step, _, _ in runs[0]["curve"]]
+                points = [
+                    bootstrap_mean(values, draws=500)
+                    for values in zip(*[[success for _, _, success in x["curve"]] for x in runs], strict=True)
+                ]
+                style = {"color": "black", "linewidth": 2.0} if name == "base" else {"linewidth": 1.0}
+                (drawn,) = axis.plot(
+                    steps, [point.value for point in points], label=name.removeprefix(f"{title} "), **style
+                )  # type: ignore[arg-type]
+                low, high = [point.low for point in points], [point.high for point in points]
+                axis.fill_between(steps, low, high, color=drawn.get_color(), alpha=0.1, linewidth=0)
+            for key in ("random", "optimal"):
+                level = next(x[key] for x in lines if x["environment"] == environment)
+                axis.axhline(level, color="grey", linestyle=":", linewidth=1)
+            axis.set_title(f"{environment}: {title}", fontsize=9)
+            axis.legend(fontsize=6, frameon=False)
+            if column == 0:
+                axis.set_ylabel("held-out success")
+            if row == len(environments) - 1:
+                axis.set_xlabel("step")
+    figure.savefig(file)
+
+
+def _column(variant: str) -> str | None:
+    if variant == "base":
+        return None
+    return next((start for start in ("credit ", "loss ") if variant.startswith(start)), "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--environments", default=",".join(ENVIRONMENTS), help="comma-separated")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
+    parser.add_argument("--out", type=Path, required=True)
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    results = chosen.out / "results.jsonl"
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    done = {(line["environment"], line["variant"], line["seed"]) for line in lines}
+    wanted = [
+        (environment, variant, seed)
+        for seed in range(chosen.seeds)
+        for variant in chosen.variants.split(",")
+        for environment in chosen.environments.split(",")
+        if (environment, variant, seed) not in done
+    ]
+    with ProcessPoolExecutor(chosen.jobs) as pool:
+        for future in as_completed([pool.submit(run, *one, chosen.out) for one in wanted]):
+            line = future.result()
+            with results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            lines.append(line)
+            print(
+                line["environment"],
+                line["variant"],
+                line["seed"],
+                f"{line['start']:.2f} -> {line['final']:.2f}",
+                flush=True,
+            )
+    text = markdown(table(lines))
+    (chosen.out / "learning.md").write_text(text)
+    draw(lines, chosen.out / "learning.svg")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Reinforcement learning lifts `made:small` far above chance, and an algorithm with a fault in it does not.
+
+The model knows the form of an answer and nothing of the tasks, so all skill comes from rewards. The thresholds lie below
+the worst of the seeds measured with `posttrain benchmark learning`; see docs/learning.md.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+import posttrain
+from posttrain.losses.policy import ppo
+from posttrain.recipe.loss import PpoLoss
+from posttrain.training import made_model
+
+TASKS = {
+    "bandit": ("rloo", 10, 5e-4, 0.75),
+    "word_sort": ("grpo", 24, 1e-3, 0.4),
+}
+"""Credit, steps, learning rate, and the success on held-out tasks that must be passed; chance is 50% and 25%."""
+
+
+@pytest.fixture(scope="module")
+def made():
+    return str(made_model.small())
+
+
+def success_after(environment, loss, made, folder, seed=0):
+    """Success on 256 held-out tasks after training with `loss`."""
+    credit, steps, learning_rate, _ = TASKS[environment]
+    result = posttrain.rl(
+        name="learned",
+        seed=seed,
+        runs=str(folder),
+        environment={"type": environment},
+        model={"path": made, "threads": 1},
+        steps=steps,
+        rollout={"groups_per_step": 16, "episodes_per_group": 8, "tokens_per_turn": 10},
+        credit={"type": credit},
+        loss={"type": loss},
+        learner={"updates_per_step": 2},
+        optimizer={"learning_rate": learning_rate, "warmup_updates": 10},
+        evaluation={
+            "every": 0,
+            "sampling": {"temperature": 1.0},
+            "seeds": {"start": 1_000_000, "count": 1},
+            "final_seeds": {"start": 2_000_000, "count": 256},
+        },
+        checkpoint={"every": 1000},
+        export="last",
+    )
+    return next(row["success"] for row in result.evaluation if row["policy"] == "trained")
+
+
+@posttrain.register_loss("flipped_ppo")
+def flipped_ppo(logprobs, batch):
+    """PPO with the sign of the advantages the wrong way round."""
+    return ppo(PpoLoss(), logprobs, replace(batch, advantages=-batch.advantages))[0]
+
+
+@posttrain.register_loss("shifted_ppo")
+def shifted_ppo(logprobs, batch):
+    """PPO whose tokens are shifted by one against their rollout log-probabilities and advantages."""
+    return ppo(PpoLoss(), logprobs.roll(1), batch)[0]
+
+
+@posttrain.register_loss("mixed_up_ppo")
+def mixed_up_ppo(logprobs, batch):
+    """PPO with the old log-probabilities of another sample."""
+    other = batch.rollout_logprobs.flip(0)
+    return ppo(PpoLoss(), logprobs, replace(batch, rollout_logprobs=other, old_logprobs=None))[0]
+
+
+@pytest.mark.parametrize("environment", TASKS)
+def test_it_learns_from_rewards_alone(environment, made, tmp_path):
+    assert success_after(environment, "ppo", made, tmp_path) > TASKS[environment][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", TASKS)
+@pytest.mark.parametrize("loss", ["flipped_ppo", "shifted_ppo", "mixed_up_ppo"])
+def test_a_faulty_algorithm_does_not_pass(environment, loss, made, tmp_path):
+    assert success_after(environment, loss, made, tmp_path) < TASKS[environment][-1]
