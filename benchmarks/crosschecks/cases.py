@@ -75,7 +75,10 @@ CORRECTIONS: list[tuple[str, dict[str, Any]]] = [
     ("token rejection", {"weights": "none", "reject": "token", "bounds": (0.8, 1.3)}),
     ("sequence rejection", {"weights": "none", "reject": "sequence", "bounds": (0.7, 1.5)}),
     ("geometric rejection", {"weights": "none", "reject": "geometric", "bounds": (0.9, 1.1)}),
-    ("token weights, geometric rejection", {"weights": "token", "cap": 1.3, "reject": "geometric", "bounds": (0.9, 1.1)}),
+    (
+        "token weights, geometric rejection",
+        {"weights": "token", "cap": 1.3, "reject": "geometric", "bounds": (0.9, 1.1)},
+    ),
 ]
 
 

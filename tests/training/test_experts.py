@@ -116,9 +116,16 @@ def test_a_share_of_the_optimal_turns_is_random(tiny_model):
 
 def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_path, capsys):
     """Where everything that the episodes depend on is the same, the next run takes the rates of the run that made its model."""
-    words = ["environment.type=bandit", "rollout.tokens_per_turn=4", f"runs={tmp_path}", "evaluation.final_seeds.count=3"]
+    words = [
+        "environment.type=bandit",
+        "rollout.tokens_per_turn=4",
+        f"runs={tmp_path}",
+        "evaluation.final_seeds.count=3",
+    ]
     words += ["evaluation.seeds.count=1", "evaluation.every=0", "model.threads=1"]
-    assert main(["sft", *words, f"model.path={tiny_model}", "name=a", "experts.seeds.count=4", "rows_per_update=4"]) == 0
+    assert (
+        main(["sft", *words, f"model.path={tiny_model}", "name=a", "experts.seeds.count=4", "rows_per_update=4"]) == 0
+    )
     made = [*words, f"model.path={tmp_path / 'a' / 'model'}", "steps=1", "rollout.groups_per_step=1"]
     made += ["rollout.episodes_per_group=2"]
 
