@@ -39,7 +39,7 @@ _GIVEN = re.compile(r"\b(?:is|are|to)(?: now)? (?P<value>.+?)(?: (?:now|these da
 def rule_agent(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
     """The reply to `question`, and the notes (path -> text) after its changes.
 
-    It knows no theme: facts are lines with a label, and only labels of the vault are recognised. A chain such as `the
+    It knows no theme: facts are lines with a label, and only labels of the vault are recognized. A chain such as `the
     phone of my emergency vet` is followed along relations, from the user or from a named note.
     """
     facts = facts_of(files)
@@ -298,6 +298,6 @@ def _sentence(fact: Fact, files: dict[str, str]) -> str:
 
 
 def _interval(p: float, n: int) -> tuple[float, float]:
-    centre = (p + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    center = (p + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, center - half), min(1.0, center + half)

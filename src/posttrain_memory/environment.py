@@ -128,7 +128,7 @@ class Memory(Environment):
 
     def _finish(self, reply: str | None, info: dict[str, Any], reward: float) -> Step:
         """The last step of a conversation. The policy's own words are scored, before privacy redaction, so that
-        guessing a hidden fact is penalised.
+        guessing a hidden fact is penalized.
         """
         task, before, after = self._current().task, self._current().files, self._vault.files()
         verdict = None

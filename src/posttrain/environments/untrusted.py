@@ -1,6 +1,6 @@
 """Untrusted text in prompts: removing chat markup, and framing texts that a judge must not take for instructions.
 
-Chat templates mark turns with strings that a tokenizer also recognises in plain text: `<|im_start|>` (ChatML),
+Chat templates mark turns with strings that a tokenizer also recognizes in plain text: `<|im_start|>` (ChatML),
 `<|start_header_id|>` (Llama 3), `<start_of_turn>` (Gemma), `[INST]` (Mistral), `<｜User｜>` (DeepSeek), and many
 tokenizers have more, such as `<pad>` or `<file_sep>`. All of them, and the tags of agent formats, start with
 an angle bracket that opens a tag, or are an upper-case word in square brackets. `sanitize` replaces the first character

@@ -41,7 +41,7 @@ class Difference:
 def success_rate(successes: int, n: int) -> Estimate:
     """Rate of `successes` in `n` independent trials with Wilson's score interval (Wilson 1927).
 
-    centre = (p + z^2 / 2n) / (1 + z^2 / n);  half = z sqrt(p (1 - p) / n + z^2 / 4n^2) / (1 + z^2 / n)
+    center = (p + z^2 / 2n) / (1 + z^2 / n);  half = z sqrt(p (1 - p) / n + z^2 / 4n^2) / (1 + z^2 / n)
     """
     if not 0 <= successes <= n or n < 1:
         raise ValueError(f"invalid rate: {successes} successes of {n} trials")
@@ -84,11 +84,11 @@ def mean(values: Sequence[float]) -> Estimate:
     n = len(sample)
     if n < 1:
         raise ValueError("a mean needs at least one value")
-    centre = float(sample.mean())
+    center = float(sample.mean())
     if n == 1:
-        return Estimate(centre, math.nan, math.nan, 1)
+        return Estimate(center, math.nan, math.nan, 1)
     half = float(stdtrit(n - 1, 0.975)) * float(sample.std(ddof=1)) / math.sqrt(n)
-    return Estimate(centre, centre - half, centre + half, n)
+    return Estimate(center, center - half, center + half, n)
 
 
 def bootstrap_mean(values: Sequence[float], seed: int = 0, draws: int = 10_000) -> Estimate:
@@ -200,10 +200,10 @@ def mean_over_seeds_and_tasks(results: Sequence[Sequence[float]], seed: int = 0,
 
 def _wilson(p: float, trials: float, n: int) -> Estimate:
     scale = 1 + Z**2 / trials
-    centre = (p + Z**2 / (2 * trials)) / scale
+    center = (p + Z**2 / (2 * trials)) / scale
     half = Z * math.sqrt(p * (1 - p) / trials + Z**2 / (4 * trials**2)) / scale
     # At p = 0 and p = 1 a limit equals p; clip rounding errors.
-    return Estimate(p, max(0.0, min(centre - half, p)), min(1.0, max(centre + half, p)), n)
+    return Estimate(p, max(0.0, min(center - half, p)), min(1.0, max(center + half, p)), n)
 
 
 def _bootstrap(sample: np.ndarray, seed: int, draws: int) -> tuple[float, float]:

@@ -414,7 +414,7 @@ class SimpoLoss(BaseConfig):
 
 
 class KtoLoss(BaseConfig):
-    """Kahneman-Tversky optimization: single answers labelled good or bad, relative to a common reference point."""
+    """Kahneman-Tversky optimization: single answers labeled good or bad, relative to a common reference point."""
 
     needs_reference: ClassVar[bool] = True
 

@@ -133,7 +133,7 @@ class SftRecipe(_Rows):
 
 
 class DpoRecipe(_Rows):
-    """Preference optimization on pairs of answers, or on labelled answers (KTO)."""
+    """Preference optimization on pairs of answers, or on labeled answers (KTO)."""
 
     stage: Literal["dpo"] = "dpo"
     """Which stage the recipe is for; `posttrain dpo` takes this one."""

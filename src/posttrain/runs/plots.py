@@ -205,24 +205,24 @@ def _time(lines: list[Line]) -> Figure | None:
     total = sum(sum(values) for values in seconds.values())
     per_bar = math.ceil(len(rows) / MOST_BARS)
     starts = range(0, len(rows), per_bar)
-    centres = [average([row["step"] for row in rows[start : start + per_bar]]) for start in starts]
-    gaps = [b - a for a, b in itertools.pairwise(centres)]
+    centers = [average([row["step"] for row in rows[start : start + per_bar]]) for start in starts]
+    gaps = [b - a for a, b in itertools.pairwise(centers)]
     width = 0.85 * min(gaps, default=per_bar)
     figure, (axes,) = new_figure(1)
     axes.set_title(f"each bar is the mean of {per_bar} steps" if per_bar > 1 else "each bar is one step")
-    bottom = [0.0] * len(centres)
+    bottom = [0.0] * len(centers)
     for phase, values in seconds.items():
         if sum(values) <= 0.001 * total:
             continue
         heights = [average(values[start : start + per_bar]) for start in starts]
         label = f"{phase.replace('_', ' ')}, {sum(values) / total:.0%}"
-        axes.bar(centres, heights, width, bottom, color=PHASES.get(phase, "#C4C4C4"), label=label, linewidth=0)
+        axes.bar(centers, heights, width, bottom, color=PHASES.get(phase, "#C4C4C4"), label=label, linewidth=0)
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
     axes.grid(visible=False, axis="x")
     finish_axes(axes, "seconds per step")
     outside_legend(axes)
-    if len(centres) == 1:
-        axes.set_xlim(centres[0] - 3, centres[0] + 3)
+    if len(centers) == 1:
+        axes.set_xlim(centers[0] - 3, centers[0] + 3)
     return figure
 
 

@@ -136,7 +136,7 @@ def _plot_training(axes: Axes, trained: Sequence[Checkpoint], xs: Sequence[float
 
 
 _MOST_NAMED = 24
-"""With more points than this, only the last point of each run is labelled with its step."""
+"""With more points than this, only the last point of each run is labeled with its step."""
 
 Runs = Sequence[tuple[str, Look, list[Checkpoint]]]
 
@@ -170,7 +170,7 @@ def draw_scores_of_runs(bundles: Sequence[Bundle]) -> Figure | None:
         if trained:
             panels[0][1].set_title("against the training return")
             panels[-1][1].set_xlabel("mean return of training episodes")
-        entitle(figure, "Scores of the evaluations; points are labelled with their steps")
+        entitle(figure, "Scores of the evaluations; points are labeled with their steps")
         handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=2 if len(runs) > 1 else 1, frameon=False)
     return figure

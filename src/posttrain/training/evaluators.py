@@ -51,7 +51,7 @@ class Evaluator(Protocol):
         """The final tables, from the metrics lines of kind `baseline` and `final` by their `player`."""
         ...
 
-    def artefacts(self) -> Sequence[str]:
+    def artifacts(self) -> Sequence[str]:
         """Lines to print after the final tables, such as scored samples; usually none."""
         ...
 
@@ -169,7 +169,7 @@ class EpisodeEvaluator:
             for policy, row in zip(players, rows, strict=True)
         ]
 
-    def artefacts(self) -> Sequence[str]:
+    def artifacts(self) -> Sequence[str]:
         return []
 
     def _play(self, seeds: Sequence[int], step: int, split: Split, played: Played) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class PairObjective(_PerRow):
 
 
 class UnpairedObjective(_PerRow):
-    """KTO's loss of answers that are labelled good or bad.
+    """KTO's loss of answers that are labeled good or bad.
 
     `kl`: the reference point of the optimizer step, a scalar tensor; `mismatched`: number of answers it is estimated from.
     """

@@ -26,7 +26,7 @@ def report_results(
     for table in tables:
         console.print(table.rich())
     for evaluator in evaluators:
-        for line in evaluator.artefacts():
+        for line in evaluator.artifacts():
             console.print(line, highlight=False, markup=False)
     console.print(f"report: {run.report}\nmodel: {model_directory}", highlight=False)
     if is_unimproved(read_metrics(run.metrics)):

@@ -66,7 +66,7 @@ class LossEvaluator:
         )
         return [table]
 
-    def artefacts(self) -> Sequence[str]:
+    def artifacts(self) -> Sequence[str]:
         return []
 
     def _measure(self, rows: Sequence[TokenRow], name: str) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class PreferenceEvaluator(Generic[Output]):
         Args:
             title: name of the run, for the table.
             objective_for: the objective of the given samples.
-            unpaired: the rows are single answers labelled good or bad, not pairs.
+            unpaired: the rows are single answers labeled good or bad, not pairs.
             model, renderer: given for a reward model, which stores the statistics of its rewards and prints examples.
         """
         self.learner = learner
@@ -189,7 +189,7 @@ class PreferenceEvaluator(Generic[Output]):
         )
         return [table]
 
-    def artefacts(self) -> Sequence[str]:
+    def artifacts(self) -> Sequence[str]:
         return self._shown
 
     def _values(self, rows: Sequence[TokenRow], name: str) -> dict[str, Any]:

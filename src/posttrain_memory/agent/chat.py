@@ -34,7 +34,7 @@ def panel(event: Event) -> RenderableType:
         case Thought(text):
             return _framed(Text(printable(text), style="dim italic"), "thought", "dim")
         case Code(text):
-            return _framed(_coloured(printable(text), "python"), "code", "cyan")
+            return _framed(_highlighted(printable(text), "python"), "code", "cyan")
         case Result(text):
             return _framed(Text(_first_lines(printable(_without_tags(text)))), "result", "blue")
         case Refused(reason, message):
@@ -48,7 +48,9 @@ def panel(event: Event) -> RenderableType:
 
 def changed(diff: str) -> RenderableType:
     """A panel with the changes made by a question."""
-    return _framed(_coloured(_first_lines(printable(diff)), "diff"), "changed notes", "magenta", "/undo takes it back")
+    return _framed(
+        _highlighted(_first_lines(printable(diff)), "diff"), "changed notes", "magenta", "/undo takes it back"
+    )
 
 
 def lines(event: Event) -> str:
@@ -68,19 +70,19 @@ def lines(event: Event) -> str:
             return _prefixed("no reply", reason)
 
 
-def _framed(inside: RenderableType, title: str, colour: str, subtitle: str | None = None) -> Panel:
+def _framed(inside: RenderableType, title: str, color: str, subtitle: str | None = None) -> Panel:
     return Panel(
         inside,
         title=title,
         title_align="left",
         subtitle=subtitle,
         subtitle_align="right",
-        border_style=colour,
+        border_style=color,
         padding=(0, 1),
     )
 
 
-def _coloured(text: str, language: str) -> Syntax:
+def _highlighted(text: str, language: str) -> Syntax:
     return Syntax(text, language, theme="ansi_dark", background_color="default", word_wrap=True)
 
 

@@ -201,7 +201,7 @@ class MemoryAgent:
         return with_last_turn_notice(message) if left == 1 else message
 
     def _send_question(self, words: str, rules: Sequence[str], continues: bool) -> None:
-        """Send the question to the client, in the neutralised form used everywhere."""
+        """Send the question to the client, in the neutralized form used everywhere."""
         settings = self.settings
         system = system_prompt(settings.max_turns, settings.thinking, settings.prompt)
         messages = first_messages(system, words, rules)

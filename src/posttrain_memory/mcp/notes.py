@@ -29,7 +29,7 @@ class SharedNotes:
     """The notes in the folder `root`, opened read-only for each call, so that no lock is held in between.
     Thread-safe.
 
-    All returned text is neutralised (`sanitize`). Methods raise VaultError with one sentence that names nothing of the
+    All returned text is neutralized (`sanitize`). Methods raise VaultError with one sentence that names nothing of the
     host and nothing hidden, or InputError if the folder itself is at fault.
     """
 

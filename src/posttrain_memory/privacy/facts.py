@@ -40,12 +40,12 @@ class Fact:
 
 
 def facts_of(files: Mapping[str, str], theme: str | None = None) -> list[Fact]:
-    """The facts of a vault (path -> text): all labelled lines and, with a known theme, also the sentences of that
+    """The facts of a vault (path -> text): all labeled lines and, with a known theme, also the sentences of that
     theme.
     """
     known = list(_themed(files, themes()[theme])) if theme in themes() else []
     taken = {(fact.note, place) for fact in known for place in range(fact.value_start, fact.value_end)}
-    others = [fact for fact in _labelled(files) if (fact.note, fact.value_start) not in taken]
+    others = [fact for fact in _labeled(files) if (fact.note, fact.value_start) not in taken]
     return [*known, *others]
 
 
@@ -92,7 +92,7 @@ def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
         )
 
 
-def _labelled(files: Mapping[str, str]) -> Iterable[Fact]:
+def _labeled(files: Mapping[str, str]) -> Iterable[Fact]:
     resolve_or_none = link_resolver(files)
     for path, text in files.items():
         start = 0

@@ -20,7 +20,7 @@ from posttrain_memory.privacy.redaction import (
     Span,
     Value,
     is_specific,
-    normalised,
+    normalized,
     prose,
     redacted,
     sentence_at,
@@ -51,7 +51,7 @@ class PrivacyFilter:
         part of a note states; doubtful parts are hidden. The time is linear in the size of the vault.
         """
         self._theme = theme if theme in themes() else None
-        self._files = {path: normalised(text) for path, text in files.items()} if rules else dict(files)
+        self._files = {path: normalized(text) for path, text in files.items()} if rules else dict(files)
         self._facts = facts_of(self._files, theme) if rules else []
         self._names = names_of(self._files) if rules else {}
         self.rules: list[Rule] = []
@@ -94,7 +94,7 @@ class PrivacyFilter:
         """
         if self._closed:
             return HIDDEN
-        plain = normalised(text)
+        plain = normalized(text)
         spans = [(start, end) for start, end, _ in self._secrets.find(plain)]
         spans += self._secrets.disguised(plain)
         for rule in self.rules:

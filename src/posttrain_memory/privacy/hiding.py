@@ -1,4 +1,4 @@
-"""Decides what privacy rules hide: recognised facts, and parts of notes that may state the same in another form."""
+"""Decides what privacy rules hide: recognized facts, and parts of notes that may state the same in another form."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -130,7 +130,7 @@ class RuleMatcher:
 
     def unread(self, path: str, text: str, page: Page, facts: Sequence[Fact]) -> Iterator[Span]:
         """Sentences that may state a forbidden fact in free text: those with a word of its label, and all sentences
-        of its note and about it if no labelled fact of it was recognised.
+        of its note and about it if no labeled fact of it was recognized.
         """
         for rule in self._forbidding:
             if not rule.label and not rule.category:
@@ -236,9 +236,9 @@ class RuleMatcher:
         for piece in page.pieces:
             start = self._from(rule, piece, text)
             if start is not None and piece.kind != "heading" and re.search(r"\w", text[start : piece.end]):
-                labelled = rule.label is None or (bool(piece.label) and _mentions(self._terms[rule], piece.label))
+                labeled = rule.label is None or (bool(piece.label) and _mentions(self._terms[rule], piece.label))
                 above = rule.label is not None and piece.kind in ("item", "cell")
-                if labelled or (
+                if labeled or (
                     above and any(_mentions(self._terms[rule], one) for one in (*piece.headings, *piece.above))
                 ):
                     return True
@@ -276,7 +276,7 @@ class RuleMatcher:
 
 
 def values_of(text: str, fact: Fact | None, loose: bool) -> list[Value]:
-    """The values by which a hidden text can be recognised: the text itself, list items, and typed values in it. With
+    """The values by which a hidden text can be recognized: the text itself, list items, and typed values in it. With
     `loose`, also its significant words and digits.
 
     `fact` is the fact whose value it is, or None for a piece of a note.

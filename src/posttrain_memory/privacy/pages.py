@@ -245,12 +245,12 @@ def _nested(
             previous is not None
             and not line.marked
             and (
-                (not blank and line.indent >= previous.indent and not _labelled(line))
+                (not blank and line.indent >= previous.indent and not _labeled(line))
                 or re.match(r":\s", line.text.lstrip())
                 or bool(_ANAPHORA.match(line.text))
             )
         )
-        # An emphasised line introduces everything up to the next one; a line ending in a colon introduces what
+        # An emphasized line introduces everything up to the next one; a line ending in a colon introduces what
         # follows, or its list.
         listed = blank and previous is not None and previous.marked and not line.marked and not line.indent
         if lead and ((ends == "quote" and not line.quoted) or (ends == "list" and listed)):
@@ -282,7 +282,7 @@ def _nested(
     return pieces, () if ends == "quote" else lead
 
 
-def _labelled(line: _Line) -> bool:
+def _labeled(line: _Line) -> bool:
     """Whether a line begins with something that looks like a label of its own."""
     return bool(
         re.match(r"\s*(?:\*\*|__|\")?[^\W\d_][\w ’'/()-]{0,40}(?:\*\*|__|\")?\s*::?(?:\*\*|__)?(?:\s|$)", line.text)

@@ -32,7 +32,7 @@ _TAIL = 7
 
 @dataclass(frozen=True)
 class Value:
-    """A value that must not be said. `text` is canonical for types that can be recognised, otherwise as written.
+    """A value that must not be said. `text` is canonical for types that can be recognized, otherwise as written.
     `kind` is such a type, `text`, `word` (a significant word of a text) or `digits` (the digits of an amount in a
     text).
     """
@@ -184,7 +184,7 @@ def _spelled_number(words: Sequence[str]) -> str:
     return str(total + part)
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """`text` without zero-width characters, and with full-width letters, digits and signs replaced by ordinary ones."""
     if text.isascii():
         return text
@@ -198,7 +198,7 @@ def normalised(text: str) -> str:
 
 
 def prose(text: str, facts: Sequence[Fact]) -> Iterable[Span]:
-    """Sentences of a note outside of headings, links and recognised facts."""
+    """Sentences of a note outside of headings, links and recognized facts."""
     taken = sorted([(fact.start, fact.end) for fact in facts] + [(start, end) for start, end, _, _ in links(text)])
     at = 0
     for line in re.finditer(r"[^\n]+", text):

@@ -207,7 +207,7 @@ def _sentence(sentence: str, labels: frozenset[str], names: Mapping[str, str]) -
 
 
 def _things(text: str, allow: bool, labels: frozenset[str], places: list[str]) -> list[Rule] | str:
-    """The rules for a list of things. Each has an owner or shares that of its neighbour. Empty for "everything else"."""
+    """The rules for a list of things. Each has an owner or shares that of its neighbor. Empty for "everything else"."""
     if not allow and re.fullmatch(r"(?:everything|anything|nothing|all|no) else|(?:all )?the rest|nothing more", text):
         return []
     if re.search(r"\b(?:unless|until|except|but|if|when|without|while|because)\b", text):

@@ -1,4 +1,4 @@
-"""Valid note paths: relative, visible, portable, Unicode-normalised, ending in `.md`."""
+"""Valid note paths: relative, visible, portable, Unicode-normalized, ending in `.md`."""
 
 import unicodedata
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ _DEVICES = frozenset(
 
 
 def note_path(path: object, limits: VaultLimits) -> str:
-    """The normalised path of a note. Raises VaultError if the path is not valid."""
+    """The normalized path of a note. Raises VaultError if the path is not valid."""
     clean = _checked(path, limits)
     if not clean.endswith(SUFFIX) or clean.rpartition("/")[2] == SUFFIX:
         raise VaultError(f"{quoted(path)} is no note: the path of a note ends in .md")
@@ -35,7 +35,7 @@ def note_path(path: object, limits: VaultLimits) -> str:
 
 
 def folder_path(path: object, limits: VaultLimits) -> str:
-    """The normalised path of a folder, without a trailing slash; "" is the whole vault."""
+    """The normalized path of a folder, without a trailing slash; "" is the whole vault."""
     if path == "":
         return ""
     return _checked(path.removesuffix("/") if isinstance(path, str) else path, limits)
@@ -85,7 +85,7 @@ def _checked(path: object, limits: VaultLimits) -> str:
         raise VaultError(f"the path is longer than {limits.path_bytes} bytes")
     if clean.startswith(("/", "~")):
         raise VaultError(f"{quoted(path)} is outside of the memory: a path begins with a folder or a note")
-    # A compatibility form, such as a one-dot leader, must not normalise to a path that would have been refused.
+    # A compatibility form, such as a one-dot leader, must not normalize to a path that would have been refused.
     for form in (clean, unicodedata.normalize("NFKC", clean)):
         _check_parts(form, path, limits)
     return clean

@@ -24,7 +24,7 @@ _ANY = VaultLimits(depth=16, path_bytes=1_000)
 
 
 class Storage(Protocol):
-    """Notes by their normalised paths (`paths.note_path`).
+    """Notes by their normalized paths (`paths.note_path`).
 
     The vault validates paths. A storage additionally refuses any path that leads out of its folder.
     """
@@ -50,7 +50,7 @@ class Storage(Protocol):
 
 
 class MemoryStorage:
-    """Notes in memory, initialised with a copy of `files` (path -> text)."""
+    """Notes in memory, initialized with a copy of `files` (path -> text)."""
 
     read_only = False
 
@@ -278,7 +278,7 @@ def _make_folder(name: str, parent: int) -> None:
 
 @lru_cache(maxsize=16_384)
 def is_note(path: str) -> bool:
-    """Whether `path` is a normalised note path."""
+    """Whether `path` is a normalized note path."""
     try:
         return note_path(path, _ANY) == path
     except VaultError:

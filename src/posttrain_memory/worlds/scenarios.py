@@ -1,4 +1,4 @@
-"""Right and wrong behaviours of models and their rewards: shows that no wrong behaviour earns more than a right one."""
+"""Right and wrong behaviors of models and their rewards: shows that no wrong behavior earns more than a right one."""
 
 import ast
 from collections.abc import Iterable, Mapping, Sequence

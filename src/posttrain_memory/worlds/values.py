@@ -1,4 +1,4 @@
-"""Typed values in the spellings that people use: normalised, spelled, and found in text.
+"""Typed values in the spellings that people use: normalized, spelled, and found in text.
 
 The canonical spelling is text: a number `1250`, money `EUR 1250.00`, a date `2024-05-31`, a phone number as digits,
 an e-mail address in lower case, a list as sorted items joined by `; `, other text in lower case.
@@ -19,7 +19,7 @@ import numpy as np
 
 TYPES = ("text", "number", "money", "date", "phone", "email", "enum", "list")
 FINDABLE = ("number", "money", "date", "phone", "email")
-"""Types whose values can be recognised in running text."""
+"""Types whose values can be recognized in running text."""
 
 MONTHS = [
     "January",
@@ -302,7 +302,7 @@ def spoken_values(kind: str, text: str, known: Iterable[str] = (), words: bool =
     if kind == "email":
         return [item.value for item in find(kind, text)]
     if kind != "money":
-        text = _normalise_dates(text, meant)
+        text = _normalize_dates(text, meant)
     if kind == "phone":
         return [_phone(items.value, meant) for items in find(kind, text)]
     if kind == "date":
@@ -333,7 +333,7 @@ def _numerals(kind: str, text: str, known: set[str], words: bool) -> str:
     """The text with number words as digits, without thousands separators, and with ranges as two numbers."""
     if words:
         text = _WORDED.sub(lambda match: _from_words(match.group(), known), text)
-    text = _blanked("date", _normalise_dates(text, set()))
+    text = _blanked("date", _normalize_dates(text, set()))
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match.group()), text)
     if kind == "money":
         text = _DOTTED.sub(lambda match: match.group().replace(".", "").replace(",", "."), text)
@@ -363,7 +363,7 @@ def _from_words(text: str, known: set[str]) -> str:
     return text if number == "1" and number not in known else number
 
 
-def _normalise_dates(text: str, known: set[str]) -> str:
+def _normalize_dates(text: str, known: set[str]) -> str:
     """The text with numeric dates as YYYY-MM-DD."""
     text = _YEAR_FIRST.sub(lambda m: _date(m.group(), known, (m[1], m[3], m[4])), text)
     text = _YEAR_LAST.sub(lambda m: _date(m.group(), known, (m[4], m[3], m[1]), (m[4], m[1], m[3])), text)

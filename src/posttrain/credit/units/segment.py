@@ -189,7 +189,7 @@ def entropy_cuts(
 
     `entropies` [n] float, in nats: of the distribution that each token was drawn from, under the frozen reference
     model, full vocabulary, temperature 1. `threshold`: token t begins a unit iff entropies[t] > threshold. `local_max`:
-    and if it is also above its neighbours; of equal neighbours that stand above the others, the first.
+    and if it is also above its neighbors; of equal neighbors that stand above the others, the first.
 
     The authors' segmentation is called `peak` and is the plain threshold. A threshold that no entropy reaches (1000 in
     their code) gives one unit; 0 gives nearly one per token. A later variant uses the entropies of the policy in training,
