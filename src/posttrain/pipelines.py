@@ -398,7 +398,7 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     report = pipeline.directory / "report.md"
     write_atomically(report, "\n\n".join([*parts, "## Stages", "\n".join(links)]) + "\n")
     for table in tables:
-        console.print(table.rich())
+        console.print(table)
     console.print(
         "\n".join([f"report: {report}", *_to_look_at(pipeline)]), highlight=False, markup=False, soft_wrap=True
     )
