@@ -53,6 +53,13 @@ def rows(start, count):
     return made
 
 
+def author_files(folder):
+    """The published files, and another part of the published repository, which must not be read."""
+    write_split(folder / "HelpSteer3/preference/train.jsonl.gz", rows(0, ROWS))
+    write_split(folder / "HelpSteer3/preference/validation.jsonl.gz", rows(1000, VALIDATION))
+    write_split(folder / "HelpSteer3/feedback/train.jsonl.gz", [{"context": [], "feedback": ["other"]}])
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty folder with the recipes, the published files, and a tiny model under the name of the real one."""
@@ -60,10 +67,7 @@ def folder(tmp_path, monkeypatch):
     place_recipes(tmp_path)
     place_model(tmp_path, "Qwen/Qwen3-8B", "qwen3")
     (tmp_path / "Qwen/Qwen3-8B/chat_template.jinja").write_text(TEMPLATE)
-    write_split(tmp_path / "HelpSteer3/preference/train.jsonl.gz", rows(0, ROWS))
-    write_split(tmp_path / "HelpSteer3/preference/validation.jsonl.gz", rows(1000, VALIDATION))
-    # Another part of the published repository, which must not be read.
-    write_split(tmp_path / "HelpSteer3/feedback/train.jsonl.gz", [{"context": [], "feedback": ["other"]}])
+    author_files(tmp_path)
     return tmp_path
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,7 +46,7 @@ SMALLER = {
 
 
 def author_files(folder):
-    """The nine files with the author's columns and no others: procedures for borrowing tools."""
+    """The nine files with the author's names and columns and no others, linked as the page says: procedures for borrowing tools."""
     number = 0
     for split, count in SIZES.items():
         chats, pairs, prompts = [], [], []
@@ -65,7 +66,9 @@ def author_files(folder):
             ("preference", "preferences", pairs),
             ("prompts", "prompts", prompts),
         ):
-            write_rows(folder / f"data/rationales/{place}/rationales_{kind}_{split}.parquet", made)
+            write_rows(folder / f"data_processing/{place}/rationales_{kind}_{split}.parquet", made)
+    (link,) = commands(TRAINING, program="mkdir")
+    subprocess.run(link, shell=True, cwd=folder, check=True)
 
 
 def place_encoder(folder):

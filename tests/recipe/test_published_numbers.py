@@ -13,6 +13,8 @@ import yaml
 
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.sources import read_file
+from posttrain.recipe.study import grid_of
+from posttrain.recipe.study_file import load_study
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = yaml.safe_load((Path(__file__).parent / "documents.yaml").read_text(encoding="utf-8"))
@@ -31,8 +33,24 @@ def numbers_in(row):
     return {float(found.replace(",", "")) for found in NUMBER.findall(row)}
 
 
+def resolved(entry, changes):
+    """The values of the recipe; of a study its own, and the list of values of each key that it searches."""
+    files = [str(ROOT / "recipes" / f"{name}.yaml") for name in entry["recipe"]]
+    if entry["stage"] != "tune":
+        return load_recipe(files, list(changes), entry["stage"]).model_dump(mode="json")
+    study = load_study(*files, list(changes))
+    searched = {}
+    for point in (point for group in study.recipe.groups for point in grid_of(group)):
+        for key, value in study.keys_of(point).items():
+            values = searched.setdefault(key, [])
+            values += [value] if value not in values else []
+    return study.recipe.model_dump(mode="json") | {"trials": study.recipe.number_of_trials} | searched
+
+
 def value_at(values, key):
     """The value at a dotted key; None where a section or the key is missing."""
+    if key in values:
+        return values[key]
     for part in key.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values
@@ -52,18 +70,19 @@ def has_key(page, key, number):
 
 def differences(entry, changes=()):
     """Sentences about the numbers that differ from the document and that no row of the page names."""
-    files = [str(ROOT / "recipes" / f"{name}.yaml") for name in entry["recipe"]]
-    recipe = load_recipe(files, list(changes), entry["stage"]).model_dump(mode="json")
-    page, missing = entry["page"], []
+    recipe, page, missing = resolved(entry, changes), entry["page"], []
     for flag, number in entry["numbers"].items():
         ours = value_at(recipe, number["key"]) if "key" in number else None
         if ours == number.get("here", number["value"]):
             continue
-        numbers = [number["value"], *([ours] if ours is not None else [])]
-        if not has_row(page, flag, *numbers):
+        if not has_row(page, flag, *as_list(number["value"]), *as_list(ours)):
             what = "dropped" if ours is None else f"{number['key']} = {ours}"
             missing.append(f"{flag} {number['value']} ({what})")
     return missing
+
+
+def as_list(value):
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def added(entry):
@@ -109,6 +128,7 @@ def test_a_number_that_is_not_the_documents_has_a_row_on_the_page(entry):
         ("helpsteer3/reward", "model.lora.rank=17", "--lora_r 16 (model.lora.rank = 17)"),
         ("rlhf/ppo", "kl.coefficient=0.02", "--init_kl_coef 0.01 (kl.coefficient = 0.02)"),
         ("ragen/sokoban", "environment.max_turns=6", "training.max_turns 5 (environment.max_turns = 6)"),
+        ("memory/gspo_published", "kl.horizon=255", "--kl_horizon 256 (kl.horizon = 255.0)"),
     ],
 )
 def test_a_changed_recipe_is_detected(recipe, change, expected):
@@ -119,7 +139,7 @@ def test_a_changed_recipe_is_detected(recipe, change, expected):
 def test_every_document_and_every_recipe_of_its_folder_is_compared():
     compared = {name for entry in DOCUMENTS for name in entry["recipe"]}
     # Placements, studies, tables and chains of other recipes of the folder; the document fine-tunes no bandit.
-    others = re.compile(r"_8gpu|tune_|search|scaling|pipeline|bandit_sft")
-    for folder in ("helpsteer3", "ragen", "rlhf"):
+    others = re.compile(r"_8gpu|tune_|scaling|pipeline|bandit_sft|evaluate")
+    for folder in ("helpsteer3", "memory", "ragen", "rlhf"):
         names = {f"{folder}/{file.stem}" for file in (ROOT / "recipes" / folder).glob("*.yaml")}
         assert {name for name in names if not others.search(name)} <= compared
