@@ -41,8 +41,12 @@ COMMON: Keys = {
     "export": "last",
 }
 ENVIRONMENTS: dict[str, Keys] = {
-    "bandit": {"environment": {"type": "bandit"}},
-    "word_sort": {"environment": {"type": "word_sort"}},
+    "bandit": {"environment": {"type": "bandit"}, "steps": 20},
+    "word_sort": {
+        "environment": {"type": "word_sort"},
+        "credit": {"type": "grpo"},
+        "optimizer": {"learning_rate": 1e-3},
+    },
     "firm lake": {
         "environment": {"type": "frozen_lake", "slippery": False, "max_turns": 6, "observation": "local"},
         "rollout": {"tokens_per_episode": 900},
@@ -56,33 +60,16 @@ ENVIRONMENTS: dict[str, Keys] = {
         "rollout": {"tokens_per_episode": 1000},
     },
 }
+CREDITS = ["rloo", "grpo", "dr_grpo", "opo", "remax", "maxrl", "reinforce_pp_baseline", "brpo", "arpo", "reinforce_pp"]
+CREDITS += ["turn_returns", "gigpo", "gae", "optimal_token_baseline"]
+LOSSES = ["reinforce", "gspo", "gspo_token", "cispo", "dppo", "sapo", "gmpo", "gpg"]
 VARIANTS: dict[str, Keys] = {
     "base": {},
-    **{
-        f"credit {name}": {"credit": {"type": name}}
-        for name in (
-            "grpo",
-            "dr_grpo",
-            "opo",
-            "remax",
-            "maxrl",
-            "reinforce_pp_baseline",
-            "brpo",
-            "arpo",
-            "reinforce_pp",
-        )
-    },
-    **{
-        f"credit {name}": {"credit": {"type": name}}
-        for name in ("turn_returns", "gigpo", "gae", "optimal_token_baseline")
-    },
-    **{
-        f"loss {name}": {"loss": {"type": name}}
-        for name in ("reinforce", "gspo", "gspo_token", "cispo", "dppo", "sapo", "gmpo", "gpg")
-    },
+    **{f"credit {name}": {"credit": {"type": name}} for name in CREDITS},
+    **{f"loss {name}": {"loss": {"type": name}} for name in LOSSES},
     "no warm-up": {"optimizer": {"warmup_updates": 0}},
-    "learning rate x 2": {"optimizer": {"learning_rate": 1e-3}},
-    "learning rate / 2": {"optimizer": {"learning_rate": 2.5e-4}},
+    "learning rate 1e-3": {"optimizer": {"learning_rate": 1e-3}},
+    "learning rate 5e-4": {"optimizer": {"learning_rate": 5e-4}},
     "1 update a step": {"learner": {"updates_per_step": 1}},
     "8 x 16 episodes": {"rollout": {"groups_per_step": 8, "episodes_per_group": 16}},
     "32 x 4 episodes": {"rollout": {"groups_per_step": 32, "episodes_per_group": 4}},

@@ -24,6 +24,7 @@ from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import thinking_differs
+from posttrain.rollout.store import stored_steps
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.evaluated import evaluated_checkpoints, evaluated_run
 from posttrain.runs.tables import PolicyRow, evaluated_table, policy_tables, read_policies, read_tables
@@ -397,9 +398,23 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     report = pipeline.directory / "report.md"
     write_atomically(report, "\n\n".join([*parts, "## Stages", "\n".join(links)]) + "\n")
     for table in tables:
-        console.print(table.rich())
-    console.print(f"report: {report}", highlight=False)
+        console.print(table)
+    console.print(
+        "\n".join([f"report: {report}", *_to_look_at(pipeline)]), highlight=False, markup=False, soft_wrap=True
+    )
     return report
+
+
+def _to_look_at(pipeline: PipelineRecipe) -> list[str]:
+    """Return the learning curve of the last stage that trained on episodes, and the command that shows the last of these."""
+    for stage in reversed(_finished(pipeline)):
+        run = pipeline.directory / stage.name
+        steps = [stored.step for stored in stored_steps(run / "episodes") if stored.split == "train"]
+        if steps:
+            figure = run / "plots" / "learning_curve.png"
+            drawn = [f"figure: {figure}"] if figure.is_file() else []
+            return [*drawn, f"to see episodes: posttrain episodes {run} --step {max(steps)} --group 0"]
+    return []
 
 
 def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:

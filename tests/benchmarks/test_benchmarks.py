@@ -173,3 +173,26 @@ def test_an_unknown_benchmark_is_an_error(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("posttrain.cli.benchmark._FOLDER", tmp_path)
     assert main(["benchmark"]) == 2
     assert "pip install -e ." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_learning_benchmark_runs_once_and_reports_again(tmp_path):
+    """Two runs of the bandit, a table with both, and curves; the second call trains nothing."""
+    command = [sys.executable, str(FOLDER / "learning.py"), "--environments", "bandit", "--variants", "base,no warm-up"]
+    command += ["--seeds", "1", "--jobs", "2", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for trained in (2, 0):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count(" -> ") == trained
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [line["variant"] for line in sorted(lines, key=lambda line: line["variant"])] == ["base", "no warm-up"]
+    for line in lines:
+        steps, seconds, rates = zip(*line["curve"], strict=True)
+        assert steps == (0, 5, 10, 15, 20)
+        assert list(seconds) == sorted(seconds)
+        assert line["final"] > line["start"]
+        assert rates[0] < rates[-1]
+    table = (tmp_path / "learning.md").read_text()
+    assert table.count("| bandit |") == 2
+    assert "<svg" in (tmp_path / "learning.svg").read_text()

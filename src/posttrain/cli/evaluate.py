@@ -30,7 +30,7 @@ def show_results(results: "Results", out: Path | None) -> None:
 
     if results.metrics:
         table = results.table()
-        Console(highlight=False).print(table.rich())
+        Console(highlight=False).print(table)
         for line in [table.note, *results.details()]:
             typer.echo(line)
         if out is not None:
@@ -199,7 +199,7 @@ def show_judged(judgement: "Judgement", records: Path, kept: Path) -> None:
 
     if judgement.results.metrics:
         table = judgement.results.table()
-        Console(highlight=False).print(table.rich())
+        Console(highlight=False).print(table)
         typer.echo(table.note)
     for line in [*judgement.results.details(), *judgement.warnings]:
         typer.echo(line)

@@ -217,7 +217,7 @@ def compare(
     wanted = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
     comparison = compare_sides(read_sides(words, wanted), common, seed)
     table = comparison.table()
-    Console(highlight=False).print(table.rich())
+    Console(highlight=False).print(table)
     for line in [table.note, *comparison.details, *(f"warning: {line}" for line in comparison.warnings)]:
         typer.echo(line)
     if out is not None:
@@ -264,7 +264,7 @@ def table(
     wanted = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
     models = model_table(read_models(words), wanted, base, seed)
     listed = models.listed()
-    Console(highlight=False).print(listed.rich())
+    Console(highlight=False).print(listed)
     for line in [listed.note, *models.details, *(f"warning: {line}" for line in models.warnings)]:
         typer.echo(line)
     for path in out:

@@ -12,7 +12,7 @@ from posttrain.recipe.rollout import SCORES
 from posttrain.runs.directory import write_atomically
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 
 Interval = tuple[float, float, float]
@@ -32,23 +32,31 @@ class Table:
     played: bool = False
     """Whether the rows are policies in an environment."""
 
-    def rich(self) -> "RichTable":
-        """The table for a rich console."""
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        """The table for a rich console. Numbers stay in one piece if the words beside them have room to wrap."""
+        from rich.box import SIMPLE_HEAD
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(title=self.title or None, title_justify="left")
-        for heading in self.headings:
-            # Narrow terminals wrap cells instead of truncating them.
-            table.add_column(heading, justify="left" if heading in self.words else "right", overflow="fold")
+        table = RichTable(title=self.title or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        widths = [max(map(len, column)) + 2 for column in zip(self.headings, *self.rows, strict=True)]
+        numbers = self._numbers()
+        words = len(widths) - len(numbers)
+        whole = sum(widths[index] for index in numbers) + _LEAST_WIDTH * words <= options.max_width
+        for index, heading in enumerate(self.headings):
+            number = index in numbers
+            # What has no room is folded, never truncated.
+            table.add_column(heading, justify="right" if number else "left", overflow="fold", no_wrap=number and whole)
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
-        return table
+        yield table
 
     def markdown(self) -> str:
         """The table in Markdown."""
-        right = [column for column, heading in enumerate(self.headings) if heading not in self.words]
-        return markdown_table(self.headings, self.rows, right)
+        return markdown_table(self.headings, self.rows, self._numbers())
+
+    def _numbers(self) -> list[int]:
+        return [column for column, heading in enumerate(self.headings) if heading not in self.words]
 
     def latex(self) -> str:
         """The table as a LaTeX `tabular` without packages; the note is a comment above it."""
@@ -83,9 +91,11 @@ class Table:
         return asdict(self)
 
 
+_LEAST_WIDTH = 12
+"""Characters that a column of words needs on a terminal."""
 UNIMPROVED = "training did not improve on the starting model; `model/` is the starting model"
 """Said where the best checkpoint is that of step 0."""
-POLICY_HEADINGS = ("policy", "success", "95% interval", "mean return", "95% interval of it", "n", "note")
+POLICY_HEADINGS = ("policy", "success", "mean return", "n", "note")
 
 
 @dataclass(frozen=True)
@@ -120,14 +130,14 @@ class PolicyRow:
     @property
     def cells(self) -> tuple[str, ...]:
         """The row as text, in the order of `POLICY_HEADINGS`; rates are percentages with one decimal."""
-        success = "–" if self.success is None else f"{100 * self.success:.1f}%"
-        interval = "exact" if self.interval is None else f"[{100 * self.interval[0]:.1f}, {100 * self.interval[1]:.1f}]"
-        mean_return = "–" if self.mean_return is None else f"{self.mean_return:.3f}"
-        around = (
-            "–" if self.return_interval is None else f"[{self.return_interval[0]:.3f}, {self.return_interval[1]:.3f}]"
-        )
-        rate = "–" if self.success is None else interval
-        return self.policy, success, rate, mean_return, around, str(self.n), self.note
+        success = mean_return = "–"
+        if self.success is not None:
+            limits = "exact" if self.interval is None else "[{:.1f}, {:.1f}]".format(*(100 * x for x in self.interval))
+            success = f"{100 * self.success:.1f}% {limits}"
+        if self.mean_return is not None:
+            around = "" if self.return_interval is None else " [{:.3f}, {:.3f}]".format(*self.return_interval)
+            mean_return = f"{self.mean_return:.3f}{around}"
+        return self.policy, success, mean_return, str(self.n), self.note
 
 
 def policy_tables(rows: Sequence[PolicyRow], title: str = "") -> list[Table]:

@@ -42,7 +42,7 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
     warnings = [*evaluator.warnings, *take_events()]
     write_report(directory, tables, warnings=warnings)
     for table in tables:
-        console.print(table.rich())
+        console.print(table)
     for warning in warnings:
         console.print(warning, highlight=False, markup=False, soft_wrap=True)
     console.print(f"report: {directory.report}", highlight=False)

@@ -24,7 +24,7 @@ def report_results(
         draw_plots(run)
     write_report(run, tables, model_directory=model_directory)
     for table in tables:
-        console.print(table.rich())
+        console.print(table)
     for evaluator in evaluators:
         for line in evaluator.artifacts():
             console.print(line, highlight=False, markup=False)

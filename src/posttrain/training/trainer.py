@@ -382,7 +382,7 @@ class Trainer(Generic[Output]):
         step, values = self._restore_exported(), dict[str, Any]()
         which, chosen = "last", "the last one"
         if self._exports_best:
-            which, chosen = "best", "best on the curve's data" if step else UNIMPROVED
+            which, chosen = "best", "best of the curve" if step else UNIMPROVED
         for evaluator in self.evaluators:
             self.progress.message(f"{evaluator.cost()} with the {which} checkpoint, step {step}")
             values |= evaluator.final(self.step, self.progress.played)

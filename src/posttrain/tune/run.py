@@ -88,7 +88,7 @@ def _conclude(
     warnings = warnings_of(study)
     report = write_report(study, [trial_table(study, trials), *retest_tables], summary, plots, warnings)
     for table in [trial_table(study, trials, narrow=True), *retest_tables]:
-        console.print(table.rich())
+        console.print(table)
     for text in summary if best is not None else summary[:-1]:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     if warnings:
@@ -146,10 +146,10 @@ def show_study(study: Study, console: Console, group: str | None = None) -> None
     within = f", within {' and '.join(limits)}" if limits else ""
     say(f"{objective.direction} {objective.metric}, the best evaluation after step 0{within}")
     if recipe.groups:
-        console.print(_grid_table(study, chosen).rich())
+        console.print(_grid_table(study, chosen))
         say("best: the best value of the group that searches the key, or that of the recipe if the group has not run")
     else:
-        console.print(_search_table(study).rich())
+        console.print(_search_table(study))
         for point in recipe.start:
             say(f"start point: {', '.join(f'{name}={shown(value)}' for name, value in point.items())}")
     if recipe.retest is not None:
