@@ -6,7 +6,7 @@ Of posttrain the benchmark imports `models`, `engines`, `losses`, `training.lear
 
 import sys
 from inspect import get_annotations
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 _REQUIRED = object()
@@ -15,9 +15,14 @@ _REQUIRED = object()
 class BaseModel:
     """A class whose fields are its annotations: values by keyword, else the default. Nothing is checked."""
 
+    model_fields: dict[str, Any] = {}
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        named = {name: SimpleNamespace(annotation=kind) for name, kind in get_annotations(cls).items()}
+        cls.model_fields = {**cls.model_fields, **named}
+
     def __init__(self, **values: Any) -> None:
-        names = [name for base in reversed(type(self).__mro__) for name in get_annotations(base)]
-        for name in dict.fromkeys(names):
+        for name in self.model_fields:
             value = values.pop(name, getattr(type(self), name, _REQUIRED))
             if value is _REQUIRED:
                 raise TypeError(f"{type(self).__name__} needs {name}")
@@ -38,15 +43,36 @@ def _decorator(*fields: Any, **settings: Any) -> Any:
     return lambda function: function
 
 
+class _Unused:
+    """Stands for what the recipe's classes name when they are defined and a benchmark never uses: validators, tags, errors."""
+
+    def __init__(self, *values: Any, **settings: Any) -> None: ...
+
+    def __call__(self, function: Any) -> Any:
+        return function
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return item
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Unused
+
+
 def use_stand_in() -> bool:
     """Stand in for pydantic where it is missing; says whether it is."""
     try:
         import pydantic  # noqa: F401
     except ImportError:
-        module: Any = ModuleType("pydantic")
+        module: Any = _Module("pydantic")
         module.BaseModel, module.ConfigDict, module.Field = BaseModel, dict, _field
-        module.ValidationError, module.AfterValidator = ValidationError, _field
+        module.ValidationError = ValidationError
         module.model_validator = module.field_validator = _decorator
         sys.modules["pydantic"] = module
+        for name in ("pydantic.fields", "pydantic_core"):
+            sys.modules[name] = _Module(name)
         return True
     return False

@@ -55,8 +55,9 @@ def test_the_wheel_contains_the_recipes_and_its_extras(installed, tmp_path):
     for file in (ROOT / "recipes").rglob("*.yaml"):
         assert file.relative_to(ROOT / "recipes").with_suffix("").as_posix() in listed
     assert "frozen_lake" in done(command, "pipeline", "demo/pipeline", "--dry-run", folder=tmp_path)
-    assert "rlhf-ppo" in done(command, "rl", "rlhf/ppo", "--dry-run", folder=tmp_path)
-    assert "rlhf-ppo" in done(command, "rl", "--recipe", "rlhf/ppo", "--dry-run", folder=tmp_path)
+    small = ("model.path=packaged:smollm2-135m", "--dry-run")
+    assert "ragen-bandit" in done(command, "rl", "ragen/bandit", *small, folder=tmp_path)
+    assert "ragen-bandit" in done(command, "rl", "--recipe", "ragen/bandit", *small, folder=tmp_path)
     assert not list(tmp_path.iterdir())
     ask = "from posttrain.plugins import pip_command as c; import sys; print(*map(c, sys.argv[1:]), sep='\\n')"
     told = done(installed, "-c", ask, *PACKAGES.values(), folder=tmp_path)
