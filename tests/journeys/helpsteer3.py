@@ -135,7 +135,7 @@ def test_the_small_command_writes_the_files_of_the_author(folder):
     report = (runs / "reward/report.md").read_text()
     assert "accuracy" in report
     assert "stem" in report
-    assert "scored pairs" in report
+    assert "scored pairs" in said
 
     # The policy loads, and its training was paid by that reward model.
     assert AutoModelForCausalLM.from_pretrained(runs / "rl/model").config.vocab_size == len(tokenizer)

@@ -82,6 +82,22 @@ def place_encoder(folder):
         part.save_pretrained(folder / "FacebookAI/roberta-large")
 
 
+def teach_to_write(model):
+    """Fit the model to words for a moment: greedy answers of random weights may be nothing but line breaks."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    chat = [{"role": "user", "content": "Write steps."}, {"role": "assistant", "content": "A. Sign out the tool. B. Go."}]
+    ids = torch.tensor([tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)])
+    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        policy(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    policy.save_pretrained(model)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """An empty folder with the recipes, the author's files, and a tiny model under the name of the real one."""
@@ -89,6 +105,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("ANTHROPIC_API_KEY", "of-mine")
     place_recipes(tmp_path)
     place_model(tmp_path, "Qwen/Qwen3-4B", "qwen3")
+    teach_to_write(tmp_path / "Qwen/Qwen3-4B")
     author_files(tmp_path)
     return tmp_path
 

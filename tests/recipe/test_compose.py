@@ -370,6 +370,18 @@ def test_evaluate_takes_environment_and_sampling_from_a_recipe_of_another_stage(
     assert (again.name, again.environment.max_turns) == ("mine", 25)
 
 
+def test_a_file_beside_the_recipe_of_another_stage_continues_it(training, tmp_path):
+    """Its keys of training are left out like those of the recipe, and a misspelled one is still an error."""
+    own = tmp_path / "own.yaml"
+    own.write_text("steps: 3\nrollout: {groups_per_step: 2, tokens_per_turn: 70}\nenvironment: {max_turns: 4}\n")
+    recipe = load_recipe([training, str(own)], ["model.path=runs/lake/model"], "evaluate")
+    assert (recipe.name, recipe.rollout.tokens_per_turn, recipe.environment.max_turns) == ("lake-evaluation", 70, 4)
+    assert recipe.evaluation == load_recipe([training], ["model.path=runs/lake/model"], "evaluate").evaluation
+    own.write_text("stepz: 3\n")
+    with pytest.raises(InputError, match="stepz"):
+        load_recipe([training, str(own)], [], "evaluate")
+
+
 def test_evaluate_refuses_wrong_keys_of_the_other_stage_and_recipes_without_an_environment(training, tmp_path):
     with pytest.raises(InputError, match="stepz"):
         load_recipe([training], ["stepz=3"], "evaluate")

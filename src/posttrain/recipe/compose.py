@@ -94,7 +94,8 @@ def merge_typed(layers: list[Layer], stage: str) -> Layer:
     """Merge the layers left to right. Where a later layer changes the `type` of a section, keys of the old type are dropped.
 
     So one recipe serves several algorithms: `credit.type=rloo` over a file with `credit: {type: gae, gae_lambda: 0.95}`. And
-    `evaluate` takes a recipe of any stage: what an evaluation does not use is left out of it.
+    `evaluate` takes a recipe of any stage: what an evaluation does not use is left out of it. A file without a `stage`
+    continues the recipe of the file before it.
     """
     merged = Layer({})
     if stage == "evaluate":
@@ -107,9 +108,10 @@ def merge_typed(layers: list[Layer], stage: str) -> Layer:
 
 def _as_evaluations(layers: list[Layer]) -> list[Layer]:
     """The layers, with recipes of other stages as recipes of `evaluate`. InputError where these have no environment."""
-    converted = []
+    converted, before = [], "evaluate"
     for layer in layers:
-        trained = layer.values.get("stage", "evaluate")
+        trained = layer.values.get("stage", before if layer.file else "evaluate")
+        before = trained if layer.file else before
         schema = STAGES.get(trained)
         if trained == "evaluate" or schema is None:
             converted.append(layer)
@@ -127,6 +129,9 @@ def _as_evaluations(layers: list[Layer]) -> list[Layer]:
             for key, value in layer.values.items()
             if key in EvaluateRecipe.model_fields or key not in schema.model_fields
         }
+        if "stage" not in layer.values:
+            converted.append(Layer(values, layer.origins))
+            continue
         if default or trained == "sft":
             # The final table of the training run: the same tasks, also where they are drawn from rows.
             values["evaluation"] = {"held_out": None, **values.get("evaluation", {})}

@@ -53,6 +53,8 @@ class Layer:
 
     values: dict[str, Any]
     origins: dict[KeyPath, str] = field(default_factory=dict)
+    file: bool = False
+    """Whether this is a whole file."""
 
     def part(self, *path: str) -> "Layer":
         """The section `path` as a separate layer. List items are named by their index."""
@@ -102,7 +104,7 @@ def read_text(text: str, path: str) -> Layer:
         raise InputError(_not_yaml(error, text, path)) from None
     except yaml.YAMLError as error:
         raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    return Layer(values, origins)
+    return Layer(values, origins, file=True)
 
 
 def read_overrides(words: list[str]) -> list[Layer]:
