@@ -14,7 +14,7 @@ from posttrain.recipe.loss import PpoLoss
 from posttrain.training import made_model
 
 TASKS = {
-    "bandit": ("rloo", 10, 5e-4, 0.75),
+    "bandit": ("rloo", 10, 5e-4, 0.65),
     "word_sort": ("grpo", 32, 1e-3, 0.5),
 }
 """Credit, steps, learning rate, and the success on held-out tasks that must be passed; chance is 50% and 25%."""

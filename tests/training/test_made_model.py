@@ -50,28 +50,3 @@ def test_its_skill_is_that_of_random_play(made, settings):
     environment = env()
     random = environment.baselines(environment.recipe, range(5000, 5200))["random"].success
     assert success.low - 0.1 < random < success.high + 0.1
-
-
-@pytest.mark.parametrize("environment", ["bandit", "word_sort"])
-def test_rl_improves_it(made, environment, tmp_path):
-    """Far above random play, whose rates are 50% and 25%."""
-    result = posttrain.rl(
-        name="learned",
-        runs=str(tmp_path),
-        environment={"type": environment},
-        model={"path": made, "threads": 1},
-        steps=40,
-        rollout={"groups_per_step": 16, "episodes_per_group": 8, "tokens_per_turn": 10},
-        credit={"type": "rloo"},
-        learner={"updates_per_step": 2},
-        optimizer={"learning_rate": 5e-4, "warmup_updates": 10},
-        evaluation={
-            "every": 0,
-            "sampling": {"temperature": 1.0},
-            "seeds": {"start": 1_000_000, "count": 2},
-            "final_seeds": {"start": 2_000_000, "count": 256},
-        },
-        checkpoint={"every": 1000},
-    )
-    trained = next(row for row in result.evaluation if row["policy"] == "trained")
-    assert trained["success_low"] > (0.8 if environment == "bandit" else 0.4)
