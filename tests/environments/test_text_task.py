@@ -81,6 +81,18 @@ def test_rows_are_read_once_per_process(tmp_path, monkeypatch):
     assert len(calls) == 1
 
 
+def test_a_file_that_changes_is_read_again(tmp_path, monkeypatch):
+    """Also where the same relative path is another file."""
+    for folder, rows in (("a", ROWS), ("b", ROWS[:1])):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        _write(tmp_path / folder / "rows.jsonl", rows)
+        recipe = TextTaskRecipe.model_validate({"prompts": "rows.jsonl"})
+        assert len(TextTask.task_rows(recipe)) == len(rows)
+    _write(tmp_path / "b" / "rows.jsonl", ROWS[:2])
+    assert len(TextTask.task_rows(recipe)) == 2
+
+
 def test_the_system_message_comes_first_and_replaces_that_of_a_row(tmp_path):
     talk = [{"role": "system", "content": "old"}, {"role": "user", "content": "Hi"}]
     recipe = _recipe(tmp_path, [{"prompt": talk}, ROWS[0]], system="new")

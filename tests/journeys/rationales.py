@@ -89,7 +89,10 @@ def teach_to_write(model):
 
     tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     prompt = {"role": "user", "content": "Write steps to lend tool 3 for 3 days."}
-    chat = [prompt, {"role": "assistant", "content": "A. Sign out the tool, then lend it to him. B. Ask him to bring it."}]
+    chat = [
+        prompt,
+        {"role": "assistant", "content": "A. Sign out the tool, then lend it to him. B. Ask him to bring it."},
+    ]
     ids = torch.tensor([tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)])
     optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
     for _ in range(200):

@@ -9,7 +9,6 @@ import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from posttrain.environments.text_task import _prompt_table as prompt_cache
 from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
@@ -126,7 +125,6 @@ def test_a_run_is_not_resumed_on_other_tasks(tiny_model, tmp_path):
     run_stage(recipe, console=Console(file=io.StringIO()))
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "One more.", "word": "Goal"}) + "\n")
-    prompt_cache.cache_clear()
     with pytest.raises(InputError, match="the tasks to train on are no longer those that this run began with"):
         run_stage(recipe.model_copy(update={"steps": 2}), resume=True, console=Console(file=io.StringIO()))
 

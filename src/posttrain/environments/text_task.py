@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
@@ -317,14 +318,23 @@ _random_lock = Lock()
 
 
 def prompt_table(recipe: TextTaskRecipe) -> PromptTable:
-    """Return the rows of `recipe.prompts`, read once per process. InputError where no row is usable."""
+    """Return the rows of `recipe.prompts`, read once per process unless a file changes. InputError where no row is usable."""
     # Environments run in threads; without the lock each of them would read the files.
     with _table_lock:
-        return _prompt_table(recipe.model_dump_json(include={"prompts", "columns"}))
+        versions = tuple(_version(Path(source.path).expanduser()) for source in recipe.prompts)
+        return _prompt_table(recipe.model_dump_json(include={"prompts", "columns"}), versions)
+
+
+def _version(path: Path) -> tuple[str, int, int] | None:
+    """Where a file is, when it was changed and its size; None for what is no file, such as a data set of the hub."""
+    if not path.is_file():
+        return None
+    found = path.stat()
+    return str(path.resolve()), found.st_mtime_ns, found.st_size
 
 
 @lru_cache(maxsize=16)
-def _prompt_table(key: str) -> PromptTable:
+def _prompt_table(key: str, versions: tuple[tuple[str, int, int] | None, ...]) -> PromptTable:
     values = json.loads(key)
     recipe = TextTaskRecipe.model_validate(values)
     problems = Problems()
