@@ -49,9 +49,9 @@ def finished_run(tiny_model, tmp_path_factory):
     from tests.training import small
 
     runs = tmp_path_factory.mktemp("readme")
-    values = small.recipe_values(tiny_model, runs, steps=12, checkpoint={"every": 6})
+    values = small.recipe_values(tiny_model, runs, steps=10, checkpoint={"every": 5})
     values["environment"]["max_turns"] = 1
-    values["evaluation"]["every"] = 12
+    values["evaluation"]["every"] = 5
     assert small.run(values) == 0, (runs / "log.txt").read_text()
     return runs / "small"
 
