@@ -10,7 +10,7 @@ import pytest
 
 import posttrain
 from posttrain.losses.policy import ppo
-from posttrain.recipe.loss import PpoLoss
+from posttrain.recipe.loss import LOSSES, PpoLoss
 from posttrain.training import made_model
 
 TASKS = {
@@ -52,19 +52,16 @@ def success_after(environment, loss, made, folder, seed=0):
     return next(row["success"] for row in result.evaluation if row["policy"] == "trained")
 
 
-@posttrain.register_loss("flipped_ppo")
 def flipped_ppo(logprobs, batch):
     """PPO with the sign of the advantages the wrong way round."""
     return ppo(PpoLoss(), logprobs, replace(batch, advantages=-batch.advantages))[0]
 
 
-@posttrain.register_loss("shifted_ppo")
 def shifted_ppo(logprobs, batch):
     """PPO whose tokens are shifted by one against their rollout log-probabilities and advantages."""
     return ppo(PpoLoss(), logprobs.roll(1), batch)[0]
 
 
-@posttrain.register_loss("mixed_up_ppo")
 def mixed_up_ppo(logprobs, batch):
     """PPO with the old log-probabilities of another sample."""
     other = batch.rollout_logprobs.flip(0)
@@ -78,6 +75,8 @@ def test_it_learns_from_rewards_alone(environment, made, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", TASKS)
-@pytest.mark.parametrize("loss", ["flipped_ppo", "shifted_ppo", "mixed_up_ppo"])
-def test_a_faulty_algorithm_does_not_pass(environment, loss, made, tmp_path):
-    assert success_after(environment, loss, made, tmp_path) < TASKS[environment][-1]
+@pytest.mark.parametrize("loss", [flipped_ppo, shifted_ppo, mixed_up_ppo])
+def test_a_faulty_algorithm_does_not_pass(environment, loss, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(LOSSES, "_kinds", dict(LOSSES._kinds))  # other tests list the registered losses
+    posttrain.register_loss(loss.__name__)(loss)
+    assert success_after(environment, loss.__name__, made, tmp_path) < TASKS[environment][-1]
