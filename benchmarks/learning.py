@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import shutil
+import sys
 import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.errors import PosttrainError
 from posttrain.evaluation.statistics import Estimate, bootstrap_mean, interquartile_mean, probability_of_improvement
 
 Keys = dict[str, Any]
@@ -94,7 +96,7 @@ def run(environment: str, variant: str, seed: int, out: Path) -> Keys:
     """Train once. Returns its line of results: curve (step, seconds of training, success), final success, baselines."""
     import posttrain
 
-    folder = out / "runs" / f"{environment}-{variant}-{seed}".replace(" ", "_").replace("/", "by")
+    folder = out / "runs" / f"{environment}-{variant}-{seed}".replace(" ", "_")
     begun = time.process_time()
     keys = merged(COMMON, ENVIRONMENTS[environment], VARIANTS[variant])
     result = posttrain.rl(**keys, name=folder.name, runs=str(folder.parent), seed=seed, overwrite=True)
@@ -200,10 +202,10 @@ def draw(lines: list[Keys], file: Path) -> None:
                     bootstrap_mean(values, draws=500)
                     for values in zip(*[[success for _, _, success in x["curve"]] for x in runs], strict=True)
                 ]
-                style = {"color": "black", "linewidth": 2.0} if name == "base" else {"linewidth": 1.0}
+                style: Keys = {"color": "black", "linewidth": 2.0} if name == "base" else {"linewidth": 1.0}
                 (drawn,) = axis.plot(
                     steps, [point.value for point in points], label=name.removeprefix(f"{title} "), **style
-                )  # type: ignore[arg-type]
+                )
                 low, high = [point.low for point in points], [point.high for point in points]
                 axis.fill_between(steps, low, high, color=drawn.get_color(), alpha=0.1, linewidth=0)
             for key in ("random", "optimal"):
@@ -244,8 +246,13 @@ def main() -> None:
         if (environment, variant, seed) not in done
     ]
     with ProcessPoolExecutor(chosen.jobs) as pool:
-        for future in as_completed([pool.submit(run, *one, chosen.out) for one in wanted]):
-            line = future.result()
+        futures = {pool.submit(run, *one, chosen.out): one for one in wanted}
+        for future in as_completed(futures):
+            try:
+                line = future.result()
+            except PosttrainError as error:  # such as `maxrl` where returns can be negative
+                print(*futures[future], f"left out: {error}", flush=True)
+                continue
             with results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             lines.append(line)
@@ -256,6 +263,8 @@ def main() -> None:
                 f"{line['start']:.2f} -> {line['final']:.2f}",
                 flush=True,
             )
+    if not lines:
+        sys.exit("no run has finished, so there is no table")
     text = markdown(table(lines))
     (chosen.out / "learning.md").write_text(text)
     draw(lines, chosen.out / "learning.svg")

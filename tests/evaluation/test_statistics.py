@@ -11,7 +11,6 @@ from posttrain.evaluation.statistics import (
     clustered_rate,
     interquartile_mean,
     mean,
-    mean_over_seeds_and_tasks,
     paired_difference,
     probability_of_improvement,
     success_rate,
@@ -148,16 +147,3 @@ def test_probability_of_improvement_is_mann_whitneys_u():
     assert probability_of_improvement([[1.0, 2.0]], [[0.0]]).low == 1.0
     with pytest.raises(ValueError, match="same environments"):
         probability_of_improvement([[1.0]], [[1.0], [2.0]])
-
-
-def test_an_interval_over_seeds_and_tasks_covers_both_kinds_of_variation():
-    """Its half width is that of the standard error from the components of variance."""
-    draws = np.random.default_rng(1)
-    seeds, tasks = 20, 60
-    table = draws.normal(0, 0.3, (seeds, 1)) + draws.normal(0, 0.5, (1, tasks))
-    found = mean_over_seeds_and_tasks(table.tolist())
-    error = math.sqrt(table.mean(1).var() / seeds + table.mean(0).var() / tasks)
-    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.05)
-    assert found.n == seeds
-    with pytest.raises(ValueError, match="every training seed"):
-        mean_over_seeds_and_tasks([])

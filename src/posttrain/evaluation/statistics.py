@@ -179,25 +179,6 @@ def probability_of_improvement(
     )
 
 
-def mean_over_seeds_and_tasks(results: Sequence[Sequence[float]], seed: int = 0, draws: int = 5_000) -> Estimate:
-    """Mean of `results[s][t]`, training seed s on task t, with a hierarchical bootstrap interval.
-
-    Each draw resamples the training seeds, and the tasks, which all seeds share. So the interval covers another training
-    seed on other tasks of the same kind; `n` is the number of training seeds.
-    """
-    table = np.asarray(results, dtype=np.float64)
-    if table.ndim != 2 or not table.size:
-        raise ValueError("every training seed must have a result on every task")
-    generator = random_stream("seeds and tasks", seed)
-    seeds, tasks = table.shape
-    means = [
-        table[generator.integers(seeds, size=seeds)][:, generator.integers(tasks, size=tasks)].mean()
-        for _ in range(draws)
-    ]
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Estimate(float(table.mean()), float(low), float(high), seeds)
-
-
 def _wilson(p: float, trials: float, n: int) -> Estimate:
     scale = 1 + Z**2 / trials
     center = (p + Z**2 / (2 * trials)) / scale

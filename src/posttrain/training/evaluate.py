@@ -32,7 +32,8 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
     for warning in warnings:
         console.print(warning, highlight=False)
     # Play before anything is recorded, so that a run that fails here, such as without its server, leaves its name free.
-    with Progress(len(evaluator.tasks.test), recipe.name, console=console, unit="episode") as progress:
+    count = len(evaluator.tasks.test) * recipe.evaluation.episodes_per_seed
+    with Progress(count, recipe.name, console=console, unit="episode") as progress:
         final = evaluator.final(0, progress.played)
     with MetricsLog(directory, recipe.sinks) as log:
         for name, values in evaluator.baselines().items():
