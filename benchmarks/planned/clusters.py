@@ -139,8 +139,8 @@ def changes(name: str, count: int) -> list[Setting]:
     return [*tried, replace(base, what="answers of at most 8,192", job=replace(JOB, answer=3800, longest=8192))]
 
 
-def best(name: str, count: int, ahead: int, lora: bool = False) -> Plan | None:
-    """The fastest setting that fits, out of those a recipe can choose; `ahead` is `rollout.async_rollouts`, and 0 is
+def best(name: str, count: int, async_rollouts: int, lora: bool = False) -> Plan | None:
+    """The fastest setting that fits, out of those a recipe can choose; `async_rollouts` is `rollout.async_rollouts`, and 0 is
     colocated."""
     sizes = MODELS[name]
     found: list[Plan] = []
@@ -148,19 +148,19 @@ def best(name: str, count: int, ahead: int, lora: bool = False) -> Plan | None:
     for tensor in (1, 2, 4, 8):
         for slots in (16, 32, 64, 128, 256):
             for parallel in experts:
-                for placement in _placements(count, tensor, ahead, expert_parallel=parallel):
+                for placement in _placements(count, tensor, async_rollouts, expert_parallel=parallel):
                     found += [plan(Setting(_name(placement, slots, lora), placement, slots=slots, lora=lora), sizes)]
     fitting = [each for each in found if each.fits]
     return min(fitting, key=lambda each: each.seconds, default=None)
 
 
-def _placements(count: int, tensor: int, ahead: int, **more: Any) -> list[Placement]:
+def _placements(count: int, tensor: int, async_rollouts: int, **more: Any) -> list[Placement]:
     offloads = (False, True)
-    if not ahead:
+    if not async_rollouts:
         return [colocated(count, tensor, offloaded=offloaded, **more) for offloaded in offloads]
     learners = [count * eighths // 8 for eighths in range(1, 8)]
     return [
-        apart(learner, (count - learner) // tensor, tensor, async_rollouts=ahead, offloaded=offloaded, **more)
+        apart(learner, (count - learner) // tensor, tensor, async_rollouts=async_rollouts, offloaded=offloaded, **more)
         for learner in learners
         for offloaded in offloads
         if (count - learner) % tensor == 0 and learner % more["expert_parallel"] == 0
@@ -188,9 +188,11 @@ def best_table() -> list[dict[str, Any]]:
     for name, sizes in MODELS.items():
         for count in COUNTS:
             base = plan(baseline(name, count), sizes)
-            for ahead in (0, 1, 4):
-                if (found := best(name, count, ahead) or best(name, count, ahead, lora=True)) is not None:
-                    rows.append(_best_row(name, count, ahead, found, base))
+            for async_rollouts in (0, 1, 4):
+                if (
+                    found := best(name, count, async_rollouts) or best(name, count, async_rollouts, lora=True)
+                ) is not None:
+                    rows.append(_best_row(name, count, async_rollouts, found, base))
     return rows
 
 
@@ -255,11 +257,11 @@ def tail_share(found: Plan, sizes: ModelSizes, device: Device = DEVICE) -> float
     return ending / (busy + ending)
 
 
-def _best_row(name: str, count: int, ahead: int, found: Plan, base: Plan) -> dict[str, Any]:
+def _best_row(name: str, count: int, async_rollouts: int, found: Plan, base: Plan) -> dict[str, Any]:
     return {
         "model": name,
         "GPUs": count,
-        "async_rollouts": ahead,
+        "async_rollouts": async_rollouts,
         "fastest setting": found.setting.what,
         "GB": max(found.learning, found.sampling) / 1e9,
         "sampling s": found.of("reading prompts", "sampling"),

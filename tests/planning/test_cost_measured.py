@@ -43,7 +43,7 @@ def test_every_fastest_setting_fits_and_is_no_slower_than_a_baseline_that_fits(p
     clusters = planned.clusters
     for name, sizes in planned.clusters.MODELS.items():
         baseline = clusters.plan(clusters.baseline(name, 64), sizes)
-        best = clusters.best(name, 64, ahead=0)
+        best = clusters.best(name, 64, async_rollouts=0)
         assert best is not None
         assert best.fits
         assert max(best.learning, best.sampling) < 0.9 * clusters.DEVICE.memory
@@ -51,8 +51,8 @@ def test_every_fastest_setting_fits_and_is_no_slower_than_a_baseline_that_fits(p
 
 
 def test_a_whole_235b_does_not_fit_on_eight(planned):
-    assert planned.clusters.best("Qwen3-235B-A22B", 8, ahead=0) is None
-    assert planned.clusters.best("Qwen3-235B-A22B", 8, ahead=0, lora=True) is not None
+    assert planned.clusters.best("Qwen3-235B-A22B", 8, async_rollouts=0) is None
+    assert planned.clusters.best("Qwen3-235B-A22B", 8, async_rollouts=0, lora=True) is not None
 
 
 def test_idle_gpus_in_the_published_placements(planned):

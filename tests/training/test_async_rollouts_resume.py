@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from . import ahead, small
+from . import async_runs, small
 
 PLACES = {
     "engine": ("posttrain.engines.local.engine:LocalEngine._step", 100),
@@ -29,7 +29,7 @@ QUICK = ("journal",)
 
 
 def recipe(tiny, runs):
-    return ahead.values(tiny, runs, "small", {"async_rollouts": 2}, checkpoint={"every": 2, "keep": 2})
+    return async_runs.values(tiny, runs, "small", {"async_rollouts": 2}, checkpoint={"every": 2, "keep": 2})
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 SKIPPED = 3
-"""Steps at the beginning that are not counted: what is ahead is made there."""
+"""Steps at the beginning that are not counted: the buffer fills in them."""
 SLOW = '''
 import time
 
@@ -59,8 +59,8 @@ def main() -> None:
             "tokens_per_turn": 16,
             "tokens_per_episode": 512,
             "environment_timeout": 60.0,
-            "async_rollouts": job["ahead"],
-            **({"on_new_weights": job["rule"]} if job["ahead"] else {}),
+            "async_rollouts": job["async_rollouts"],
+            **({"on_new_weights": job["rule"]} if job["async_rollouts"] else {}),
         },
         "optimizer": {"learning_rate": 1e-5},
         "learner": {"epochs_per_step": job["epochs_per_step"]},

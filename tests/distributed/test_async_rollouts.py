@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
-from tests.training import ahead
+from tests.training import async_runs
 
 from . import together
 from .test_parity import models  # noqa: F401
@@ -15,7 +15,7 @@ def test_two_learners_match_one_and_resume_to_the_same_bits(models, tmp_path):  
         folder = tmp_path / name
         folder.mkdir()
         return (
-            ahead.values(
+            async_runs.values(
                 models,
                 folder,
                 "small",

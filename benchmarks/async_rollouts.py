@@ -19,7 +19,9 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3", help="SmolLM2-135M or a small random Qwen3")
     parser.add_argument("--waits", default="0,0.2,0.5", help="seconds of an environment call, separated by commas")
-    parser.add_argument("--ahead", default="0,1,2", help="values of rollout.async_rollouts, separated by commas")
+    parser.add_argument(
+        "--async-rollouts", default="0,1,2", help="values of rollout.async_rollouts, separated by commas"
+    )
     parser.add_argument("--rule", default="finish", help="rollout.on_new_weights")
     parser.add_argument(
         "--passes", type=int, default=4, help="learner.epochs_per_step: the amount of training per step"
@@ -35,16 +37,23 @@ def main() -> None:
     """Run the sides in turn and print the table."""
     chosen = options()
     model = str(model_directory(chosen.model))
-    aheads = [int(ahead) for ahead in chosen.ahead.split(",")]
+    counts = [int(count) for count in chosen.async_rollouts.split(",")]
 
-    def run(ahead: int, wait: float, number: int) -> dict[str, Any]:
-        job = {"model": model, "ahead": ahead, "wait": wait, "rule": chosen.rule, "steps": chosen.steps, "seed": number}
+    def run(async_rollouts: int, wait: float, number: int) -> dict[str, Any]:
+        job = {
+            "model": model,
+            "async_rollouts": async_rollouts,
+            "wait": wait,
+            "rule": chosen.rule,
+            "steps": chosen.steps,
+            "seed": number,
+        }
         job["epochs_per_step"] = chosen.passes
-        return run_side("sides.ahead_worker", job, chosen.threads)
+        return run_side("sides.async_rollouts_worker", job, chosen.threads)
 
     rows = []
     for wait in map(float, chosen.waits.split(",")):
-        found = in_turn({str(ahead): partial(run, ahead, wait) for ahead in aheads}, chosen.rounds)
+        found = in_turn({str(count): partial(run, count, wait) for count in counts}, chosen.rounds)
         seconds = {name: [middle(o["step"]) for o in outcomes] for name, outcomes in found.items()}
         for name, outcomes in found.items():
             own = [value for o in outcomes for value in o["step"]]
@@ -54,7 +63,7 @@ def main() -> None:
                     "async_rollouts": int(name),
                     "s per step": middle(seconds[name]),
                     "standard deviation": statistics.pstdev(own),
-                    "speedup": ratio(seconds[str(aheads[0])], seconds[name]),
+                    "speedup": ratio(seconds[str(counts[0])], seconds[name]),
                     "sampling, s": middle([middle(o["sampling"]) for o in outcomes]),
                     "learner waits, s": middle([middle(o["waited"]) for o in outcomes]),
                     "staleness, updates": middle([middle(o["staleness"]) for o in outcomes]),

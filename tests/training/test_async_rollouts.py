@@ -15,7 +15,7 @@ from posttrain.runs.metrics import read_metrics
 from posttrain.training import rl
 from posttrain.training.rollouts import SyncRollouts
 
-from . import ahead, small
+from . import async_runs, small
 
 
 def train_lines(run):
@@ -62,15 +62,17 @@ def continued(module, tiny_model, tmp_path_factory):
     """A run whose episodes continue with new weights."""
     runs = tmp_path_factory.mktemp("continued")
     with unsteady(module):
-        return ahead.train(ahead.values(tiny_model, runs, "live", CONTINUE))
+        return async_runs.train(async_runs.values(tiny_model, runs, "live", CONTINUE))
 
 
 @pytest.mark.parametrize("n", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_matches_one_thread_with_weights_of_n_steps_before(n, tiny_model, tmp_path):
     """0 compares the synchronous loop with an independent form of itself, which validates the comparison for 1 and 2."""
-    run = ahead.train(ahead.values(tiny_model, tmp_path, "threads", {"async_rollouts": n}))
-    other = ahead.train_with(ahead.OneThread, ahead.values(tiny_model, tmp_path, "one", {"async_rollouts": n}))
-    assert ahead.results(run) == ahead.results(other)
+    run = async_runs.train(async_runs.values(tiny_model, tmp_path, "threads", {"async_rollouts": n}))
+    other = async_runs.train_with(
+        async_runs.OneThread, async_runs.values(tiny_model, tmp_path, "one", {"async_rollouts": n})
+    )
+    assert async_runs.results(run) == async_runs.results(other)
     oldest = [line.get("policy/staleness_max", 0.0) for line in train_lines(run)]
     assert oldest == [2.0 * min(n, step) for step in range(5)]
 
@@ -82,7 +84,7 @@ def test_async_rollouts_0_is_the_synchronous_loop(tiny_model, tmp_path):
         made.append(rl.make_rollouts(*arguments))
         return made[0]
 
-    run = ahead.train_with(make, ahead.values(tiny_model, tmp_path, "plain", {"async_rollouts": 0}))
+    run = async_runs.train_with(make, async_runs.values(tiny_model, tmp_path, "plain", {"async_rollouts": 0}))
     assert isinstance(made[0], SyncRollouts)
     assert not (run.path / "async_rollouts").exists()
     assert not (run.path / "events.jsonl").exists()
@@ -96,15 +98,15 @@ def test_async_rollouts_0_is_the_synchronous_loop(tiny_model, tmp_path):
 def test_a_run_is_replayed_to_the_same_bits(rule, tiny_model, tmp_path, noisy, continued):
     rollout, run = CONTINUE | {"on_new_weights": rule}, continued
     if rule == "restart":
-        run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
+        run = async_runs.train(async_runs.values(tiny_model, tmp_path, "live", rollout))
     events = EventLog(run.path).read()
     taken = [(b, w.before_forward) for b, recorded in events.items() for w in recorded.weights]
     assert any(before > 0 for _, before in taken), f"no weights came while episodes were in flight: {taken}"
     if rule == "restart":
         assert sum(line["rollout/restarted"] for line in train_lines(run)) > 0
         assert sum(line["tokens/discarded"] for line in train_lines(run)) > 0
-    again = ahead.train(ahead.values(tiny_model, tmp_path, "again", rollout | {"replay": str(run.path)}))
-    assert ahead.results(again) == ahead.results(run)
+    again = async_runs.train(async_runs.values(tiny_model, tmp_path, "again", rollout | {"replay": str(run.path)}))
+    assert async_runs.results(again) == async_runs.results(run)
     assert EventLog(again.path).read() == events
 
 
@@ -125,26 +127,26 @@ def test_tokens_store_the_version_that_sampled_them(continued):
 
 def test_a_replay_of_another_run_is_refused(tiny_model, tmp_path):
     rollout = {"async_rollouts": 1, "on_new_weights": "continue"}
-    run = ahead.train(ahead.values(tiny_model, tmp_path, "live", rollout))
+    run = async_runs.train(async_runs.values(tiny_model, tmp_path, "live", rollout))
     lines = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     lines[2]["digest"] = "0" * 16
     (run.path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(RunError, match=r"batch 3 differs from the events of .*live in its tokens"):
-        ahead.train(ahead.values(tiny_model, tmp_path, "again", rollout | {"replay": str(run.path)}))
-    other = ahead.values(tiny_model, tmp_path, "other", rollout | {"replay": str(run.path)}, seed=3)
+        async_runs.train(async_runs.values(tiny_model, tmp_path, "again", rollout | {"replay": str(run.path)}))
+    other = async_runs.values(tiny_model, tmp_path, "other", rollout | {"replay": str(run.path)}, seed=3)
     with pytest.raises(InputError, match=r"live had another value of seed"):
-        ahead.train(other)
+        async_runs.train(other)
 
 
 def test_exceptions_of_the_environment_are_raised_unchanged(tiny_model, tmp_path, module, monkeypatch):
     monkeypatch.setattr(module.Letters, "step", lambda self, action: 1 / 0)
     with pytest.raises(RunError, match=r"all 4 evaluation episodes failed, the first .*ZeroDivisionError"):
-        ahead.train(ahead.values(tiny_model, tmp_path, "fails", {"async_rollouts": 1}))
+        async_runs.train(async_runs.values(tiny_model, tmp_path, "fails", {"async_rollouts": 1}))
 
 
 def test_a_guard_stops_both_sides(tiny_model, tmp_path):
     guards = {"action": "stop", "patience": 2, "min_entropy": 50.0}
-    run = ahead.train(ahead.values(tiny_model, tmp_path, "guarded", {"async_rollouts": 2}, guards=guards))
+    run = async_runs.train(async_runs.values(tiny_model, tmp_path, "guarded", {"async_rollouts": 2}, guards=guards))
     assert [line["step"] for line in train_lines(run)] == [1, 2]
     assert (run.path / "model" / "model.safetensors").is_file()
 
@@ -157,7 +159,7 @@ def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path,
         "max_staleness": 0,
         "environment_timeout": 30.0,
     }
-    run = ahead.train(ahead.values(tiny_model, tmp_path, "drops", rollout | {"filter": {"type": "none"}}))
+    run = async_runs.train(async_runs.values(tiny_model, tmp_path, "drops", rollout | {"filter": {"type": "none"}}))
     lines = train_lines(run)
     assert lines[0]["rollout/stale"] == 0
     assert sum(line["rollout/stale"] for line in lines) > 0
@@ -175,7 +177,7 @@ def test_a_step_with_only_stale_episodes_makes_no_update_and_gives_a_warning(cre
         "max_staleness": 0,
         "filter": {"type": "none"},
     }
-    run = ahead.train(ahead.values(tiny_model, tmp_path, "drops", rollout, credit={"type": credit}))
+    run = async_runs.train(async_runs.values(tiny_model, tmp_path, "drops", rollout, credit={"type": credit}))
     assert [line["rollout/stale"] for line in train_lines(run)] == [0, 6, 0, 6, 0]
     assert ["optimizer/gradient_norm" in line for line in train_lines(run)] == [True, False, True, False, True]
     told = [line["message"] for line in read_metrics(run.metrics) if line["kind"] == "warning"]
@@ -197,9 +199,9 @@ def test_a_step_with_only_stale_episodes_makes_no_update_and_gives_a_warning(cre
     ids=str,
 )
 def test_every_algorithm_takes_steps_ahead(changes, tiny_model, tmp_path):
-    base = ahead.values(tiny_model, tmp_path, "small", {"async_rollouts": 1, "on_new_weights": "continue"})
+    base = async_runs.values(tiny_model, tmp_path, "small", {"async_rollouts": 1, "on_new_weights": "continue"})
     merged = {key: base[key] | value if isinstance(base.get(key), dict) else value for key, value in changes.items()}
-    run = ahead.train(base | merged | small.two_steps(base) | {"steps": 3})
+    run = async_runs.train(base | merged | small.two_steps(base) | {"steps": 3})
     lines = train_lines(run)
     assert len(lines) == 3
     assert all(line["optimizer/gradient_norm"] > 0 for line in lines)
