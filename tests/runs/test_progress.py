@@ -120,3 +120,12 @@ def test_a_long_evaluation_says_how_far_it_is(monkeypatch) -> None:
         progress.played(7, 12)
         progress._live.refresh()
     assert "7 of 12 held-out episodes" in out.getvalue()
+
+
+def test_where_the_evaluation_is_the_whole_run_its_episodes_move_the_bar():
+    out = io.StringIO()
+    with Progress(9, "tossing", console=Console(file=out, force_terminal=True, width=80), unit="episode") as progress:
+        progress.played(3, 9)
+        progress.played(9, 9)
+    assert "episode 9/9" in out.getvalue()
+    assert "held-out episodes" not in out.getvalue()

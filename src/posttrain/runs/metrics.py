@@ -401,7 +401,10 @@ class Progress:
 
     def played(self, done: int, total: int) -> None:
         """Show how many episodes of an evaluation have ended; without a terminal, at most a line every five seconds."""
-        self._played = (done, total) if done < total else None
+        if self.unit == "episode":  # the evaluation is the whole run
+            self.step = done
+        else:
+            self._played = (done, total) if done < total else None
         if self._live is None and done < total and time.monotonic() - self._printed >= SECONDS_PER_LINE:
             self._print(f"{done} of {total} held-out episodes")
 
