@@ -1,10 +1,13 @@
 """Old log-probabilities: the ratio of the first update is 1 where engine and learner differ, unless the recipe sets it otherwise."""
 
+import io
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
+from rich.console import Console
 
 import posttrain
 from posttrain.recipe.compose import load_recipe
@@ -18,11 +21,15 @@ from posttrain.recipe.loss import (
     PpoLoss,
     ReinforceLoss,
 )
+from posttrain.recipe.stages import Recipe
 from posttrain.recipe.warnings import recipe_warnings
-from posttrain.training.objectives import PolicyObjective, metrics_without_pass
+from posttrain.stages import run_stage
+from posttrain.training import rl
+from posttrain.training.objectives import PolicyObjective, logprobs, metrics_without_pass
 from posttrain.training.rl import rollouts_may_differ
 from posttrain.training.updater import samples_of_episodes
 
+from . import small
 from .letters import Letters
 
 NOISE = 0.04
@@ -204,3 +211,31 @@ def test_streams_of_an_episode_share_its_weight(policy, episodes):
     tokens = one.sampled_tokens + other.sampled_tokens
     assert divisor == 2.0
     assert weights == pytest.approx([1 / tokens] * (len(samples) - 1) + [1 / episodes[2].sampled_tokens])
+
+
+def test_a_step_scores_before_its_updates_only_what_later_updates_learn_from(tiny_model, tmp_path, monkeypatch):
+    """Two updates a step: the first takes its own pass, and old log-probabilities of the second are those before both."""
+    values = small.recipe_values(tiny_model, tmp_path, loss={"type": "ppo", "old": "learner"}, credit={"type": "rloo"})
+    values |= small.two_steps(values) | {"entropy": {}, "kl": {}}
+    values["rollout"] |= {"groups_per_step": 6}
+    values["seeds"] = {"start": 0, "count": 12}
+    seen = []
+
+    def update(self, episodes, samples, step, original=rl.Components.update):
+        before = logprobs(self.learner, samples)
+        totals = original(self, episodes, samples, step)
+        signal = [bool(np.any(sample.advantages != 0)) for sample in samples]
+        seen.append((self.policy.version, samples, before, signal))
+        return totals
+
+    monkeypatch.setattr(rl.Components, "update", update)
+    run_stage(TypeAdapter(Recipe).validate_python(values), console=Console(file=io.StringIO()))
+    assert [version for version, *_ in seen] == [2, 4]
+    for _, samples, before, signal in seen:
+        second = sorted({sample.group for sample in samples})[1::2]
+        needed = [counts and sample.group in second for sample, counts in zip(samples, signal, strict=True)]
+        assert any(needed)
+        assert [sample.old_logprobs is not None for sample in samples] == needed
+        for sample, logps in zip(samples, before, strict=True):
+            if sample.old_logprobs is not None:
+                np.testing.assert_allclose(sample.old_logprobs, logps, atol=1e-5)

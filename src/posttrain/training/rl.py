@@ -160,6 +160,8 @@ class Components:
     """The objective of an update, given whether no update of the step came before it."""
     needs_old_logprobs: bool
     """Whether the learner's old log-probabilities need a forward pass: the first update of a step takes its own."""
+    scores_all: bool
+    """Whether a pass before the updates scores every sample; else it scores those that need old log-probabilities."""
 
     def samples(self, batch: RolloutBatch, step: int) -> list[Sample]:
         """One sample per stream. A teacher scores them, and episodes that it cannot score leave the batch."""
@@ -171,14 +173,15 @@ class Components:
         return samples
 
     def score(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> None:
-        """Set what the losses need of the weights before the step's updates: the reference model's log-probabilities for KL,
-        the learner's own and its entropies. The latter pass also gives the values of a critic on the policy's trunk."""
+        """Set what rewards, credit and losses need of every sample: the reference model's log-probabilities for KL, and with
+        `scores_all` the learner's own and its entropies. The latter pass also gives the values of a critic on the policy's
+        trunk."""
         if self.kl.recipe.coefficient > 0:
             with self.policy.as_reference():
                 references = logprobs(self.learner, samples)
             for sample, reference in zip(samples, references, strict=True):
                 sample.ref_logprobs = reference
-        if self.needs_old_logprobs or self.entropy.recipe.top_share < 1:
+        if self.scores_all:
             for sample, (old, entropies, values) in zip(samples, scores(self.learner, samples), strict=True):
                 sample.old_logprobs = old if self.needs_old_logprobs else None
                 sample.entropies, sample.values = entropies, values
@@ -208,6 +211,9 @@ class Components:
         groups = [episode.group for episode in episodes for _ in episode.streams]
         order = sorted(set(groups))
         count = min(per_epoch, len(order))
+        if self.needs_old_logprobs and not self.scores_all:
+            first_part = set(order[::count]) if epochs == 1 else set()
+            self._set_old_logprobs([s for s, group in zip(samples, groups, strict=True) if group not in first_part])
         totals: Totals = {}
         for number in range(epochs * count):
             part = set(order[number % count :: count])
@@ -232,6 +238,12 @@ class Components:
                 update["critic/skipped"] = update["optimizer/skipped"]
             add_totals(totals, update)
         return totals
+
+    def _set_old_logprobs(self, samples: Sequence[Sample]) -> None:
+        objective = self.objective(False)
+        trained = [sample for sample in samples if objective.has_signal(sample)]
+        for sample, old in zip(trained, logprobs(self.learner, trained), strict=True):
+            sample.old_logprobs = old
 
     def take_warnings(self) -> list[str]:
         """Warnings about updates since the last call."""
@@ -324,6 +336,7 @@ def make_components(
     warnings += [*(unit_credit.warnings if unit_credit is not None else []), *manager.template_warnings()]
 
     old = recipe.loss.old_source(rollouts_may_differ(recipe, policy))
+    needs_old_logprobs = old == "learner" and recipe.learner.updates_per_step * recipe.learner.epochs_per_step > 1
 
     kl, entropy, guards = KlController(recipe.kl), EntropyController(recipe.entropy), Guards(recipe.guards)
 
@@ -384,5 +397,7 @@ def make_components(
         credit_settings=recipe.credit,
         updates=recipe.learner,
         objective=objective,
-        needs_old_logprobs=old == "learner" and recipe.learner.updates_per_step * recipe.learner.epochs_per_step > 1,
+        needs_old_logprobs=needs_old_logprobs,
+        scores_all=recipe.entropy.top_share < 1
+        or (needs_old_logprobs and (head is not None or recipe.entropy.covariance is not None)),
     )
