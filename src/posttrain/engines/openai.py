@@ -1,6 +1,7 @@
 """The client of OpenAI-compatible servers, for judges and remote models. Every failed request is a `ChatRequestError`."""
 
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,8 +50,8 @@ def chat_client(
 ) -> Any:
     """The client of the server at `url`, shared by all threads.
 
-    `what`: the recipe section that names the server, for messages. `seconds`: time-out of one request.
-    `requests_per_minute` limits all requests together, including retries. Raises InputError if the package openai is
+    `what`: the recipe section that names the server, for messages. `seconds`: time-out of one request, from sending it to
+    the end of the response. `requests_per_minute` limits all requests together, including retries. Raises InputError if the package openai is
     missing, or if the environment variable `api_key_variable` is not set.
     """
     openai = require_module("openai", what)
@@ -59,9 +60,12 @@ def chat_client(
         key = os.environ.get(api_key_variable, "")
         if not key:
             raise InputError(f"{what}.api_key_variable names {api_key_variable}, which is not set; export it")
-    http = None
-    if requests_per_minute is not None:
-        http = openai.DefaultHttpxClient(event_hooks={"request": [RequestRate(requests_per_minute).wait]})
+        if len(key) >= _SHORTEST_SECRET:
+            _secrets.add(key)
+    from posttrain.engines.http import bounded
+
+    hooks = [RequestRate(requests_per_minute).wait] if requests_per_minute is not None else []
+    http = bounded(openai.DefaultHttpxClient(event_hooks={"request": hooks}))
     return openai.OpenAI(base_url=url, api_key=key, timeout=seconds, max_retries=retries, http_client=http)
 
 
@@ -84,7 +88,7 @@ class ChatRequestError(Exception):
     """A server did not return a completion. The message names the model, the server and the cause."""
 
     def __init__(self, reason: str, rejected: bool = False) -> None:
-        super().__init__(reason)
+        super().__init__(without_secrets(reason))
         self.rejected = rejected
         """Whether the server may have rejected a field of the request."""
 
@@ -164,13 +168,37 @@ def request_errors(where: str, client: Any, content: str, fields: Sequence[str])
         ) from error
     except openai.APITimeoutError as error:
         raise ChatRequestError(f"{where} did not respond within {client.timeout:g} s") from error
+    except RecursionError as error:
+        raise ChatRequestError(f"{where} sent JSON that is nested too deep") from error
     except (openai.OpenAIError, ValueError) as error:
         raise ChatRequestError(f"{where} cannot be reached or understood: {shortened(_cause(error))}") from error
 
 
 def shortened(text: str) -> str:
-    """The first 200 characters of `text`, for messages."""
+    """The first 200 characters of `text`, for messages, without secrets."""
+    text = without_secrets(text)
     return text if len(text) <= 200 else text[:200] + " …"
+
+
+_secrets: set[str] = set()
+"""API keys that clients of this process send."""
+_SHORTEST_SECRET = 8
+"""Characters of a key below which it is not looked for: it would be found in ordinary words."""
+_LIKE_A_SECRET = re.compile(
+    r"\b(?:Bearer\s+\S{8,}|(?:(?:sk|pk|hf|gh[pousr]|xox[abp]|xai|gsk)[-_]|AIza)[A-Za-z0-9_-]{16,})"
+)
+
+
+def without_secrets(text: str) -> str:
+    """`text` with API keys replaced: those that clients of this process send, and what has the form of one."""
+    for secret in sorted(_secrets, key=len, reverse=True):
+        text = text.replace(secret, "[API key]")
+    return _LIKE_A_SECRET.sub("[API key]", text)
+
+
+def encodable(text: str) -> str:
+    """`text` with `?` for lone surrogates, which JSON can hold and no file can."""
+    return text.encode(errors="replace").decode()
 
 
 def _completion(response: Any, where: str) -> ChatCompletion:
@@ -179,7 +207,7 @@ def _completion(response: Any, where: str) -> ChatCompletion:
         choice = response.choices[0]
         message, reason = choice.message, choice.finish_reason
         text = message.content
-    except (AttributeError, IndexError, TypeError) as error:
+    except (AttributeError, LookupError, TypeError) as error:
         raise ChatRequestError(f"{where} sent no chat completion: {shortened(str(response))}") from error
     if text is not None and not isinstance(text, str):
         raise ChatRequestError(f"{where} sent no chat completion: its content is {shortened(repr(text))}")
@@ -188,10 +216,10 @@ def _completion(response: Any, where: str) -> ChatCompletion:
     stops = [extra[name] for name in _STOP_FIELDS if name in extra]
     tokens = getattr(getattr(response, "usage", None), "completion_tokens", None)
     return ChatCompletion(
-        text or "",
+        encodable(text or ""),
         tokens if isinstance(tokens, int) and tokens >= 0 else None,
         reason not in _CUT_OFF,
-        reasoning if isinstance(reasoning, str) else "",
+        encodable(reasoning) if isinstance(reasoning, str) else "",
         # A number is the id of an end token.
         (stops[0] if isinstance(stops[0], str) else "") if stops else None,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, Protocol
 
-from posttrain.engines.openai import ChatRequestError, chat_client, complete, require_reachable, shortened
+from posttrain.engines.openai import ChatRequestError, chat_client, complete, encodable, require_reachable, shortened
 from posttrain.environments.protocol import Message
 from posttrain.environments.untrusted import Prompt, framed_prompt
 from posttrain.errors import InputError
@@ -168,7 +168,7 @@ def read_reply(text: str, form: ReplyForm) -> Judgment:
         raise ValueError(refusal) from error
     if not isinstance(reply, dict) or score_key not in reply:
         raise ValueError(refusal)
-    return Judgment(form.read(reply), str(reply.get("reason", "")))
+    return Judgment(form.read(reply), encodable(str(reply.get("reason", ""))))
 
 
 def reply_schema(form: ReplyForm) -> dict[str, Any]:
@@ -390,7 +390,7 @@ class JudgeCache:
             try:
                 record = json.loads(line)
                 key, reply = record["key"], record["reply"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
             if isinstance(key, str) and isinstance(reply, str):
                 self._replies.setdefault(key, reply)

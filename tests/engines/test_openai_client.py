@@ -1,0 +1,150 @@
+"""The client of OpenAI-compatible servers, against servers that drip, redirect, repeat keys and send nonsense."""
+
+import json
+import socketserver
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+
+pytest.importorskip("openai")
+
+from posttrain.engines.openai import ChatRequestError, chat_client, complete, without_secrets
+
+KEY = "sk-posttrain-1234567890abcdef"
+
+
+@contextmanager
+def server(respond):
+    """A server on loopback that reads each request and calls `respond(send)`; yields its port."""
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self):
+            length = 0
+            while (line := self.rfile.readline()) not in (b"\r\n", b""):
+                if line.lower().startswith(b"content-length:"):
+                    length = int(line.split(b":")[1])
+            self.rfile.read(length)
+
+            def send(data):
+                self.wfile.write(data)
+                self.wfile.flush()
+
+            with suppress(OSError):  # the client may hang up
+                respond(send)
+
+    class Server(socketserver.ThreadingTCPServer):
+        allow_reuse_address = daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield running.server_address[1]
+        finally:
+            running.shutdown()
+
+
+def ask(port, seconds=2.0, key_variable=None):
+    client = chat_client("engine", f"http://127.0.0.1:{port}/v1", seconds, 0, key_variable)
+    return complete("the model", client, "m", [{"role": "user", "content": "hello"}])
+
+
+def body(text, status="200 OK", more=""):
+    data = text.encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n{more}Content-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+def drip_body(send):
+    send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+    for _ in range(90):
+        send(b" ")
+        time.sleep(0.1)
+
+
+def drip_headers(send):
+    send(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+    for _ in range(90):
+        send(b"a")
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("respond", [drip_body, drip_headers])
+def test_a_server_that_drips_holds_a_request_no_longer_than_its_time_out(respond):
+    with server(respond) as port:
+        started = time.monotonic()
+        with pytest.raises(ChatRequestError, match="did not respond within 1 s"):
+            ask(port, seconds=1.0)
+        assert time.monotonic() - started < 4
+
+
+def test_a_redirect_to_another_origin_is_not_followed():
+    asked = []
+
+    def other(send):
+        asked.append(1)
+        send(body("{}"))
+
+    with server(other) as target:
+        location = f"Location: http://127.0.0.1:{target}/v1/chat/completions\r\n"
+        with (
+            server(lambda send: send(body("", "307 Temporary Redirect", location))) as port,
+            pytest.raises(ChatRequestError, match=f"redirects to http://127.0.0.1:{target}"),
+        ):
+            ask(port)
+    assert not asked
+
+
+def test_a_redirect_on_the_same_origin_is_followed():
+    completion = {"choices": [{"message": {"role": "assistant", "content": "here"}, "finish_reason": "stop"}]}
+    answers = iter(
+        [body("", "307 Temporary Redirect", "Location: /v2/chat/completions\r\n"), body(json.dumps(completion))]
+    )
+    with server(lambda send: send(next(answers))) as port:
+        assert ask(port).text == "here"
+
+
+def test_a_key_that_the_server_repeats_is_in_no_message(monkeypatch):
+    monkeypatch.setenv("TEST_API_KEY", KEY)
+    for sent in (body(f'{{"error": {{"message": "bad key {KEY}"}}}}', "401 Unauthorized"), body(f'"{KEY}"')):
+        with server(lambda send, sent=sent: send(sent)) as port, pytest.raises(ChatRequestError) as failure:
+            ask(port, key_variable="TEST_API_KEY")
+        assert KEY not in str(failure.value)
+        assert "[API key]" in str(failure.value)
+
+
+def test_what_looks_like_a_key_is_replaced_and_words_are_not():
+    assert without_secrets("Incorrect key sk-abcdefghijklmnopqrst given") == "Incorrect key [API key] given"
+    assert without_secrets("Authorization: Bearer abcdefghijk") == "Authorization: [API key]"
+    plain = "the task-oriented model of the disk-based bearer was risky; skip-gram"
+    assert without_secrets(plain) == plain
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"choices": {}}',
+        '{"choices": {"0": 1}}',
+        "[]",
+        "null",
+        "3",
+        '{"choices": [null]}',
+        '{"choices": [{"message": {"content": {"a": 1}}}]}',
+        "{",
+        "[" * 100_000,
+        '{"choices": ' + "[" * 100_000,
+    ],
+)
+def test_nonsense_is_a_failed_request(text):
+    with server(lambda send: send(body(text))) as port, pytest.raises(ChatRequestError, match=r"the model m at http"):
+        ask(port)
+
+
+def test_lone_surrogates_of_an_answer_can_be_written_to_a_file(tmp_path):
+    text = '{"choices": [{"message": {"content": "a\\ud800b"}, "finish_reason": "stop"}]}'
+    with server(lambda send: send(body(text))) as port:
+        answer = ask(port).text
+    (tmp_path / "answer").write_text(answer)
+    assert answer == "a?b"
