@@ -1,5 +1,6 @@
 """Loading models: every form of `model.path`, adapters, exports, and everything that can be wrong."""
 
+import io
 import json
 import shutil
 
@@ -200,3 +201,36 @@ def test_a_run_reports_what_auto_selects_and_why(native, notes, monkeypatch):
 def test_a_dry_run_reports_it_once(capsys):
     run("rl", ["environment.type=bandit", "model.dtype=auto", "model.device=cpu"], True, None, None, False)
     assert capsys.readouterr().out.count("precision: model.dtype auto is ") == 1
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+Path({mark!r}).write_text("yes")
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class Own(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_in_a_models_files_runs_only_if_the_recipe_says_so(tiny_model, tmp_path, monkeypatch):
+    folder, mark = tmp_path / "own", tmp_path / "mark"
+    shutil.copytree(tiny_model, folder)
+    (folder / "modeling_own.py").write_text(CODE.format(mark=str(mark)))
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own", "architectures": ["Own"]}
+    config["auto_map"] = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.Own"}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\ny\n"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(InputError, match=r"model\.trust_remote_code=true"):
+        Policy(ModelRecipe(path=str(folder)))
+    assert not mark.exists()
+    Policy(ModelRecipe(path=str(folder), trust_remote_code=True))
+    assert mark.exists()

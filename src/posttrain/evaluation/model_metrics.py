@@ -55,9 +55,10 @@ class Encoder:
         except InputError as error:
             raise InputError(str(error).replace("model.path", "--encoder", 1)) from error
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
             dtype = resolve_dtype(options.dtype, device)
-            self.model: Any = AutoModel.from_pretrained(directory, dtype=dtype).eval().to(device)
+            model = AutoModel.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+            self.model: Any = model.eval().to(device)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             raise InputError(

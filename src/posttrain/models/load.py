@@ -74,9 +74,13 @@ def converted_gguf(file: Path) -> Path:
 
     temporary = directory.with_name(f"{directory.name}.writing-{os.getpid()}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype="float32"
+            str(file.parent),
+            gguf_file=file.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype="float32",
+            trust_remote_code=False,
         )
     except Exception as error:
         raise InputError(
@@ -190,11 +194,9 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
 
     path = resolve_path(recipe.path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
     except Exception as error:
-        raise InputError(
-            f"model.path: no tokenizer could be loaded from {recipe.path}: {_first_line(error)}"
-        ) from error
+        raise InputError(f"model.path: no tokenizer could be loaded from {recipe.path}: {_reason(error)}") from error
     if recipe.chat_template is not None:
         file = Path(recipe.chat_template)
         if not file.is_file():
@@ -299,10 +301,11 @@ def _load(
     if device.type == "cpu" and dtype == torch.bfloat16:
         prepare_bfloat16()
     adapter = json.loads((Path(path) / "adapter_config.json").read_text()) if _is_adapter(path) else None
+    keywords["trust_remote_code"] = recipe.trust_remote_code
     base = adapter["base_model_name_or_path"] if adapter is not None else path
     if adapter is not None and (Path(path) / "config.json").is_file():
         # Adapters of a reward model: its configuration has the statistics and units of its training.
-        keywords = {"config": AutoConfig.from_pretrained(path, **keywords)}
+        keywords["config"] = AutoConfig.from_pretrained(path, **keywords)
     verbosity = logging.get_verbosity()
     # The caller reports missing weights.
     logging.set_verbosity_error()
@@ -312,7 +315,7 @@ def _load(
         )
     except Exception as error:
         raise InputError(
-            f"model.path: {recipe.path} could not be loaded ({_first_line(error)}); "
+            f"model.path: {recipe.path} could not be loaded ({_reason(error)}); "
             "check that the files are complete, or that the hub id is right and reachable"
         ) from error
     finally:
@@ -374,6 +377,13 @@ def _require_available(hub_id: str) -> None:
 
 def _is_adapter(path: str) -> bool:
     return (Path(path).expanduser() / "adapter_config.json").is_file()
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of `error`, or what to set where transformers refused to run a model's own code."""
+    if "trust_remote_code" in str(error):
+        return "its files need Python code that they bring; set model.trust_remote_code=true if you trust their authors"
+    return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

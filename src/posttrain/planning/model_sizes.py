@@ -122,7 +122,9 @@ def _of_directory(directory: Path) -> ModelSizes:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(directory), local_files_only=True).get_text_config()
+        config = AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        ).get_text_config()
         heads = config.num_attention_heads
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
         inner = getattr(config, "moe_intermediate_size", None) if experts else None

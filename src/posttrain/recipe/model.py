@@ -79,6 +79,8 @@ class ModelRecipe(BaseConfig):
     """Device of the model. `auto`: `cuda` if available, else `cpu`. On a GPU also set `dtype: auto`: the fast attention kernels need bfloat16."""
     lora: LoraRecipe | None = None
     """LoRA adapters. Null: train all weights."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the model's files, for architectures that transformers does not have. Set it only for models whose authors you trust."""
     chat_template: str | None = None
     """File with a Jinja chat template, for tokenizers without one."""
     thinking: Thinking = "template"

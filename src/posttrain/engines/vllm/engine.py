@@ -466,6 +466,7 @@ def settings_of(
         eager={None: "auto", True: "yes", False: "no"}[recipe.enforce_eager],
         logprobs="raw" if raw else "processed",
         adapter_rank=policy.recipe.lora.rank if recipe.adapters == "adapter_only" and policy.recipe.lora else 0,
+        trust_remote_code=policy.recipe.trust_remote_code,
         threads=recipe.threads or 0,
     )
 

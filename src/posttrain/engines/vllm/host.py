@@ -197,7 +197,9 @@ class Host:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self.settings.model)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                self.settings.model, trust_remote_code=self.settings.trust_remote_code
+            )
         return self._tokenizer
 
     def close(self) -> None:

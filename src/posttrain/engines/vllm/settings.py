@@ -36,6 +36,8 @@ class Settings:
     """Log-probabilities before temperature and truncation (`raw`) or after both (`processed`)."""
     adapter_rank: int = 0
     """Rank of the LoRA adapters that will be sent; 0: whole weights are sent."""
+    trust_remote_code: bool = False
+    """Run the Python code in the model's files."""
     threads: int = 0
     """On a CPU: number of unbound threads; 0: one thread bound to each core."""
 
@@ -44,6 +46,7 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's engine for `settings`."""
     arguments: dict[str, Any] = {
         "model": settings.model,
+        "trust_remote_code": settings.trust_remote_code,
         "dtype": settings.dtype,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.tokens_per_forward,
