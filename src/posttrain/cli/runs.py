@@ -1,10 +1,25 @@
 """`posttrain episodes`, `plot`, `report`, `compare` and `table`: read finished and running runs, and results."""
 
+from collections.abc import Callable
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+
+def only_looking(command: Callable[..., None]) -> Callable[..., None]:
+    """Run `command` so that it imports no code that a run directory names: the run may be a stranger's."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        from posttrain.recipe.components import looking
+
+        with looking():
+            command(*args, **kwargs)
+
+    return wrapped
 
 
 class SplitName(StrEnum):
@@ -15,6 +30,7 @@ class SplitName(StrEnum):
     FINAL = "final"
 
 
+@only_looking
 def episodes(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, for example runs/run.")],
     step: Annotated[
@@ -102,6 +118,7 @@ class FigureFormat(StrEnum):
     SVG = "svg"
 
 
+@only_looking
 def plot(
     runs: Annotated[
         list[Path],
@@ -151,6 +168,7 @@ def plot(
         typer.echo(path)
 
 
+@only_looking
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs, for example runs/run.")],
     out: Annotated[
@@ -181,6 +199,7 @@ def report(
     typer.echo(file)
 
 
+@only_looking
 def compare(
     words: Annotated[
         list[str],
@@ -226,6 +245,7 @@ def compare(
     typer.echo(comparison.sentence())
 
 
+@only_looking
 def table(
     words: Annotated[
         list[str],

@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -35,6 +36,9 @@ ENVIRONMENTS = {
     "word_sort": "posttrain.environments.word_sort:WordSort",
 }
 """Built-in environments: name -> `module:Class`. Plug-ins add others, see `environment_names`."""
+_UNKNOWN = "posttrain.environments.unknown:Unknown"
+_GAMES = ("bandit", "frozen_lake", "sokoban", "word_sort")
+"""Built-in environments whose recipes name neither code nor files."""
 
 
 class EnvironmentRecipe(BaseConfig):
@@ -49,6 +53,21 @@ class EnvironmentRecipe(BaseConfig):
     def rows_key(self) -> str | None:
         """The recipe key of the files whose rows are the tasks; None where tasks are generated from seeds."""
         return None
+
+
+_looking: ContextVar[bool] = ContextVar("looking", default=False)
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Inside, environments that are neither games of this package nor plug-ins have no code: `environment_class` returns one that
+    takes all keys and cannot be played. Run directories may come from strangers, and looking at one must not run what it
+    names."""
+    before = _looking.set(True)
+    try:
+        yield
+    finally:
+        _looking.reset(before)
 
 
 _registered: dict[str, Any] = {}
@@ -110,6 +129,8 @@ def environment_class(type_name: str) -> Any:
     if type_name not in ENVIRONMENTS and type_name in entry_points(_GROUP):
         return load(_GROUP, type_name)
     where = ENVIRONMENTS.get(type_name, type_name)
+    if _looking.get() and type_name not in _GAMES:
+        where = _UNKNOWN
     if where.split(":")[0].endswith(".py"):
         file = Path(where.split(":")[0])
         if not file.is_file():

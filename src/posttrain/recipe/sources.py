@@ -15,6 +15,9 @@ from omegaconf.errors import OmegaConfBaseException
 from posttrain.errors import InputError
 from posttrain.recipe.catalogue import recipe_file
 
+MAX_VALUES = 100_000
+"""Values of a recipe, those that aliases repeat included."""
+
 KeyPath = tuple[str, ...]
 """A dotted key, split at its dots."""
 
@@ -93,13 +96,13 @@ def read_text(text: str, path: str) -> Layer:
     """Like `read_file`, for text in memory. Messages call it `path`."""
     try:
         loader = RecipeLoader(text)
-        node = loader.get_single_node()
+        node = _bounded_node(loader, path)
         if node is None:
             raise InputError(f"{path} is empty; write at least one `key: value` line, or remove the file")
         if not isinstance(node, yaml.MappingNode):
             raise InputError(f"{path} line {node.start_mark.line + 1}: a recipe consists of `key: value` lines")
         origins = dict(_walk(node, (), path, ()))
-        values = loader.construct_document(node)
+        values = _constructed(loader, node, path)
     except yaml.MarkedYAMLError as error:
         raise InputError(_not_yaml(error, text, path)) from None
     except yaml.YAMLError as error:
@@ -151,17 +154,47 @@ def _override(key: str, text: str) -> Layer:
         raise InputError(f"{where}: {key!r} is not a dotted key; write `section.key=value`")
     try:
         loader = RecipeLoader(text)
-        node = loader.get_single_node()
+        node = _bounded_node(loader, where)
         origins = {path[:length]: where for length in range(1, len(path) + 1)}
         if isinstance(node, yaml.MappingNode):
             origins |= {path + inner: where for inner, _ in _walk(node, (), where, ())}
-        value = None if node is None else loader.construct_document(node)
+        value = None if node is None else _constructed(loader, node, where)
     except yaml.YAMLError:
         raise InputError(f"{where}: the value is not YAML; quote it if it is text") from None
     for part in reversed(path):
         value = {part: value}
     assert isinstance(value, dict)
     return Layer(value, origins)
+
+
+def _bounded_node(loader: RecipeLoader, where: str) -> yaml.Node | None:
+    """The document of `loader`; InputError where its aliases expand to more than MAX_VALUES values, or where it is nested
+    deeper than Python can read. A few hundred bytes can stand for billions of values."""
+    try:
+        node = loader.get_single_node()
+        sizes: dict[int, int] = {}
+
+        def size(node: yaml.Node) -> int:
+            if id(node) not in sizes:
+                sizes[id(node)] = 0  # an alias that contains itself; `_walk` refuses it
+                pairs = isinstance(node, yaml.MappingNode)
+                children = [one for pair in node.value for one in pair] if pairs else node.value
+                is_text = isinstance(node, yaml.ScalarNode)
+                sizes[id(node)] = 1 if is_text else 1 + sum(map(size, children))
+            return sizes[id(node)]
+
+        if node is not None and size(node) > MAX_VALUES:
+            raise InputError(f"{where}: its aliases stand for more than {MAX_VALUES:,} values; write a smaller recipe")
+    except RecursionError:
+        raise InputError(f"{where}: it is nested too deep; write a flatter recipe") from None
+    return node
+
+
+def _constructed(loader: RecipeLoader, node: yaml.Node, where: str) -> Any:
+    try:
+        return loader.construct_document(node)
+    except ValueError as error:  # Python reads no whole number of more than 4,300 digits
+        raise InputError(f"{where}: a number cannot be read ({error}); write a smaller one") from None
 
 
 def _walk(node: yaml.Node, path: KeyPath, file: str, above: tuple[yaml.Node, ...]) -> Iterator[tuple[KeyPath, str]]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -22,6 +21,7 @@ from scipy.special import stdtrit
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
 from posttrain.recipe.run import LOGGED_IN
+from posttrain.recipe.sources import read_text
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.figures import (
     SMOOTHED_STEPS,
@@ -173,10 +173,9 @@ def _open(path: Path, name: str) -> Source:
 
 def _recipe(run: RunDirectory) -> Mapping[str, Any] | None:
     try:
-        recipe = yaml.safe_load(run.recipe_file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return read_text(run.recipe_file.read_text(encoding="utf-8"), str(run.recipe_file)).values
+    except (OSError, UnicodeDecodeError, InputError):
         return None
-    return recipe if isinstance(recipe, dict) else None
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -113,19 +113,27 @@ class RunDirectory:
             )
         return run
 
-    def load_recipe(self) -> "Recipe":
-        """The recipe of the run; raises `InputError` if recipe.yaml is damaged or from another version."""
+    def load_recipe(self, to_run: bool = False) -> "Recipe":
+        """The recipe of the run; raises `InputError` if recipe.yaml is damaged or from another version.
+
+        `to_run`: import the environment that it names. Otherwise an environment of one's own is `environments.unknown`, and
+        no code that the run names is executed.
+        """
         from pydantic import TypeAdapter, ValidationError
 
+        from posttrain.recipe.components import looking
+        from posttrain.recipe.sources import read_text
         from posttrain.recipe.stages import Recipe
 
         try:
-            return TypeAdapter(Recipe).validate_python(yaml.safe_load(self.recipe_file.read_text(encoding="utf-8")))
+            values = read_text(self.recipe_file.read_text(encoding="utf-8"), str(self.recipe_file)).values
+            with nullcontext() if to_run else looking():
+                return TypeAdapter(Recipe).validate_python(values)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise InputError(f"{self.recipe_file}: key {where!r}: {first['msg']}; correct the key") from error
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{self.recipe_file} cannot be read ({error}); restore the file") from error
 
     def load_environment(self) -> dict[str, Any]:

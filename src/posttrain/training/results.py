@@ -41,7 +41,7 @@ def draw_plots(run: RunDirectory) -> None:
     from posttrain.view import trajectories
 
     plots.draw_plots(run)
-    trajectories.draw_run(run, evaluated_environment(run.load_recipe()))
+    trajectories.draw_run(run, evaluated_environment(run.load_recipe(to_run=True)))
 
 
 def write_tables(run: RunDirectory, evaluators: Sequence[Evaluator]) -> list[Table]:

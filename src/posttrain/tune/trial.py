@@ -158,7 +158,7 @@ def _run_process(path: str, variables: Mapping[str, str], reasons: Connection) -
 
 def _relocated_recipe(run: RunDirectory) -> Recipe:
     """The recipe of the run with its current location, which may have moved."""
-    return run.load_recipe().model_copy(update={"runs": str(run.path.parent), "name": run.path.name})
+    return run.load_recipe(to_run=True).model_copy(update={"runs": str(run.path.parent), "name": run.path.name})
 
 
 def _stop_with_parent() -> None:

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Patch, Rectangle
 
 from posttrain.environments.protocol import Cells, Environment, EnvironmentFactory
+from posttrain.environments.unknown import Unknown
 from posttrain.episode import Episode
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
@@ -135,7 +136,9 @@ def _patch(shape: str, color: str, size: float, x: float, y: float) -> Patch:
 
 def maker_of(environment: EnvironmentRecipe | None) -> Callable[[], Environment] | None:
     """What makes environments for a replay; None where there is no grid to draw."""
-    if environment is None or environment_class(environment.type).cells is Environment.cells:
+    if environment is None or isinstance(environment, Unknown.Recipe):
+        return None
+    if environment_class(environment.type).cells is Environment.cells:
         return None
     return EnvironmentFactory(environment)
 

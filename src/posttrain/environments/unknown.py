@@ -1,0 +1,35 @@
+"""What stands for an environment whose code is not imported, where a run is only looked at."""
+
+from typing import NoReturn
+
+from pydantic import ConfigDict
+
+from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.errors import InputError
+from posttrain.recipe.components import EnvironmentRecipe
+
+
+class Unknown(Environment):
+    """An environment with any keys, that can be shown and not be played."""
+
+    class Recipe(EnvironmentRecipe):
+        """All keys as they are in the file."""
+
+        model_config = ConfigDict(extra="allow")
+
+    @classmethod
+    def has_reward(cls, recipe: EnvironmentRecipe) -> bool:
+        return True
+
+    @classmethod
+    def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:
+        return True
+
+    def reset(self, seed: int) -> Observation:
+        self._refuse()
+
+    def step(self, action: str) -> Step:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise InputError(f"environment.type {self.recipe.type}: looking at a run does not import its code")
