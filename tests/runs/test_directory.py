@@ -26,7 +26,7 @@ from posttrain.runs.directory import (
 
 def test_a_run_stores_its_recipe_and_its_machine(recipe: RlRecipe, run: RunDirectory) -> None:
     assert run.path == Path(recipe.runs) / "tossing"
-    assert run.load_recipe() == recipe
+    assert run.load_recipe(to_run=True) == recipe
     assert RlRecipe.model_validate(yaml.safe_load(run.recipe_file.read_text())) == recipe
     machine = run.load_environment()
     assert machine["recipe_hash"] == recipe_hash(recipe)
@@ -54,7 +54,7 @@ def test_a_used_name_is_refused_with_both_remedies(recipe: RlRecipe, run: RunDir
 def test_a_run_without_records_frees_its_name(recipe: RlRecipe, run: RunDirectory, begun: str) -> None:
     run.metrics.touch()
     corrected = recipe.model_copy(update={"seed": 1})
-    assert RunDirectory.create(corrected).load_recipe() == corrected
+    assert RunDirectory.create(corrected).load_recipe(to_run=True) == corrected
     (run.path / begun).write_text("precious")
     with pytest.raises(InputError, match=r"--resume .*tossing.*--overwrite"):
         RunDirectory.create(recipe)
@@ -64,7 +64,7 @@ def test_a_run_without_records_frees_its_name(recipe: RlRecipe, run: RunDirector
 def test_a_run_that_is_starting_keeps_its_name(recipe: RlRecipe, run: RunDirectory) -> None:
     with run.lock(), pytest.raises(InputError, match="is training in"):
         RunDirectory.create(recipe)
-    assert run.load_recipe() == recipe
+    assert run.load_recipe(to_run=True) == recipe
 
 
 def test_overwrite_starts_a_new_run(recipe: RlRecipe, run: RunDirectory) -> None:

@@ -231,7 +231,7 @@ def replayed_events(recipe: RlRecipe) -> dict[int, BatchEvents] | None:
     if recipe.rollout.replay is None:
         return None
     run = RunDirectory.open(recipe.rollout.replay)
-    values, recorded = (_values(each) for each in (recipe, run.load_recipe()))
+    values, recorded = (_values(each) for each in (recipe, run.load_recipe(to_run=True)))
     changed = [key for key in values if values[key] != recorded.get(key)]
     if changed:
         raise InputError(
