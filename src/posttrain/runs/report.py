@@ -51,7 +51,7 @@ def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: st
     """Dotted key -> value where `part` differs from `default` (None: the schema's defaults), in schema order.
 
     A section of another type than the default, such as another loss, contributes its `type` and the keys that differ
-    from the defaults of its own type.
+    from the defaults of its own type. Of an environment whose code is not imported, all keys of its own count.
     """
     changed: dict[str, Any] = {}
     for name, field in type(part).model_fields.items():
@@ -65,7 +65,7 @@ def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: st
         else:
             kind = {f"{key}.type": value.type} if hasattr(value, "type") else {}
             changed |= kind | changed_keys(value, None, f"{key}.") or {key: "set, with its defaults"}
-    return changed
+    return changed | {f"{prefix}{name}": value for name, value in (part.model_extra or {}).items()}
 
 
 def run_facts(run: RunDirectory, lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
