@@ -49,7 +49,7 @@ class OpenAIEngineRecipe(BaseConfig):
     max_concurrent: int = Field(8, ge=1)
     """Largest number of concurrent episodes; each has at most one request open."""
     timeout: float = Field(120, gt=0)
-    """Timeout of one request, in seconds."""
+    """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are not followed."""
     retries: int = Field(3, ge=0)
     """Retries after a timeout, a lost connection, or status 429 or 5xx, with exponential backoff."""
     stop_at: Literal["here", "server"] = "here"

@@ -27,7 +27,7 @@ class JudgeServerRecipe(BaseConfig):
     api_key_variable: str | None = None
     """Name of the environment variable that holds the API key. Null: send a placeholder key."""
     timeout: float = Field(60, gt=0)
-    """Timeout of one request, in seconds."""
+    """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are not followed."""
     retries: int = Field(3, ge=0)
     """Retries after a timeout, a lost connection, or status 429 or 5xx, with exponential backoff."""
     requests_per_minute: float | None = Field(None, gt=0)

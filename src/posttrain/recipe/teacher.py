@@ -33,7 +33,7 @@ class TeacherRecipe(BaseConfig):
     api_key_variable: str | None = None
     """Name of the environment variable that holds the API key of the servers. Null: send a placeholder key."""
     timeout: float = Field(120, gt=0)
-    """Timeout of one request, in seconds."""
+    """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are not followed."""
     retries: int = Field(3, ge=0)
     """Retries after a timeout, a lost connection, or status 408, 409, 429 or 5xx, with exponential backoff."""
     max_concurrent: int = Field(8, ge=1)
