@@ -305,7 +305,8 @@ def _load(
     base = adapter["base_model_name_or_path"] if adapter is not None else path
     if adapter is not None and (Path(path) / "config.json").is_file():
         # Adapters of a reward model: its configuration has the statistics and units of its training.
-        keywords["config"] = AutoConfig.from_pretrained(path, **keywords)
+        config = AutoConfig.from_pretrained(path, **keywords)
+        keywords = {"config": config, "trust_remote_code": recipe.trust_remote_code}
     verbosity = logging.get_verbosity()
     # The caller reports missing weights.
     logging.set_verbosity_error()

@@ -116,8 +116,8 @@ class RunDirectory:
     def load_recipe(self, to_run: bool = False) -> "Recipe":
         """The recipe of the run; raises `InputError` if recipe.yaml is damaged or from another version.
 
-        `to_run`: import the environment that it names. Otherwise an environment of one's own is `environments.unknown`, and
-        no code that the run names is executed.
+        `to_run`: import the environment that it names, except inside `looking`. Otherwise an environment of one's own is
+        `environments.unknown`, and no code that the run names is executed.
         """
         from pydantic import TypeAdapter, ValidationError
 

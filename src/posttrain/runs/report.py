@@ -39,7 +39,7 @@ def write_report(
         _by_checkpoint(lines),
         _changed(changed_rows(run)),
         _plots(run),
-        _checkpoint(model_directory, run.load_recipe().stage, is_unimproved(lines)),
+        _checkpoint(model_directory, run.load_recipe(to_run=True).stage, is_unimproved(lines)),
         _episodes(run),
         "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in run_warnings(lines, warnings)),
     ]
@@ -70,7 +70,7 @@ def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: st
 
 def run_facts(run: RunDirectory, lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Recipe, machine and progress of the run as (name, value) in Markdown; `lines` are its metrics."""
-    recipe, machine = run.load_recipe(), run.load_environment()
+    recipe, machine = run.load_recipe(to_run=True), run.load_environment()
     packages = ", ".join(f"{name} {machine['packages'][name]}" for name in ("posttrain", "torch", "transformers"))
     done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
     seconds = max((line.get("time/run") or 0.0 for line in lines), default=0.0)
@@ -167,7 +167,7 @@ def _by_checkpoint(lines: list[dict[str, Any]]) -> str:
 
 def changed_rows(run: RunDirectory) -> list[tuple[str, str]]:
     """(key, value) of the recipe keys that differ from their defaults, in Markdown."""
-    changed = changed_keys(run.load_recipe())
+    changed = changed_keys(run.load_recipe(to_run=True))
     return [
         (f"`{key}`", f"`{_written(value)}`") for key, value in changed.items() if key not in ("name", "runs", "stage")
     ]
