@@ -19,8 +19,8 @@ class RedirectRefused(ValueError):
 def bounded(client: Any) -> Any:
     """Bound the requests of `client`, an httpx client, and return it.
 
-    A request, with its connection, headers and body, ends with a read time-out once the read time-out of its settings has
-    passed since it was sent. A redirect to another scheme, host or port raises RedirectRefused.
+    A request ends once the read time-out of its settings has passed since it was begun, wherever in the headers or the body it
+    is by then. Connecting has a time-out of its own, and its time counts. A redirect to another scheme, host or port raises RedirectRefused.
     """
     deadline = _Deadline()
     for transport in (client._transport, *client._mounts.values()):

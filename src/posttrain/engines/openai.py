@@ -51,8 +51,8 @@ def chat_client(
     """The client of the server at `url`, shared by all threads.
 
     `what`: the recipe section that names the server, for messages. `seconds`: time-out of one request, from sending it to
-    the end of the response. `requests_per_minute` limits all requests together, including retries. Raises InputError if the package openai is
-    missing, or if the environment variable `api_key_variable` is not set.
+    the end of the response. `requests_per_minute` limits all requests together, including retries. Raises InputError if the
+    package openai is missing, or if the environment variable `api_key_variable` is not set.
     """
     openai = require_module("openai", what)
     key = "none"
