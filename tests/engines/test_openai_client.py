@@ -17,7 +17,11 @@ KEY = "sk-posttrain-1234567890abcdef"
 
 @contextmanager
 def server(respond):
-    """A server on loopback that reads each request and calls `respond(send)`; yields its port."""
+    """A server on loopback that reads each request and calls `respond(send)`; yields its port.
+
+    It answers one request a connection. A response must say so (`body` does), or a client may send its next request to a
+    connection that is about to close.
+    """
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self):
@@ -53,8 +57,10 @@ def ask(port, seconds=2.0, key_variable=None):
 
 def body(text, status="200 OK", more=""):
     data = text.encode()
-    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n{more}Content-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nConnection: close\r\n{more}Content-Length: {len(data)}"
+    )
+    return head.encode() + b"\r\n\r\n" + data
 
 
 def drip_body(send):
