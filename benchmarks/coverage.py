@@ -95,6 +95,7 @@ def main() -> int:
     text = page(chosen, states, time.monotonic() - started)
     print(text)
     if out := given.out or (PAGE if len(chosen) == len(rows) and given.rows == str(ROWS) else None):
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(text, encoding="utf-8")
     return int(any(value.startswith("FAILS") for value in states.values()))
 

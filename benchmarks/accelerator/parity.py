@@ -7,10 +7,17 @@ import torch
 from accelerator.decoding import answers, engine_of, random_prompts
 from accelerator.rows import Row
 from accelerator.shapes import RandomPolicy, Shape, random_model
-from posttrain.models.forward import PackedLayout, logits_of, token_scores
+from posttrain.models.attention import RowSegment
+from posttrain.models.forward import logits_of, token_scores
+from posttrain.models.packing import PackedLayout
 from posttrain.recipe.rollout import SamplingRecipe
 
-BUNDLES = [(70, [130, 64, 5]), (33, [200]), (16, [40, 41]), (257, [])]
+SEGMENTS = [
+    *(RowSegment(0, 70), RowSegment(70, 200, ((0, 70),)), RowSegment(200, 264, ((0, 150),))),
+    *(RowSegment(264, 269, ((0, 150), (200, 230))), RowSegment(269, 502), RowSegment(502, 558)),
+    *(RowSegment(558, 599, ((502, 518),)), RowSegment(599, 856)),
+]
+"""Streams of which some share a beginning, twice over."""
 
 
 def parity(shape: Shape, device: torch.device) -> Iterator[Row]:
@@ -22,12 +29,12 @@ def parity(shape: Shape, device: torch.device) -> Iterator[Row]:
 
 
 def _attention(device: torch.device, window: int | None) -> Iterator[Row]:
-    tokens = sum(prompt + sum(rest) for prompt, rest in BUNDLES)
+    tokens = SEGMENTS[-1].stop
     generator = torch.Generator().manual_seed(0)
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     *rows, weights = (torch.randn(heads, tokens, 64, generator=generator).to(device, half) for heads in (8, 2, 2, 8))
-    found = _with_gradients(rows, weights)(PackedLayout(BUNDLES), window)
-    expected = _with_gradients([row.float() for row in rows], weights.float())(PackedLayout(BUNDLES), window)
+    found = _with_gradients(rows, weights)(PackedLayout(SEGMENTS), window)
+    expected = _with_gradients([row.float() for row in rows], weights.float())(PackedLayout(SEGMENTS), window)
     distances = [relative(mine, theirs) for mine, theirs in zip(found, expected, strict=True)]
     names = ("output", "query", "key", "value")
     note = ", ".join(f"{name} {distance:.1e}" for name, distance in zip(names, distances, strict=True))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from posttrain.models.attention import causal_attention
 from posttrain.models.cpu import attention as attention_cpu
-from posttrain.models.forward import PackedLayout
+from tests.models.bundles import bundle_layout
 
 WIDTH = 8
 
@@ -41,7 +41,7 @@ def compare(bundles, window, counts, seed=0, dtype=torch.float64, tolerance=1e-1
     tokens = sum(prompt + sum(rest) for prompt, rest in bundles)
     inputs = heads(seed, tokens, counts, dtype)
     expected = stream_by_stream(bundles, *inputs, window)
-    found = PackedLayout(bundles).attend(0, *inputs, 0.3, window)
+    found = bundle_layout(bundles).attend(0, *inputs, 0.3, window)
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
     above = torch.randn(expected.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
     mine, theirs = (torch.autograd.grad(out, inputs, above) for out in (found, expected))
@@ -69,7 +69,7 @@ def test_equals_the_library_over_several_blocks(bundles, window):
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_gradient_is_the_numerical_one(monkeypatch, window):
     monkeypatch.setattr(attention_cpu, "BLOCK", 2)
-    layout = PackedLayout([(3, [2, 1]), (3, [])])
+    layout = bundle_layout([(3, [2, 1]), (3, [])])
     assert torch.autograd.gradcheck(lambda *x: layout.attend(0, *x, 0.3, window), heads(2, 9, (4, 2, 2)))
 
 
@@ -79,8 +79,8 @@ def test_bfloat16_is_as_accurate_as_eager_attention():
     exact = heads(3, 200)
     rounded = [x.detach().bfloat16().requires_grad_() for x in exact]
     above = torch.randn(6, 200, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    truth = torch.autograd.grad(PackedLayout(bundles).attend(0, *exact, 0.3, None), exact, above)
-    found = torch.autograd.grad(PackedLayout(bundles).attend(0, *rounded, 0.3, None), rounded, above.bfloat16())
+    truth = torch.autograd.grad(bundle_layout(bundles).attend(0, *exact, 0.3, None), exact, above)
+    found = torch.autograd.grad(bundle_layout(bundles).attend(0, *rounded, 0.3, None), rounded, above.bfloat16())
     for one, other in zip(found, truth, strict=True):
         assert one.dtype == torch.bfloat16
         assert (one - other).norm() < 0.01 * other.norm()
@@ -90,6 +90,6 @@ def test_only_the_inputs_are_kept_for_the_backward_pass():
     sizes = []
     inputs = heads(5, 400)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-        PackedLayout([(400, [])]).attend(0, *inputs, 0.3, None)
+        bundle_layout([(400, [])]).attend(0, *inputs, 0.3, None)
     assert sizes
     assert sum(sizes) <= sum(x.numel() for x in inputs)

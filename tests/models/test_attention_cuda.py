@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.models.cuda.attention import _Gather, attend_spans, flash, spans_of, supports
-from posttrain.models.forward import PackedLayout
+from tests.models.bundles import bundle_layout
 
 CPU = torch.device("cpu")
 BUNDLES = st.lists(
@@ -43,16 +43,16 @@ def rows_of(tokens, seed):
 def test_outputs_and_gradients_equal_the_processors(bundles, window, seed):
     tokens = sum(prompt + sum(rest) for prompt, rest in bundles)
     rows, weights = rows_of(tokens, seed)
-    expected = PackedLayout(bundles).attend(0, *rows, 0.3, window)
+    expected = bundle_layout(bundles).attend(0, *rows, 0.3, window)
     gradients = torch.autograd.grad((expected * weights).sum(), rows)
-    found = attend_spans(spans_of(bundles, CPU), *rows, 0.3, window, plain_kernel)
+    found = attend_spans(spans_of(bundle_layout(bundles).segments, CPU), *rows, 0.3, window, plain_kernel)
     torch.testing.assert_close(found, expected)
     for mine, theirs in zip(torch.autograd.grad((found * weights).sum(), rows), gradients, strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
 def test_streams_without_shared_prompts_copy_no_keys():
-    spans = spans_of([(3, [4]), (5, []), (2, [2])], CPU)
+    spans = spans_of(bundle_layout([(7, []), (5, []), (4, [])]).segments, CPU)
     assert spans.gathered is None
     assert spans.query_ends.tolist() == spans.key_ends.tolist() == [0, 7, 12, 16]
     assert spans.query_ends.dtype == torch.int32
@@ -60,7 +60,7 @@ def test_streams_without_shared_prompts_copy_no_keys():
 
 def test_a_shared_prompt_is_laid_out_for_each_continuation_and_not_kept():
     bundles = [(6, [2, 3, 1])]
-    spans = spans_of(bundles, CPU)
+    spans = spans_of(bundle_layout(bundles).segments, CPU)
     assert spans.gathered is not None
     assert len(spans.gathered) == 6 + 8 + 9 + 7
     rows, _ = rows_of(12, 0)
@@ -80,7 +80,7 @@ def test_gradients_of_a_row_taken_often_do_not_stall_in_bfloat16():
 @pytest.mark.parametrize("window", [None, 4])
 def test_the_installed_kernel_takes_these_arguments(window):
     """On the meta device: shapes and the way back, without numbers."""
-    spans = spans_of([(6, [2, 3]), (4, [4])], torch.device("meta"))
+    spans = spans_of(bundle_layout([(6, [2, 3]), (4, [4])]).segments, torch.device("meta"))
     query = torch.empty(4, 19, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
     key = torch.empty(2, 19, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
     out = attend_spans(spans, query, key, key, 0.3, window, flash)

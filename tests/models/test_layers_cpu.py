@@ -10,8 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, app
 from posttrain.models.attention import use_packed_attention
 from posttrain.models.cpu import backend
 from posttrain.models.cpu.backend import use_fused_layers
-from posttrain.models.forward import PackedLayout, hidden_states
+from posttrain.models.forward import hidden_states
 from tests.conftest import tiny_config
+from tests.models.bundles import bundle_layout
 
 
 def config_of(architecture):
@@ -38,7 +39,7 @@ def both(config, dtype=torch.float32):
 
 
 def outputs(model, count=23):
-    layout = PackedLayout([(9, [3, 4]), (count - 16, [])])
+    layout = bundle_layout([(9, [3, 4]), (count - 16, [])])
     ids = torch.randint(0, 100, (count,), generator=torch.Generator().manual_seed(1))
     hidden = hidden_states(model, ids, layout.positions(), layout)
     factors = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float32)

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from posttrain.models.attention import use_packed_attention
-from posttrain.models.forward import PackedLayout, hidden_states, token_scores
+from posttrain.models.forward import hidden_states, token_scores
 from tests.conftest import tiny_config
+from tests.models.bundles import bundle_layout
 
 LENGTHS = [5, 1, 17, 9]
 
@@ -32,7 +33,7 @@ def _compare(config):
     ids = torch.stack([torch.nn.functional.pad(s, (0, width - len(s))) for s in streams])
     mask = torch.stack([(torch.arange(width) < len(s)).long() for s in streams])
     expected = padded(input_ids=ids, attention_mask=mask).logits
-    layout = PackedLayout([(n, []) for n in LENGTHS])
+    layout = bundle_layout([(n, []) for n in LENGTHS])
     hidden = hidden_states(packed, torch.cat(streams), layout.positions(), layout)
     logits = packed.get_output_embeddings()(hidden)
     for part, row, length in zip(logits.split(LENGTHS), expected, LENGTHS, strict=True):
@@ -61,7 +62,7 @@ def test_gradients_of_packed_scores_equal_padded():
         for s in streams
     )
     loss.backward()
-    layout = PackedLayout([(6, []), (11, [])])
+    layout = bundle_layout([(6, []), (11, [])])
     ids = torch.cat(streams)
     targets = torch.tensor([*range(1, 6), *range(7, 17)])
     hidden = hidden_states(packed, ids, layout.positions(), layout)

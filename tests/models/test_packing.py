@@ -1,57 +1,113 @@
-"""A prompt that streams share is computed once, with the same results."""
+"""What streams share from their beginning on is computed once, with the same results."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.models.forward import pack_row
+from posttrain.models.critic import Critic
+from posttrain.models.packing import pack_row, row_length
 from posttrain.models.policy import Policy
+from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 
 
-def group(seed, prompts=3, members=4):
-    """Streams of several groups that share prompts; answers in turns, environment tokens between."""
+def conversations(seed, tasks=3, members=4, words=250):
+    """Streams of several groups that share a prompt. Few different words make streams share whole turns as well."""
     rng = np.random.default_rng(seed)
     streams, sampled = [], []
-    for length in rng.integers(1, 20, prompts):
-        prompt = rng.integers(0, 250, length)
+    for length in rng.integers(1, 20, tasks):
+        prompt = rng.integers(0, words, length)
         for _ in range(members):
-            rest = rng.integers(0, 250, rng.integers(1, 25))
-            mask = rng.random(len(rest)) < 0.5
-            mask[0] = mask[-1] = True
+            rest = rng.integers(0, words, rng.integers(1, 25))
+            mask = np.arange(len(rest)) % 5 < 3
+            mask[-1] = True
             streams.append(np.concatenate([prompt, rest]))
             sampled.append(np.concatenate([np.zeros(length, bool), mask]))
     order = rng.permutation(len(streams))
     return [streams[i] for i in order], [sampled[i] for i in order]
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([1, 2, 250]))
+def test_a_row_is_the_prefix_tree_of_its_streams(seed, words):
+    streams, sampled = conversations(seed, words=words)
+    row = pack_row(streams, sampled)
+    assert (
+        len(row.ids) == row_length(streams) == len({ids[: n + 1].tobytes() for ids in streams for n in range(len(ids))})
+    )
+    positions = row.layout.positions().numpy()
+    keys = {}
+    for segment in row.layout.segments:
+        seen = [np.arange(*part) for part in segment.before]
+        for token in range(segment.start, segment.stop):
+            keys[token] = np.concatenate([*seen, np.arange(segment.start, token + 1)])
+    for ids, places in zip(streams, row.places, strict=True):
+        assert (row.ids[places] == ids).all()
+        assert (positions[places] == np.arange(len(ids))).all()
+        for at, place in enumerate(places):
+            assert (row.ids[keys[place]] == ids[: at + 1]).all()
+
+
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 10_000))
-def test_predictors_point_at_the_token_before(seed):
-    streams, sampled = group(seed)
+@given(st.integers(0, 10_000), st.sampled_from([2, 250]))
+def test_predictors_point_at_the_token_before(seed, words):
+    streams, sampled = conversations(seed, words=words)
     row = pack_row(streams, sampled)
     expected = np.concatenate([ids[:-1][mask[1:]] for ids, mask in zip(streams, sampled, strict=True)])
     assert (row.ids[row.predictors] == expected).all()
-    distinct = {
-        ids[: int(np.argmax(mask))].tobytes(): int(np.argmax(mask)) for ids, mask in zip(streams, sampled, strict=True)
-    }
-    continued = sum(len(ids) - int(np.argmax(mask)) for ids, mask in zip(streams, sampled, strict=True))
-    assert len(row.ids) == sum(distinct.values()) + continued
+    assert (row.targets == np.concatenate([ids[mask] for ids, mask in zip(streams, sampled, strict=True)])).all()
+    chosen, kind = row.distinct()
+    assert (row.predictors[chosen][kind] == row.predictors).all()
+    assert (row.targets[chosen][kind] == row.targets).all()
+    assert len(chosen) == len(set(zip(row.predictors.tolist(), row.targets.tolist(), strict=True)))
 
 
-def test_scores_and_gradients_equal_those_of_each_stream_alone(tiny_model):
-    policy = Policy(ModelRecipe(path=str(tiny_model)))
-    streams, sampled = group(3)
-    weights = torch.randn(sum(int(mask.sum()) for mask in sampled))
-    together = policy.score(streams, sampled, 0.8, 16)
-    (weights * together.logprobs).sum().backward()
-    gradients = {name: p.grad.clone() for name, p in policy.model.named_parameters()}
-    policy.model.zero_grad()
-    alone = [policy.score([ids], [mask], 0.8, 16) for ids, mask in zip(streams, sampled, strict=True)]
-    apart = torch.cat([scores.logprobs for scores in alone])
+def compare(model, compute, streams, sampled):
+    """Outputs [N, ...] of the streams together and one by one, and their gradients."""
+    model.zero_grad()
+    together = compute(streams, sampled)
+    weights = torch.randn(together.shape, generator=torch.Generator().manual_seed(0))
+    (weights * together).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    apart = torch.cat([compute([ids], [mask]) for ids, mask in zip(streams, sampled, strict=True)])
     (weights * apart).sum().backward()
-    torch.testing.assert_close(together.logprobs, apart, atol=1e-5, rtol=0)
-    torch.testing.assert_close(together.entropies, torch.cat([s.entropies for s in alone]), atol=1e-5, rtol=0)
-    for name, parameter in policy.model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, atol=2e-4, rtol=1e-4, msg=name)
+    torch.testing.assert_close(together, apart, atol=1e-5, rtol=0)
+    assert gradients
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, atol=2e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("words", [2, 250])
+def test_scores_and_gradients_equal_those_of_each_stream_alone(tiny_model, words):
+    policy = Policy(ModelRecipe(path=str(tiny_model)))
+
+    def scores(streams, sampled):
+        found = policy.score(streams, sampled, 0.8, 16)
+        return torch.stack([found.logprobs, found.entropies], 1)
+
+    compare(policy.model, scores, *conversations(3, words=words))
+
+
+def test_identical_streams_count_as_often_as_they_are_given(tiny_model):
+    policy = Policy(ModelRecipe(path=str(tiny_model)))
+    (ids, *_), (mask, *_) = conversations(5)
+    compare(policy.model, lambda *given: policy.score(*given, 1.0, 16).logprobs, [ids, ids, ids], [mask, mask, mask])
+
+
+def test_rewards_and_values_equal_those_of_each_stream_alone(tiny_model):
+    streams, sampled = conversations(4, words=2)
+    reward = RewardModel(ModelRecipe(path=str(tiny_model)), seed=1)
+    compare(reward.model, reward.rewards, streams, sampled)
+    ends = {ids.tobytes(): np.flatnonzero(mask)[1::3] for ids, mask in zip(streams, sampled, strict=True)}
+
+    def of_units(streams, sampled):
+        return reward.unit_rewards(streams, sampled, [ends[ids.tobytes()] for ids in streams]).rewards
+
+    compare(reward.model, of_units, streams, sampled)
+    critic = Critic(ModelRecipe(path=str(tiny_model)))
+    with torch.no_grad():
+        critic._head().weight.normal_(generator=torch.Generator().manual_seed(2))
+    compare(critic.model, critic.values, streams, sampled)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.models.attention import causal_attention
-from posttrain.models.forward import ProbedLayout
+from posttrain.models.packing import probed_layout
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from tests.conftest import save_tiny_model
@@ -59,7 +59,7 @@ def test_probes_equal_separate_passes(model):
 @settings(max_examples=25, deadline=None)
 def test_a_probe_sees_its_beginning_and_itself(streams):
     streams = [(length, [min(n, length) for n in seen]) for length, seen in streams]
-    layout = ProbedLayout(streams)
+    layout = probed_layout(streams)
     total = sum(length + len(seen) for length, seen in streams)
     generator = torch.Generator().manual_seed(total)
     query, key, value = (torch.randn(heads, total, 8, generator=generator) for heads in (4, 2, 2))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from posttrain.episode import Stream
 from posttrain.errors import RunError
-from posttrain.models.forward import pack_row, prompt_length
+from posttrain.models.packing import pack_row, prompt_length
 from posttrain.training.updater import Sample, pack
 
 

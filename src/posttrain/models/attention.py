@@ -5,7 +5,7 @@ posttrain registers one function there, which delegates to the `Layout` of the f
 (`models.forward`) and cached decoding (`engines.local.cache`) are layouts.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -14,6 +14,25 @@ from posttrain.errors import InputError
 
 ATTENTION_NAME = "posttrain"
 """Name under which the attention function is registered with transformers."""
+
+
+class RowSegment(NamedTuple):
+    """Tokens [start, stop) of a row. Each sees the tokens `before`, and causally those of the segment."""
+
+    start: int
+    stop: int
+    before: tuple[tuple[int, int], ...] = ()
+    """The tokens of the stream ahead of the segment: ranges [start, stop) of the row, in the stream's order. None is empty."""
+
+    @property
+    def seen(self) -> int:
+        """Number of tokens before the segment."""
+        return sum(stop - start for start, stop in self.before)
+
+    @property
+    def keys(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of all tokens that the segment's last one sees."""
+        return (*self.before, (self.start, self.stop))
 
 
 class Layout(Protocol):

@@ -8,7 +8,6 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,16 +20,15 @@ from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_
 from posttrain.distributed.world import current_world, threads_per_process
 from posttrain.errors import InputError
 from posttrain.models.forward import (
-    PackedRow,
     TokenMetric,
     TokenScores,
     hidden_states,
     logits_of,
-    pack_row,
     token_scores,
     transformer,
 )
 from posttrain.models.load import add_adapters, load_end_tokens, load_model, load_tokenizer, resolve_device
+from posttrain.models.packing import PackedRow, pack_row
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
@@ -296,22 +294,29 @@ class Policy(TrainedModel):
         """Log-probability and entropy of every sampled token of several streams, in one packed forward pass.
 
         `streams`: token ids [T_i] int64. `sampled`: [T_i] bool; the first token of a stream cannot be sampled, because
-        each sampled token is predicted from the position before it. A prompt that streams share is computed once.
-        Returns float32 [N] over all sampled tokens, stream by stream. `head` adds values from the same hidden states,
+        each sampled token is predicted from the position before it. What streams share from their beginning on is
+        computed once. Returns float32 [N] over all sampled tokens, stream by stream. `head` adds values from the same hidden states,
         `measure` a number from each distribution.
         """
         row = pack_row(streams, sampled)
-        targets = torch.from_numpy(row.targets).to(self.device)
+        # Logits cost as much as several layers, so tokens that streams share are scored once. `measure` is for each of them.
+        chosen, back = row.distinct() if measure is None else (np.arange(len(row.targets)), None)
+        targets = torch.from_numpy(row.targets[chosen]).to(self.device)
 
         def score() -> tuple[torch.Tensor, ...]:
-            states = self._states(row)
+            states = self._states(row, chosen)
             scores = token_scores(self.model, states, targets, temperature, positions_per_chunk, measure)
             measured = () if scores.measured is None else (scores.measured,)
             return scores.logprobs, scores.entropies, states, *measured
 
         logprobs, entropies, states, *measured = self.compute(score)
-        scores = TokenScores(logprobs, entropies, measured=measured[0] if measured else None)
-        return scores if head is None else replace(scores, values=head(states))
+        scores = TokenScores(
+            logprobs,
+            entropies,
+            values=None if head is None else head(states),
+            measured=measured[0] if measured else None,
+        )
+        return scores if back is None else scores.at(torch.from_numpy(back).to(self.device))
 
     def distributions(
         self,
@@ -351,10 +356,11 @@ class Policy(TrainedModel):
         """The last hidden states [N, hidden] from which `score` predicts the sampled tokens."""
         return self.compute(self._states, pack_row(streams, sampled))
 
-    def _states(self, row: PackedRow) -> torch.Tensor:
+    def _states(self, row: PackedRow, chosen: np.ndarray | slice = slice(None)) -> torch.Tensor:
+        """Hidden states that predict the sampled tokens of the row, or the `chosen` ones of them."""
         ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
         hidden = hidden_states(self.model, ids, positions, row.layout)
-        return hidden[torch.from_numpy(row.predictors).to(self.device)]
+        return hidden[torch.from_numpy(row.predictors[chosen]).to(self.device)]
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:

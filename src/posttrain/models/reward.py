@@ -10,8 +10,9 @@ import torch
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
-from posttrain.models.forward import LastTokenLayout, PackedLayout, ProbedLayout, hidden_states, pack_row, transformer
+from posttrain.models.forward import hidden_states, transformer
 from posttrain.models.load import load_reward_model
+from posttrain.models.packing import LastTokenLayout, PackedLayout, pack_row, probed_layout
 from posttrain.models.policy import TrainedModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits
@@ -85,11 +86,11 @@ class RewardModel(TrainedModel):
     def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         """Rewards [S] float32 of several streams, each read at its last token, in one packed forward pass.
 
-        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool, the completions. A prompt that streams share is computed
-        once. Equal to what `AutoModelForSequenceClassification(num_labels=1)` returns for each stream alone.
+        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool, the completions. What streams share from their
+        beginning on is computed once. Equal to what `AutoModelForSequenceClassification(num_labels=1)` returns for each stream alone.
         """
         row = pack_row(streams, sampled)
-        return self._read(row.ids, row.layout, row.last)
+        return self._read(row.ids, row.layout, np.array([places[-1] for places in row.places]))
 
     def unit_rewards(
         self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], ends: Sequence[np.ndarray]
@@ -100,8 +101,7 @@ class RewardModel(TrainedModel):
         unit, at or after the first sampled token.
         """
         row = pack_row(streams, sampled)
-        # The tokens after a stream's prompt are contiguous in the row and end at `last`.
-        positions = [last - (len(ids) - 1) + end for last, ids, end in zip(row.last, streams, ends, strict=True)]
+        positions = [places[end] for places, end in zip(row.places, ends, strict=True)]
         counts = [len(end) for end in ends]
         owner = torch.from_numpy(np.repeat(np.arange(len(streams)), counts)).to(self.device)
         return UnitValues(self._read(row.ids, row.layout, np.concatenate(positions)), owner, len(streams))
@@ -124,7 +124,7 @@ class RewardModel(TrainedModel):
             positions.append(at)
             start += len(ids) + len(probed)
         with torch.no_grad():
-            values = self._read(np.concatenate(rows), ProbedLayout(counts), np.concatenate(positions))
+            values = self._read(np.concatenate(rows), probed_layout(counts), np.concatenate(positions))
         return np.split(values.cpu().numpy(), np.cumsum([len(at) for at in positions])[:-1])
 
     def last_token_attention(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -143,7 +143,7 @@ class RewardModel(TrainedModel):
         eos = self.tokenizer.eos_token_id
         return eos if eos in self.end_tokens else min(self.end_tokens)
 
-    def _read(self, row_ids: np.ndarray, layout: PackedLayout | ProbedLayout, indices: np.ndarray) -> torch.Tensor:
+    def _read(self, row_ids: np.ndarray, layout: PackedLayout, indices: np.ndarray) -> torch.Tensor:
         """The head's values [n] float32 at `indices` [n] of a row of token ids [T]."""
         ids, positions = torch.from_numpy(row_ids).to(self.device), layout.positions().to(self.device)
         at = torch.from_numpy(indices).to(self.device)

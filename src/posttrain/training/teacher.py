@@ -17,7 +17,8 @@ from posttrain.environments.protocol import Environment
 from posttrain.episode import Episode
 from posttrain.errors import InputError, RunError
 from posttrain.losses.distillation import TAIL_FLOOR, TeacherScores
-from posttrain.models.forward import prompt_length, transformer
+from posttrain.models.forward import transformer
+from posttrain.models.packing import prompt_length
 from posttrain.models.policy import Policy
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.model import ModelRecipe

@@ -12,8 +12,9 @@ import torch
 from posttrain.credit.units.segment import unit_ends
 from posttrain.errors import InputError
 from posttrain.losses.reward import unit_entropies, unit_entropy_penalty, unit_means, unit_stds
-from posttrain.models.forward import hidden_states, pack_row, token_scores
+from posttrain.models.forward import hidden_states, token_scores
 from posttrain.models.load import load_model, resolve_path
+from posttrain.models.packing import pack_row
 from posttrain.models.reward import RewardModel, UnitValues
 from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import ModelRecipe

@@ -23,7 +23,7 @@ from posttrain.episode import CUT_OFF, Episode, Stream
 from posttrain.errors import RunError
 from posttrain.losses.distillation import TeacherScores
 from posttrain.models.cpu.backend import keep_freed_memory
-from posttrain.models.forward import prompt_length
+from posttrain.models.packing import prompt_length, row_length, tree_order
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 
 # -- samples ----------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
 def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_batch") -> list[list[int]]:
     """Indices of samples, in groups of at most `budget` tokens each.
 
-    Samples with the same prompt go together as far as the budget allows, since their prompt is computed once. The two
+    Samples with the same prompt go together as far as the budget allows, since what they share is computed once. The two
     answers of a preference pair are never divided. These bundles are packed first-fit decreasing: the longest first, each
     into the first group with room. That needs at most 11/9 of the fewest possible groups, plus one (Johnson 1973).
 
@@ -144,25 +144,18 @@ def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_
 
 
 def _bundles(samples: Sequence[Sample], budget: int) -> list[tuple[int, list[int]]]:
-    """(tokens, indices) of samples that belong together."""
+    """(tokens of their row, indices) of samples that belong together."""
     bundles: list[tuple[int, list[int]]] = []
     for indices in _by_row([i for i, sample in enumerate(samples) if sample.side is not None], samples).values():
-        prompts = {_prompt(samples[i]): len(_prompt(samples[i])) // _ID_BYTES for i in indices}
-        answers = sum(len(samples[i].stream) - prompts[_prompt(samples[i])] for i in indices)
-        bundles.append((sum(prompts.values()) + answers, indices))
+        bundles.append((row_length([samples[i].stream.ids for i in indices]), indices))
     for indices in _by_prompt([i for i, sample in enumerate(samples) if sample.side is None], samples).values():
-        prompt = prompt_length(samples[indices[0]].stream.sampled)
-        longest_first = sorted(indices, key=lambda i: (-len(samples[i].stream), i))
-        for index in longest_first:
-            length = len(samples[index].stream)
-            if index != longest_first[0] and bundles[-1][0] + length - prompt <= budget:
-                bundles[-1] = (bundles[-1][0] + length - prompt, [*bundles[-1][1], index])
+        for at, shared in tree_order([samples[i].stream.ids for i in indices]):
+            index, length = indices[at], len(samples[indices[at]].stream)
+            if shared and bundles[-1][0] + length - shared <= budget:
+                bundles[-1] = (bundles[-1][0] + length - shared, [*bundles[-1][1], index])
             else:
                 bundles.append((length, [index]))
     return bundles
-
-
-_ID_BYTES = np.dtype(np.int64).itemsize
 
 
 def _prompt(sample: Sample) -> bytes:

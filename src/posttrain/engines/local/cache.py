@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from posttrain.engines.local.cpu.kernel import PAGE, DecodingKernel, decoding_kernel
-from posttrain.models.attention import causal_attention
-from posttrain.models.cpu.attention import AttentionSegment, MaskCache, attend_segments
+from posttrain.models.attention import RowSegment, causal_attention
+from posttrain.models.cpu.attention import MaskCache, attend_segments
 
 MAX_SLOT_GAP = 8
 """Unneeded slots between two needed ones that a block includes, because reading them costs less than another product."""
@@ -411,7 +411,7 @@ class CachedLayout:
         before = key.shape[1] - query.shape[1]
         if before:
             query = torch.cat([query.new_empty(len(query), before, query.shape[2]), query], dim=1)
-        segment = AttentionSegment(before, key.shape[1], 0, before)
+        segment = RowSegment(before, key.shape[1], ((0, before),) if before else ())
         return attend_segments(query, key, value, [segment], scaling, window, self._masks)[:, before:]
 
     def _decoding_attention(self, window: int | None, rows: torch.Tensor) -> DecodingAttention:

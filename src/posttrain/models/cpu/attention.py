@@ -12,23 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from posttrain.models.attention import RowSegment
+
 BLOCK = 128
 """Queries per block: short enough to skip unseen keys, long enough for the matrix units."""
 LANES = 32
 """Keys are padded to a multiple of this: softmax kernels take about twice as long on rows of other lengths."""
-
-
-class AttentionSegment(NamedTuple):
-    """Tokens [start, stop) of a row; each sees all of the prompt [prompt_start, prompt_stop) and, causally, the segment."""
-
-    start: int
-    stop: int
-    prompt_start: int
-    prompt_stop: int
-
-    @property
-    def prompt(self) -> int:
-        return self.prompt_stop - self.prompt_start
 
 
 class _Block(NamedTuple):
@@ -63,27 +52,11 @@ class MaskCache:
         return self._kept[key]
 
 
-def segments_of(bundles: Sequence[tuple[int, Sequence[int]]]) -> list[AttentionSegment]:
-    """The segments of the bundles of a `PackedLayout`; a prompt with a single continuation is one segment."""
-    segments = []
-    start = 0
-    for prompt, continuations in bundles:
-        rest = list(continuations)
-        end = start + prompt
-        first = end + rest.pop(0) if len(rest) == 1 else end
-        segments.append(AttentionSegment(start, first, start, start))
-        start = first
-        for length in rest:
-            segments.append(AttentionSegment(start, start + length, end - prompt, end))
-            start += length
-    return segments
-
-
 def attend_segments(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    segments: Sequence[AttentionSegment],
+    segments: Sequence[RowSegment],
     scaling: float,
     window: int | None,
     masks: MaskCache,
@@ -102,7 +75,7 @@ class _SegmentAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        segments: Sequence[AttentionSegment],
+        segments: Sequence[RowSegment],
         scaling: float,
         window: int | None,
         masks: MaskCache,
@@ -152,11 +125,12 @@ class _SegmentAttention(torch.autograd.Function):
 
 
 def _blocks(
-    segment: AttentionSegment, window: int | None, groups: int, dtype: torch.dtype, masks: MaskCache
+    segment: RowSegment, window: int | None, groups: int, dtype: torch.dtype, masks: MaskCache
 ) -> Iterator[_Block]:
+    seen = segment.seen
     for start in range(segment.start, segment.stop, BLOCK):
         stop = min(start + BLOCK, segment.stop)
-        ahead = segment.prompt + start - segment.start
+        ahead = seen + start - segment.start
         first = 0 if window is None else max(0, ahead - window + 1) // LANES * LANES
         last = _padded(ahead + stop - start)
         yield _Block(start, stop, first, last, masks(stop - start, ahead - first, last - first, window, groups, dtype))
@@ -171,13 +145,14 @@ def _padded(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
-def _keys_of(heads: torch.Tensor, segment: AttentionSegment) -> torch.Tensor:
-    """Keys or values that the segment sees, prompt first, zero-padded: [H_kv, K, D] from `heads` [H_kv, T, D]."""
-    count, prompt = segment.stop - segment.start, segment.prompt
-    out = heads.new_empty(len(heads), _padded(prompt + count), heads.shape[2])
-    out[:, :prompt] = heads[:, segment.prompt_start : segment.prompt_stop]
-    out[:, prompt : prompt + count] = heads[:, segment.start : segment.stop]
-    out[:, prompt + count :] = 0
+def _keys_of(heads: torch.Tensor, segment: RowSegment) -> torch.Tensor:
+    """Keys or values that the segment sees, in the stream's order, zero-padded: [H_kv, K, D] from `heads` [H_kv, T, D]."""
+    out = heads.new_empty(len(heads), _padded(segment.seen + segment.stop - segment.start), heads.shape[2])
+    column = 0
+    for start, stop in segment.keys:
+        out[:, column : column + stop - start] = heads[:, start:stop]
+        column += stop - start
+    out[:, column:] = 0
     return out
 
 
@@ -191,11 +166,11 @@ def _put_rows(heads: torch.Tensor, block: _Block, rows: torch.Tensor) -> None:
     heads[:, block.start : block.stop] = rows.view(len(heads), block.stop - block.start, heads.shape[2])
 
 
-def _add_columns(heads: torch.Tensor, segment: AttentionSegment, block: _Block, columns: torch.Tensor) -> None:
+def _add_columns(heads: torch.Tensor, segment: RowSegment, block: _Block, columns: torch.Tensor) -> None:
     """Add gradients [H_kv, last - first, D] of the block's columns to the gradients `heads` [H_kv, T, D] of the tokens."""
-    prompt, last = segment.prompt, segment.prompt + block.stop - segment.start
-    if block.first < prompt:
-        heads[:, segment.prompt_start + block.first : segment.prompt_stop] += columns[:, : prompt - block.first]
-    first = max(block.first, prompt)
-    start = segment.start + first - prompt
-    heads[:, start : block.stop] += columns[:, first - block.first : last - block.first]
+    column = -block.first
+    for start, stop in (*segment.before, (segment.start, block.stop)):
+        first = max(0, -column)
+        if first < stop - start:
+            heads[:, start + first : stop] += columns[:, column + first : column + stop - start]
+        column += stop - start

@@ -1,8 +1,8 @@
 """Packed attention on a GPU: one call of the variable-length flash kernel for the whole row.
 
-The kernel takes spans of queries and, for each, a span of keys, aligned at their ends. So a continuation is one span
-whose keys are those of its prompt and its own. If several continuations share a prompt, the prompt's keys and values are
-copied for each of them during the call; streams with a prompt of their own need no copy.
+The kernel takes spans of queries and, for each, a span of keys, aligned at their ends. So a segment is one span whose keys
+are those before it in its stream and its own. Where streams share a beginning, its keys and values are copied for each
+segment that continues it during the call; streams that share nothing need no copy.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
+
+from posttrain.models.attention import RowSegment
 
 Kernel = Callable[["Spans", torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], torch.Tensor]
 """Spans, query [T, H, D], key and value [K, H_kv, D], scaling, window -> [T, H, D]."""
@@ -35,33 +37,19 @@ class Spans:
     """[K] int64: the row index of each key; None if the keys are the row itself."""
 
 
-def spans_of(bundles: Sequence[tuple[int, Sequence[int]]], device: torch.device) -> Spans:
-    """The spans of the bundles of a `PackedLayout`, copied to `device` without synchronization."""
-    queries: list[int] = []
-    keys: list[int] = []
-    taken: list[np.ndarray] = []
-    start = 0
-    for prompt, continuations in bundles:
-        rest = list(continuations)
-        # A stream with a prompt of its own is one plain causal span.
-        first = prompt + rest.pop() if len(rest) == 1 else prompt
-        queries.append(first)
-        keys.append(first)
-        taken.append(np.arange(start, start + first))
-        position = start + first
-        for length in rest:
-            queries.append(length)
-            keys.append(prompt + length)
-            taken += [np.arange(start, start + prompt), np.arange(position, position + length)]
-            position += length
-        start = position
-    shared = sum(keys) > start
+def spans_of(segments: Sequence[RowSegment], device: torch.device) -> Spans:
+    """The spans of the segments of a `PackedLayout`, copied to `device` without synchronization."""
+    queries = [segment.stop - segment.start for segment in segments]
+    keys = [segment.seen + count for segment, count in zip(segments, queries, strict=True)]
+    gathered = None
+    if sum(keys) > sum(queries):
+        gathered = np.concatenate([np.arange(*part) for segment in segments for part in segment.keys])
     return Spans(
         query_ends=_to_device(np.cumsum([0, *queries], dtype=np.int32), device),
         key_ends=_to_device(np.cumsum([0, *keys], dtype=np.int32), device),
         longest_query=max(queries),
         longest_key=max(keys),
-        gathered=_to_device(np.concatenate(taken), device) if shared else None,
+        gathered=None if gathered is None else _to_device(gathered, device),
     )
 
 
@@ -119,8 +107,8 @@ def attend_spans(
 
     rows = [heads.transpose(0, 1) for heads in (query, key, value)]
     if spans.gathered is not None and torch.is_grad_enabled():
-        # Copies of a prompt's keys are recomputed in the backward pass: kept for every layer, they would take more
-        # memory than the shared prompt saves. No random numbers are drawn, so the generator state is not saved.
+        # Copies of shared keys are recomputed in the backward pass: kept for every layer, they would take more
+        # memory than sharing saves. No random numbers are drawn, so the generator state is not saved.
         out = checkpoint(attend, *rows, use_reentrant=False, preserve_rng_state=False)
     else:
         out = attend(*rows)

@@ -1,0 +1,317 @@
+"""The same one-shot tasks learned by posttrain and by TRL: success against samples and against wall time, over training seeds.
+
+    posttrain benchmark learning_trl --seeds 5 --out runs/learning_trl
+
+Both sides start from `made:small` and get the same tasks, reward function, algorithm, samples and updates per step, and three
+learning rates; the better one of each side is shown. A run has one thread, and sides take turns.
+No task is sampled twice, so the success of a step's samples is that of the policy on tasks it has not seen. Steps are timed from
+the end of set-up. The final models of both sides are evaluated by the same code on held-out tasks.
+A run's outcome is one line of OUT/results.jsonl; runs that are there are not run again.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness.table import show
+
+from posttrain.evaluation.statistics import bootstrap_mean, interquartile_mean
+
+Line = dict[str, Any]
+
+GROUPS, GROUP, UPDATES, WARMUP = 16, 8, 2, 10
+"""Tasks of a step, answers to each, optimizer updates a step, and updates in which the learning rate rises."""
+TOKENS = 10
+"""Of an answer at most."""
+LEARNING_RATES = (5e-4, 1e-3, 2e-3)
+SIDES = ("posttrain", "trl")
+SHARE = 0.8
+"""Of the optimal policy's success: the level whose samples and seconds are counted."""
+SMOOTH = 3
+"""Steps that a point of the curve is the mean of."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A one-shot game and the algorithm that both sides use for it."""
+
+    credit: str
+    """`rloo` or `grpo`."""
+    steps: int
+
+
+TASKS = {"bandit": Task("rloo", 20), "word_sort": Task("grpo", 40)}
+
+
+def run(side: str, name: str, learning_rate: float, seed: int, out: Path) -> Line:
+    """Train once and evaluate the final model. Returns the line of results."""
+    import posttrain
+    from posttrain.training.made_model import small
+
+    folder = (out / "work").resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    train = {"posttrain": _train_posttrain, "trl": _train_trl}[side]
+    successes, seconds = train(name, learning_rate, seed, str(small()), folder)
+    evaluated = posttrain.evaluate(
+        name="evaluation",
+        runs=str(folder),
+        model={"path": str(folder / "model"), "threads": 1},
+        environment={"type": name},
+        rollout={"tokens_per_turn": TOKENS},
+        evaluation={"sampling": {"temperature": 1.0}, "final_seeds": {"start": 2_000_000, "count": 400}},
+    )
+    rates = {row["policy"]: row for row in evaluated.evaluation}
+    levels = {level: rates[level]["success"] for level in ("random", "optimal")}
+    (model,) = [row for policy, row in rates.items() if policy not in levels]
+    shutil.rmtree(folder)
+    return {
+        "side": side,
+        "task": name,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "successes": successes,
+        "seconds": seconds,
+        "final": model["success"],
+        **levels,
+    }
+
+
+def _train_posttrain(
+    name: str, learning_rate: float, seed: int, model: str, folder: Path
+) -> tuple[list[float], list[float]]:
+    """Success of each step's samples, and seconds at the end of each step. The final model is in `folder`/model."""
+    import posttrain
+
+    task = TASKS[name]
+    result = posttrain.rl(
+        name="run",
+        runs=str(folder),
+        seed=seed,
+        model={"path": model, "threads": 1},
+        environment={"type": name},
+        steps=task.steps,
+        rollout={"groups_per_step": GROUPS, "episodes_per_group": GROUP, "tokens_per_turn": TOKENS},
+        credit={"type": task.credit},
+        loss={"type": "ppo"},
+        learner={"updates_per_step": UPDATES},
+        optimizer={"learning_rate": learning_rate, "warmup_updates": WARMUP},
+        evaluation={
+            "every": 0,
+            "start": False,
+            "sampling": {"temperature": 1.0},
+            "seeds": {"start": 1_000_000, "count": 1},
+            "final_seeds": {"start": 2_000_000, "count": 1},
+        },
+        checkpoint={"every": 1000},
+        export="last",
+    )
+    assert result.model is not None
+    shutil.copytree(result.model, folder / "model")
+    seconds = np.cumsum([row["time/step"] for row in result.metrics])
+    return [row["rollout/success"] for row in result.metrics], seconds.tolist()
+
+
+def _train_trl(name: str, learning_rate: float, seed: int, model: str, folder: Path) -> tuple[list[float], list[float]]:
+    """The same with TRL's GRPO or RLOO trainer; settings that are not named are its defaults, but for what is slow on a CPU."""
+    import torch
+    import trl
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+
+    import posttrain
+
+    torch.set_num_threads(1)
+    task = TASKS[name]
+    environment = posttrain.make_env(name)()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    successes: list[float] = []
+
+    def reward(completion_ids: list[list[int]], task_seed: list[int], **others: Any) -> list[float]:
+        # From the ids, because the tags of an answer are special tokens, which TRL leaves out of the text.
+        steps = []
+        for ids, number in zip(completion_ids, task_seed, strict=True):
+            environment.reset(number)
+            steps.append(environment.step(tokenizer.decode(ids).removesuffix(tokenizer.eos_token)))
+        successes.append(float(np.mean([step.info["success"] for step in steps])))
+        return [step.reward for step in steps]
+
+    class Stopwatch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.begun, self.updates = time.perf_counter(), list[float]()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.updates.append(time.perf_counter() - self.begun)
+
+    stopwatch = Stopwatch()
+    settings: dict[str, Any] = {
+        "output_dir": str(folder / "trl"),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "seed": seed,
+        "learning_rate": learning_rate,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": WARMUP,
+        "max_steps": task.steps * UPDATES,
+        "per_device_train_batch_size": GROUPS * GROUP // UPDATES,
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": UPDATES,
+        "num_generations": GROUP,
+        "max_completion_length": TOKENS,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    kind = {"rloo": "RLOO", "grpo": "GRPO"}[task.credit]
+    rows = [
+        {"prompt": list(environment.reset(number).messages), "task_seed": number}
+        for number in range(task.steps * GROUPS)
+    ]
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=model,
+        args=getattr(trl, f"{kind}Config")(**settings),
+        train_dataset=Dataset.from_list(rows),
+        reward_funcs=reward,
+        processing_class=tokenizer,
+        callbacks=[stopwatch],
+    )
+    trainer.train()
+    trainer.save_model(str(folder / "model"))
+    tokenizer.save_pretrained(str(folder / "model"))
+    return successes, stopwatch.updates[UPDATES - 1 :: UPDATES]
+
+
+# -- the table and the picture --------------------------------------------------------------------------------------------
+
+
+def best_runs(lines: list[Line], task: str, side: str) -> list[Line]:
+    """The runs of the learning rate whose final success is best."""
+    of_side = [line for line in lines if (line["task"], line["side"]) == (task, side)]
+    return max(
+        (
+            [line for line in of_side if line["learning_rate"] == rate]
+            for rate in {line["learning_rate"] for line in of_side}
+        ),
+        key=lambda runs: float(np.mean([line["final"] for line in runs])),
+    )
+
+
+def reached(line: Line) -> tuple[int, float] | None:
+    """Samples and seconds until the smoothed success reaches `SHARE` of the optimal policy's; None where it does not."""
+    for step, value in enumerate(_smooth(line["successes"])):
+        if value >= SHARE * line["optimal"]:
+            return (step + 1) * GROUPS * GROUP, line["seconds"][step]
+    return None
+
+
+def _smooth(values: list[float]) -> list[float]:
+    return [float(np.mean(values[max(0, at + 1 - SMOOTH) : at + 1])) for at in range(len(values))]
+
+
+def table(lines: list[Line]) -> list[Line]:
+    """A row per task and side."""
+    rows = []
+    for task in dict.fromkeys(line["task"] for line in lines):
+        for side in SIDES:
+            runs = best_runs(lines, task, side)
+            final = interquartile_mean([[line["final"] for line in runs]])
+            points = [point for line in runs if (point := reached(line))]
+            rows.append(
+                {
+                    "task": task,
+                    "side": side,
+                    "learning rate": f"{runs[0]['learning_rate']:g}",
+                    "seeds": len(runs),
+                    "final success": f"{final.value:.1%} [{100 * final.low:.1f}, {100 * final.high:.1f}]",
+                    "success of all samples": float(np.mean([line["successes"] for line in runs])),
+                    f"reached {SHARE:.0%}": f"{len(points)} of {len(runs)}",
+                    "samples until then": float(np.median([samples for samples, _ in points])) if points else None,
+                    "seconds until then": float(np.median([seconds for _, seconds in points])) if points else None,
+                    "samples/s": float(
+                        np.median([len(line["successes"]) * GROUPS * GROUP / line["seconds"][-1] for line in runs])
+                    ),
+                }
+            )
+    return rows
+
+
+def draw(lines: list[Line], file: Path) -> None:
+    """Success against samples and against seconds, a row per task: mean and 95% interval over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = list(dict.fromkeys(line["task"] for line in lines))
+    figure, axes = pyplot.subplots(
+        len(tasks), 2, squeeze=False, sharey="row", layout="constrained", figsize=(8, 2.8 * len(tasks))
+    )
+    for row, task in zip(axes, tasks, strict=True):
+        for side, color in zip(SIDES, ("tab:blue", "tab:orange"), strict=True):
+            runs = best_runs(lines, task, side)
+            points = [
+                bootstrap_mean(values, draws=500)
+                for values in zip(*[_smooth(x["successes"]) for x in runs], strict=True)
+            ]
+            samples = [(step + 1) * GROUPS * GROUP for step in range(len(points))]
+            seconds = np.mean([line["seconds"] for line in runs], axis=0)
+            for axis, places in zip(row, (samples, seconds), strict=True):
+                axis.plot(places, [point.value for point in points], color=color, label=side)
+                low, high = [point.low for point in points], [point.high for point in points]
+                axis.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
+        for axis, label in zip(row, ("samples", "seconds, one thread"), strict=True):
+            for level in ("random", "optimal"):
+                axis.axhline(runs[0][level], color="grey", linestyle=":", linewidth=1)
+            axis.set_xlabel(label)
+            axis.set_title(task, fontsize=9)
+        row[1].set_xscale("log")
+        row[0].set_ylabel("success of the samples")
+        row[0].legend(fontsize=8, frameon=False)
+    figure.savefig(file)
+
+
+def main() -> None:
+    """Run what is missing and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=",".join(TASKS), help="comma-separated")
+    parser.add_argument(
+        "--learning-rates", default=",".join(f"{rate:g}" for rate in LEARNING_RATES), help="comma-separated"
+    )
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path, required=True)
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    results = chosen.out / "results.jsonl"
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    done = {(line["side"], line["task"], line["learning_rate"], line["seed"]) for line in lines}
+    wanted = [
+        (side, task, rate, seed)
+        for seed in range(chosen.seeds)
+        for task in chosen.tasks.split(",")
+        for rate in map(float, chosen.learning_rates.split(","))
+        for side in SIDES
+        if (side, task, rate, seed) not in done
+    ]
+    # A fresh process per run: neither side inherits the other's threads or caches.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for one in wanted:
+            line = pool.submit(run, *one, chosen.out).result()
+            lines.append(line)
+            with results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(*one, f"final {line['final']:.1%} after {line['seconds'][-1]:.0f} s", flush=True)
+    show("Learning beside TRL", table(lines), json_file=chosen.out / "table.json")
+    draw(lines, chosen.out / "learning_trl.svg")
+
+
+if __name__ == "__main__":
+    main()

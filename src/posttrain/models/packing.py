@@ -1,0 +1,194 @@
+"""Several streams of tokens in one row without padding, and the layouts that say what each token of a row attends to.
+
+- `pack_row`: streams as a prefix tree. What streams have in common from their beginning on is computed once: the prompt of a
+  group, and every turn up to the point where two episodes part.
+- `probed_layout`: streams followed by probe tokens, each of which ends a prefix of its stream.
+- `LastTokenLayout`: streams of which one layer's attention of the last token is recorded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from posttrain.models.attention import RowSegment, causal_attention
+from posttrain.models.cpu.attention import MaskCache, attend_segments
+from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, supports
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+class PackedLayout:
+    """Segments side by side in one row. Each token gets the output and the gradient that its stream would get alone."""
+
+    def __init__(self, segments: Sequence[RowSegment]) -> None:
+        """`segments`: cover the row in order, without gaps. None is empty."""
+        self.segments = list(segments)
+        self._masks = MaskCache()
+        self._spans: Spans | None = None
+
+    def positions(self) -> torch.Tensor:
+        """Position ids [T] int64: each token's index in its stream."""
+        return torch.cat([torch.arange(s.seen, s.seen + s.stop - s.start) for s in self.segments])
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        if query.device.type == "cpu":
+            return attend_segments(query, key, value, self.segments, scaling, window, self._masks)
+        if supports(query):
+            self._spans = self._spans or spans_of(self.segments, query.device)
+            return attend_spans(self._spans, query, key, value, scaling, window)
+        outputs = []
+        for segment in self.segments:
+            keys, values = (
+                torch.cat([heads[:, start:stop] for start, stop in segment.keys], 1) for heads in (key, value)
+            )
+            outputs.append(causal_attention(query[:, segment.start : segment.stop], keys, values, scaling, window))
+        return torch.cat(outputs, dim=1)
+
+
+def probed_layout(streams: Sequence[tuple[int, Sequence[int]]]) -> PackedLayout:
+    """Streams side by side in one row, each followed by its probes.
+
+    A probe is one token that sees a prefix of its stream and itself, at the position that follows the prefix. It gets the
+    output of the stream cut there and ended with that token, while the stream is computed once.
+
+    Args:
+        streams: for each stream its length, and for each of its probes the length of the prefix (at least 1).
+    """
+    segments = []
+    start = 0
+    for length, prefixes in streams:
+        first = start + length
+        segments.append(RowSegment(start, first))
+        segments += [RowSegment(first + i, first + i + 1, ((start, start + seen),)) for i, seen in enumerate(prefixes)]
+        start = first + len(prefixes)
+    return PackedLayout(segments)
+
+
+class LastTokenLayout(PackedLayout):
+    """Streams side by side; records the attention probabilities of each stream's last token in one layer."""
+
+    def __init__(self, lengths: Sequence[int], layer: int) -> None:
+        """`lengths`: tokens of each stream; `layer`: index of the recorded layer."""
+        ends = np.cumsum([0, *lengths]).tolist()
+        super().__init__([RowSegment(start, stop) for start, stop in pairwise(ends)])
+        self._layer = layer
+        self.attention: list[torch.Tensor] = []
+        """Per stream [T] float32: attention probabilities of the last token, averaged over heads. Each sums to 1."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        if layer == self._layer:
+            keys = key.repeat_interleave(len(query) // len(key), dim=0).float()
+            for start, end, _ in self.segments:
+                scores = torch.einsum("hd,htd->ht", query[:, end - 1].float(), keys[:, start:end]) * scaling
+                if window is not None:
+                    scores[:, : max(0, end - start - window)] = float("-inf")
+                self.attention.append(scores.softmax(-1).mean(0))
+        return super().attend(layer, query, key, value, scaling, window)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """S streams in one row of T tokens, and the positions that predict their n sampled tokens."""
+
+    ids: np.ndarray
+    """[T] int64: token ids."""
+    layout: PackedLayout
+    places: list[np.ndarray]
+    """[T_i] int64 for each stream: the row index of each of its tokens."""
+    predictors: np.ndarray
+    """[n] int64: row index whose output predicts each sampled token, stream by stream in the given order."""
+    targets: np.ndarray
+    """[n] int64: the sampled tokens."""
+
+    def distinct(self) -> tuple[np.ndarray, np.ndarray]:
+        """Indices [u] of one of each kind of sampled token with the same place, and [n] the kind of each."""
+        kinds = self.predictors * (self.targets.max(initial=0) + 1) + self.targets
+        _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
+        return first, kind
+
+
+def prompt_length(sampled: np.ndarray) -> int:
+    """Number of tokens before the first sampled one of a stream with mask `sampled` [T] bool."""
+    return int(np.argmax(sampled))
+
+
+def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> PackedRow:
+    """Pack `streams` (token ids [T_i] int64) with masks `sampled` [T_i] bool into one row, as a prefix tree.
+
+    Tokens with the same tokens before them are stored once, sampled or not, whichever stream they are from. Each stream has
+    at least one sampled token, and its first token is not sampled.
+    """
+    segments: list[RowSegment] = []
+    pieces: list[np.ndarray] = []
+    places: list[np.ndarray] = [np.zeros(0, np.int64)] * len(streams)
+    path: tuple[tuple[int, int], ...] = ()
+    end = 0
+    for index, shared in tree_order(streams):
+        ids = streams[index]
+        path = _beginning(path, shared)
+        if len(ids) > shared:
+            stop = end + len(ids) - shared
+            segments.append(RowSegment(end, stop, path))
+            pieces.append(ids[shared:])
+            path = (*path[:-1], (path[-1][0], stop)) if path and path[-1][1] == end else (*path, (end, stop))
+            end = stop
+        places[index] = np.concatenate([np.arange(start, stop) for start, stop in path])
+    return PackedRow(
+        ids=np.concatenate(pieces),
+        layout=PackedLayout(segments),
+        places=places,
+        predictors=np.concatenate([at[:-1][mask[1:]] for at, mask in zip(places, sampled, strict=True)]),
+        targets=np.concatenate([ids[mask] for ids, mask in zip(streams, sampled, strict=True)]),
+    )
+
+
+def tree_order(streams: Sequence[np.ndarray]) -> list[tuple[int, int]]:
+    """(index, tokens shared with the one before) of each stream, in an order in which no earlier stream shares more with it."""
+    # Of fixed-width ids, the order of the bytes puts equal beginnings side by side.
+    order = sorted(range(len(streams)), key=lambda index: streams[index].tobytes())
+    return [(index, _shared(streams[order[at - 1]], streams[index]) if at else 0) for at, index in enumerate(order)]
+
+
+def row_length(streams: Sequence[np.ndarray]) -> int:
+    """Tokens of the row of `streams`."""
+    return sum(len(streams[index]) - shared for index, shared in tree_order(streams))
+
+
+def _shared(a: np.ndarray, b: np.ndarray) -> int:
+    """Number of tokens that `a` and `b` have in common from their beginning on."""
+    count = min(len(a), len(b))
+    differs = a[:count] != b[:count]
+    return int(differs.argmax()) if differs.any() else count
+
+
+def _beginning(path: tuple[tuple[int, int], ...], count: int) -> tuple[tuple[int, int], ...]:
+    """The ranges of the first `count` tokens of a path."""
+    kept: list[tuple[int, int]] = []
+    for start, stop in path:
+        if count <= 0:
+            break
+        kept.append((start, min(stop, start + count)))
+        count -= stop - start
+    return tuple(kept)
