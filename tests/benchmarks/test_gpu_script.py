@@ -141,7 +141,7 @@ def test_the_table_shows_missing_values_as_dashes():
 
 def test_a_whole_forward_pass_stays_on_the_gpu(monkeypatch):
     """On the meta device, which like a GPU refuses tensors of the processor, through the GPU's attention."""
-    monkeypatch.setattr("posttrain.models.forward.supports", lambda query: True)
+    monkeypatch.setattr("posttrain.models.packing.supports", lambda query: True)
     device = torch.device("meta")
     policy = RandomPolicy(TINY["4B"], device)
     policy.model.to(torch.bfloat16)
