@@ -1,7 +1,9 @@
 """Whole runs in several real processes, started from a server that has imported everything: many runs in one start."""
 
+import contextlib
 import multiprocessing
 import os
+import secrets
 import socket
 import sys
 import traceback
@@ -92,6 +94,9 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port on which nobody listens, below those that the system gives to connections: it is used much later."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = secrets.choice(range(10_000, 32_000))
+            probe.bind(("127.0.0.1", port))
+            return port
