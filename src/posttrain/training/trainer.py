@@ -421,18 +421,41 @@ class _Guard:
     below: bool
     """Fires below the threshold, or else above it."""
     meaning: str
+    """What is wrong, and what to change."""
 
 
 _GUARDS = (
     _Guard(
+        "max_zero_groups",
+        "credit/zero_groups",
+        False,
+        "all episodes of these groups end with the same return and teach nothing; raise rollout.episodes_per_group or "
+        "rollout.sampling.temperature, set rollout.filter.type=dynamic, or choose tasks that sometimes succeed",
+    ),
+    _Guard(
         "min_reward_spread",
         "reward/group_spread",
         True,
-        "the episodes of a group are all alike, so there is little to learn from",
+        "the episodes of a group are nearly alike; raise rollout.sampling.temperature, or choose tasks that sometimes succeed",
     ),
-    _Guard("min_entropy", "policy/entropy", True, "the policy has stopped exploring"),
-    _Guard("max_gradient_norm", "optimizer/gradient_norm", False, "updates have become unstable"),
-    _Guard("max_repeated_share", "policy/repeated_share", False, "the policy repeats the same token"),
+    _Guard(
+        "min_entropy",
+        "policy/entropy",
+        True,
+        "the policy has stopped exploring; lower optimizer.learning_rate, or set entropy.coefficient or kl.coefficient",
+    ),
+    _Guard(
+        "max_gradient_norm",
+        "optimizer/gradient_norm",
+        False,
+        "updates have become unstable; lower optimizer.learning_rate, or set optimizer.warmup_updates",
+    ),
+    _Guard(
+        "max_repeated_share",
+        "policy/repeated_share",
+        False,
+        "the policy repeats the same token; lower optimizer.learning_rate, or set kl.coefficient",
+    ),
 )
 
 
@@ -476,4 +499,4 @@ class Guards:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""
-        self._in_a_row = dict(state["in_a_row"])
+        self._in_a_row |= state["in_a_row"]
