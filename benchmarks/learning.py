@@ -48,6 +48,7 @@ ENVIRONMENTS: dict[str, Keys] = {
         "environment": {"type": "word_sort"},
         "credit": {"type": "grpo"},
         "optimizer": {"learning_rate": 1e-3},
+        "kl": {"coefficient": 0.02, "estimator": "k2"},
     },
     "firm lake": {
         "environment": {"type": "frozen_lake", "slippery": False, "max_turns": 6, "observation": "local"},
@@ -76,7 +77,9 @@ VARIANTS: dict[str, Keys] = {
     "8 x 16 episodes": {"rollout": {"groups_per_step": 8, "episodes_per_group": 16}},
     "32 x 4 episodes": {"rollout": {"groups_per_step": 32, "episodes_per_group": 4}},
     "entropy 0.003": {"entropy": {"coefficient": 0.003}},
-    "KL 0.01": {"kl": {"coefficient": 0.01}},
+    "entropy 0.02 for KL": {"entropy": {"coefficient": 0.02}, "kl": {"coefficient": 0.0}},
+    "no KL": {"kl": {"coefficient": 0.0}},
+    "KL 0.02": {"kl": {"coefficient": 0.02, "estimator": "k2"}},
 }
 SHARE = 0.8
 """Of the optimal policy's success: the level whose time is measured."""

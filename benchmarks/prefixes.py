@@ -86,7 +86,9 @@ def _prompts_only(samples: Sequence[updater.Sample]) -> Callable[[Sequence[np.nd
     return order
 
 
-def _side(policy: Policy, samples: Sequence[updater.Sample], order: Any, budget: int) -> Callable[[int], tuple[float, int]]:
+def _side(
+    policy: Policy, samples: Sequence[updater.Sample], order: Any, budget: int
+) -> Callable[[int], tuple[float, int]]:
     """A function that returns the seconds of one gradient, and the tokens that were computed."""
 
     def run(number: int) -> tuple[float, int]:
