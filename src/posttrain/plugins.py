@@ -12,9 +12,12 @@ cannot be imported affects nothing else.
 import importlib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.errors import InputError
@@ -96,6 +99,34 @@ def require_module(module: str, purpose: str) -> Any:
         raise InputError(
             f"{purpose} needs the package {package}, which {fault}; run `{pip_command(missing)}`"
         ) from error
+
+
+_trusted: ContextVar[tuple[str, ...] | None] = ContextVar("trusted", default=None)
+
+
+@contextmanager
+def trusting(words: Sequence[str]) -> Iterator[None]:
+    """Inside, Python files are executed if they are in the current folder or one of `words` has their path, and refused otherwise.
+
+    A recipe or a run of somebody else may name any file of this machine, and the command line must not execute one that its
+    user did not name. Python callers are not restricted.
+    """
+    before = _trusted.set(tuple(words))
+    try:
+        yield
+    finally:
+        _trusted.reset(before)
+
+
+def require_trust(path: Path) -> None:
+    """Raises InputError where the file at `path` must not be executed, see `trusting`."""
+    words = _trusted.get()
+    if words is None or path.resolve().is_relative_to(Path.cwd().resolve()) or any(str(path) in word for word in words):
+        return
+    raise InputError(
+        f"{path} lies outside the current folder and no argument names it, so it is not executed; read it, and add --trust "
+        "to execute it"
+    )
 
 
 def pip_command(module: str, distribution: str = "posttrain") -> str:

@@ -99,3 +99,42 @@ def test_a_bomb_in_a_run_directory_is_one_sentence(strangers, tmp_path):
     with pytest.raises(InputError, match="100,000 values"):
         RunDirectory.open(run).load_recipe()
     assert main(["report", str(run)]) == 0  # without the recipe
+
+
+RESUMED = ["rl", "--dry-run", "--resume"]
+
+
+def test_a_resumed_run_executes_a_file_elsewhere_only_with_trust(strangers, tmp_path, monkeypatch, capsys):
+    run, mark = strangers
+    monkeypatch.chdir(tmp_path)
+    own = shutil.move(run.parents[1] / "own.py", tmp_path.parent / "own-elsewhere.py")
+    try:
+        copy = shutil.copytree(run, tmp_path / "resumed")
+        recipe = copy / "recipe.yaml"
+        recipe.write_text(recipe.read_text().replace(str(run.parents[1] / "own.py"), str(own)))
+        assert main([*RESUMED, str(copy)]) == 2
+        assert f"{own} lies outside the current folder and no argument names it" in capsys.readouterr().err
+        assert not mark.exists()
+        assert main([*RESUMED, str(copy), "--trust"]) == 0, capsys.readouterr()
+        assert mark.exists()
+    finally:
+        shutil.move(own, run.parents[1] / "own.py")
+        mark.unlink(missing_ok=True)
+
+
+def test_files_of_this_folder_and_of_the_command_need_no_trust(strangers, tiny_model, tmp_path, monkeypatch, capsys):
+    run, mark = strangers
+    elsewhere, here = tmp_path / "elsewhere.py", tmp_path / "here" / "own.py"
+    here.parent.mkdir()
+    for file in (elsewhere, here):
+        file.write_text((run.parents[1] / "own.py").read_text())
+    monkeypatch.chdir(here.parent)
+    for file in ("own.py", str(elsewhere)):
+        main(["env", "validate", file])
+        assert "lies outside" not in capsys.readouterr().err
+        assert mark.exists()
+        mark.unlink()
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"environment: {{type: '{elsewhere}'}}\n")
+    assert main(["rl", str(recipe), f"model.path={tiny_model}", "--dry-run"]) == 2
+    assert "add --trust" in capsys.readouterr().err

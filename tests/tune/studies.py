@@ -46,7 +46,7 @@ def tune(folder: Path, *words: str, **changes: Any) -> int:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        return main(["tune", "s.yaml", *words])
+        return main(["tune", "s.yaml", "--trust", *words])
     finally:
         os.chdir(before)
 

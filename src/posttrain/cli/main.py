@@ -4,6 +4,7 @@ import errno
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -20,6 +21,7 @@ from posttrain.cli.runs import compare, episodes, plot, report, table
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.tune import tune
 from posttrain.errors import PosttrainError
+from posttrain.plugins import trusting
 from posttrain.runs.directory import storage_error
 
 _INTERRUPTED = 130
@@ -52,6 +54,14 @@ def _options(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks of errors. May appear anywhere on the command line.")
     ] = False,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust",
+            help="Execute Python files that a recipe or a run names, also outside the current folder. May appear anywhere on the "
+            "command line.",
+        ),
+    ] = False,
 ) -> None:
     """Post-training of language models and language-model agents.
 
@@ -71,12 +81,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 2 for invalid input, 1 for other failures, 130 if interrupted."""
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
+    trust = "--trust" in words
+    words = [word for word in words if word not in ("--debug", "--trust")]
     if words == ["--version"]:
         typer.echo(f"posttrain {__version__}")
         return 0
     try:
-        app(words, prog_name="posttrain")
+        with nullcontext() if trust else trusting(words):
+            app(words, prog_name="posttrain")
     except SystemExit as stop:
         if stop.code == _INTERRUPTED:
             typer.echo("posttrain: interrupted", err=True)

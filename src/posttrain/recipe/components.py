@@ -19,7 +19,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from pydantic import Field
 
 from posttrain.errors import InputError
-from posttrain.plugins import Group, PluginError, entry_points, load
+from posttrain.plugins import Group, PluginError, entry_points, load, require_trust
 from posttrain.recipe.base import BaseConfig
 
 _GROUP: Group = "posttrain.environments"
@@ -159,7 +159,12 @@ def environment_recipe(values: dict[str, Any]) -> EnvironmentRecipe:
 
 
 def module_of_file(path: Path) -> ModuleType:
-    """The Python file at `path` as a module, executed once per process."""
+    """The Python file at `path` as a module, executed once per process.
+
+    Raises:
+        InputError: inside `trusting`, the file is neither in the current folder nor named by the command.
+    """
+    require_trust(path)
     file = path.resolve()
     name = f"{_OF_FILES}{file.stem}"
     if getattr(sys.modules.get(name), "__file__", str(file)) != str(file):
