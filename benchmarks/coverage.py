@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def _prepare(document: str, folder: Path) -> None:
     files: dict[str, Callable[[Path], None]] = {
         "memory-agent-gspo": memory_agent.write_records,
         "rlhf-rationales": rationales.author_files,
-        "helpsteer3-rloo": helpsteer3.author_files,
+        "helpsteer3-rloo": partial(helpsteer3.author_files, count=helpsteer3.ENOUGH),
     }
     if document in files:
         files[document](folder)

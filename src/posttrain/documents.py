@@ -26,6 +26,7 @@ from posttrain.evaluation.judges import Options, Progress, judge_predictions, lo
 from posttrain.evaluation.model_metrics import Rewards, rewards_of
 from posttrain.evaluation.predictions import Prediction, Predictions, read_predictions
 from posttrain.evaluation.workers import ModelWorkers
+from posttrain.models.load import require_reward_model
 from posttrain.recipe.compose import section
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.recipe.sources import merge, read_overrides
@@ -101,7 +102,16 @@ def document_rows(
         raise InputError(
             "--reward and --rubric score sampled answers; add the model that samples them, as in model.path=MODEL"
         )
-    return DocumentRows(write_documents(out, name, documents, splits, sampled), messages)
+    files = write_documents(out, name, documents, splits, sampled)
+    present = {path.stem.removeprefix(f"{name}_") for path in files}
+    for kind, what in (("sft", "an answer"), ("preference", "two answers with different scores")):
+        messages += [
+            f"no {kind} rows for {split}: none of its {list(splits.values()).count(split)} documents has {what}; add answers, or "
+            f"raise --{split}"
+            for split in ("val", "test")
+            if split in splits.values() and f"{kind}_train" in present and f"{kind}_{split}" not in present
+        ]
+    return DocumentRows(files, messages)
 
 
 def best_of(
@@ -176,6 +186,7 @@ def _sampled_answers(documents: Sequence[Document], keys: Sequence[str], place: 
 def _scores(scorer: Scorer, place: Path, progress: JudgeProgress) -> Callable[[Predictions], list[float | None]]:
     """The function that scores answers. Wrong settings are an `InputError` before answers are sampled."""
     if scorer.reward is not None:
+        require_reward_model(scorer.reward, "--reward")
         return partial(_rewards, scorer.reward)
     assert scorer.rubric is not None
     values = {"cache": str(place / "judge-cache.jsonl"), **merge(read_overrides(list(scorer.judge))).values}

@@ -19,6 +19,8 @@ TEMPLATE = (
 )
 """A chat template with the switch of Qwen3."""
 ROWS, VALIDATION = 60, 24
+ENOUGH = 1_500
+"""Rows that the published numbers of held-out rows leave some of."""
 SMALLER = {
     "stages.reward.steps": 20,
     "stages.reward.rows_per_update": 4,
@@ -53,10 +55,10 @@ def rows(start, count):
     return made
 
 
-def author_files(folder):
-    """The published files, and another part of the published repository, which must not be read."""
-    write_split(folder / "HelpSteer3/preference/train.jsonl.gz", rows(0, ROWS))
-    write_split(folder / "HelpSteer3/preference/validation.jsonl.gz", rows(1000, VALIDATION))
+def author_files(folder, count=ROWS):
+    """The published files with `count` rows, and another part of the published repository, which must not be read."""
+    write_split(folder / "HelpSteer3/preference/train.jsonl.gz", rows(0, count))
+    write_split(folder / "HelpSteer3/preference/validation.jsonl.gz", rows(10_000, VALIDATION))
     write_split(folder / "HelpSteer3/feedback/train.jsonl.gz", [{"context": [], "feedback": ["other"]}])
 
 
@@ -80,15 +82,27 @@ def read_lines(file):
 
 
 def test_the_commands_of_the_page_resolve(folder):
+    author_files(folder, ENOUGH)
     shown = commands(PAGE)
     assert [command for command in shown if "pipeline.yaml data=HelpSteer3" in command and "name=" not in command]
     for command in shown:
         if command.startswith("posttrain pipeline"):
             said = run(dry(command))
-            assert f"pairs_train.jsonl: {ROWS} rows read, {len(usable(rows(0, ROWS)))} to write" in said
+            assert f"pairs_train.jsonl: {ENOUGH:,} rows read, {len(usable(rows(0, ENOUGH))):,} to write" in said
             assert "stage rl: would run (not run yet)" in said
             assert "warning:" not in said
     assert not (folder / "runs").exists()
+
+
+def test_too_few_rows_are_found_before_anything_is_trained(folder):
+    said = run(dry("posttrain pipeline recipes/helpsteer3/pipeline.yaml data=HelpSteer3"), code=2)
+    assert "stage reward: data.held_out: 1000 rows would leave none of the 48 usable rows" in said
+    assert "stage rl: environment.prompts has 54 tasks" in said
+    assert "posttrain-" not in said  # the folder that the files are written to meanwhile
+    assert not (folder / "runs").exists()
+    assert "no such file or folder" in run(
+        dry("posttrain pipeline recipes/helpsteer3/pipeline.yaml data=nosuch"), code=2
+    )
 
 
 @pytest.mark.slow
@@ -110,7 +124,7 @@ def test_the_small_command_writes_the_files_of_the_author(folder):
     assert len(pairs) == len(expected)
     assert all(pair["chosen"][-1]["content"].startswith("Goal") for pair in pairs)
     assert [pair["margin"] for pair in pairs] == [abs(row["overall_preference"]) for row in expected]
-    assert len(read_lines(runs / "data/pairs_validation.jsonl")) == len(usable(rows(1000, VALIDATION)))
+    assert len(read_lines(runs / "data/pairs_validation.jsonl")) == len(usable(rows(10_000, VALIDATION)))
     english = [row for row in rows(0, ROWS) if row["language"] == "english"]
     prompts = read_lines(runs / "data/prompts.jsonl")
     assert sorted(p["context_messages"][0]["content"] for p in prompts) == sorted(

@@ -129,12 +129,14 @@ def of_kind(*words):
     return [command for command in commands(EVALUATION) if command.split()[1 : 1 + len(words)] == list(words)]
 
 
-def test_the_commands_of_the_pages_resolve(folder):
+def test_the_commands_of_the_pages_resolve(folder, monkeypatch):
     said = run(dry(with_values(small_pipeline(), {"stages.sft.model.path": folder / "Qwen/Qwen3-4B"})))
     assert "stage unit_ppo_outcome: would run" in said
-    for command in of_kind("generate"):
-        values = {"model.path": folder / "Qwen/Qwen3-4B"}
-        assert "predictions:" in run(dry(with_values(command, values)))
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "a-key")
+    with serving(claude) as chat:
+        for command in of_kind("generate"):
+            values = {"model.path": folder / "Qwen/Qwen3-4B", "engine.url": chat.url}
+            assert "predictions:" in run(dry(with_values(command, values)))
     predictions = folder / "evaluation/generated_data/sft.jsonl"
     predictions.parent.mkdir(parents=True)
     predictions.write_text(json.dumps({"id": 0, "prompt": "p", "prediction": "x", "reference": "y"}) + "\n")

@@ -64,6 +64,9 @@ def test_a_dry_run_fails_with_the_same_sentence_as_the_run(tiny_model, tmp_path,
         "nothing scores the answers": [],
         "environment.judge.url: no server answers at http://127.0.0.1": judge,
         "there is no directory runs/not/here": [exact, "model.path=runs/not/here"],
+        "a pattern of checkpoints needs `--all`": [exact, "model.path=runs/a/checkpoints/*"],
+        "is not a reward model: it has no head `score`": [exact, f"reward.path={tiny_model}"],
+        "seeds takes all 300 tasks": [exact, "seeds.start=0"],
         "model.chat_template: file not found": [exact, f"model.chat_template={tmp_path}/none.jinja"],
     }
     for expected, more in cases.items():
@@ -135,3 +138,40 @@ def test_a_dry_run_of_a_pipeline_does_not_check_files_that_its_stages_write(tiny
     assert code == 2
     assert "stage rl: " in err
     assert "none.jsonl" in err
+
+
+def test_a_dry_run_asks_the_server_that_answers(tmp_path, monkeypatch, capsys):
+    words = [
+        "generate",
+        f"data.test={prompts(tmp_path)}",
+        "engine.type=openai",
+        "engine.model=m",
+        f"runs={tmp_path}/runs",
+    ]
+    port = f"engine.url=http://127.0.0.1:{free_port()}/v1"
+    for expected, more in {
+        "engine.url: no server answers at http://127.0.0.1": [],
+        "NO_SUCH_KEY, which is not set": ["engine.api_key_variable=NO_SUCH_KEY"],
+    }.items():
+        code, _, err = dry([*words, port, *more], capsys)
+        assert (code, expected in err) == (2, True), err
+    with serving(lambda frames, number: {}) as server:
+        code, out, err = dry([*words, f"engine.url={server.url}"], capsys)
+    assert (code, err, "300 rows to answer" in out) == (0, "", True)
+
+
+def test_a_dry_run_says_what_is_in_the_way(tiny_model, tmp_path, capsys):
+    words = words_for(tiny_model, tmp_path, "environment.reward=exact")
+    (tmp_path / "runs" / "own").mkdir(parents=True)
+    code, out, _ = dry(words, capsys)
+    assert (code, f"warning: {tmp_path}/runs/own exists" in out) == (0, True)
+    code, out, _ = dry([*words, "--overwrite"], capsys)
+    assert (code, "exists" in out) == (0, False)
+
+
+def test_a_model_larger_than_the_device_is_a_warning(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["rl", "recipes/ragen/sokoban.yaml", "model.path=Qwen/Qwen2.5-7B-Instruct"]
+    _, out, _ = dry([*words, "--on", "h100"], capsys)
+    assert "warning: the run needs an estimated" in out
+    assert "GiB and h100 has" in out

@@ -458,6 +458,7 @@ def _every_checkpoint(words: list[str], dry_run: bool, on: str | None, resume: P
     console.rule(f"stage {first.name}")
     show_plan(first, model_sizes(first.model.path), console, device)
     stages.show_precision(first, console)
+    stages.show_checks(first, console)
 
 
 app.command(context_settings=stages.OPEN)(model)

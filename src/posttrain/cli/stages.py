@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
     from posttrain.planning.devices import Device
     from posttrain.planning.memory import ModelSizes
+    from posttrain.recipe.pipeline import PipelineRecipe
     from posttrain.recipe.stages import Recipe
 
 
@@ -59,6 +61,8 @@ def run(stage: str, words: list[str], dry_run: bool, on: str | None, resume: Pat
         console = Console()
         show_plan(recipe, sizes, console, device)
         show_precision(recipe, console)
+        if resume is None and not overwrite:
+            show_what_exists(recipe, console)
         show_checks(recipe, console)
         return
     VERBS[stage](*sources, *read_overrides(overrides), resume=resume, overwrite=overwrite)
@@ -70,6 +74,19 @@ def show_precision(recipe: "Recipe", console: "Console") -> None:
 
     for note in precision_notes(recipe):
         console.print(f"precision: {note}", markup=False, highlight=False, soft_wrap=True)
+
+
+def show_what_exists(recipe: "Recipe", console: "Console") -> None:
+    """Print what keeps a run of `recipe` from starting without `--overwrite`, `--resume` or another name."""
+    from posttrain.recipe.stages import GenerateRecipe
+
+    there = [Path(recipe.runs) / recipe.name]
+    if isinstance(recipe, GenerateRecipe) and recipe.out is not None:
+        there.append(recipe.predictions)
+    for path in there:
+        if path.exists():
+            line = f"warning: {path} exists; to start, pass --overwrite or another name, or continue it with --resume"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ()) -> None:
@@ -272,8 +289,6 @@ def pipeline(
 
     posttrain pipeline demo/pipeline --from rl stages.rl.steps=50
     """
-    from rich.console import Console
-
     from posttrain.errors import InputError
     from posttrain.recipe.pipeline import load_pipeline
 
@@ -285,25 +300,52 @@ def pipeline(
     if others:
         raise InputError(f"posttrain pipeline takes one file; remove {', '.join(others)}")
     if dry_run:
-        from posttrain.data.convert import convert_files
-        from posttrain.pipelines import chosen_stages, planned
-        from posttrain.planning.dry_run import show_plan
-        from posttrain.planning.model_sizes import model_sizes
-        from posttrain.recipe.pipeline import ConvertRecipe
+        _plan_pipeline(load_pipeline(file, overrides), only, start_from, overwrite, device)
+        return
+    from posttrain.recipe.sources import read_overrides
+    from posttrain.verbs import pipeline as run_pipeline
 
-        loaded, console = load_pipeline(file, overrides), Console()
-        for line in planned(loaded, only, start_from, overwrite):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        chosen = chosen_stages(loaded, only, start_from)
-        start: dict[str, ModelSizes | None] = {}
-        made: list[Path] = []
-        problems: list[str] = []
+    run_pipeline(file, *read_overrides(overrides), only=only, start_from=start_from, overwrite=overwrite)
+
+
+def _plan_pipeline(
+    loaded: "PipelineRecipe", only: str | None, start_from: str | None, overwrite: bool, device: "Device | None"
+) -> None:
+    """Show the stages that would run and their plans, and check what they would load.
+
+    Files of `convert` stages are written to a folder that is deleted afterwards, so that later stages are checked on them.
+    """
+    from rich.console import Console
+
+    from posttrain.data.convert import convert_files
+    from posttrain.errors import InputError
+    from posttrain.pipelines import chosen_stages, planned
+    from posttrain.planning.dry_run import show_plan
+    from posttrain.planning.model_sizes import model_sizes
+    from posttrain.recipe.pipeline import ConvertRecipe
+
+    console, chosen = Console(), chosen_stages(loaded, only, start_from)
+    for line in planned(loaded, only, start_from, overwrite):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    start: dict[str, ModelSizes | None] = {}
+    made: list[Path] = []
+    converted: dict[str, str] = {}
+    problems: list[str] = []
+    with TemporaryDirectory(prefix="posttrain-") as scratch:
         for stage in loaded.stages:
+            folder = loaded.directory / stage.name
             if isinstance(stage.recipe, ConvertRecipe):
                 if stage in chosen:
                     console.rule(f"stage {stage.name}")
-                    convert_files(stage.recipe, None, lambda line: console.print(line, markup=False, soft_wrap=True))
-                made.append(loaded.directory / stage.name)
+                    source = stage.recipe.source
+                    there = source is not None and Path(source).expanduser().exists()
+                    place = Path(scratch) / stage.name if there else None
+                    convert_files(
+                        stage.recipe, place, lambda line: console.print(line, markup=False, soft_wrap=True), True
+                    )
+                    if place is not None:
+                        converted[f"{folder}/"] = f"{place}/"
+                made.append(folder)
                 continue
             # The model that a stage exports has the sizes of the model that it started from.
             start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
@@ -312,17 +354,28 @@ def pipeline(
                 show_plan(stage.recipe, start[stage.name], console, device)
                 show_precision(stage.recipe, console)
                 try:
-                    show_checks(stage.recipe, console, made)
+                    show_checks(_with_paths(stage.recipe, converted), console, made)
                 except InputError as error:
-                    problems += [f"stage {stage.name}: {sentence}" for sentence in str(error).splitlines()]
-            made.append(loaded.directory / stage.name)
-        if problems:
-            raise InputError("\n".join(problems))
-        return
-    from posttrain.recipe.sources import read_overrides
-    from posttrain.verbs import pipeline as run_pipeline
+                    said = _replaced(str(error), {place: folder for folder, place in converted.items()})
+                    problems += [f"stage {stage.name}: {sentence}" for sentence in said.splitlines()]
+            made.append(folder)
+    if problems:
+        raise InputError("\n".join(problems))
 
-    run_pipeline(file, *read_overrides(overrides), only=only, start_from=start_from, overwrite=overwrite)
+
+def _with_paths(recipe: "Recipe", moved: dict[str, str]) -> "Recipe":
+    """The recipe with other folders in its paths."""
+    from pydantic import TypeAdapter
+
+    from posttrain.recipe.stages import Recipe
+
+    return TypeAdapter(Recipe).validate_json(_replaced(recipe.model_dump_json(), moved)) if moved else recipe
+
+
+def _replaced(text: str, words: dict[str, str]) -> str:
+    for word, other in words.items():
+        text = text.replace(word, other)
+    return text
 
 
 def fit_normalizer(

@@ -300,22 +300,29 @@ def convert_rows(
     return result
 
 
-def convert_files(recipe: ConvertRecipe, directory: Path | None, report: Callable[[str], None]) -> None:
+def convert_files(
+    recipe: ConvertRecipe, directory: Path | None, report: Callable[[str], None], planned: bool = False
+) -> None:
     """Write the files of a `convert` stage to `directory` and a line for each count to `report`.
 
-    Without a directory, rows of local sources are counted, and nothing is written. InputError as `convert_rows`.
+    Without a directory, rows of local sources are counted, and nothing is written. `planned`: the lines are about rows that a run
+    would write. InputError as `convert_rows`.
     """
     for name, file in recipe.files.items():
         out = directory / f"{name}.jsonl" if directory is not None else None
         try:
             source = recipe.source or find_converter(file.converter).hub
+            if source is not None and not Path(source).expanduser().exists() and source.count("/") != 1:
+                raise InputError(
+                    f"{source}: no such file or folder, and no id of the hub, which has the form OWNER/NAME"
+                )
             if directory is None and source is not None and not Path(source).expanduser().exists():
                 report(f"{name}.jsonl: rows of {source}, which is read when the stage runs")
                 continue
             done = convert_rows(file.converter, out, source, **file.model_dump(exclude={"converter"}))
         except InputError as error:
             raise InputError(f"files.{name}: {error}") from error
-        for line in done.lines("to write" if out is None else "written"):
+        for line in done.lines("to write" if out is None or planned else "written"):
             report(f"{name}.jsonl: {line}")
 
 

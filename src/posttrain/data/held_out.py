@@ -141,6 +141,11 @@ def split_tasks(
     sizes = _sizes(len(base), evaluation, wanted)
     rest, curve, final = divide([rows[index].key for index in base], order, sizes[_CURVE], sizes[_FINAL])
     no_training = training is not None and training_key not in given and not rest
+    if wanted and not base and training_key in given:
+        raise InputError(
+            f"{training_key} takes all {len(rows)} tasks of {source}, so none is left to hold out; leave {training_key} out, "
+            f"lower {training_key}.count, or give evaluation.final_seeds.start as well"
+        )
     if len(curve) < sizes[_CURVE] or len(final) < sizes[_FINAL] or no_training:
         raise InputError(
             f"{source} has {len(base)} tasks with {len(order)} different texts, too few to train on some and hold out "

@@ -20,6 +20,8 @@ from posttrain.evaluation.text_metrics import corpus_metric, exact_match
 from posttrain.recipe.data import SourceRecipe
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.tables import UNIMPROVED
 
 _NO_SCORES = ("seed", "sample", "tokens", "index")
 """Numeric columns that identify a row and are not scores."""
@@ -198,6 +200,8 @@ def _read_run(path: str) -> Run:
     environment = getattr(recipe, "environment", None)
     failed = sum(episode.outcome is Outcome.FAILED for episode in episodes)
     details = [f"{path}: final episodes of step {stored.step}"] if len(finals) > 1 else []
+    if any(line.get("chosen") == UNIMPROVED for line in read_metrics(run.metrics)):
+        details.append(f"{path}: {UNIMPROVED}")
     if failed:
         details.append(
             f"{path}: {failed} of {len(episodes)} episodes failed; they count as unsuccessful, without a return"

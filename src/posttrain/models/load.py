@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import warnings
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,13 @@ def resolve_path(path: str) -> str:
     return local or path
 
 
-def on_disk(path: str) -> bool:
+NO_REWARD_MODEL = "{path} is not a reward model: it has no head `score`; train one with `posttrain reward`"
+
+
+def on_disk(path: str, key: str = "model.path") -> bool:
     """Whether the model at `path`, any form of `model.path`, can be loaded without downloading or converting it first.
 
-    InputError as `resolve_path` for a path that no download could make a model of.
+    InputError as `resolve_path` for a path that no download could make a model of; it names `key`.
     """
     if path.startswith("packaged:") or path.endswith(".gguf"):
         try:
@@ -164,17 +168,36 @@ def on_disk(path: str) -> bool:
         except InputError:
             return False
         return file.is_file() and (_conversion_of(file) / "config.json").is_file()
-    return _local_directory(path) is not None or _is_cached(path)
+    return _local_directory(path, key) is not None or _is_cached(path)
 
 
-def _local_directory(path: str) -> str | None:
+def require_reward_model(path: str, key: str) -> None:
+    """InputError, as loading raises it, where the model at `path` is on disk and certainly has no head `score`."""
+    from safetensors import safe_open
+
+    if not on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or _is_adapter(path):
+        return
+    names: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names.update(tensors.keys())
+    if names and "score.weight" not in names:
+        raise InputError(NO_REWARD_MODEL.format(path=path))
+
+
+def _local_directory(path: str, key: str = "model.path") -> str | None:
     """The model directory `path`; None for a hub id. InputError for a directory that is missing or has no model."""
     if not (path.startswith((".", "/", "~")) or Path(path).exists()):
         if path.count("/") > 1:  # Ids of the hub have at most one.
-            raise InputError(f"model.path: there is no directory {path}; train the model first, or correct the path")
+            remedy = (
+                "a pattern of checkpoints needs `--all`"
+                if has_magic(path)
+                else "train the model first, or correct the path"
+            )
+            raise InputError(f"{key}: there is no directory {path}; {remedy}")
         return None
     if not (Path(path).expanduser() / "config.json").is_file() and not _is_adapter(path):
-        raise InputError(f"model.path: {path} is not a model directory: it has no config.json")
+        raise InputError(f"{key}: {path} is not a model directory: it has no config.json")
     return str(Path(path).expanduser())
 
 
@@ -277,9 +300,7 @@ def load_reward_model(
         reason = f"lacks {len(others)} weights, the first of them {others[0]}" if others else "gets no head `score`"
         raise InputError(f"model.path: {recipe.path} {reason}; start the reward model from a decoder-only model")
     if missing and head_seed is None:
-        raise InputError(
-            f"{recipe.path} is not a reward model: it has no head `score`; train one with `posttrain reward`"
-        )
+        raise InputError(NO_REWARD_MODEL.format(path=recipe.path))
     if missing and head_seed is not None:
         generator = torch.Generator().manual_seed(head_seed)
         weights = torch.randn(head.weight.shape, generator=generator) / math.sqrt(head.in_features + 1)

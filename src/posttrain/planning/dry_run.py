@@ -1,6 +1,7 @@
 """`--dry-run`: print the full recipe, batch arithmetic, and estimates of memory and time, without running anything."""
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -139,7 +140,7 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
     else:
         console.print(_memory_table(recipe, sizes, device))
         show_times(_counted(recipe, tasks), sizes, device, console)
-    for warning in recipe_warnings(recipe):
+    for warning in [*_too_large(recipe, sizes, device), *recipe_warnings(recipe)]:
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -376,9 +377,30 @@ def _remote(recipe: EvaluateRecipe, tasks: TaskSplit | None) -> list[str]:
     ]
 
 
+def _is_divided(recipe: Recipe) -> bool:
+    return isinstance(recipe, Learned) and (recipe.hardware.processes > 1 or recipe.hardware.offload)
+
+
+def _memory_rows(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, tuple[int, str]]:
+    return process_memory(recipe, sizes) if _is_divided(recipe) else memory_estimate(recipe, sizes)  # type: ignore[arg-type]
+
+
+def _too_large(recipe: Recipe, sizes: ModelSizes | None, device: Device | None) -> list[str]:
+    """A sentence where the run needs more memory than the device has."""
+    if recipe.remote is not None or sizes is None or device is None or device.memory is None:
+        return []
+    together = sum(count for count, _ in _memory_rows(recipe, sizes).values())
+    if together <= device.memory:
+        return []
+    return [
+        f"the run needs an estimated {_bytes(together)} and {device.name} has {_bytes(int(device.memory))}; train adapters "
+        "(model.lora), set model.gradient_checkpointing, lower learner.tokens_per_batch, or divide the model "
+        "(hardware.processes, hardware.offload)"
+    ]
+
+
 def _memory_table(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> Table:
-    apart = isinstance(recipe, Learned) and (recipe.hardware.processes > 1 or recipe.hardware.offload)
-    rows = process_memory(recipe, sizes) if apart else memory_estimate(recipe, sizes)  # type: ignore[arg-type]
+    apart, rows = _is_divided(recipe), _memory_rows(recipe, sizes)
     table = Table("what", "memory", "counted as", box=None, show_header=False)
     for what, (count, how) in rows.items():
         table.add_row(f"  {what}", _bytes(count), how)

@@ -9,13 +9,15 @@ from posttrain.data.examples import read_examples
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import Kind
+from posttrain.engines.openai import chat_client, require_reachable
 from posttrain.errors import InputError
-from posttrain.models.load import load_end_tokens, load_tokenizer, on_disk
+from posttrain.models.load import load_end_tokens, load_tokenizer, on_disk, require_reward_model
 from posttrain.planning.dry_run import Played, tasks_of
 from posttrain.planning.workers import placed_recipe, refuse_placement
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.data import DataRecipe, PtxRecipe
 from posttrain.recipe.distill import OffPolicyRecipe
+from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.stages import (
@@ -47,7 +49,9 @@ def check_recipe(recipe: Recipe, made: Sequence[Path] = ()) -> list[str]:
     checks = _Checks(made)
     if getattr(recipe, "hardware", None) is not None and recipe.hardware.ray is not None:  # type: ignore[union-attr]
         checks.run(lambda: refuse_placement(placed_recipe(recipe)))
-    there = [checks.model_is_there(path) for path in _models(recipe)]
+    if isinstance(recipe, GenerateRecipe | EvaluateRecipe) and recipe.remote is not None:
+        checks.server(recipe.remote)
+    there = [checks.model_is_there(key, path) for key, path in _models(recipe)]
     renderer = checks.run(lambda: _renderer(recipe.model)) if there and there[0] else None
     if renderer is not None:
         checks.lines += renderer.warnings()
@@ -59,17 +63,17 @@ def check_recipe(recipe: Recipe, made: Sequence[Path] = ()) -> list[str]:
     return checks.lines
 
 
-def _models(recipe: Recipe) -> Iterator[str]:
-    """The paths of the models that a run loads, `model.path` first; none where a server has the model."""
+def _models(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Keys and paths of the models that a run loads, `model.path` first; none where a server has the model."""
     if recipe.remote is not None:
         return
-    yield recipe.model.path
+    yield "model.path", recipe.model.path
     if isinstance(recipe, RlRecipe | EvaluateRecipe) and recipe.reward is not None:
-        yield recipe.reward.path
+        yield "reward.path", recipe.reward.path
     if isinstance(recipe, RlRecipe) and recipe.has_critic and recipe.critic.path is not None:
-        yield recipe.critic.path
+        yield "critic.path", recipe.critic.path
     if isinstance(recipe, RlRecipe | DistillRecipe) and recipe.teacher is not None and recipe.teacher.path is not None:
-        yield recipe.teacher.path
+        yield "teacher.path", recipe.teacher.path
 
 
 def _renderer(model: ModelRecipe) -> Renderer:
@@ -106,10 +110,20 @@ class _Checks:
             self.lines.append(f"not checked: {path} is written by an earlier stage")
         return later
 
-    def model_is_there(self, path: str) -> bool:
+    def server(self, engine: OpenAIEngineRecipe) -> None:
+        """The key of the server that answers, and whether anything is at its address."""
+        client = self.run(
+            lambda: chat_client("engine", engine.url, engine.timeout, engine.retries, engine.api_key_variable)
+        )
+        if client is not None:
+            self.run(lambda: require_reachable("engine", client))
+
+    def model_is_there(self, key: str, path: str) -> bool:
         if self.is_later(path):
             return False
-        there = self.run(lambda: on_disk(path))
+        there = self.run(lambda: on_disk(path, key))
+        if there and key == "reward.path":
+            self.run(lambda: require_reward_model(path, key))
         if there is False:
             self.lines.append(f"not checked: the tokenizer of {path}, which is not on this machine yet")
         return bool(there)
