@@ -82,6 +82,16 @@ def test_written_answers_become_conversations(folder, capsys):
     assert "1 usable rows" in capsys.readouterr().out
 
 
+def test_a_part_without_answers_is_named(folder, capsys):
+    splits = split_documents(read_documents(folder / "rules", folder / "template.txt"), 2, 0)
+    for name in (name for name, split in splits.items() if split == "train"):
+        file = folder / "answers" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("Slowly.\n")
+    assert main(words("--answers", "answers", "--val", "2", "--test", "0")) == 0
+    assert "no sft rows for val: none of its 2 documents has an answer" in capsys.readouterr().out
+
+
 def answer(name, text, sample=0, cut_off=False):
     return Prediction(name, None, text, None, cut_off, {"sample": sample}, name)
 
@@ -133,6 +143,7 @@ def test_after_failures_only_missing_answers_and_scores_are_requested(capsys):
         with judging(rule) as judged:
             command = pairs_words(chat, judged)
             assert main(command) == 1
+            assert "run the same command again to continue" in capsys.readouterr().err
             down["teacher"] = False
             first = len(chat.asked)
             assert main(command) == 0
@@ -208,6 +219,14 @@ def test_answers_sampled_and_scored_by_local_models(tiny_model, folder, capsys):
     before = {file: file.read_bytes() for file in (folder / "data").rglob("*.parquet")}
     assert main(command) == 0
     assert {file: file.read_bytes() for file in (folder / "data").rglob("*.parquet")} == before
+
+
+def test_a_model_that_cannot_score_is_refused_before_answers_are_sampled(tiny_model, folder, capsys):
+    more = ["samples=2", "sampling.temperature=1", f"model.path={tiny_model}"]
+    for reward, message in ((str(tiny_model), "is not a reward model"), ("./nowhere", "--reward: ./nowhere")):
+        assert main(words(*more, "--reward", reward)) == 2
+        assert message in capsys.readouterr().err
+    assert not (folder / "data").exists()
 
 
 @pytest.mark.parametrize(

@@ -175,11 +175,16 @@ def _sampled_answers(documents: Sequence[Document], keys: Sequence[str], place: 
                 f"{prompts} has other documents or another template, whose answers are in {answers}; undo the change, or choose "
                 "another --out"
             )
-    if not begun:
-        write_prompts(prompts, documents)
-        generate(*layers, **given)
-    elif not has_all_answers(answers, documents, recipe.samples):
-        generate(resume=run)
+    try:
+        if not begun:
+            write_prompts(prompts, documents)
+            generate(*layers, **given)
+        elif not has_all_answers(answers, documents, recipe.samples):
+            generate(resume=run)
+    except RunError as error:
+        # The advice of `generate` would sample the answers and leave out what follows.
+        advice = f"continue with `posttrain generate --resume {run}`"
+        raise RunError(str(error).replace(advice, "run the same command again to continue")) from error
     return read_predictions(str(answers))
 
 

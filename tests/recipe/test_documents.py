@@ -11,9 +11,11 @@ from pyarrow import Table, parquet
 
 from posttrain.cli.main import main
 from posttrain.data.rationales.dataset import write_dataset
+from posttrain.models.reward import RewardModel
 from posttrain.planning.memory import memory_estimate
 from posttrain.planning.model_sizes import published_sizes
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.metrics import read_metrics
@@ -78,9 +80,10 @@ def made(tiny_model, tmp_path_factory):
         place = folder / "runs" / "helpsteer3" / "data"
         place.mkdir(parents=True, exist_ok=True)
         write_jsonl(place / name, rows)
+    RewardModel(ModelRecipe(path=str(tiny_model)), seed=0).export(folder / "reward-model")
     for run in ("rlhf-sft", "rlhf-reward", "rlhf-unit_reward", "helpsteer3-reward", "helpsteer3/rl", "rlhf/dpo"):
         (folder / "runs" / run).mkdir(parents=True)
-        (folder / "runs" / run / "model").symlink_to(tiny_model)
+        (folder / "runs" / run / "model").symlink_to(folder / "reward-model" if "reward" in run else tiny_model)
     return folder
 
 

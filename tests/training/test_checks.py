@@ -164,7 +164,7 @@ def test_a_dry_run_says_what_is_in_the_way(tiny_model, tmp_path, capsys):
     words = words_for(tiny_model, tmp_path, "environment.reward=exact")
     (tmp_path / "runs" / "own").mkdir(parents=True)
     code, out, _ = dry(words, capsys)
-    assert (code, f"warning: {tmp_path}/runs/own exists" in out) == (0, True)
+    assert (code, f"note: {tmp_path}/runs/own exists" in out) == (0, True)
     code, out, _ = dry([*words, "--overwrite"], capsys)
     assert (code, "exists" in out) == (0, False)
 

@@ -85,7 +85,7 @@ def show_what_exists(recipe: "Recipe", console: "Console") -> None:
         there.append(recipe.predictions)
     for path in there:
         if path.exists():
-            line = f"warning: {path} exists; to start, pass --overwrite or another name, or continue it with --resume"
+            line = f"note: {path} exists; to start, pass --overwrite or another name, or continue it with --resume"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -33,7 +33,9 @@ class TaskSplit:
     test: Sequence[int]
     """Of the final table."""
     source: str | None = None
-    """The recipe key of the files whose rows the seeds are; None where tasks are generated."""
+    """The recipe key of the files whose rows the training seeds are; None where tasks are generated."""
+    held_out_source: str | None = None
+    """The same of the held-out seeds."""
 
     @property
     def held_out(self) -> list[Sequence[int]]:
@@ -42,16 +44,18 @@ class TaskSplit:
 
     def __str__(self) -> str:
         """The number of tasks of each part, and where they come from."""
+        apart = self.source != self.held_out_source
         parts = [
-            f"{len(seeds):,} {what}" + ("" if self.source else f" (seeds {shown_seeds(seeds)})")
-            for seeds, what in (
-                (self.training, "to train on"),
-                (self.validation, "for the learning curve"),
-                (self.test, "for the final table"),
+            f"{len(seeds):,} {what}"
+            + (f" (seeds {shown_seeds(seeds)})" if source is None else f" (rows of {source})" if apart else "")
+            for seeds, what, source in (
+                (self.training, "to train on", self.source),
+                (self.validation, "for the learning curve", self.held_out_source),
+                (self.test, "for the final table", self.held_out_source),
             )
             if seeds
         ]
-        return f"tasks{f' of {self.source}' if self.source else ''}: {', '.join(parts)}"
+        return f"tasks{f' of {self.source}' if self.source and not apart else ''}: {', '.join(parts)}"
 
 
 def hash_order(keys: Iterable[str]) -> list[str]:
@@ -156,7 +160,7 @@ def split_tasks(
     parts |= {key: [base[place] for place in drawn[key]] for key in wanted}
     if training is not None and training_key not in given:
         parts[training_key] = _drawn(rows, [base[place] for place in rest], training.count)
-    return TaskSplit(parts[training_key], parts[_CURVE], parts[_FINAL], source)
+    return TaskSplit(parts[training_key], parts[_CURVE], parts[_FINAL], source, source)
 
 
 def training_tasks(

@@ -195,5 +195,4 @@ def task_split(
     held_out = split_tasks(held_out_rows, other_source or "evaluation.environment", evaluation, None)
     left_out = {row.key for row in held_out_rows or ()}
     alone = () if training is None else training_tasks(rows, source, training, training_key, left_out)
-    sources = [key for key in (environment.rows_key, other_source) if key is not None]
-    return replace(held_out, training=alone, source=" and ".join(sources) or None)
+    return replace(held_out, training=alone, source=environment.rows_key)

@@ -103,7 +103,7 @@ def tasks_of(recipe: Played) -> TaskSplit:
 
 def _counted(recipe: Recipe, tasks: TaskSplit | None) -> Recipe:
     """The recipe with the numbers of held-out tasks."""
-    if tasks is None or tasks.source is None or not isinstance(recipe, Played):
+    if tasks is None or tasks.held_out_source is None or not isinstance(recipe, Played):
         return recipe
     counts = {"seeds": len(tasks.validation), "final_seeds": len(tasks.test)}
     ranges = {key: SeedRange(start=0, count=count) for key, count in counts.items() if count}
@@ -277,9 +277,10 @@ def _named(tasks: TaskSplit | None, part: int) -> str:
     if tasks is None:
         return f"{kind}tasks, which are known when they are read"
     seeds = (tasks.training, *tasks.held_out)[part]
-    if tasks.source is None:
+    source = tasks.held_out_source if part else tasks.source
+    if source is None:
         return f"{'the ' * bool(kind)}{kind}seeds {shown_seeds(seeds)}"
-    return f"{len(seeds):,} {kind}{_plural('task', len(seeds))} of {tasks.source}"
+    return f"{len(seeds):,} {kind}{_plural('task', len(seeds))} of {source}"
 
 
 def _ahead(recipe: RlRecipe) -> list[str]:

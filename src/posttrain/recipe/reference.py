@@ -109,6 +109,12 @@ def tags_of(section: type[BaseConfig]) -> list[str]:
 def allowed(info: FieldInfo) -> str:
     """The allowed values of a field in words: kind and bounds."""
     words = _kind(info.annotation)
+    nullable = words.removesuffix(" or null")
+    return _bounded(nullable, info) + (", or null" if nullable != words else "")
+
+
+def _bounded(words: str, info: FieldInfo) -> str:
+    """`words` with the bounds of `info`."""
     bounds = {type(bound).__name__: bound for bound in info.metadata}
     limits = []
     for name, attribute, phrase in (
@@ -122,17 +128,15 @@ def allowed(info: FieldInfo) -> str:
     pattern = next((bound.pattern for bound in info.metadata if getattr(bound, "pattern", None)), None)
     if pattern:
         limits.append(f"of the form {pattern}")
-    nullable = words.removesuffix(" or null")
     separator = ", " if limits and limits[0].endswith(" or more") else " "
-    return separator.join([nullable, " and ".join(limits)] if limits else [nullable]) + (
-        ", or null" if nullable != words else ""
-    )
+    return separator.join([words, " and ".join(limits)] if limits else [words])
 
 
 def _kind(annotation: Any) -> str:
     origin, members = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Annotated, SerializeAsAny):
-        return _kind(members[0])
+        info = next((bound for bound in members[1:] if isinstance(bound, FieldInfo)), None)
+        return _kind(members[0]) if info is None else _bounded(_kind(members[0]), info)
     if origin is Literal:
         return either([str(member) for member in members])
     if origin in (Union, types.UnionType):
@@ -140,7 +144,8 @@ def _kind(annotation: Any) -> str:
             tags = [tag for section in sections for tag in tags_of(section)] if len(sections) > 1 else []
             words = f"a section with `type` {either(tags)}" if tags else "a section"
         else:
-            words = " or ".join(_kind(member) for member in members if member is not type(None))
+            kinds = [_kind(member) for member in members if member is not type(None)]
+            words = (", or " if any("," in kind for kind in kinds) else " or ").join(kinds)
         return f"{words} or null" if type(None) in members else words
     if origin is list or members[1:] == (...,):
         return (
