@@ -20,7 +20,7 @@ COMMANDS = [
 
 
 @pytest.fixture(autouse=True)
-def in_a_copy(tmp_path, monkeypatch, finished_run, rationales):
+def in_a_copy(tmp_path, monkeypatch, finished_run, reward_model, rationales):
     """Run outside of the checkout, with the runs and the data that the README names."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     (tmp_path / "data").mkdir()
@@ -30,7 +30,7 @@ def in_a_copy(tmp_path, monkeypatch, finished_run, rationales):
         (tmp_path / "runs" / name).symlink_to(finished_run)
     for name in ("sft", "rm", "rlhf"):
         (tmp_path / "runs" / name).mkdir()
-        (tmp_path / "runs" / name / "model").symlink_to(finished_run / "model")
+        (tmp_path / "runs" / name / "model").symlink_to(reward_model if name == "rm" else finished_run / "model")
     monkeypatch.chdir(tmp_path)
 
 
@@ -44,13 +44,23 @@ def rationales(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def reward_model(tiny_model, tmp_path_factory):
+    from posttrain.models.reward import RewardModel
+    from posttrain.recipe.model import ModelRecipe
+
+    RewardModel(ModelRecipe(path=str(tiny_model)), seed=0).export(out := tmp_path_factory.mktemp("reward") / "model")
+    return out
+
+
+@pytest.fixture(scope="module")
 def finished_run(tiny_model, tmp_path_factory):
     """A whole small run, standing for the demo's."""
     from tests.training import small
 
     runs = tmp_path_factory.mktemp("readme")
-    values = small.recipe_values(tiny_model, runs, steps=10, checkpoint={"every": 5})
-    values["environment"]["max_turns"] = 1
+    values = small.recipe_values(
+        tiny_model, runs, steps=10, checkpoint={"every": 5}, environment={"type": "word_sort", "max_turns": 1}
+    )
     values["evaluation"]["every"] = 5
     assert small.run(values) == 0, (runs / "log.txt").read_text()
     return runs / "small"

@@ -224,9 +224,11 @@ def test_thinking_of_a_server_is_kept_or_removed(thinking, tmp_path, capsys):
 
 def test_the_plan_and_the_keys_without_effect(capsys):
     more = ["--dry-run", "model.path=elsewhere", "window=3", "rollout.tokens_per_episode=600"]
-    assert main(words("http://nowhere/v1", *more)) == 0
+    with serving(square) as server:
+        assert main(words(server.url, *more)) == 0
+        assert not server.asked
     said = capsys.readouterr().out
-    assert "some-model at http://nowhere/v1, 8 requests in flight" in said
+    assert f"some-model at {server.url}, 8 requests in flight" in said
     for key in ("model", "window", "rollout.tokens_per_episode"):
         assert f"warning: {key} has no effect" in said
     assert main(words("http://nowhere/v1", "sampling.top_k=5", "sampling.temperature=1")) == 2
