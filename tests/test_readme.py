@@ -58,9 +58,9 @@ def finished_run(tiny_model, tmp_path_factory):
     from tests.training import small
 
     runs = tmp_path_factory.mktemp("readme")
-    values = small.recipe_values(
-        tiny_model, runs, steps=10, checkpoint={"every": 5}, environment={"type": "word_sort", "max_turns": 1}
-    )
+    values = small.recipe_values(tiny_model, runs, steps=10, checkpoint={"every": 5})
+    # A module and no file, which would lie outside the folder in which the commands run.
+    values["environment"] |= {"type": "tests.training.letters:Letters", "max_turns": 1}
     values["evaluation"]["every"] = 5
     assert small.run(values) == 0, (runs / "log.txt").read_text()
     return runs / "small"
