@@ -26,8 +26,8 @@ class Critic(RewardModel):
         """Values [N] float32 of all sampled tokens, differentiable, in one packed forward pass.
 
         `streams`: token ids [T_i] int64; `sampled`: [T_i] bool. Values are ordered stream by stream. Each is that of the
-        state before the token is sampled, read at the position that predicts it. What streams
-        share from their beginning on is computed once.
+        state before the token is sampled, read at the position that predicts it. What streams share from their beginning on
+        is computed once.
         """
         row = pack_row(streams, sampled)
         ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
