@@ -4,6 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# Examples are not timed: on a busy machine any of them can take long.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 os.environ["POSTTRAIN_PLOTS"] = "0"  # figures take most of the time of a small run
 

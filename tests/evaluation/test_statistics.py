@@ -9,6 +9,7 @@ from scipy import stats
 from posttrain.evaluation.statistics import (
     bootstrap_mean,
     clustered_rate,
+    crossed_mean,
     interquartile_mean,
     mean,
     paired_difference,
@@ -132,6 +133,21 @@ def test_interquartile_mean_resamples_within_environments():
     assert (found.value, found.low, found.high, found.n) == (0.5, 0.5, 0.5, 10)
     spread = interquartile_mean([[0.1, 0.5, 0.6, 0.9, 0.95]])
     assert spread.low < spread.value < spread.high
+
+
+def test_crossed_mean_resamples_training_seeds_and_tasks():
+    """Where only one of the two differs, the interval is that of resampling it alone; where both do, it is wider than either."""
+    draws = np.random.default_rng(0)
+    tasks, seeds = draws.random(50) < 0.7, draws.random(8)
+    over_tasks, over_seeds = crossed_mean(np.tile(tasks, (8, 1))), crossed_mean(np.tile(seeds[:, None], (1, 50)))
+    for found, sample in ((over_tasks, tasks), (over_seeds, seeds)):
+        alone = bootstrap_mean(sample.astype(float).tolist())
+        assert (found.value, found.n) == (pytest.approx(sample.mean()), 8)
+        assert found.low == pytest.approx(alone.low, abs=0.02) and found.high == pytest.approx(alone.high, abs=0.02)
+    both = crossed_mean(0.5 * tasks[None, :] + 0.5 * seeds[:, None])
+    assert both.high - both.low > 0.5 * max(over_tasks.high - over_tasks.low, over_seeds.high - over_seeds.low)
+    with pytest.raises(ValueError, match="row per training seed"):
+        crossed_mean(np.zeros(3))
 
 
 def test_probability_of_improvement_is_mann_whitneys_u():

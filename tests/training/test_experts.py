@@ -1,6 +1,7 @@
 """Traces of experts: rows remember the settings of their environment, and held-out traces have a loss."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -97,6 +98,9 @@ def test_held_out_traces_may_select_the_checkpoint(tiny_model, tmp_path, capsys)
     assert "the last 4 for their loss alone" in said
 
 
+BALANCED = ["environment.type=bandit", "experts.expert=random"]
+
+
 def test_a_share_of_the_optimal_turns_is_random(tiny_model):
     """Of the first actions on 80 lakes."""
 
@@ -112,6 +116,22 @@ def test_a_share_of_the_optimal_turns_is_random(tiny_model):
     assert 0.2 < share < 0.55  # half of the turns are random, and a random one of four moves is often the optimal one
     with pytest.raises(InputError, match="random_share"):
         load_recipe([], ["environment.type=bandit", "experts.expert=random", "experts.random_share=0.1"], "sft")
+
+
+def test_the_random_traces_of_a_seed_take_each_action_once(tiny_model):
+    recipe = load_recipe([], [f"model.path={tiny_model}", *BALANCED, "experts.per_seed=2"], "sft")
+    policy = Policy(recipe.model, 0)
+    renderer = Renderer(policy.tokenizer, policy.end_tokens)
+    episodes = expert_episodes(recipe, range(200_000, 200_020), renderer)
+    for one, other in zip(episodes[::2], episodes[1::2], strict=True):
+        assert one.seed == other.seed and (one.index, other.index) == (0, 1)
+        assert {"phoenix", "dragon"} == {re.sub("<.*?>", "", e.turns[0].answer) for e in (one, other)}
+    # The first trace of each seed is the one it has alone, and both arms come first in some.
+    single = expert_episodes(load_recipe([], [f"model.path={tiny_model}", *BALANCED], "sft"), range(200_000, 200_020), renderer)
+    firsts = [e.turns[0].answer for e in episodes[::2]]
+    assert firsts == [e.turns[0].answer for e in single] and len(set(firsts)) == 2
+    with pytest.raises(InputError, match="per_seed"):
+        load_recipe([], ["environment.type=bandit", "experts.per_seed=2"], "sft")
 
 
 def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_path, capsys):

@@ -194,7 +194,7 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe, tasks: TaskSplit | None)
         assert isinstance(recipe, SftRecipe)
         seeds = tasks.training if tasks is not None else recipe.experts.seeds.of_generated("experts.seeds")
         held_out = recipe.experts.held_out
-        count = len(seeds) - held_out
+        count = (len(seeds) - held_out) * recipe.experts.per_seed
         updates = recipe.steps or recipe.epochs * math.ceil(count / each)
         lines = [
             f"{count} traces of the {recipe.experts.expert} policy, {recipe.epochs} "

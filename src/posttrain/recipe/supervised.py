@@ -39,13 +39,19 @@ class ExpertsRecipe(BaseConfig):
     """Baseline policy that plays. `optimal`: the optimal policy. `random`: uniformly random valid actions, which teach the answer format only."""
     random_share: float = Field(0.0, ge=0, lt=1)
     """Probability that a turn of the optimal policy is a uniformly random valid action instead. The model learns it as a probability, which leaves RL with something to explore. 0: none."""
+    per_seed: int = Field(1, ge=1)
+    """Traces of each seed. The random draws of a seed's traces are spread evenly over [0, 1), so as many traces as there are actions play each action once in the first turn."""
     held_out: int = Field(0, ge=0)
-    """Traces, the last ones of `seeds`, that are not trained on. Their loss is measured before, during and after training. 0: none."""
+    """Seeds, the last ones of `seeds`, whose traces are not trained on. Their loss is measured before, during and after training. 0: none."""
 
     @model_validator(mode="after")
-    def _share_has_an_expert(self):
+    def _draws_are_used(self):
         if self.random_share > 0 and self.expert == "random":
             raise ValueError("`random_share` replaces turns of `expert: optimal`; leave it out with `expert: random`")
+        if self.per_seed > 1 and self.expert == "optimal" and self.random_share == 0:
+            raise ValueError(
+                "`per_seed` would repeat the same trace; leave it out, or set `random_share` or `expert: random`"
+            )
         return self
 
 

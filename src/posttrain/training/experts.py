@@ -31,25 +31,34 @@ _MAX_NAMED = 3
 
 
 def expert_episodes(recipe: SftRecipe, seeds: Sequence[int], renderer: Renderer) -> list[Episode]:
-    """Return one episode of `recipe.environment` per seed. Its answers count as sampled, with log-probability 0.
+    """Return `experts.per_seed` episodes of `recipe.environment` per seed. Answers count as sampled, with log-probability 0.
 
     Raises:
         InputError: the environment does not have the policy of `experts.expert`.
         RunError: an answer does not start with the primer of the environment.
     """
-    return [_expert_episode(recipe, renderer, seed, group) for group, seed in enumerate(seeds)]
+    return [
+        _expert_episode(recipe, renderer, seed, group, index)
+        for group, seed in enumerate(seeds)
+        for index in range(recipe.experts.per_seed)
+    ]
 
 
-def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int, group: int) -> Episode:
+def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int, group: int, index: int) -> Episode:
     assert recipe.environment is not None
     environment: Environment = environment_class(recipe.environment.type)(recipe.environment)
     draws = random_stream(recipe.seed, "expert", seed)
+
+    def draw() -> float:
+        """Systematic sampling: uniform for each trace, and evenly spread over the traces of a seed."""
+        return (draws.random() + index / recipe.experts.per_seed) % 1.0
+
     transcript = TokenTranscript(renderer, environment.reset(seed).messages, environment.primer)
     while True:
         try:
             share = recipe.experts.random_share
-            replaced = share > 0 and draws.random() < share
-            text = _answer(environment, "random" if replaced else recipe.experts.expert, draws.random)
+            replaced = share > 0 and draw() < share
+            text = _answer(environment, "random" if replaced else recipe.experts.expert, draw)
         except NotImplementedError as error:
             raise InputError(f"experts.expert: {error}; choose another environment for this stage") from error
         if not text.startswith(environment.primer):
@@ -64,7 +73,7 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int, group: int
             return Episode(
                 seed,
                 group,
-                0,
+                index,
                 0,
                 transcript.streams(),
                 transcript.turns,

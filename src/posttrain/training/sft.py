@@ -100,7 +100,7 @@ class _Traces:
         count = len(seeds) - recipe.experts.held_out
         if count < 1:
             raise InputError(
-                f"experts.held_out is {recipe.experts.held_out}, and experts.seeds has {len(seeds)} traces, so none is left "
+                f"experts.held_out is {recipe.experts.held_out}, and experts.seeds has {len(seeds)} seeds, so none is left "
                 "to train on; raise experts.seeds.count"
             )
         episodes = expert_episodes(recipe, seeds[:count], renderer)

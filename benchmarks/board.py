@@ -1,0 +1,234 @@
+"""The laptop board: recipes that train a real model on frozen tasks, with five training seeds each.
+
+    posttrain benchmark board --entries firm_lake --seeds 5 --jobs 2 --threads 1 --out runs/board
+    posttrain benchmark board --table docs/results/board.jsonl
+
+An entry is a pipeline in recipes/board/, run in a process of its own for each training seed. Its final episodes, on the same
+400 held-out tasks for every seed, become one line of OUT/board.jsonl; lines that are there are not made again. A row's number is
+the mean over training seeds and tasks with an interval over both, and its lower end is what counts. See docs/board.md.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from learning import markdown
+from limits import product_speed
+
+from posttrain.evaluation.statistics import crossed_mean
+from posttrain.evaluation.summary import environment_scores
+from posttrain.recipe.pipeline import PipelineRecipe, load_pipeline
+from posttrain.recipe.stages import RlRecipe, SftRecipe
+from posttrain.result import Result
+from posttrain.runs.directory import describe_machine
+from posttrain.training.evaluators import START
+
+Line = dict[str, Any]
+
+RECIPES = Path(__file__).parents[1] / "recipes" / "board"
+MODEL = "packaged:smollm2-135m"
+TASKS = range(2_000_000, 2_000_400)
+"""Seeds of the final tasks."""
+SEEDS = 5
+"""Training seeds of a row."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A recipe of the board."""
+
+    task: str
+    target: float
+    """The lower end of the interval must lie above this."""
+    of_optimal: bool = False
+    """`target` is added to the optimal policy's success."""
+    score: str | None = None
+    """A score besides success that the row shows."""
+
+
+ENTRIES = {
+    "bandit": Entry("two-armed bandit; the dragon is the high-risk arm", 0.95),
+    "bandit_swapped": Entry("two-armed bandit with the names swapped", 0.95),
+    "firm_lake": Entry("frozen lake, firm ice, six turns", 0.90),
+    "json_answer": Entry("JSON with given keys and types, unseen schemas", 0.95, score="facts"),
+}
+
+
+def broken_rules(pipeline: PipelineRecipe) -> list[str]:
+    """What a pipeline does that the board does not allow; empty for a valid entry."""
+    first, last = pipeline.stages[0].recipe, pipeline.stages[-1].recipe
+    broken = [] if first.model.path == MODEL else [f"the first stage starts from {first.model.path}, not from {MODEL}"]
+    if not isinstance(last, RlRecipe):
+        return [*broken, f"the last stage is {last.stage}, not rl"]
+    evaluation = last.evaluation
+    final = evaluation.final_seeds
+    if (final.start, final.count, evaluation.episodes_per_seed) != (TASKS.start, len(TASKS), 1):
+        broken.append(f"the final tasks are not one episode on each of the seeds {TASKS.start} to {TASKS.stop - 1}")
+    if evaluation.sampling.temperature != 1:
+        broken.append(f"final episodes are sampled at temperature {evaluation.sampling.temperature}, not 1")
+    return broken
+
+
+def warm_up(pipeline: PipelineRecipe) -> str:
+    """What is imitated before reinforcement learning."""
+    recipe = pipeline.stages[0].recipe
+    if not isinstance(recipe, SftRecipe):
+        return "none"
+    experts = recipe.experts
+    share = f", {experts.random_share:.0%} of moves random" if experts.random_share else ""
+    return f"{(experts.seeds.count or 0) * experts.per_seed} traces, {experts.expert}{share}"
+
+
+def run(name: str, seed: int, threads: int, out: Path) -> Line:
+    """Train one seed of an entry in a process of its own. Returns its line of results."""
+    directory = out / f"{name}-{seed}"
+    words = [str(RECIPES / f"{name}.yaml"), f"name={directory.name}", f"runs={out}"]
+    words += [f"common.seed={seed}", f"common.model.threads={threads}"]
+    begun = time.monotonic()
+    with (out / f"{directory.name}.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "posttrain.cli.main", "pipeline", *words],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "POSTTRAIN_PLOTS": "0"},
+        )
+        # The processor time of this child alone; another one may run beside it.
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{name}, training seed {seed}: the pipeline failed; its output is in {log.name}")
+    spent = {"wall_minutes": time.monotonic() - begun, "cpu_minutes": usage.ru_utime + usage.ru_stime}
+    spent["cpu_minutes"] /= 60
+    spent["wall_minutes"] /= 60
+    stages = load_pipeline(words[0], words[1:3]).stages
+    return {
+        "entry": name,
+        "seed": seed,
+        "threads": threads,
+        **{key: round(value, 2) for key, value in spent.items()},
+        **outcome(directory / stages[-1].name),
+    }
+
+
+def outcome(directory: Path) -> Line:
+    """The final table of a run: success by task as a text of 0 and 1, and the success of the other policies."""
+    result = Result.open(directory)
+    episodes = result.episodes(split="final")
+    if [episode.seed for episode in episodes] != list(TASKS):
+        raise RuntimeError(f"{directory}: the final episodes are not those of the board's tasks, in their order")
+    rates = {row["policy"]: row["success"] for row in result.evaluation if "success" in row}
+    return {
+        "success": "".join(str(int(bool(episode.success))) for episode in episodes),
+        **{key: rates.get(policy) for key, policy in (("before", START), ("random", "random"), ("optimal", "optimal"))},
+        "scores": {
+            name: float(np.mean([environment_scores(episode)[name] for episode in episodes]))
+            for name in environment_scores(episodes[0])
+        },
+    }
+
+
+def table(lines: Sequence[Line]) -> list[Line]:
+    """A row per entry, in the order of `ENTRIES`."""
+    rows = []
+    for name, entry in ENTRIES.items():
+        runs = sorted((line for line in lines if line["entry"] == name), key=lambda line: line["seed"])
+        if not runs:
+            continue
+        found = crossed_mean(np.array([[int(one) for one in line["success"]] for line in runs]))
+        optimal = runs[0]["optimal"]
+        target = entry.target + (optimal if entry.of_optimal else 0)
+        row = {
+            "entry": name,
+            "task": entry.task,
+            "imitated first": warm_up(load_pipeline(str(RECIPES / f"{name}.yaml"), [])),
+            "before RL": _shares([line["before"] for line in runs]),
+            "success": f"{found.value:.1%} [{100 * found.low:.1f}, {100 * found.high:.1f}]",
+            "by seed": ", ".join(f"{100 * np.mean([int(one) for one in line['success']]):.1f}" for line in runs),
+            "target": f"> {target:.0%}: {'met' if found.low > target and len(runs) >= SEEDS else 'missed'}",
+            "random": _share(runs[0]["random"]),
+            "optimal": _share(optimal),
+            "processor minutes": _middle([line["cpu_minutes"] for line in runs]),
+            "wall minutes": f"{_middle([line['wall_minutes'] for line in runs])} ({runs[0]['threads']} threads)",
+            "GFLOP/s a thread": _middle([line["gflops"] for line in runs]),
+        }
+        if entry.score:
+            row["task"] += f" ({entry.score}: {_shares([line['scores'][entry.score] for line in runs])})"
+        rows.append(row)
+    return rows
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _shares(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{np.mean(known):.1%}" if known else "–"
+
+
+def _middle(values: Sequence[float]) -> str:
+    return f"{np.median(values):.0f}" if np.median(values) >= 10 else f"{np.median(values):.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--entries", default=",".join(ENTRIES), help="comma-separated")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="training seeds, from 0 on")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--threads", type=int, default=2, help="threads of a run")
+    parser.add_argument("--out", type=Path, help="folder of the runs and of board.jsonl")
+    parser.add_argument("--table", type=Path, help="only print the table of this file")
+    chosen = parser.parse_args()
+    if chosen.table is not None:
+        print(markdown(table(read(chosen.table))), end="")
+        return
+    if chosen.out is None:
+        parser.error("--out is missing")
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    names = chosen.entries.split(",")
+    for name in names:
+        if broken := broken_rules(load_pipeline(str(RECIPES / f"{name}.yaml"), [])):
+            parser.error(f"{name} breaks a rule of the board: {'; '.join(broken)}")
+    file = chosen.out / "board.jsonl"
+    lines = read(file) if file.exists() else []
+    done = {(line["entry"], line["seed"]) for line in lines}
+    machine = {"processor": describe_machine()["processor"], "gflops": round(speed() / 1e9)}
+    wanted = [(name, seed) for name in names for seed in range(chosen.seeds) if (name, seed) not in done]
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        futures = [pool.submit(run, *one, chosen.threads, chosen.out) for one in wanted]
+        for future in as_completed(futures):
+            line = {**future.result(), **machine}
+            lines.append(line)
+            with file.open("a") as open_file:
+                open_file.write(json.dumps(line) + "\n")
+            rate = np.mean([int(one) for one in line["success"]])
+            print(line["entry"], line["seed"], f"{rate:.1%}", f"{line['cpu_minutes']} processor minutes", flush=True)
+    print(markdown(table(lines)), end="")
+
+
+def speed() -> float:
+    """FLOP/s of a product of matrices in bfloat16, by one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return product_speed(1024, 1024, 1024, torch.bfloat16)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def read(file: Path) -> list[Line]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()

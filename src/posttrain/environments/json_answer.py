@@ -1,0 +1,254 @@
+"""Read a few sentences and answer in JSON with given keys and types: form that a program can check, and facts to get right."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from posttrain.environments.game import play, require
+from posttrain.environments.protocol import Baseline, Environment, Observation, Step
+from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.seeds import random_stream
+
+FORM, FACTS = "form", "facts"
+"""The scores: 1 if the answer has the form that was asked for, and the share of its values that the text states."""
+
+Value = str | int | bool | list[str]
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """A key, what a text says of it, and its values: words, a range of integers, two sentences, or words to list."""
+
+    key: str
+    sentence: str | tuple[str, str]
+    values: tuple[str, ...] | range | None = None
+    several: bool = False
+
+    @property
+    def type(self) -> str:
+        if self.values is None:
+            return "true or false"
+        if isinstance(self.values, range):
+            return "integer"
+        return "list of strings" if self.several else "string"
+
+    def draw(self, random: np.random.Generator) -> tuple[Value, str]:
+        """Return a value and the sentence that states it."""
+        if self.values is None:
+            truth = bool(random.random() < 0.5)
+            return truth, self.sentence[0 if truth else 1]
+        assert isinstance(self.sentence, str)
+        if isinstance(self.values, range):
+            number = int(random.choice(self.values))
+            return number, self.sentence.format(number)
+        if self.several:
+            words = [str(word) for word in random.choice(self.values, size=int(random.integers(2, 4)), replace=False)]
+            return words, self.sentence.format(f"{', '.join(words[:-1])} and {words[-1]}")
+        word = str(random.choice(self.values))
+        return word, self.sentence.format(word)
+
+
+_NAMES = ("Clara Weber", "Amir Haddad", "Ines Costa", "Tom Baker", "Yuki Sato", "Nora Lind", "Paul Meyer", "Lea Roux")
+_CITIES = ("Lyon", "Porto", "Graz", "Bergen", "Turin", "Ghent", "Leeds", "Basel")
+
+TOPICS: dict[str, tuple[_Attribute, ...]] = {
+    "person": (
+        _Attribute("name", "This is about {}.", _NAMES),
+        _Attribute("age", "The age is {} years.", range(19, 80)),
+        _Attribute("job", "The job is that of a {}.", ("baker", "nurse", "pilot", "teacher", "painter", "farmer")),
+        _Attribute("city", "Home is {}.", _CITIES),
+        _Attribute("married", ("There was a wedding, so married.", "Not married.")),
+        _Attribute(
+            "languages",
+            "Languages spoken: {}.",
+            ("French", "Arabic", "Polish", "Danish", "Greek", "Hindi"),
+            several=True,
+        ),
+    ),
+    "shop": (
+        _Attribute(
+            "shop", "The shop is called {}.", ("Corner Seven", "Blue Door", "Old Mill", "Green Basket", "Tilly's")
+        ),
+        _Attribute("owner", "It belongs to {}.", _NAMES),
+        _Attribute("opened", "It opened in {}.", range(1950, 2024)),
+        _Attribute(
+            "goods",
+            "On its shelves are {}.",
+            ("bread", "tea", "candles", "shoes", "maps", "honey", "lamps"),
+            several=True,
+        ),
+        _Attribute("open_on_sunday", ("It is open on Sundays.", "On Sundays it is closed.")),
+        _Attribute("employees", "{} people work there.", range(2, 40)),
+    ),
+    "book": (
+        _Attribute(
+            "title", 'The title is "{}".', ("The Long Tide", "Nine Bridges", "A Quiet Engine", "Salt", "Paper Moons")
+        ),
+        _Attribute("author", "{} wrote it.", _NAMES),
+        _Attribute("pages", "It has {} pages.", range(80, 900)),
+        _Attribute("genre", "It is a {}.", ("thriller", "biography", "comedy", "romance", "mystery")),
+        _Attribute("translated", ("It has been translated.", "Nobody has translated it.")),
+        _Attribute(
+            "themes", "It is about {}.", ("courage", "money", "family", "the sea", "war", "friendship"), several=True
+        ),
+    ),
+    "animal": (
+        _Attribute("species", "The animal is a {}.", ("otter", "badger", "falcon", "lynx", "heron", "tortoise")),
+        _Attribute("nickname", "Its keepers call it {}.", ("Momo", "Biscuit", "Luna", "Ziggy", "Olive")),
+        _Attribute("weight_kg", "It weighs {} kilograms.", range(2, 60)),
+        _Attribute("diet", "It eats {}.", ("fish", "berries", "mice", "leaves", "eggs", "insects"), several=True),
+        _Attribute("tame", ("It is tame.", "It is wild.")),
+        _Attribute("zoo", "It lives in the zoo of {}.", _CITIES),
+    ),
+    "film": (
+        _Attribute(
+            "film", 'The film is "{}".', ("Red Harbor", "Last Train West", "The Glass Garden", "Echo", "Two Winters")
+        ),
+        _Attribute("director", "{} directed it.", _NAMES),
+        _Attribute("year", "It was shown first in {}.", range(1930, 2024)),
+        _Attribute("minutes", "It takes {} minutes.", range(70, 200)),
+        _Attribute("in_color", ("It is in color.", "It is black and white.")),
+        _Attribute("prizes", "It won prizes for {}.", ("music", "light", "costumes", "editing", "sound"), several=True),
+    ),
+    "machine": (
+        _Attribute("model", "The machine is a model {}.", ("TX-4", "Orion 9", "B210", "Kappa", "M-77")),
+        _Attribute("maker", "{} builds it.", ("Halden Works", "Brandt & Co", "Ostrava Steel", "Nippon Tools")),
+        _Attribute("power_watts", "It draws {} watts.", range(100, 3000)),
+        _Attribute("colors", "It is sold in {}.", ("red", "grey", "black", "yellow", "white"), several=True),
+        _Attribute("electric", ("It runs on electricity.", "It has no electric motor.")),
+        _Attribute("purpose", "It is used for {}.", ("drilling", "sewing", "sawing", "printing", "pumping")),
+    ),
+}
+"""What texts are about. No key of `film` or `machine` occurs in another topic, so they are left for held-out tasks."""
+
+
+class JsonAnswerRecipe(EnvironmentRecipe):
+    """Keys of `json_answer`."""
+
+    type: Literal["json_answer"] = "json_answer"
+    """Answers in JSON with given keys and types."""
+    max_turns: Literal[1] = 1
+    """One answer ends the episode."""
+    topics: list[str] = ["person", "shop", "book", "animal"]
+    """Topics of the texts: person, shop, book, animal, film or machine. A schema is a choice of keys of one topic, so other topics are schemas that were never seen."""
+    keys: tuple[int, int] = (2, 4)
+    """Smallest and largest number of keys asked for."""
+    facts_weight: float = Field(0.5, ge=0, le=1)
+    """Weight of right values in the reward; the rest is for the form."""
+
+    @field_validator("topics")
+    @classmethod
+    def _topics_exist(cls, value: list[str]) -> list[str]:
+        if not value or (unknown := sorted(set(value) - set(TOPICS))):
+            raise ValueError(
+                f"must be one or more of {', '.join(TOPICS)}, got {', '.join(unknown) if value else 'none'}"
+            )
+        return value
+
+    @field_validator("keys")
+    @classmethod
+    def _keys_can_be_asked(cls, value: tuple[int, int]) -> tuple[int, int]:
+        most = min(map(len, TOPICS.values()))
+        if not 1 <= value[0] <= value[1] <= most:
+            raise ValueError(f"must be two numbers from 1 to {most}, the smaller one first")
+        return value
+
+
+class JsonAnswer(Environment):
+    """A text and a schema. Success is an object of exactly the keys asked for, with values of their types.
+
+    The reward is `(1 - facts_weight) form + facts_weight facts`. `form` is 1 for success and, so that there is something to
+    learn from, less than one half of that for an object with some of the keys and types. `facts` is the share of the keys
+    whose value is the text's, and 0 without success, so that only well-formed answers are paid for facts.
+    """
+
+    Recipe = JsonAnswerRecipe
+
+    def reset(self, seed: int) -> Observation:
+        random = random_stream("json_answer", seed)
+        topic = TOPICS[self.recipe.topics[int(random.integers(len(self.recipe.topics)))]]
+        drawn = {attribute.key: attribute.draw(random) for attribute in topic}
+        low, high = self.recipe.keys
+        chosen = random.choice(len(topic), size=int(random.integers(low, high + 1)), replace=False)
+        self._types = {topic[i].key: topic[i].type for i in chosen}
+        self._right = {topic[i].key: drawn[topic[i].key][0] for i in chosen}
+        # What it is comes first; the rest is in any order, and not all of it is asked for.
+        rest = random.permutation(np.arange(1, len(topic)))
+        text = " ".join(drawn[topic[i].key][1] for i in [0, *rest])
+        form = ", ".join(f'"{key}": {type}' for key, type in self._types.items())
+        self._done = False
+        content = f"{text}\nAnswer only with a JSON object of this form, filled in: {{{form}}}"
+        return Observation([{"role": "user", "content": content}], f"task {seed}")
+
+    def step(self, action: str) -> Step:
+        if self._done:
+            raise RuntimeError("the episode has ended; call reset")
+        self._done = True
+        form, facts, reason = self._scores(action)
+        info: dict[str, Any] = {"success": form == 1, "scores": {FORM: float(form == 1), FACTS: facts}}
+        if reason:
+            info["rejected"] = reason
+        weight = self.recipe.facts_weight
+        return Step([], (1 - weight) * form + weight * facts, True, False, info, "ended")
+
+    def _scores(self, answer: str) -> tuple[float, float, str | None]:
+        """The form in [0, 1], the share of right facts, and why the form is not right."""
+        try:
+            given = json.loads(answer)
+        except (ValueError, RecursionError):
+            return 0.0, 0.0, "not JSON"
+        if not isinstance(given, dict):
+            return 0.0, 0.0, "not an object"
+        typed = sum(_has_type(given.get(key), type) for key, type in self._types.items())
+        if set(given) != set(self._types) or typed < len(self._types):
+            known = len(set(given) & set(self._types)) / max(len(given), len(self._types))
+            return 0.1 + 0.2 * known + 0.2 * typed / len(self._types), 0.0, "other keys or types"
+        facts = sum(_same(given[key], value) for key, value in self._right.items()) / len(self._right)
+        return 1.0, facts, None
+
+    def expert(self) -> str:
+        return json.dumps(self._right)
+
+    @classmethod
+    def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
+        """The optimal policy is right in all. There is no random policy: a random text has the form with a chance of about 0."""
+        return {"optimal": Baseline(1.0, 1.0, len(seeds))}
+
+    @classmethod
+    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+        """The right object earns 1; one with a wrong fact, a wrong type or a missing key earns less."""
+        assert isinstance(recipe, JsonAnswerRecipe)
+        environment = cls(recipe)
+        for seed in seeds:
+            best = play(environment, seed)[-1]
+            require(best.reward == 1 and best.info["success"] is True, seed, "the right answer does not earn 1")
+            right = dict(environment._right)
+            key = next(iter(right))
+            for name, wrong in (
+                ("a value of another type", {**right, key: None}),
+                ("a missing key", {k: v for k, v in right.items() if k != key}),
+                ("one more key", {**right, "more": 1}),
+            ):
+                other = play(environment, seed, [json.dumps(wrong)])[-1]
+                require(other.reward < 0.5 and not other.info["success"], seed, f"{name} counts as the form")
+            first = environment.reset(seed).messages
+            require(first == environment.reset(seed).messages, seed, "a second reset gives another text")
+
+
+def _has_type(value: object, type: str) -> bool:
+    if type == "integer":
+        return isinstance(value, int) and not isinstance(value, bool)
+    if type == "list of strings":
+        return isinstance(value, list) and bool(value) and all(isinstance(one, str) and one for one in value)
+    return isinstance(value, bool) if type == "true or false" else isinstance(value, str) and bool(value)
+
+
+def _same(given: Value, right: Value) -> bool:
+    """Equal, whatever the case of words and the order of lists."""
+    if isinstance(given, list) and isinstance(right, list):
+        return sorted(word.casefold() for word in given) == sorted(word.casefold() for word in right)
+    return given.casefold() == right.casefold() if isinstance(given, str) and isinstance(right, str) else given == right

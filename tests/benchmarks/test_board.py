@@ -1,0 +1,61 @@
+"""The board's rules, the line of a finished run, and the table."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).parents[2]
+sys.path.insert(0, str(FOLDER / "benchmarks"))
+
+import board  # noqa: E402
+
+from posttrain.recipe.pipeline import load_pipeline  # noqa: E402
+
+
+def load(name, *words):
+    return load_pipeline(str(board.RECIPES / f"{name}.yaml"), list(words))
+
+
+@pytest.mark.parametrize("name", board.ENTRIES)
+def test_entries_keep_the_rules(name):
+    assert board.broken_rules(load(name)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("common.model.path=made:small", "starts from made:small"),
+        ("common.evaluation.final_seeds.count=200", "final tasks"),
+        ("common.evaluation.final_seeds.start=3000000", "final tasks"),
+        ("common.evaluation.sampling.temperature=0", "temperature 0"),
+    ],
+)
+def test_other_recipes_break_them(words, what):
+    (broken,) = board.broken_rules(load("bandit", words))
+    assert what in broken
+
+
+def test_the_line_of_a_finished_run_and_its_row(tiny_model, tmp_path, monkeypatch):
+    """A pipeline on a tiny model, in a process of its own, as the board runs its entries."""
+    small = (board.RECIPES / "bandit.yaml").read_text().replace("packaged:smollm2-135m", str(tiny_model))
+    small = small.replace("steps: 20", "steps: 1").replace("count: 64", "count: 4").replace("count: 32", "count: 4")
+    (tmp_path / "bandit.yaml").write_text(small.replace("groups_per_step: 32", "groups_per_step: 2"))
+    monkeypatch.setattr(board, "RECIPES", tmp_path)
+    line = board.run("bandit", 3, 1, tmp_path)
+    assert (line["entry"], line["seed"], line["random"], line["optimal"]) == ("bandit", 3, 0.5, 1.0)
+    assert len(line["success"]) == 400 and set(line["success"]) <= {"0", "1"}
+    assert 0 < line["cpu_minutes"] and 0 < line["wall_minutes"]
+    (row,) = board.table([{**line, "gflops": 80}])
+    assert f"{np.mean([int(one) for one in line['success']]):.1%}" in row["success"]
+    assert row["imitated first"] == "8 traces, random"
+    assert "missed" in row["target"]
+
+
+def test_the_page_has_the_table_of_the_stored_lines():
+    lines = board.read(FOLDER / "docs" / "results" / "board.jsonl")
+    assert board.markdown(board.table(lines)) in (FOLDER / "docs" / "board.md").read_text()
+    for line in lines:
+        assert len(line["success"]) == len(board.TASKS), json.dumps(line)[:80]
