@@ -104,6 +104,49 @@ TOPICS: dict[str, tuple[_Attribute, ...]] = {
         _Attribute("tame", ("It is tame.", "It is wild.")),
         _Attribute("zoo", "It lives in the zoo of {}.", _CITIES),
     ),
+    "town": (
+        _Attribute("town", "The town is {}.", _CITIES),
+        _Attribute("country", "It lies in {}.", ("France", "Portugal", "Austria", "Norway", "Italy", "Belgium")),
+        _Attribute("inhabitants", "{} people live in it.", range(2_000, 90_000, 100)),
+        _Attribute(
+            "sights",
+            "Visitors come for {}.",
+            ("the castle", "the bridge", "the park", "the tower", "the market"),
+            several=True,
+        ),
+        _Attribute("has_tram", ("A tram runs through it.", "It has no tram.")),
+        _Attribute("mayor", "Its mayor is {}.", _NAMES),
+    ),
+    "match": (
+        _Attribute("home_team", "{} played at home.", ("Rovers", "United", "Wanderers", "Athletic", "Dynamo")),
+        _Attribute("sport", "The sport was {}.", ("football", "handball", "hockey", "rugby")),
+        _Attribute("goals", "They scored {} goals.", range(0, 12)),
+        _Attribute(
+            "scorers", "The goals came from {}.", ("Okoro", "Silva", "Brandt", "Novak", "Evans", "Rossi"), several=True
+        ),
+        _Attribute("sold_out", ("All tickets were sold.", "There were tickets left.")),
+        _Attribute("referee", "The referee was {}.", _NAMES),
+    ),
+    "dish": (
+        _Attribute("dish", "The dish is {}.", ("lentil soup", "apple cake", "fish stew", "rice salad", "onion tart")),
+        _Attribute("servings", "It serves {}.", range(1, 12)),
+        _Attribute(
+            "ingredients", "You need {}.", ("salt", "butter", "onions", "rice", "eggs", "apples", "cream"), several=True
+        ),
+        _Attribute("course", "It is eaten as a {}.", ("starter", "main course", "dessert", "snack")),
+        _Attribute("vegetarian", ("It has no meat or fish in it.", "It is not vegetarian.")),
+        _Attribute("calories", "A plate has {} calories.", range(120, 900, 10)),
+    ),
+    "house": (
+        _Attribute("address", "The house is at {}.", ("4 Mill Lane", "17 Park Road", "9 Hill Street", "52 Dock Row")),
+        _Attribute("rooms", "It has {} rooms.", range(2, 12)),
+        _Attribute("style", "It is a {}.", ("cottage", "villa", "farmhouse", "bungalow")),
+        _Attribute("rent", "The rent is {} a month.", range(300, 2500, 10)),
+        _Attribute("garden", ("There is a garden.", "It comes without a garden.")),
+        _Attribute(
+            "nearby", "Close to it are {}.", ("a school", "a lake", "a bakery", "a station", "a forest"), several=True
+        ),
+    ),
     "film": (
         _Attribute(
             "film", 'The film is "{}".', ("Red Harbor", "Last Train West", "The Glass Garden", "Echo", "Two Winters")
@@ -133,8 +176,8 @@ class JsonAnswerRecipe(EnvironmentRecipe):
     """Answers in JSON with given keys and types."""
     max_turns: Literal[1] = 1
     """One answer ends the episode."""
-    topics: list[str] = ["person", "shop", "book", "animal"]
-    """Topics of the texts: person, shop, book, animal, film or machine. A schema is a choice of keys of one topic, so other topics are schemas that were never seen."""
+    topics: list[str] = ["person", "shop", "book", "animal", "town", "match", "dish", "house"]
+    """Topics of the texts: these, film or machine. A schema is a choice of keys of one topic, so other topics are schemas that were never seen."""
     keys: tuple[int, int] = (2, 4)
     """Smallest and largest number of keys asked for."""
     facts_weight: float = Field(0.5, ge=0, le=1)
