@@ -38,7 +38,8 @@ _DIGIT_WORD = re.compile(
 _LOOKALIKES = re.compile(r"(?<![^\W_])(?=(?:[OolI .,/()+-]{0,8}\d){2})[\dOolI](?:[ .,/()-]{0,2}[\dOolI])+(?![^\W_])")
 """Runs of digits and of letters that look like 0 and 1."""
 _DIGIT_OF = {"oh": "0"} | {
-    word: str(digit) for digit, word in enumerate(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"])
+    word: str(digit)
+    for digit, word in enumerate(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"])
 }
 _ALIKE = str.maketrans(
     "асеіорхуѕјһԁԛԝАВСЕНІКМОРТХЅЈΑΒΕΗΙΚΜΝΟΡΤΧΥΖαορν",
