@@ -33,9 +33,10 @@ _LOOSE = re.compile(r"\s+(?=[,.@]\w|,\s)|(?<=@)\s+(?=\w)")
 """White space before the signs inside a value."""
 _SPACED = re.compile(r"(?<![^\W_])(?s:.)(?P<sep>[\W_]{1,6})(?:(?!(?P=sep))(?s:.)|\s)(?:(?P=sep)(?s:.)){2,}(?![^\W_])")
 _DIGIT_WORD = re.compile(
-    r"(?<![^\W\d_])(?:zero|oh|one|two|three|four|five|six|seven|eight|nine)(?![^\W\d_])", re.IGNORECASE
+    r"[^\S\n]{0,2}(?<![^\W\d_])(?:zero|oh|one|two|three|four|five|six|seven|eight|nine)(?![^\W\d_])[^\S\n]{0,2}",
+    re.IGNORECASE,
 )
-_LOOKALIKES = re.compile(r"(?<![^\W_])(?=(?:[OolI .,/()+-]{0,8}\d){2})[\dOolI](?:[ .,/()-]{0,2}[\dOolI])+(?![^\W_])")
+_LOOKALIKES = re.compile(r"(?<![^\W_])(?=(?:[OolI .,/()+-]{0,8}\d))[\dOolI](?:[ .,/()-]{0,2}[\dOolI])+(?![^\W_])")
 """Runs of digits and of letters that look like 0 and 1."""
 _DIGIT_OF = {"oh": "0"} | {
     word: str(digit)
@@ -96,7 +97,7 @@ def readings(text: str) -> Iterator[Reading]:
     if not decoded.text.isascii():
         decoded = _folded(decoded)
     spaced = _unspaced(_unspaced(decoded))
-    digits = spaced.replaced(_DIGIT_WORD, lambda word: _DIGIT_OF[word.casefold()])
+    digits = spaced.replaced(_DIGIT_WORD, lambda word: _DIGIT_OF[word.strip().casefold()])
     digits = digits.replaced(_LOOKALIKES, lambda run: re.sub("[lI]", "1", re.sub("[Oo]", "0", run)))
     for reading in (
         decoded,
