@@ -120,7 +120,7 @@ def guarded_protocol(guard: Guard) -> type[Any]:
 
         def handle_events(self) -> None:
             super().handle_events()
-            if self in strangers and self.scope is not None and guard.refusal(self.scope) is None:
+            if self in strangers and self.scope is not None and guard.refusal(dict(self.scope)) is None:
                 strangers.pop(self).cancel()
 
         def connection_lost(self, error: Exception | None) -> None:

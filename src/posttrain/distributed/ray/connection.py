@@ -5,13 +5,11 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from posttrain.distributed.stopping import deleted_with_this_process
 from posttrain.errors import InputError, RunError
 from posttrain.plugins import require_module
 from posttrain.recipe.hardware import HardwareRecipe
@@ -48,13 +46,12 @@ def connected(address: str, hardware: HardwareRecipe) -> Iterator[Any]:
             f"hardware.ray: no cluster at {address} ({cause}); start one with `ray start --head`, or set its address"
         ) from error
     files = _session_folder(ray) if started else None
-    with deleted_with_this_process(files) if files is not None else nullcontext():
-        try:
-            yield ray
-        finally:
-            ray.shutdown()
-            if files is not None:
-                _remove_session(files)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+        if files is not None:
+            _remove_session(files)
 
 
 def _connect(ray: ModuleType, address: str) -> bool:
@@ -71,9 +68,7 @@ def _connect(ray: ModuleType, address: str) -> bool:
         ray.shutdown()
     except ConnectionError:
         pass  # no cluster runs on this machine
-    with _own_session(ray):
-        ray.init(address="local", include_dashboard=False, resources={OWNED: 1}, **quiet)
-    _record_processes(ray)
+    ray.init(address="local", include_dashboard=False, resources={OWNED: 1}, **quiet)
     return True
 
 
@@ -88,28 +83,6 @@ def _session_folder(ray: ModuleType) -> Path | None:
     """Ray's folder with the logs and sockets of the cluster that this process started."""
     node = getattr(ray._private.worker, "_global_node", None)
     return None if node is None else Path(node.get_session_dir_path())
-
-
-@contextmanager
-def _own_session(ray: ModuleType) -> Iterator[None]:
-    """Start the cluster's processes outside of this process's group, so that a signal to the group does not end them before
-    the learners have saved a checkpoint.
-    """
-    services = ray._private.services
-    before = services.ConsolePopen
-    services.ConsolePopen = partial(before, start_new_session=True)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = before
-
-
-def _record_processes(ray: ModuleType) -> None:
-    """Write the ids of the cluster's processes into its folder, for `deleted_with_this_process`."""
-    node, folder = getattr(ray._private.worker, "_global_node", None), _session_folder(ray)
-    for name, processes in getattr(node, "all_processes", {}).items() if folder is not None else ():
-        for number, info in enumerate(processes):
-            (folder / f"pid-{name}-{number}").write_text(str(info.process.pid))
 
 
 def _remove_session(folder: Path) -> None:
