@@ -12,7 +12,7 @@ VLLM_READY := $(VLLM)/.ready
 # nothing from more.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all test-avx2 lint format clean vllm
+.PHONY: demo test test-all test-avx2 soak lint format clean vllm
 
 demo: $(DEMO_READY)
 	$(BIN)/posttrain pipeline demo/pipeline
@@ -26,6 +26,11 @@ test-all: $(READY) lint vllm
 # The quick tests, limited to what a processor without AVX-512 offers: oneDNN, PyTorch's kernels and MKL each have a limit.
 test-avx2: $(READY)
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(TESTS)
+
+# Seeded attacks on every surface (tests/adversary) until the time is up. Failures are printed with the seeds that repeat them.
+MINUTES ?= 30
+soak: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.adversary.soak --minutes $(MINUTES)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ A recipe is given as paths of YAML files, mappings or typed recipes, merged left
 keys: `steps=20`, `rollout={"groups_per_step": 4}`, or dotted with `**{"rollout.groups_per_step": 4}`.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ def sft(
     *recipe: RecipeLike,
     callbacks: Sequence["Callback"] = (),
     resume: str | Path | None = None,
+    fall_back: bool = False,
     overwrite: bool = False,
     console: "Console | None" = None,
     **overrides: Any,
@@ -48,6 +50,7 @@ def sft(
         recipe: recipes of stage `sft`, merged left to right.
         callbacks: called during the run, see `Callback`.
         resume: the directory of a run to continue. Only `steps` and `hardware` may be overridden then.
+        fall_back: with `resume`, set damaged checkpoints aside and continue from the newest intact one.
         overwrite: delete a run of the same name first.
         console: where progress is shown; by default on standard output.
         overrides: keys of the recipe.
@@ -56,13 +59,14 @@ def sft(
         InputError: wrong input; one sentence per problem.
         RunError: the run could not continue. What it had saved is still there.
     """
-    return _run("sft", recipe, overrides, callbacks, resume, overwrite, console)
+    return _run("sft", recipe, overrides, callbacks, resume, overwrite, console, fall_back=fall_back)
 
 
 def reward(
     *recipe: RecipeLike,
     callbacks: Sequence["Callback"] = (),
     resume: str | Path | None = None,
+    fall_back: bool = False,
     overwrite: bool = False,
     console: "Console | None" = None,
     **overrides: Any,
@@ -71,13 +75,14 @@ def reward(
 
     posttrain.reward(data={"train": "pairs.jsonl", "held_out": 100}, name="rm")
     """
-    return _run("reward", recipe, overrides, callbacks, resume, overwrite, console)
+    return _run("reward", recipe, overrides, callbacks, resume, overwrite, console, fall_back=fall_back)
 
 
 def dpo(
     *recipe: RecipeLike,
     callbacks: Sequence["Callback"] = (),
     resume: str | Path | None = None,
+    fall_back: bool = False,
     overwrite: bool = False,
     console: "Console | None" = None,
     **overrides: Any,
@@ -86,7 +91,7 @@ def dpo(
 
     posttrain.dpo(data={"train": "pairs.jsonl", "held_out": 100}, model={"path": first.model}, name="dpo")
     """
-    return _run("dpo", recipe, overrides, callbacks, resume, overwrite, console)
+    return _run("dpo", recipe, overrides, callbacks, resume, overwrite, console, fall_back=fall_back)
 
 
 def rl(
@@ -94,6 +99,7 @@ def rl(
     reward: Reward | Mapping[str, Any] | None = None,
     callbacks: Sequence["Callback"] = (),
     resume: str | Path | None = None,
+    fall_back: bool = False,
     overwrite: bool = False,
     console: "Console | None" = None,
     **overrides: Any,
@@ -106,7 +112,7 @@ def rl(
         reward: a function `(prompt, answer, **row) -> float | dict[str, float]`, which scores the answers of the
             environment `text_task`; or the `reward` section of the recipe, which names a reward model.
     """
-    return _run("rl", recipe, overrides, callbacks, resume, overwrite, console, reward)
+    return _run("rl", recipe, overrides, callbacks, resume, overwrite, console, reward, fall_back)
 
 
 def distill(
@@ -114,6 +120,7 @@ def distill(
     reward: Reward | Mapping[str, Any] | None = None,
     callbacks: Sequence["Callback"] = (),
     resume: str | Path | None = None,
+    fall_back: bool = False,
     overwrite: bool = False,
     console: "Console | None" = None,
     **overrides: Any,
@@ -126,7 +133,7 @@ def distill(
         reward: a function that scores the answers of the environment `text_task`, as for `rl`; it measures success, and
             nothing learns from it.
     """
-    return _run("distill", recipe, overrides, callbacks, resume, overwrite, console, reward)
+    return _run("distill", recipe, overrides, callbacks, resume, overwrite, console, reward, fall_back)
 
 
 def evaluate(
@@ -242,9 +249,12 @@ def _run(
     overwrite: bool,
     console: "Console | None",
     reward: Reward | Mapping[str, Any] | None = None,
+    fall_back: bool = False,
 ) -> Result:
     if resume is not None and overwrite:
         raise InputError("`resume` continues a run and `overwrite` deletes it; give one of them")
+    if fall_back and resume is None:
+        raise InputError("`fall_back` chooses an older checkpoint of a run to resume; give `resume` as well")
     if isinstance(reward, Mapping | BaseConfig):
         overrides = {**overrides, "reward": reward}
     elif reward is not None:
@@ -255,8 +265,18 @@ def _run(
     typed = read_recipe(stage, *recipe, resume=resume, **overrides)
     from posttrain.stages import run_stage
 
+    if resume is not None and fall_back:
+        _fall_back(RunDirectory.open(resume), typed)
     run = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
     return Result.open(run.path)
+
+
+def _fall_back(run: RunDirectory, recipe: Any) -> None:
+    from posttrain.training.checkpoint import Checkpoints
+
+    with run.lock():
+        for message in Checkpoints(run.checkpoints, run.load_environment()["id"], recipe.checkpoint).fall_back():
+            print(f"warning: {message}", file=sys.stderr)
 
 
 def _layers(recipe: Sequence[RecipeLike], overrides: Mapping[str, Any]) -> list[Layer]:

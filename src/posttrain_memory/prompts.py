@@ -5,6 +5,7 @@ No line of a result begins with text from a note: values follow `name =`, and li
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Literal
 
 from posttrain.environments.protocol import Message
@@ -64,6 +65,11 @@ read_file("user.md"). If the notes lack the answer or contradict each other, say
 something new, change the notes first.
 Functions: {names}."""
 
+_NOTICE = 60
+"""Room for a notice that something was cut, in characters."""
+_LEAST = 90
+"""A longer part is shown in at least this many characters, or not at all."""
+
 
 def system_prompt(turns: int, thinking: bool = True, length: PromptLength = "full") -> str:
     """The system prompt. `turns` is the maximum number of messages of the model."""
@@ -88,18 +94,23 @@ def first_messages(system: str, question: str, rules: Sequence[str] = ()) -> lis
 def result(values: Mapping[str, object], printed: str, error: str | None, limit: int = 4000) -> Message:
     """The result of code as the next message to the model: assigned values, printed text and error.
 
-    `limit` is the approximate maximum number of characters in total. The longest parts are cut first, with a notice.
+    `limit` is the maximum number of characters between the tags. The longest parts are cut first, with a notice. If there
+    are too many parts, the last values are left out, with one notice for all of them.
     """
+    last = []
+    if error is not None:
+        line = f"error: {' '.join(sanitize(error).split())}"
+        last = [line if len(line) <= limit // 2 else f"{line[: limit // 2 - 1]}…"]
+        limit -= len(last[0]) + 1
     parts = [_value(name, value) for name, value in values.items()]
     if printed.strip():
-        parts.append("printed:" + _quoted(printed.rstrip()))
-    if error is not None:
-        parts.append(f"error: {' '.join(sanitize(error).split())}")
-    if not parts:
+        parts.insert(0, "printed:" + _quoted(printed.rstrip()))
+    if not parts and error is None:
         parts = ["nothing; assign values to variables or print them to see them"]
-    shares = _shares([len(part) for part in parts], limit)
-    shown = [_cut(part, share) for part, share in zip(parts, shares, strict=True)]
-    return {"role": "user", "content": "<result>\n" + "\n".join(shown) + "\n</result>"}
+    shown = _within(parts, limit)
+    if printed.strip():
+        shown = [*shown[1:], shown[0]]
+    return {"role": "user", "content": "\n".join(["<result>", *shown, *last, "</result>"])}
 
 
 def refusal(reason: str, turns_left: int | None = None) -> Message:
@@ -129,6 +140,20 @@ def _quoted(text: str) -> str:
     return "".join(f"\n| {line}".rstrip(" ") for line in sanitize(text).strip("\n").split("\n"))
 
 
+def _within(parts: Sequence[str], limit: int) -> list[str]:
+    """The parts within `limit` characters in total, with line feeds and notices, the first ones preferred."""
+    if not parts:
+        return []
+    least = list(accumulate(min(len(part) + 1, _LEAST) for part in parts))
+    if least[-1] > limit:
+        limit -= _NOTICE
+        least = [one for one in least if one <= limit] or least[:1]
+    kept, rest = parts[: len(least)], len(parts) - len(least)
+    shares = _shares([len(part) + 1 for part in kept], limit)
+    shown = [_cut(part, share - 1) for part, share in zip(kept, shares, strict=True)]
+    return [*shown, f"(left out: {rest} more values; select or print less)"] if rest else shown
+
+
 def _shares(lengths: Sequence[int], limit: int) -> list[int]:
     """The number of characters shown of each part, within `limit` in total: short parts completely, long parts
     equally.
@@ -142,6 +167,9 @@ def _shares(lengths: Sequence[int], limit: int) -> list[int]:
 
 
 def _cut(part: str, share: int) -> str:
+    """`part` in at most `share` characters, with the notice."""
     if share >= len(part):
         return part
-    return f"{part[:share].rstrip()}\n(cut: {len(part) - share} more characters; select or print less)"
+    shown = part[: max(share - _NOTICE, 0)].rstrip()
+    notice = f"(cut: {len(part) - len(shown)} more characters; select or print less)"
+    return f"{shown}\n{notice}".lstrip()[:share]

@@ -26,8 +26,10 @@ class AgentRecipe(BaseConfig):
     """
     prompt: Literal["full", "brief"] = "full"
     """The system prompt: about 570 or 190 tokens of SmolLM2."""
-    result_chars: int = Field(4_000, ge=100)
-    """Approximate maximum number of characters of a result. Longer results are cut, with a notice."""
+    result_chars: int = Field(4_000, ge=200)
+    """Maximum number of characters of a result: values, printed text and error together. Longer results are cut, with a
+    notice.
+    """
     tool_calls: int = Field(60, ge=1)
     """Maximum number of tool calls in an episode."""
     interpreter: InterpreterLimits = InterpreterLimits()

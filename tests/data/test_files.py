@@ -4,6 +4,7 @@ import datetime
 import gzip
 import json
 import time
+import tracemalloc
 from decimal import Decimal
 
 import numpy as np
@@ -370,3 +371,55 @@ def test_packed_lines_are_read_up_to_a_break(tmp_path):
     assert origin == "rows.jsonl.gz"
     assert isinstance(problem, str)
     assert problem.startswith("broken file: ")
+
+
+def test_a_row_that_is_too_large_is_skipped_without_being_kept(tmp_path):
+    path = tmp_path / "train.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"prompt": "a"}\n{"prompt": "')
+        file.write(b"x" * (9 << 20))
+        file.write(b'"}\n{"prompt": "b"}\n')
+    tracemalloc.start()
+    rows = read(path, max_row_mib=0.5)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [row for _, row in rows] == [
+        {"prompt": "a"},
+        "row is too large: it has more than 0.5 MiB (`max_row_mib`)",
+        {"prompt": "b"},
+    ]
+    assert rows[1][0] == "train.jsonl row 2"
+    assert peak < 4 << 20
+    assert len(read(path)) == 3
+    assert isinstance(read(path)[1][1], dict)
+
+
+@pytest.mark.parametrize("line", [b"x" * 4096, b'{"prompt": "a"}\n'])
+def test_a_gzip_bomb_is_read_up_to_its_limit(tmp_path, monkeypatch, line):
+    monkeypatch.setattr("posttrain.data.files._FREE", 1 << 16)
+    path = tmp_path / "train.jsonl.gz"
+    with gzip.open(path, "wb") as file:
+        file.write(b'{"prompt": "a"}\n' + line * 50_000)
+    *_, last = read(path, max_expansion=20, max_row_mib=0.1)
+    assert last == (
+        "train.jsonl.gz",
+        "broken file: it unpacks to more than 20 times its size (`max_expansion`)",
+    )
+    assert len(read(path, max_expansion=5000, max_row_mib=0.1)) in (2, 50_001)
+
+
+def test_a_parquet_bomb_is_not_decoded(tmp_path, monkeypatch):
+    monkeypatch.setattr("posttrain.data.files._FREE", 1 << 16)
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"a": ["x" * 1_000_000 + str(n) for n in range(3)]}), path, compression="zstd")
+    ((_, problem),) = read(path, max_expansion=20)
+    assert problem.startswith("broken file: rows 1 to 3 of 3 cannot be decoded (they unpack to more than 20 times")
+    assert len(read(path, max_expansion=1_000_000)) == 3
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.json", '[{"a": "%s"}, {"a": "b"}]'), ("a.csv", "a\n%s\nb\n")])
+def test_large_rows_of_other_formats_are_counted(tmp_path, name, content):
+    (tmp_path / name).write_text(content % ("x" * 200_000))
+    rows = read(tmp_path / name, max_row_mib=0.1)
+    assert isinstance(rows[0][1], str)
+    assert rows[-1][1] == {"a": "b"}

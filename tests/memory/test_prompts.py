@@ -70,7 +70,7 @@ def test_no_text_closes_a_result_or_begins_a_line_of_it(text):
         assert body.startswith("<result>\n")
         assert body.endswith("\n</result>")
         assert len(re.findall(r"<[/|A-Za-z_]", body)) == 2
-        begins = ("a =", "b =", "printed:", "| ", "|", "error:", "(cut: ", "nothing; ")
+        begins = ("a =", "b =", "printed:", "| ", "|", "error:", "(cut: ", "(left out: ", "nothing; ")
         assert all(line.startswith(begins) for line in lines[1:-1])
         assert not re.search("[\r\v\f\x1b\u2028\u2029\u200b\u202e\ufeff]", body)
 
@@ -119,8 +119,19 @@ def test_long_values_are_truncated_with_a_notice_and_short_ones_are_whole():
     assert "short = 'abc'" in body
     assert "error: It failed." in body
     assert body.count("(cut: ") == 2
-    assert 900 < len(body) < 1200
+    assert 900 < len(body) < 1020
     assert body.count("y") > 400 < body.count("z")
+
+
+@pytest.mark.parametrize(("count", "size"), [(3000, 1), (500, 30), (60, 100), (3, 5000)])
+@pytest.mark.parametrize("limit", [200, 1000, 4000])
+def test_one_budget_holds_for_everything_in_a_result(count, size, limit):
+    values = {f"v{number}": "x" * size for number in range(count)}
+    for printed, error in (("", None), ("p\n" * 5000, "e" * 400)):
+        body = result(values, printed, error, limit)["content"]
+        assert len(body.removeprefix("<result>\n").removesuffix("\n</result>")) <= limit
+        assert "v0 =" in body or limit < 1000 or printed
+        assert ("error: e" in body) == (error is not None)
 
 
 def test_values_that_cannot_be_shown_are_named():

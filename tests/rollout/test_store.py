@@ -172,3 +172,27 @@ def test_missing_episodes_are_wrong_input(tmp_path: Path) -> None:
 def test_credit_must_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of 0 episodes for 1"):
         write_episodes(tmp_path, 1, "train", [played()], Advantages([]))
+
+
+def test_a_file_that_unpacks_to_far_more_than_its_size_is_damaged(tmp_path, monkeypatch):
+    import zstandard
+
+    monkeypatch.setattr("posttrain.rollout.store._LARGEST", 1 << 20)
+    path = tmp_path / "step_000001.train.jsonl.zst"
+    path.write_bytes(zstandard.ZstdCompressor().compress(b"{" * (64 << 20)))
+    with pytest.raises(RunError, match=r"is damaged \(it unpacks to more than 1 MiB\)"):
+        read_episodes(path)
+    with pytest.raises(RunError, match=r"is damaged \(its first line is not a header\)"):
+        list(stored_steps(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[]", "3", '{"format": 2}', '{"format": 2, "episodes": 1}\n[]', "null\n{}"]
+)
+def test_malformed_files_are_damaged(tmp_path, text):
+    import zstandard
+
+    path = tmp_path / "step_000001.train.jsonl.zst"
+    path.write_bytes(zstandard.ZstdCompressor().compress(text.encode()))
+    with pytest.raises(RunError, match="is damaged"):
+        read_episodes(path)

@@ -48,9 +48,7 @@ def test_a_changed_byte_is_detected(saved, name):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(
-        InputError, match=rf"{name} is not as it was written: .*delete .*step_000004 to resume from step 3"
-    ):
+    with pytest.raises(InputError, match=rf"{name} is not as it was written: .*add --fall-back to resume from step 3"):
         saved.load(4)
 
 
@@ -227,3 +225,73 @@ def test_all_checkpoints_are_evaluated_once_and_make_one_table(last, tmp_path, m
     assert capsys.readouterr().out.count("finished, nothing has changed") == 2
     assert main([*words, f"model.path={folder}/nothing*"]) == 2
     assert "--all found no checkpoints" in capsys.readouterr().err
+
+
+def _damage(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_falling_back_sets_damaged_checkpoints_aside(saved):
+    assert saved.fall_back() == []
+    _damage(saved.path(4) / "policy" / "model.safetensors")
+    (message,) = saved.fall_back()
+    assert "model.safetensors is not as it was written" in message
+    assert message.endswith("it is now damaged_step_000004, and the run continues from step 3")
+    assert saved.steps() == [1, 3]
+    assert (saved.directory / "damaged_step_000004" / "state.json").is_file()
+    _damage(saved.path(3) / "state.json")
+    _damage(saved.path(1) / "policy" / "model.safetensors")
+    with pytest.raises(InputError, match=r"has no intact checkpoint to fall back to; start the run again"):
+        saved.fall_back()
+    assert saved.steps() == [1, 3]
+
+
+@pytest.fixture
+def trained(tiny_model, tmp_path):
+    """A run of four steps with a checkpoint after each of the last two."""
+    words = ["environment.type=bandit", f"model.path={tiny_model}", "name=run", f"runs={tmp_path}", "steps=4"]
+    words += ["rollout.groups_per_step=1", "rollout.episodes_per_group=2", "checkpoint.every=1", "checkpoint.keep=2"]
+    words += [
+        "evaluation.every=0",
+        "evaluation.seeds.count=1",
+        "evaluation.final_seeds.count=1",
+        "rollout.tokens_per_turn=4",
+    ]
+    assert main(["rl", *words]) == 0
+    return tmp_path / "run"
+
+
+def test_a_damaged_run_resumes_with_fall_back_and_says_what_was_lost(trained, capsys):
+    _damage(trained / "checkpoints" / "step_000004" / "state.json")
+    (trained / "metrics.jsonl").write_text("")
+    assert main(["rl", "--resume", str(trained), "steps=5"]) == 2
+    assert "add --fall-back to resume from step 3" in capsys.readouterr().err
+    assert main(["rl", "--resume", str(trained), "--fall-back", "steps=5"]) == 0
+    output = capsys.readouterr()
+    assert "damaged_step_000004, and the run continues from step 3" in output.err
+    assert "lacks 3 of the 3 steps before the checkpoint" in " ".join(output.out.split())
+    lines = read_metrics(trained / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "train"] == [4, 5]
+    assert any("lacks 3 of the 3 steps" in line["message"] for line in lines if line["kind"] == "warning")
+
+
+def test_fall_back_needs_a_run_to_resume(capsys):
+    assert main(["rl", "environment.type=bandit", "--fall-back"]) == 2
+    assert "give `resume` as well" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("renamed", ["id", "packages", "processor"])
+def test_a_renamed_key_of_the_environment_file_is_named(trained, renamed, capsys):
+    file = trained / "environment.json"
+    values = json.loads(file.read_text())
+    values[f"old_{renamed}"] = values.pop(renamed)
+    file.write_text(json.dumps(values))
+    for command in (["rl", "--resume", str(trained), "steps=5"], ["report", str(trained)]):
+        main(command)
+        text = capsys.readouterr()
+        assert f"environment.json: key '{renamed}' is missing or malformed; restore the file" in " ".join(
+            (text.err + text.out).split()
+        )
+        assert "Traceback" not in text.err

@@ -20,6 +20,7 @@ from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report, table
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.tune import tune
+from posttrain.distributed.stopping import second_signal_ends
 from posttrain.errors import PosttrainError
 from posttrain.plugins import trusting
 from posttrain.runs.directory import storage_error
@@ -87,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         typer.echo(f"posttrain {__version__}")
         return 0
     try:
-        with nullcontext() if trust else trusting(words):
+        with second_signal_ends(), nullcontext() if trust else trusting(words):
             app(words, prog_name="posttrain")
     except SystemExit as stop:
         if stop.code == _INTERRUPTED:

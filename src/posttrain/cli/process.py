@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 from posttrain.distributed.launch import write_end
+from posttrain.distributed.stopping import second_signal_ends
 from posttrain.distributed.world import AlreadyReported, RankLost, is_connection_loss
 from posttrain.errors import PosttrainError
 
@@ -49,4 +50,6 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    with second_signal_ends():
+        code = main(Path(sys.argv[1]))
+    sys.exit(code)

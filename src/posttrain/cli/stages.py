@@ -38,12 +38,20 @@ On = Annotated[
     ),
 ]
 Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this directory.")]
+FallBack = Annotated[
+    bool,
+    typer.Option(
+        "--fall-back", help="With --resume: set damaged checkpoints aside and continue from the newest intact one."
+    ),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete an existing run of the same name first.")]
 OPEN = {"ignore_unknown_options": True, "allow_extra_args": True}
 """Context settings of commands that accept `--key value` for every recipe key."""
 
 
-def run(stage: str, words: list[str], dry_run: bool, on: str | None, resume: Path | None, overwrite: bool) -> None:
+def run(
+    stage: str, words: list[str], dry_run: bool, on: str | None, resume: Path | None, overwrite: bool, **more: bool
+) -> None:
     """Run one stage of the recipe in `words`, show its plan, or continue the run `resume`."""
     from posttrain.recipe.sources import read_overrides
     from posttrain.verbs import VERBS, read_recipe
@@ -65,7 +73,7 @@ def run(stage: str, words: list[str], dry_run: bool, on: str | None, resume: Pat
             show_what_exists(recipe, console)
         show_checks(recipe, console)
         return
-    VERBS[stage](*sources, *read_overrides(overrides), resume=resume, overwrite=overwrite)
+    VERBS[stage](*sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
 
 
 def show_precision(recipe: "Recipe", console: "Console") -> None:
@@ -154,9 +162,10 @@ def _stage_command(stage: str, description: str) -> Callable[..., None]:
         dry_run: DryRun = False,
         on: On = None,
         resume: Resume = None,
+        fall_back: FallBack = False,
         overwrite: Overwrite = False,
     ) -> None:
-        run(stage, words or [], dry_run, on, resume, overwrite)
+        run(stage, words or [], dry_run, on, resume, overwrite, fall_back=fall_back)
 
     command.__name__, command.__doc__ = stage, description
     return command

@@ -11,9 +11,11 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
-from itertools import chain
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ Row = tuple[str, dict[str, Any] | str]
 
 BATCH = 256
 """Parquet rows converted to Python values at a time."""
+_MIB = 1 << 20
+_FREE = 64 * _MIB
+"""Compressed content up to this size is read whatever its compressed size is, in bytes."""
 _BOM = b"\xef\xbb\xbf"
 """The byte order mark that some editors write."""
 _NOT_UNICODE = "broken UTF-8: a byte or an escape of the row is no character"
@@ -51,12 +56,12 @@ def read_rows(source: SourceRecipe) -> Iterator[Row]:
         files = sorted(file for file in path.rglob("*") if _readable(file, path))
         if not files:
             raise InputError(f"{source.path}: the directory has no {', '.join(_FORMATS)} file; name another")
-        return chain.from_iterable(_read_file(file, str(file.relative_to(path))) for file in files)
+        return chain.from_iterable(_read_file(file, str(file.relative_to(path)), source) for file in files)
     suffix = _suffix(path)
     if path.exists():
         if suffix not in _FORMATS:
             raise InputError(f"{source.path}: unknown format; convert it to one of {', '.join(_FORMATS)}")
-        return _read_file(path, path.name)
+        return _read_file(path, path.name, source)
     if suffix in _FORMATS or not _HUB_ID.match(source.path):
         raise InputError(f"{source.path}: no such file or directory; correct the path")
     return _read_hub(source)
@@ -86,7 +91,7 @@ def read_split(source: SourceRecipe) -> Iterator[Row]:
         raise InputError(
             f"{root}: no file of the split {source.split}, and {contents}; name one `{source.split}.jsonl`, or set `split`"
         )
-    return chain.from_iterable(_read_file(root / name, name) for name in chosen)
+    return chain.from_iterable(_read_file(root / name, name, source) for name in chosen)
 
 
 def _names_split(name: str, split: str) -> bool:
@@ -122,13 +127,47 @@ def _readable(file: Path, root: Path) -> bool:
     )
 
 
-def _read_file(file: Path, name: str) -> Iterator[Row]:
+def _read_file(file: Path, name: str, source: SourceRecipe) -> Iterator[Row]:
     """Return the rows of one file; InputError where the file cannot be opened."""
     try:
         file.open("rb").close()
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); correct its permissions") from error
-    return _FORMATS[_suffix(file)](file, name)
+    return _FORMATS[_suffix(file)](file, name, _Limits(int(source.max_row_mib * _MIB), source.max_expansion))
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What a file of unknown origin may make this process read. `row` is in bytes."""
+
+    row: int
+    expansion: float
+
+    def unpacked(self, packed: int) -> int:
+        """Largest size of what `packed` bytes may decompress to."""
+        return max(int(packed * self.expansion), _FREE)
+
+    def too_large(self) -> str:
+        """The problem of a row."""
+        return f"row is too large: it has more than {self.row / _MIB:g} MiB (`max_row_mib`)"
+
+
+class _Expanding(Exception):
+    """A compressed file whose content is too large for its size."""
+
+
+class _Unpacked:
+    """Bytes of a gzip file; raises `_Expanding` after `most` of them."""
+
+    def __init__(self, lines: gzip.GzipFile, most: int) -> None:
+        self._lines, self._left = lines, most
+
+    def readline(self, size: int) -> bytes:
+        line = self._lines.readline(size)
+        self._left -= len(line)
+        if self._left < 0:
+            raise _Expanding
+        return line
 
 
 def _suffix(file: Path) -> str:
@@ -137,27 +176,38 @@ def _suffix(file: Path) -> str:
     return ".jsonl.gz" if name.endswith(".jsonl.gz") else file.suffix.lower()
 
 
-def _read_packed_lines(file: Path, name: str) -> Iterator[Row]:
+def _read_packed_lines(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
     """Read JSON lines from a gzip file. A truncated file gives the rows before its end."""
+    most = limits.unpacked(file.stat().st_size)
     with gzip.open(file, "rb") as lines:
         try:
-            yield from _lines(lines, name)
+            yield from _lines(_Unpacked(lines, most), name, limits)
+        except _Expanding:
+            yield name, f"{BROKEN_FILE}: it unpacks to more than {limits.expansion:g} times its size (`max_expansion`)"
         except (OSError, EOFError, zlib.error) as error:
             yield name, f"{BROKEN_FILE}: {_first_line(error)}"
 
 
-def _read_lines(file: Path, name: str) -> Iterator[Row]:
+def _read_lines(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
     """Read JSON lines."""
     with file.open("rb") as lines:
-        yield from _lines(lines, name)
+        yield from _lines(lines, name, limits)
 
 
-def _lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+def _lines(lines: Any, name: str, limits: _Limits) -> Iterator[Row]:
     """Read rows from lines that end in a newline byte, so a broken line does not affect others.
 
     The number of a row is its line number, as shown by editors. Blank lines are skipped but counted.
     """
-    for number, line in enumerate(lines, 1):
+    for number in count(1):
+        line = lines.readline(limits.row + 1)
+        if not line:
+            return
+        if len(line) > limits.row:
+            while line and not line.endswith(b"\n"):
+                line = lines.readline(_MIB)
+            yield f"{name} row {number}", limits.too_large()
+            continue
         content = line.removeprefix(_BOM) if number == 1 else line
         if content.strip():
             yield f"{name} row {number}", _parsed_line(content.rstrip(b"\r\n"))
@@ -174,34 +224,42 @@ def _parsed_line(line: bytes) -> dict[str, Any] | str:
         return _broken_json(error)
 
 
-def _read_json(file: Path, name: str) -> Iterator[Row]:
+def _read_json(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
     """Read a list of objects, or JSON lines."""
     with file.open("rb") as opened:
         head = b""
-        while not head and (line := opened.readline()):
+        while not head and (line := opened.readline(limits.row + 1)):
             head = line.removeprefix(_BOM).strip()
     if head.startswith(b"["):
         # Invalid bytes become lone surrogates, so they affect only the text that contains them.
         text = file.read_bytes().removeprefix(_BOM).decode(errors="surrogateescape")
-        yield from _listed(text, name)
-    elif isinstance(_parsed_line(head), str) and isinstance(_parsed_line(file.read_bytes().removeprefix(_BOM)), dict):
+        yield from _listed(text, name, limits)
+    elif (
+        file.stat().st_size <= limits.row
+        and isinstance(_parsed_line(head), str)
+        and isinstance(_parsed_line(file.read_bytes().removeprefix(_BOM)), dict)
+    ):
         yield name, f"{BROKEN_FILE}: the file is one object, not a list of objects"
     else:
-        yield from _read_lines(file, name)
+        yield from _read_lines(file, name, limits)
 
 
-def _listed(text: str, name: str) -> Iterator[Row]:
+def _listed(text: str, name: str, limits: _Limits) -> Iterator[Row]:
     """Read the objects of a JSON list up to its first syntax error."""
     decoder, number = json.JSONDecoder(), 0
     position = _skip_space(text, text.index("[") + 1)
     while text[position : position + 1] != "]":
         number += 1
         try:
-            value, position = decoder.raw_decode(text, position)
+            start = position
+            value, position = decoder.raw_decode(text, start)
         except (ValueError, RecursionError) as error:
             yield f"{name} row {number}", f"{_broken_json(error)}; the file is not read further"
             return
-        yield f"{name} row {number}", _object(value) if _is_unicode(value) else _NOT_UNICODE
+        if position - start > limits.row:
+            yield f"{name} row {number}", limits.too_large()
+        else:
+            yield f"{name} row {number}", _object(value) if _is_unicode(value) else _NOT_UNICODE
         position = _skip_space(text, position)
         if text[position : position + 1] == ",":
             position = _skip_space(text, position + 1)
@@ -237,12 +295,12 @@ def _is_unicode(value: Any) -> bool:
     return True
 
 
-def _read_csv(file: Path, name: str) -> Iterator[Row]:
-    """Read rows under a header, with every cell as text."""
-    # The default limit is 128 KiB per cell, which long conversations exceed.
-    csv.field_size_limit(2**31 - 1)
+def _read_csv(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
+    """Read rows under a header, with every cell as text. The limit of a row is that of a cell, in characters."""
+    csv.field_size_limit(limits.row)
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        cells = csv.reader(lines, strict=True)
+        # A longer line comes in parts, which are broken rows.
+        cells = csv.reader(iter(partial(lines.readline, 2 * limits.row), ""), strict=True)
         header: list[str] | None = None
         number = 0
         while True:
@@ -267,7 +325,7 @@ def _read_csv(file: Path, name: str) -> Iterator[Row]:
             yield f"{name} row {number}", problem or dict(zip(header, row, strict=True))
 
 
-def _read_parquet(file: Path, name: str) -> Iterator[Row]:
+def _read_parquet(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
     """Read row group by row group. A row group that cannot be decoded does not affect the others."""
     from pyarrow import parquet
 
@@ -283,6 +341,7 @@ def _read_parquet(file: Path, name: str) -> Iterator[Row]:
         for group, size in enumerate(sizes):
             number = done
             try:
+                _check_group(opened.metadata.row_group(group), limits)
                 for batch in opened.iter_batches(batch_size=BATCH, row_groups=[group]):
                     for row in _batch_rows(batch):
                         number += 1
@@ -291,6 +350,17 @@ def _read_parquet(file: Path, name: str) -> Iterator[Row]:
                 lost = f"rows {number + 1} to {done + size} of {sum(sizes)} cannot be decoded"
                 yield name, f"{BROKEN_FILE}: {lost} ({_first_line(error)})"
             done += size
+
+
+def _check_group(group: Any, limits: _Limits) -> None:
+    """ValueError for a row group that is too large for its compressed size."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    packed, unpacked = (
+        sum(column.total_compressed_size for column in columns),
+        sum(column.total_uncompressed_size for column in columns),
+    )
+    if unpacked > limits.unpacked(packed):
+        raise ValueError(f"they unpack to more than {limits.expansion:g} times their size (`max_expansion`)")
 
 
 def _batch_rows(batch: Any) -> list[dict[str, Any] | str]:
@@ -337,7 +407,7 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0][:200]
 
 
-_FORMATS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
+_FORMATS: dict[str, Callable[[Path, str, _Limits], Iterator[Row]]] = {
     ".parquet": _read_parquet,
     ".jsonl": _read_lines,
     ".jsonl.gz": _read_packed_lines,

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.distributed.stopping import deleted_with_this_process
 from posttrain.errors import InputError, RunError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
     Raises what a single process would raise: InputError, RunError or KeyboardInterrupt. Ctrl-C and SIGTERM are forwarded
     to the processes, which save a checkpoint before they exit. If one process is killed, the others are stopped.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -51,9 +53,10 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
             local_addr="localhost",
             max_restarts=0,
             signals_to_handle="SIGHUP,SIGQUIT",
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
         )
         failed: dict[int, Any] = {}
-        with _environment(count), _quiet(), _forwarded_signals(folder):
+        with _environment(count), _quiet(), _forwarded_signals(folder), deleted_with_this_process(folder):
             try:
                 elastic_launch(config, sys.executable)("-m", MODULE, name)
             except ChildFailedError as error:

@@ -256,14 +256,27 @@ def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
 
 
 def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the model."""
+    """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the model.
+
+    InputError where the model's configuration has something else than token ids.
+    """
     from transformers import GenerationConfig
 
     try:
         configured = GenerationConfig.from_pretrained(resolve_path(path)).eos_token_id
     except OSError:
         configured = None
-    listed = configured if isinstance(configured, list) else [configured]
+    except Exception as error:
+        raise InputError(
+            f"model.path: the generation configuration of {path} cannot be read ({_first_line(error)}); correct its "
+            "generation_config.json, or delete the file"
+        ) from error
+    listed = configured if isinstance(configured, list | tuple) else [configured]
+    if not all(token is None or (isinstance(token, int) and not isinstance(token, bool)) for token in listed):
+        raise InputError(
+            f"model.path: {path} has an `eos_token_id` that is neither a token id nor a list of them; correct it in "
+            "generation_config.json or config.json"
+        )
     return frozenset(token for token in [tokenizer.eos_token_id, *listed] if token is not None)
 
 
@@ -321,7 +334,7 @@ def _load(
     dtype = resolve_dtype(recipe.dtype, device)
     if device.type == "cpu" and dtype == torch.bfloat16:
         prepare_bfloat16()
-    adapter = json.loads((Path(path) / "adapter_config.json").read_text()) if _is_adapter(path) else None
+    adapter = _adapter_config(path) if _is_adapter(path) else None
     keywords["trust_remote_code"] = recipe.trust_remote_code
     base = adapter["base_model_name_or_path"] if adapter is not None else path
     if adapter is not None and (Path(path) / "config.json").is_file():
@@ -345,9 +358,7 @@ def _load(
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if adapter is not None:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, path).merge_and_unload()
+        model = _with_adapters(model, path)
         if adapter.get("modules_to_save"):
             missing = [name for name in missing if name.split(".")[0] not in adapter["modules_to_save"]]
     use_packed_attention(model)
@@ -359,6 +370,36 @@ def _load(
         raise InputError(
             f"model.path: {recipe.path} does not fit into the GPU's memory; set model.dtype to bfloat16 or model.device "
             "to cpu"
+        ) from error
+
+
+def _adapter_config(path: str) -> dict[str, Any]:
+    """The configuration of the adapters at `path`; InputError unless it names its base model."""
+    file = Path(path) / "adapter_config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"model.path: {file} cannot be read ({_first_line(error)}); restore the file") from error
+    if not isinstance(values, dict) or not isinstance(values.get("base_model_name_or_path"), str):
+        raise InputError(f"model.path: {file} has no text `base_model_name_or_path`; name the base model there")
+    return values
+
+
+def _with_adapters(model: Any, path: str) -> Any:
+    """`model` with the adapters at `path` merged. Files that need pickle are refused: unpickling can run their code."""
+    from peft import PeftModel
+
+    if not (Path(path) / "adapter_model.safetensors").is_file():
+        raise InputError(
+            f"model.path: {path} has no adapter_model.safetensors, and other formats of adapters can run code; convert "
+            "them to safetensors with peft"
+        )
+    try:
+        return PeftModel.from_pretrained(model, path).merge_and_unload()
+    except Exception as error:
+        raise InputError(
+            f"model.path: the adapters {path} could not be loaded ({_first_line(error)}); check that they are complete "
+            "and were trained on the base model that adapter_config.json names"
         ) from error
 
 

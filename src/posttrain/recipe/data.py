@@ -44,6 +44,10 @@ class SourceRecipe(BaseConfig):
     """Configuration, for a hub data set."""
     weight: float = Field(1.0, gt=0)
     """Passes over these rows per epoch. 0.5 uses half of the rows in each epoch; 2 uses each row twice."""
+    max_row_mib: float = Field(16.0, gt=0)
+    """Largest size of a row in its file, in MiB. Larger rows are skipped without being read into memory, and counted."""
+    max_expansion: float = Field(200.0, ge=1)
+    """Largest ratio of the content of a `.jsonl.gz` file, or of a row group of a `.parquet` file, to its compressed size. What exceeds it and 64 MiB is not read further, and counted as a broken file."""
 
 
 class TaskSourceRecipe(SourceRecipe):

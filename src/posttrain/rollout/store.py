@@ -6,12 +6,13 @@ little-endian bytes, so every float is read back bit for bit.
 
 import base64
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import zstandard
@@ -27,6 +28,13 @@ Split = Literal["train", "evaluation", "final"]
 """Training episodes, held-out episodes of the learning curve, and held-out episodes of the final table."""
 
 FORMAT = 2
+_LARGEST, _EXPANSION = 256 << 20, 50
+"""A file is damaged if it unpacks to more than this many bytes and to more than this many times its size."""
+_DAMAGE = (
+    *(OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError),
+    zstandard.ZstdError,
+)
+"""What reading a damaged file raises."""
 _NAME = re.compile(r"^step_(\d+)\.(train|evaluation|final)\.jsonl\.zst$")
 _ARRAYS = ("ids", "sampled", "rollout_logprobs", "rewards", "turn", "versions")
 _CHANNELS: dict[str, type[CreditedUnits]] = {"reward": UnitRewards, "advantage": UnitAdvantages}
@@ -114,10 +122,7 @@ def read_episodes(path: Path) -> StoredEpisodes:
     """Read one file. InputError if it does not exist, RunError if it is damaged or of another format."""
     try:
         with open(path, "rb") as file:
-            content = zstandard.ZstdDecompressor().decompressobj()
-            text = content.decompress(file.read())
-            if not content.eof:
-                raise ValueError("it is truncated")
+            text = _unpacked(file)
         first, *lines = text.decode().split("\n")
         header = json.loads(first)
         _check_header(header)
@@ -133,7 +138,7 @@ def read_episodes(path: Path) -> StoredEpisodes:
         )
     except FileNotFoundError as error:
         raise InputError(f"no episodes at {path}; `posttrain episodes RUN` lists the stored steps") from error
-    except (OSError, ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
+    except _DAMAGE as error:
         raise _damaged(path, error) from error
 
 
@@ -148,7 +153,7 @@ def stored_steps(directory: Path) -> Iterator[StoredStep]:
             _check_header(header)
             fields = {key: header[key] for key in ("step", "split", "episodes", "mean_return", "successes", "failed")}
             yield StoredStep(path=path, **fields)
-        except (OSError, ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
+        except _DAMAGE as error:
             raise _damaged(path, error) from error
 
 
@@ -161,12 +166,27 @@ def remove_episodes_after(directory: Path, step: int) -> None:
                 path.unlink(missing_ok=True)
 
 
+def _unpacked(file: BinaryIO) -> bytes:
+    """The content of a file, in parts, so that a file that unpacks to far more than its size does not fill the memory."""
+    most = max(_LARGEST, _EXPANSION * os.fstat(file.fileno()).st_size)
+    content, text = zstandard.ZstdDecompressor().decompressobj(), bytearray()
+    while not content.eof and (part := file.read(4096)):
+        text += content.decompress(part)
+        if len(text) > most:
+            raise ValueError(f"it unpacks to more than {most >> 20} MiB")
+    if not content.eof:
+        raise ValueError("it is truncated")
+    return bytes(text)
+
+
 def _first_line(reader: Any) -> bytes:
     line = BytesIO()
     while chunk := reader.read(4096):
         line.write(chunk)
         if b"\n" in chunk:
             break
+        if line.tell() > 1 << 20:
+            raise ValueError("its first line is not a header")
     return line.getvalue().partition(b"\n")[0]
 
 

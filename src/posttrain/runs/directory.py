@@ -137,11 +137,15 @@ class RunDirectory:
             raise InputError(f"{self.recipe_file} cannot be read ({error}); restore the file") from error
 
     def load_environment(self) -> dict[str, Any]:
-        """Content of environment.json: machine, versions, `command`, `id`, `recipe_hash`."""
+        """Content of environment.json: machine, versions, `command`, `id`, `recipe_hash`; InputError if one is missing."""
         try:
-            return json.loads(self.environment_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            values = json.loads(self.environment_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{self.environment_file} cannot be read ({error}); restore the file") from error
+        for key, kind in _ENVIRONMENT.items():
+            if not isinstance(values, dict) or not isinstance(values.get(key), kind):
+                raise InputError(f"{self.environment_file}: key {key!r} is missing or malformed; restore the file")
+        return values
 
     def saved_step(self) -> int:
         """Step of the newest checkpoint; 0 if there is none."""
@@ -252,6 +256,15 @@ PACKAGES = (
     *("posttrain", "torch", "transformers", "tokenizers", "safetensors", "peft", "gguf", "numpy", "scipy", "pydantic"),
     *("omegaconf", "gymnasium", "matplotlib", "zstandard", "tensorboard", "wandb", "trackio", "vllm", "ray"),
 )
+
+
+_ENVIRONMENT: dict[str, Any] = {
+    **dict.fromkeys(("id", "recipe_hash", "started", "command", "python", "platform", "processor"), str),
+    "cpus_allowed": int,
+    "git": dict | None,
+    "packages": dict,
+}
+"""The keys of environment.json that are read, and their types."""
 
 
 def describe_machine() -> dict[str, Any]:

@@ -71,7 +71,7 @@ def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: st
 def run_facts(run: RunDirectory, lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Recipe, machine and progress of the run as (name, value) in Markdown; `lines` are its metrics."""
     recipe, machine = run.load_recipe(to_run=True), run.load_environment()
-    packages = ", ".join(f"{name} {machine['packages'][name]}" for name in ("posttrain", "torch", "transformers"))
+    packages = ", ".join(f"{name} {machine['packages'].get(name)}" for name in ("posttrain", "torch", "transformers"))
     done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
     seconds = max((line.get("time/run") or 0.0 for line in lines), default=0.0)
     return [

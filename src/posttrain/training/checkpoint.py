@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,9 @@ class Checkpoints:
         `resumable`: raise it also for a checkpoint that was reduced to its policy.
         """
         others = [s for s in self.steps() if self.path(s) != path and (self.path(s) / STATE).is_file()]
-        remedy = f"delete {path} to resume from step {others[-1]}" if others else "start the run again with --overwrite"
+        remedy = (
+            f"add --fall-back to resume from step {others[-1]}" if others else "start the run again with --overwrite"
+        )
         try:
             manifest = json.loads((path / MANIFEST).read_text())
             files, run_id = manifest["files"], manifest["run"]
@@ -146,6 +149,30 @@ class Checkpoints:
         for name, digest in files.items():
             if not (path / name).is_file() or _digest(path / name) != digest:
                 raise InputError(f"{path / name} is not as it was written: its checksum differs; {remedy}")
+
+    def fall_back(self) -> list[str]:
+        """Rename checkpoints that are newer than the newest intact one to `damaged_step_N`; returns a sentence for each.
+
+        InputError if no checkpoint is intact; then none is renamed.
+        """
+        damaged: list[tuple[Path, str]] = []
+        for step in reversed(self.steps()):
+            path = self.path(step)
+            try:
+                self.verify(path, resumable=True)
+            except InputError as error:
+                damaged.append((path, str(error).partition(";")[0]))
+                continue
+            for newer, _ in damaged:
+                with storage_errors(newer):
+                    newer.rename(_unused(newer.with_name(f"damaged_{newer.name}")))
+            return [
+                f"{reason}; it is now damaged_{newer.name}, and the run continues from step {step}"
+                for newer, reason in damaged
+            ]
+        raise InputError(
+            f"{self.directory} has no intact checkpoint to fall back to; start the run again with --overwrite"
+        )
 
     def _seal(self, aside: Path, step: int) -> None:
         """Sync every file and write the manifest last."""
@@ -182,6 +209,12 @@ def _reduce(path: Path) -> None:
     write_atomically(path / MANIFEST, json.dumps(manifest | {"files": policy}, indent=1))
     shutil.rmtree(path / "tensors", ignore_errors=True)
     (path / STATE).unlink()
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or the first of `path.2`, `path.3`, … that does not exist."""
+    names = (path.with_name(f"{path.name}.{number}") for number in count(2))
+    return path if not path.exists() else next(name for name in names if not name.exists())
 
 
 def _digest(path: Path) -> str:

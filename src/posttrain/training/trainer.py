@@ -23,7 +23,7 @@ from posttrain.recipe.run import CheckpointRecipe, ExportedStep, GuardRecipe, Si
 from posttrain.recipe.stages import DistillRecipe, DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.store import remove_episodes_after
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.metrics import MetricsLog, NoLog, Progress, take_events
+from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, take_events
 from posttrain.runs.tables import UNIMPROVED
 from posttrain.seeds import derive_seed
 from posttrain.training.checkpoint import Checkpoints, random_states, set_random_states
@@ -170,6 +170,8 @@ class Trainer(Generic[Output]):
         self._world.on_rank0(self._open_log)
         self._finished = False
         """Whether all steps are made. The newest checkpoint is then the last one, and the weights may be the best ones."""
+        self._lost: list[str] = []
+        """What is missing in the log of a resumed run."""
         self._state: dict[str, Any] = {}
         self._random: dict[str, torch.Tensor] = {}
         self._seed_process(0)
@@ -218,6 +220,12 @@ class Trainer(Generic[Output]):
         self._log = MetricsLog(self.run, self.settings.sinks)
 
     def _forget_after(self, step: int) -> None:
+        logged = {line["step"] for line in read_metrics(self.run.metrics) if line["kind"] == "train"}
+        if lost := len(set(range(1, step + 1)) - logged):
+            self._lost = [
+                f"{self.run.metrics} lacks {lost} of the {step} steps before the checkpoint: curves, tables and the report "
+                "leave them out, and the training is unaffected"
+            ]
         self._log.truncate_after(step)
         remove_episodes_after(self.run.episodes, step)
 
@@ -228,7 +236,7 @@ class Trainer(Generic[Output]):
         title = f"{self.settings.stage} {self.settings.name}"
         with self.interrupts, self._log, Progress(self.settings.steps, title, self.step, console) as self.progress:
             try:
-                self.warn([] if self.evaluated >= 0 else self.warnings)
+                self.warn([*self._lost, *([] if self.evaluated >= 0 else self.warnings)])
                 yield
             except KeyboardInterrupt as stop:
                 with self.interrupts.critical():

@@ -1,5 +1,6 @@
 """The MCP server over HTTP: on the loopback address only, for clients with the token, and never for web pages."""
 
+import asyncio
 import hmac
 import os
 import secrets
@@ -22,6 +23,10 @@ _BODY_BYTES = 262_144
 """Maximum size of a request body in bytes; larger ones get status 413."""
 _CONNECTIONS = 64
 """Maximum number of simultaneous connections."""
+_STRANGERS = 16
+"""Maximum number of connections without a request that had the token. A new one replaces the oldest."""
+_HEADER_SECONDS = 5.0
+"""Time after which a connection without such a request is closed."""
 
 App = Callable[
     [MutableMapping[str, Any], Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]
@@ -61,7 +66,7 @@ class Guard:
         receive: Callable[..., Awaitable[Any]],
         send: Callable[..., Awaitable[None]],
     ) -> None:
-        refused = self._refusal(scope) if scope["type"] != "lifespan" else None
+        refused = self.refusal(scope) if scope["type"] != "lifespan" else None
         if refused is None:
             await self._app(scope, receive, send)
             return
@@ -72,7 +77,9 @@ class Guard:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": f"{why}\n".encode()})
 
-    def _refusal(self, scope: MutableMapping[str, Any]) -> tuple[int, str] | None:
+    def refusal(self, scope: MutableMapping[str, Any]) -> tuple[int, str] | None:
+        """Status and reason for a request that is not passed on; None for one that is."""
+
         def of(name: bytes) -> list[bytes]:
             return [value for key, value in scope["headers"] if key.lower() == name]
 
@@ -88,6 +95,40 @@ class Guard:
         if scheme.lower() != b"bearer" or not hmac.compare_digest(token, self._token):
             return 401, "send the token that the server printed at its start, as `Authorization: Bearer TOKEN`"
         return None
+
+
+def guarded_protocol(guard: Guard) -> type[Any]:
+    """The HTTP protocol of uvicorn, for which a connection is a stranger until a request on it has passed `guard`.
+
+    A stranger is disconnected after `_HEADER_SECONDS`, and when `_STRANGERS` newer ones are connected. So connections
+    that send nothing, or send their headers slowly, do not keep out a client with the token.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    strangers: dict[H11Protocol, asyncio.TimerHandle] = {}
+
+    class GuardedProtocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(strangers) >= _STRANGERS:
+                # `connection_lost` follows later, when others may have connected.
+                oldest = next(iter(strangers))
+                strangers.pop(oldest).cancel()
+                oldest.connections.discard(oldest)
+                oldest.transport.abort()
+            strangers[self] = self.loop.call_later(_HEADER_SECONDS, transport.abort)
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self in strangers and self.scope is not None and guard.refusal(dict(self.scope)) is None:
+                strangers.pop(self).cancel()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            if self in strangers:
+                strangers.pop(self).cancel()
+            super().connection_lost(error)
+
+    return GuardedProtocol
 
 
 def open_listener(port: int) -> socket.socket:
@@ -114,14 +155,15 @@ def serve_http(server: "Server[Any]", on: socket.socket, token: str) -> None:
 
     port = on.getsockname()[1]
     app = server.streamable_http_app(streamable_http_path=PATH, max_request_body_size=_BODY_BYTES)
+    guard = Guard(app, port, token)
     config = uvicorn.Config(
-        Guard(app, port, token),
+        guard,
         log_level="warning",
         access_log=False,
         proxy_headers=False,
         server_header=False,
         ws="none",
-        http="h11",
+        http=guarded_protocol(guard),
         loop="asyncio",
         limit_concurrency=_CONNECTIONS,
         timeout_graceful_shutdown=2,

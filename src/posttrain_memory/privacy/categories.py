@@ -6,6 +6,7 @@ import re
 from functools import cache
 
 from posttrain_memory.privacy.facts import Fact
+from posttrain_memory.privacy.readings import readings
 from posttrain_memory.privacy.redaction import NUMERALS, Span
 from posttrain_memory.privacy.rules import CATEGORIES
 from posttrain_memory.worlds.values import MONTHS, find
@@ -88,7 +89,13 @@ _DATE = re.compile(
     r"|(?<![\d.,])(?:1[5-9]|20|21)\d\d(?![\d,])(?:-W\d\d?)?s?|(?<!\d)(?:19|20)\d{6}(?!\d)|['’]\d\ds?\b"
     r"|\b\d{1,2}(?:st|nd|rd|th)\b|\b(?i:christmas(?: eve| day)?|new year(?:'s (?:eve|day))?|valentine(?:'s day)?|halloween)\b"
 )
-_PHONE = re.compile(r"(?<![\w@])\+?\(?\d(?:[ \u00a0()./–·_\\-]{0,3}\d){5,}(?:\s?(?:ext|x|extension|int|app)\.?\s?\d+)?")
+_DIGITS = re.compile(r"(?<![\d@])\+?\(?\d(?:[\W_]{0,12}\d){5,}(?:\s?(?:ext|x|extension|int|app)\.?\s?\d+)?")
+_NOT_PHONE = re.compile(
+    # Dates, times, years in a list, and amounts with separators for thousands.
+    r"\d{4}-\d\d-\d\d|(?:\d?\d:\d\d(?::\d\d)?\W{1,3})*\d?\d:\d\d(?::\d\d)?"
+    r"|(?:(?:19|20)\d\d[,;|/–-]\s?)+(?:19|20)\d\d|\d{1,3}(?:[,'’]\d{3})+(?:\.\d+)?"
+)
+"""Runs of digits that are no phone number."""
 _CALL = re.compile(
     r"\b(?:call|ring|dial|tel|telephone|phone|ext|extension|fax|mobile|cell|whatsapp|sms|reach\w*|text)\b[^\n.\d]{0,40}?(?P<n>\+?\(?\d[\d ()/·–-]{1,20}\d)",
     re.IGNORECASE,
@@ -128,15 +135,20 @@ _WIDE = {"money": (_MONEY,), "date": (_DATE,), "email": (_EMAIL,), "address": (_
 
 
 def of_category(category: str, text: str, wide: bool = True) -> list[Span]:
-    """Spans of `text` that look like values of a category. Without `wide`, only the forms used in generated worlds."""
+    """Spans of `text` that look like values of a category, also in disguise (`readings`). Without `wide`, only the forms
+    used in generated worlds.
+    """
+    return [reading.span(*span) for reading in readings(text) for span in _forms(category, reading.text, wide)]
+
+
+def _forms(category: str, text: str, wide: bool) -> list[Span]:
     if category == "address" and not wide:
         return [match.span() for match in _STREET.finditer(text)]
     spans = [] if category == "address" else [(item.start, item.end) for item in find(category, text)]
     if not wide:
         return spans
     if category == "phone":
-        dates = {match.span() for match in re.finditer(r"(?<!\d)\d{4}-\d\d-\d\d(?!\d)", text)}
-        spans += [match.span() for match in _PHONE.finditer(text) if match.span() not in dates]
+        spans += [match.span() for match in _DIGITS.finditer(text) if not _NOT_PHONE.fullmatch(match.group())]
         spans += [match.span("n") for match in _CALL.finditer(text)]
         return spans + [match.span() for match in _SPOKEN.finditer(text)]
     return spans + [match.span() for pattern in _WIDE[category] for match in pattern.finditer(text)]

@@ -95,8 +95,8 @@ class PrivacyFilter:
         if self._closed:
             return HIDDEN
         plain = normalized(text)
-        spans = [(start, end) for start, end, _ in self._secrets.find(plain)]
-        spans += self._secrets.disguised(plain)
+        spans = [(start, end) for start, end, _ in self._secrets.find_disguised(plain)]
+        spans += self._secrets.squeezed(plain)
         for rule in self.rules:
             if not rule.allow and rule.category and rule.about is None:
                 spans += of_category(rule.category, plain, wide=self._theme is None)
@@ -195,7 +195,7 @@ class PrivacyFilter:
         """Further occurrences of hidden values, except where another note's permitted fact has the same value."""
         page = self._pages[path]
         free = sorted((fact.value_start, fact.value_end, fact.about) for fact in seen)
-        for start, end, value in index.find(self._files[path]):
+        for start, end, value in index.find_disguised(self._files[path]):
             abouts = secret[value]
             permitted = [about for first, last, about in free if first < end and start < last]
             here = page.touches((start, end), abouts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from posttrain_memory.privacy.facts import Fact
+from posttrain_memory.privacy.readings import fold, readings
 from posttrain_memory.worlds.values import FINDABLE, find, links, number_words
 
 HIDDEN = "[hidden]"
@@ -15,7 +16,7 @@ HIDDEN = "[hidden]"
 Span = tuple[int, int]
 
 _WORD = re.compile(r"[^\W_]+")
-_RUN = re.compile(r"\d(?:[\s,.()/+’'·_-]{0,3}\d)*")
+_RUN = re.compile(r"\d(?:[\W_]{0,12}\d)*")
 _SCALED = re.compile(r"(\d[\d.,]*)\s?(k|m|mio|mn|thousand|million)\b", re.IGNORECASE)
 _SCALES = {"k": 3, "thousand": 3, "m": 6, "mio": 6, "mn": 6, "million": 6}
 _ONES = re.findall(
@@ -28,6 +29,8 @@ _TENS = dict(
 NUMERALS = frozenset([*_ONES, *_TENS, "oh", "hundred", "thousand", "million"])
 """English number words."""
 _TAIL = 7
+_GLUED = 6
+"""Values of this many letters or more are also found inside a word."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,12 @@ class Index:
             if value.kind == "phone" and len(digits) >= _TAIL:
                 self._tails.setdefault(digits[-_TAIL:], []).append(value)
         elif value.kind not in FINDABLE:
-            parts = tuple(_WORD.findall(value.text.casefold()))
-            if parts:
+            spellings = {value.text.casefold(), fold(value.text.casefold())}
+            for parts in filter(None, (tuple(_WORD.findall(spelling)) for spelling in spellings)):
                 self._words.setdefault(parts, []).append(value)
                 self._lengths.setdefault(parts[0], set()).add(len(parts))
                 if len("".join(parts)) >= 5:
-                    self._squeezed["".join(parts)] = value
+                    self._squeezed.setdefault("".join(parts), value)
 
     def find(self, text: str) -> Iterator[tuple[int, int, Value]]:
         """Start, end and value of each occurrence, unordered. Time is linear in the text and independent of the
@@ -99,10 +102,19 @@ class Index:
         if self._digits or self._tails:
             yield from self._numerals(text)
 
-    def disguised(self, text: str) -> Iterator[Span]:
-        """Spans of a short text that contain a value with separators between its letters (`l u-p u s`). Time is
-        linear in the number of values.
+    def find_disguised(self, text: str) -> Iterator[tuple[int, int, Value]]:
+        """`find` in all readings of a text."""
+        for reading in readings(text):
+            yield from ((*reading.span(start, end), value) for start, end, value in self.find(reading.text))
+
+    def squeezed(self, text: str) -> Iterator[Span]:
+        """Spans of a short text that contain a value with separators between its letters (`l u-p u s`), in all
+        readings. Time is linear in the number of values.
         """
+        for reading in readings(text):
+            yield from (reading.span(*span) for span in self._squeezed_in(reading.text))
+
+    def _squeezed_in(self, text: str) -> Iterator[Span]:
         places = [match.start() for match in re.finditer(r"[^\W_]", text)]
         squeezed = "".join(text[place].casefold()[:1] for place in places)
         for wanted in self._squeezed:
@@ -110,7 +122,8 @@ class Index:
             while at >= 0:
                 first, last = places[at], places[at + len(wanted) - 1] + 1
                 before, after = text[first - 1 : first], text[last : last + 1]
-                if not before.isalnum() and not (after.isalnum() and after != "s"):
+                glued = last - first == len(wanted) >= _GLUED and self._squeezed[wanted].kind == "text"
+                if glued or (not before.isalnum() and not (after.isalnum() and after != "s")):
                     yield first, last
                 at = squeezed.find(wanted, at + 1)
 

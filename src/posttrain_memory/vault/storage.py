@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,8 @@ from posttrain_memory.vault.paths import note_path
 RESERVED = ".posttrain"
 """Folder inside a vault that holds its lock and journal. Notes cannot have hidden names, so tools cannot reach it."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_UNFINISHED = re.compile(r"\.[0-9a-f]{16}\.new")
+"""Name of a file while it is written."""
 _ANY = VaultLimits(depth=16, path_bytes=1_000)
 """Which files in a folder count as notes. A vault may accept fewer."""
 
@@ -99,8 +102,9 @@ class DiskStorage:
         if not read_only:
             try:
                 self._lock = self._locked(root)
+                self._remove_unfinished(self._root, 0)
             except BaseException:
-                os.close(self._root)
+                self.close()
                 raise
 
     def sizes(self) -> dict[str, int]:
@@ -251,6 +255,23 @@ class DiskStorage:
             raise
         if self.sync:
             os.fsync(folder)
+
+    def _remove_unfinished(self, folder: int, depth: int) -> None:
+        """Delete the temporary files of writes that a killed process began. Only the holder of the lock writes."""
+        with os.scandir(folder) as entries:
+            for entry in list(entries):
+                if entry.is_dir(follow_symlinks=False) and depth <= _ANY.depth:
+                    if entry.name.startswith(".") and (depth or entry.name != RESERVED):
+                        continue
+                    with suppress(OSError):
+                        inner = os.open(entry.name, _FOLDER, dir_fd=folder)
+                        try:
+                            self._remove_unfinished(inner, depth + 1)
+                        finally:
+                            os.close(inner)
+                elif _UNFINISHED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    with suppress(OSError):
+                        os.unlink(entry.name, dir_fd=folder)
 
     def _walk(self, folder: int, prefix: str, sizes: dict[str, int], depth: int) -> None:
         with os.scandir(folder) as entries:

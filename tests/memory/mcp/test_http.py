@@ -1,12 +1,15 @@
 """The MCP server over HTTP: who is let in, and the same tools behind it."""
 
+import contextlib
 import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import asynccontextmanager, contextmanager
 
 import anyio
@@ -158,6 +161,39 @@ def test_a_body_that_is_too_large_is_refused(server):
     assert connection.getresponse().status == 413
     connection.close()
     assert sent(server)[0] == 200
+
+
+def test_half_open_connections_lock_nobody_out(server):
+    strangers = [socket.create_connection(("127.0.0.1", server)) for _ in range(200)]
+    for number, stranger in enumerate(strangers):
+        with contextlib.suppress(OSError):
+            stranger.sendall(b"POST /mcp HTTP/1.1\r\n" if number % 2 else b"P")
+    started = time.monotonic()
+    assert sent(server)[0] == 200
+    # The header time-out closes those that were not replaced.
+    for stranger in strangers:
+        stranger.settimeout(PATIENCE)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1000) == b""
+        stranger.close()
+    assert time.monotonic() - started < 60
+    assert sent(server)[0] == 200
+
+
+def test_a_client_with_the_token_stays_connected(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server, timeout=PATIENCE)
+    head = {
+        "Authorization": f"Bearer {TOKEN}",
+        "Content-Type": "application/json",
+        "Accept": "application/json, text/event-stream",
+    }
+    connection.request("POST", "/mcp", json.dumps(LIST), headers=head)
+    assert connection.getresponse().read()
+    strangers = [socket.create_connection(("127.0.0.1", server)) for _ in range(40)]
+    connection.request("POST", "/mcp", json.dumps(LIST), headers=head)
+    assert connection.getresponse().status == 200
+    for one in (*strangers, connection):
+        one.close()
 
 
 @asynccontextmanager

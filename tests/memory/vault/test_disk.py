@@ -305,3 +305,18 @@ def test_a_reserved_folder_that_is_a_link_is_refused(tmp_path):
         with pytest.raises(InputError, match="remove it"):
             Vault(DiskStorage(root, read_only=read_only))
     assert list(outside.iterdir()) == []
+
+
+def test_what_a_killed_write_left_is_removed_by_the_next_writer(tmp_path):
+    (tmp_path / "entities").mkdir()
+    (tmp_path / RESERVED).mkdir()
+    (tmp_path / ".git").mkdir()
+    left = [tmp_path / part / f".{'0a' * 8}.new" for part in ("", "entities", RESERVED)]
+    kept = [tmp_path / ".git" / f".{'0a' * 8}.new", tmp_path / ".note.new", tmp_path / "user.md"]
+    for file in (*left, *kept):
+        file.write_text("secret")
+    opened(tmp_path, read_only=True).close()
+    assert all(file.exists() for file in left)
+    opened(tmp_path).close()
+    assert not any(file.exists() for file in left)
+    assert all(file.exists() for file in kept)

@@ -258,7 +258,7 @@ class ClusterRun:
         path = Path(self.recipe.runs) / self.recipe.name
         try:
             return str(RunDirectory.open(path).load_environment()["id"])
-        except (InputError, KeyError):
+        except InputError:
             return None
 
     def _wait_for_learners(self, references: list[Any]) -> list[LearnerExit] | None:

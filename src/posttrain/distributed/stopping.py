@@ -1,0 +1,102 @@
+"""What must happen when the rest of a process cannot be relied on: a second signal, and the death of the launcher.
+
+Executed as a script with a folder as its argument, this file waits for the end of its standard input, ends the processes
+whose ids are in `FOLDER/pid-*`, and deletes the folder. It imports only the standard library.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PATIENCE = 8.0
+"""Time that a process has to end by itself after a second signal, in seconds."""
+_SAVING = 60.0
+"""Time that processes have to save a checkpoint after their launcher died, in seconds."""
+
+
+@contextmanager
+def second_signal_ends() -> Iterator[None]:
+    """End this process with exit code 130 at most `PATIENCE` seconds after a second SIGINT or SIGTERM inside the block.
+
+    A thread counts the signals, so it also works where the main thread is in a long call or in the clean-up of a library.
+    Has no effect outside the main thread, which alone receives signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    inlet, outlet = os.pipe()
+    os.set_blocking(outlet, False)
+    before = signal.set_wakeup_fd(outlet, warn_on_full_buffer=False)
+
+    def count() -> None:
+        signals = 0
+        while data := os.read(inlet, 16):
+            signals += sum(number in (signal.SIGINT, signal.SIGTERM) for number in data)
+            if signals >= 2:
+                if not ended.wait(PATIENCE):
+                    os._exit(130)
+                break
+        os.close(inlet)
+
+    ended = threading.Event()
+    threading.Thread(target=count, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        ended.set()
+        os.close(outlet)
+
+
+@contextmanager
+def deleted_with_this_process(folder: Path) -> Iterator[None]:
+    """Inside the block, a process of its own waits for the death of this one. It then stops the processes whose ids are in
+    `folder/pid-*` by SIGTERM, so that they save a checkpoint, and deletes `folder`.
+    """
+    janitor = subprocess.Popen(
+        [sys.executable, "-S", __file__, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        janitor.kill()
+        janitor.communicate()
+
+
+def _main(folder: Path) -> None:
+    while os.read(0, 1):
+        pass
+    running = [int(file.read_text()) for file in folder.glob("pid-*")]
+    for number, seconds in ((signal.SIGTERM, _SAVING), (signal.SIGKILL, 5.0)):
+        for process in running:
+            with suppress(OSError):
+                os.kill(process, number)
+        deadline = time.monotonic() + seconds
+        while (running := [process for process in running if _runs(process)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError:
+        return False
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

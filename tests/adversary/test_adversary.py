@@ -1,0 +1,28 @@
+"""A quick slice of the standing adversary: the same seeds each time. `make soak` uses new ones."""
+
+import pytest
+
+from tests.adversary.soak import soak
+from tests.adversary.surfaces import SURFACES, attempt
+
+CASES = {"interpreter": 3, "run_directory": 8, "server": 12, "disguise": 80, "journal": 80, "judged": 200}
+"""Surface -> number of cases, about a second each; 40 for others."""
+
+
+@pytest.mark.parametrize("surface", SURFACES)
+def test_seeded_attacks_do_not_get_through(surface, tmp_path):
+    failed = [(seed, attempt(surface, seed, tmp_path / "case")) for seed in range(CASES.get(surface, 40))]
+    assert [one for one in failed if one[1] is not None] == []
+
+
+def test_a_soak_reports_cases_failures_and_seeds(tmp_path, monkeypatch, capsys):
+    def fails(seed, folder):
+        assert seed % 2, "even"
+
+    monkeypatch.setitem(SURFACES, "judged", fails)
+    failures = soak(0.5, 100, ["judged"], tmp_path)
+    output = capsys.readouterr().out
+    assert failures["judged"][0] == (100, "AssertionError: even assert (100 % 2)")
+    assert "python -m tests.adversary.soak --surface judged --seed 100" in output
+    assert "failures: seeds 100, 102, 104" in output
+    assert "first seed 100" in output
