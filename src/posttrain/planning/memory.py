@@ -309,7 +309,7 @@ def process_memory(
         for what in ("weights", "gradients", "AdamW state"):
             _, how = rows[what]
             rows[what] = (0, f"offloaded: {how}")
-    if hardware.gradient_sync == "per_update" and count > 1:
+    if not hardware.reduces_per_forward and count > 1:
         rows["whole gradients"] = (
             4 * trained,
             "float32, accumulated over the forward passes of an update; not needed with `hardware.gradient_sync: per_forward`",

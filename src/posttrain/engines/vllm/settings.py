@@ -63,6 +63,9 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
     }
     if settings.max_model_len:
         arguments["max_model_len"] = settings.max_model_len
+    if settings.tensor_parallel > 1:
+        # Inside a Ray actor vLLM would choose Ray, which finds no free GPU in the actor's placement group.
+        arguments["distributed_executor_backend"] = "mp"
     if has_gpu:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         arguments["enable_sleep_mode"] = True
