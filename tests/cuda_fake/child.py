@@ -1,6 +1,6 @@
 """The process that runs the checks: it loads the library of `fake_cuda.cpp` and only then torch, and writes the results.
 
-    python -m tests.cuda_fake.child LIBRARY TORCH_LIB RESULTS [options of pytest]
+python -m tests.cuda_fake.child LIBRARY TORCH_LIB RESULTS [options of pytest]
 """
 
 import ctypes
@@ -17,8 +17,7 @@ class Results:
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or not report.passed:
-            name = report.nodeid.partition("::")[2]
-            self.reports[name] = {"outcome": report.outcome, "text": report.longreprtext, "printed": report.capstdout}
+            self.reports[report.nodeid] = {"outcome": report.outcome, "text": report.longreprtext, "printed": report.capstdout}
 
 
 def main(library: str, torch_lib: str, results: str, *options: str) -> None:

@@ -25,7 +25,18 @@ SOURCES = tuple(str(part) for part in (HERE.parents[1] / "src", HERE))
 
 NO_KERNEL = {
     *("view", "_unsafe_view", "_reshape_alias", "reshape", "t", "transpose", "permute", "expand", "alias", "detach"),
-    *("slice", "select", "split", "split_with_sizes", "chunk", "unbind", "unsqueeze", "squeeze", "as_strided", "unfold"),
+    *(
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "unsqueeze",
+        "squeeze",
+        "as_strided",
+        "unfold",
+    ),
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "is_pinned", "diagonal"),
     *("is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "is_contiguous", "dim", "device"),
     *("layout", "set_", "resize_", "view_as_real", "narrow"),

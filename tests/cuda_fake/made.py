@@ -69,3 +69,15 @@ def updated(learner: Updater[Any], batch: Sequence[Sample], objective: Any) -> N
     assert totals["optimizer/skipped"] == (0.0, 1.0)
     assert totals["optimizer/gradient_norm"][0] > 0
     assert all(isinstance(number, float) for pair in totals.values() for number in pair)
+
+
+def deeper(source: Path, target: Path, layers: int) -> Path:
+    """The model at `source` with another number of layers, whose weights are drawn anew."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(source)
+    config.num_hidden_layers = layers
+    config.layer_types = None
+    AutoModelForCausalLM.from_config(config).save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    return target

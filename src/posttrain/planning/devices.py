@@ -82,6 +82,11 @@ class Device:
     links: float = GPU_LINKS
     """Fraction of `link` and `network` reached by collective operations."""
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the device is a GPU, which reads weights while it computes."""
+        return self.overlaps
+
     def peak(self, width: int) -> float:
         """Peak FLOP/s for numbers of `width` bytes."""
         return self.bfloat16 if width == 2 else self.float32

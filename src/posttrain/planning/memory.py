@@ -3,7 +3,10 @@
 Not covered: the overhead of torch and the operating system (about 0.5 GiB), and fragmentation.
 """
 
+from typing import Any, TypeVar
+
 from posttrain.errors import InputError
+from posttrain.planning.devices import Device
 from posttrain.planning.model_sizes import ModelSizes, model_sizes
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
@@ -20,15 +23,33 @@ from posttrain.recipe.stages import (
 )
 from posttrain.recipe.units import EntropyUnits
 
+R = TypeVar("R", bound=Recipe)
+
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of the matrices in the order of `ModelSizes.linear_sizes`."""
+
+
+def with_dtypes(recipe: R, device: Device | None) -> R:
+    """The recipe with the precision that each of its models has on `device`. Unknown ones (None) stay open."""
+    if device is None:
+        return recipe
+
+    def chosen(section: Any) -> Any:
+        if getattr(section, "dtype", "float32") not in (None, "auto"):
+            return section
+        halves = device.is_gpu if section.dtype is None else device.bfloat16 > device.float32
+        return section.model_copy(update={"dtype": "bfloat16" if halves else "float32"})
+
+    sections = ("model", "reward", "critic", "teacher")
+    return recipe.model_copy(update={name: chosen(getattr(recipe, name)) for name in sections if hasattr(recipe, name)})
 
 
 def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:
     """Item -> (bytes on one learner device, how they are counted).
 
     Activations are a rough estimate. The other items are sums of tensor sizes. Separate engines are not included; see
-    `engine_memory`. `dtype: auto` counts as float32, the larger of its two possible values.
+    `engine_memory`. A `dtype` that depends on the device counts as float32, the larger of its two possible values; see
+    `with_dtypes`.
     """
     width = weight_width(recipe.model)
     count = sizes.scorer_parameters if isinstance(recipe, RewardRecipe) else sizes.parameters

@@ -157,8 +157,10 @@ def rows_at_most(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> Tokens:
     return rows_of(count, length, 0 if isinstance(recipe, RewardRecipe) else length)
 
 
-def _width(dtype: str, device: Device) -> int:
-    """Bytes per number in matrix products. `auto` selects the faster dtype."""
+def _width(dtype: str | None, device: Device) -> int:
+    """Bytes per number in matrix products. `auto` selects the faster dtype, and None bfloat16 on a GPU."""
+    if dtype is None:
+        return 2 if device.is_gpu else 4
     return 2 if dtype == "bfloat16" or (dtype == "auto" and device.bfloat16 > device.float32) else 4
 
 

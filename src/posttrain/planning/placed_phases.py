@@ -6,7 +6,7 @@ Scoring models with dedicated devices run concurrently. All other phases are seq
 from dataclasses import replace
 
 from posttrain.planning.devices import GPU_LAUNCH_EAGER, Device
-from posttrain.planning.memory import ModelSizes, engine_memory, memory_estimate, peak_memory, weight_width
+from posttrain.planning.memory import ModelSizes, engine_memory, memory_estimate, peak_memory, weight_width, with_dtypes
 from posttrain.planning.phases import Phase, episodes_at_most, rows_at_most, step_phases
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.planning.times import forward_seconds
@@ -75,7 +75,7 @@ def placed_phases(
     rows: Tokens | None = None,
 ) -> list[Phase]:
     """The phases of one step. Concurrent phases are merged into one with the duration of the longest."""
-    placement = placement_of(recipe, devices)
+    recipe, placement = with_dtypes(recipe, device), placement_of(recipe, devices)
     if devices and getattr(getattr(recipe, "engine", None), "enforce_eager", None):
         device = replace(device, launch=GPU_LAUNCH_EAGER)
     if not isinstance(recipe, RlRecipe):
@@ -168,7 +168,7 @@ def memory_of(
     A colocated engine on GPUs counts toward the learner. On CPUs, an engine process has its own weights and cache. vLLM uses
     at most `gpu_memory_utilization` of `device`; answers that do not fit are queued.
     """
-    placement = placement_of(recipe, devices)
+    recipe, placement = with_dtypes(recipe, device), placement_of(recipe, devices)
     apart, copies = recipe.hardware.dedicated, reward_count(recipe)
     moved = [
         what

@@ -312,7 +312,7 @@ class RewardWorker(Worker):
 
             tokenizer = load_tokenizer(recipe.model)
 
-        self.scorer = RewardScorer(recipe.reward, _PolicyTokenizer())  # type: ignore[arg-type]
+        self.scorer = RewardScorer(recipe.reward, _PolicyTokenizer(), recipe.model.device)  # type: ignore[arg-type]
 
     def statistics(self) -> tuple[float, float]:
         """Mean and standard deviation that rewards are normalized with."""

@@ -1,0 +1,120 @@
+"""The local engine on a fake GPU: reading prompts, decoding, and the weights that go to vLLM."""
+
+import asyncio
+
+import pytest
+import torch
+
+from posttrain.engines.local.cuda import KeyValueRows
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.protocol import Request
+from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.models.policy import Policy
+from posttrain.recipe.engines import VllmEngineRecipe
+from posttrain.recipe.rollout import SamplingRecipe
+from tests.cuda_fake import made
+from tests.engines.test_vllm_engine import Made
+
+
+def sampled(engine, tokens, requests=3, **sampling):
+    """Completions of `tokens` tokens. The fake device samples token 1, which ends nothing here."""
+    engine.policy.end_tokens = frozenset({999_999})
+
+    async def run():
+        prompts = [(5, 6, 7, *range(10 + 20 * i, 20 + 20 * i)) for i in range(requests)]
+        asked = [Request(prompt, SamplingRecipe(**sampling), i, tokens) for i, prompt in enumerate(prompts)]
+        return await asyncio.gather(*(engine.generate(request) for request in asked))
+
+    return asyncio.run(run())
+
+
+def per_token(device, engine, **sampling):
+    """Waits and kernels that each further decoded token of all sequences adds."""
+    counts = []
+    for tokens in (4, 12):
+        engine.load_weights(1)
+        device.reset()
+        assert [len(done.ids) for done in sampled(engine, tokens, **sampling)] == [tokens] * 3
+        counts.append((device.sync_count, device.kernel_count))
+    return [(more - less) / 8 for less, more in zip(*counts, strict=True)]
+
+
+SAMPLING = {
+    "greedy": ({"temperature": 0.0}, 2),
+    "plain": ({}, 2),
+    "temperature": ({"temperature": 0.7}, 2),
+    "top_p": ({"top_p": 0.9}, 4),
+    "min_p": ({"min_p": 0.1, "top_k": 5}, 4),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_a_decoded_token_waits_for_its_number_alone(device, tiny_model, name):
+    """The check for finite logits and the sampled tokens; truncation reads whether it has to sort the vocabulary."""
+    sampling, most = SAMPLING[name]
+    engine = LocalEngine(Policy(made.recipe(tiny_model)), slots=4)
+    waits, kernels = per_token(device, engine, **sampling)
+    assert waits <= most, device.syncs
+    print(name, "kernels per token", kernels)
+    assert kernels <= 100, device.kernels
+
+
+def test_kernels_per_layer_of_a_decoded_token(device, tiny_model, tmp_path):
+    counts = []
+    for layers in (2, 4):
+        policy = Policy(made.recipe(made.deeper(tiny_model, tmp_path / str(layers), layers)))
+        counts.append(per_token(device, LocalEngine(policy, slots=4))[1])
+    print("kernels per layer", (counts[1] - counts[0]) / 2)
+    assert (counts[1] - counts[0]) / 2 <= 24
+
+
+def test_kernels_do_not_grow_with_the_context(device, tiny_model):
+    engine = LocalEngine(Policy(made.recipe(tiny_model)), slots=4, tokens_per_forward=64)
+    engine.load_weights(1)
+    sampled(engine, 200)
+    device.reset()
+    sampled(engine, 2)
+    short = device.kernel_count
+    engine.load_weights(2)
+    engine._cache.reserve(2000)
+    device.reset()
+    sampled(engine, 2)
+    assert device.kernel_count <= short + 2
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"lora": {"rank": 4}}, {"head_dtype": "float32"}])
+def test_engines_of_other_models(device, tiny_model, settings):
+    engine = LocalEngine(Policy(made.recipe(tiny_model, **settings)), slots=4)
+    assert isinstance(engine._cache, KeyValueRows) == (settings.get("dtype") != "float32")
+    engine.load_weights(1)
+    assert [len(done.ids) for done in sampled(engine, 3)] == [3] * 3
+
+
+def test_a_sleeping_engine_leaves_the_memory_of_its_cache(device, tiny_model):
+    engine = LocalEngine(Policy(made.recipe(tiny_model)), slots=4)
+    engine.load_weights(1)
+    before = device.live
+    sampled(engine, 3)
+    assert device.live > before
+    engine.sleep()
+    engine._decoder = None
+    assert device.live == before
+
+
+def test_weights_for_vllm_come_from_the_device(device, tiny_model, monkeypatch):
+    freed = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True), raising=False)
+    policy = Policy(made.recipe(tiny_model, lora={"rank": 4}))
+    replica = Made("a")
+    engine = VllmEngine(policy, VllmEngineRecipe(bucket_megabytes=1), [replica])
+    monkeypatch.setattr(replica, "finish_weights", lambda: _nothing_missing())
+    engine.load_weights(1)
+    names = set(dict(policy.weights()))
+    assert set(replica.got) == names
+    assert {tensor.dtype for tensor in replica.got.values()} == {torch.bfloat16}
+    assert len(freed) == 3
+    engine.close()
+
+
+async def _nothing_missing():
+    return []
