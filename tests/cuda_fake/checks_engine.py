@@ -1,6 +1,7 @@
 """The local engine on a fake GPU: reading prompts, decoding, and the weights that go to vLLM."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,12 +32,12 @@ def sampled(engine, tokens, requests=3, **sampling):
 def per_token(device, engine, **sampling):
     """Waits and kernels that each further decoded token of all sequences adds."""
     counts = []
-    for tokens in (4, 12):
+    for tokens in (2, 5):
         engine.load_weights(1)
         device.reset()
         assert [len(done.ids) for done in sampled(engine, tokens, **sampling)] == [tokens] * 3
         counts.append((device.sync_count, device.kernel_count))
-    return [(more - less) / 8 for less, more in zip(*counts, strict=True)]
+    return [(more - less) / 3 for less, more in zip(*counts, strict=True)]
 
 
 SAMPLING = {
@@ -49,49 +50,51 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_a_decoded_token_waits_for_its_number_alone(device, tiny_model, name):
+def test_a_decoded_token_waits_for_its_number_alone(device, thin_model, name):
     """The check for finite logits and the sampled tokens; truncation reads whether it has to sort the vocabulary."""
     sampling, most = SAMPLING[name]
-    engine = LocalEngine(Policy(made.recipe(tiny_model)), slots=4)
+    engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
     waits, kernels = per_token(device, engine, **sampling)
     assert waits <= most, device.syncs
     print(name, "kernels per token", kernels)
-    assert kernels <= 100, device.kernels
+    assert kernels <= 150, device.kernels
 
 
-def test_kernels_per_layer_of_a_decoded_token(device, tiny_model, tmp_path):
+def test_kernels_per_layer_of_a_decoded_token(device, thin_model, tmp_path):
     counts = []
-    for layers in (2, 4):
-        policy = Policy(made.recipe(made.deeper(tiny_model, tmp_path / str(layers), layers)))
-        counts.append(per_token(device, LocalEngine(policy, slots=4))[1])
-    print("kernels per layer", (counts[1] - counts[0]) / 2)
-    assert (counts[1] - counts[0]) / 2 <= 24
+    for layers in (1, 2):
+        policy = Policy(made.recipe(made.deeper(thin_model, tmp_path / str(layers), layers)))
+        counts.append(per_token(device, LocalEngine(policy, slots=4), temperature=0.0)[1])
+    print("kernels per layer", counts[1] - counts[0])
+    assert counts[1] - counts[0] <= 24
 
 
-def test_kernels_do_not_grow_with_the_context(device, tiny_model):
-    engine = LocalEngine(Policy(made.recipe(tiny_model)), slots=4, tokens_per_forward=64)
+def test_kernels_do_not_grow_with_the_context(device, thin_model):
+    engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
     engine.load_weights(1)
-    sampled(engine, 200)
-    device.reset()
-    sampled(engine, 2)
-    short = device.kernel_count
-    engine.load_weights(2)
-    engine._cache.reserve(2000)
-    device.reset()
-    sampled(engine, 2)
-    assert device.kernel_count <= short + 2
+    counts = []
+    for length in (20, 1500):
+        engine.load_weights(1)
+        engine._cache.reserve(1600)
+        request = Request(tuple(range(3, 103)) * (length // 100) or (5, 6), SamplingRecipe(temperature=0.0), 0, 4)
+        engine.policy.end_tokens = frozenset({999_999})
+        asyncio.run(engine.generate(replace(request, max_tokens=1)))
+        device.reset()
+        asyncio.run(engine.generate(request))
+        counts.append(device.kernel_count)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"lora": {"rank": 4}}, {"head_dtype": "float32"}])
-def test_engines_of_other_models(device, tiny_model, settings):
-    engine = LocalEngine(Policy(made.recipe(tiny_model, **settings)), slots=4)
+def test_engines_of_other_models(device, thin_model, settings):
+    engine = LocalEngine(Policy(made.recipe(thin_model, **settings)), slots=4)
     assert isinstance(engine._cache, KeyValueRows) == (settings.get("dtype") != "float32")
     engine.load_weights(1)
     assert [len(done.ids) for done in sampled(engine, 3)] == [3] * 3
 
 
-def test_a_sleeping_engine_leaves_the_memory_of_its_cache(device, tiny_model):
-    engine = LocalEngine(Policy(made.recipe(tiny_model)), slots=4)
+def test_a_sleeping_engine_leaves_the_memory_of_its_cache(device, thin_model):
+    engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
     engine.load_weights(1)
     before = device.live
     sampled(engine, 3)
@@ -101,10 +104,10 @@ def test_a_sleeping_engine_leaves_the_memory_of_its_cache(device, tiny_model):
     assert device.live == before
 
 
-def test_weights_for_vllm_come_from_the_device(device, tiny_model, monkeypatch):
+def test_weights_for_vllm_come_from_the_device(device, thin_model, monkeypatch):
     freed = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True), raising=False)
-    policy = Policy(made.recipe(tiny_model, lora={"rank": 4}))
+    policy = Policy(made.recipe(thin_model, lora={"rank": 4}))
     replica = Made("a")
     engine = VllmEngine(policy, VllmEngineRecipe(bucket_megabytes=1), [replica])
     monkeypatch.setattr(replica, "finish_weights", lambda: _nothing_missing())

@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.episode import Stream
+from posttrain.models.attention import use_packed_attention
+from posttrain.models.cpu.backend import use_fused_layers
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.training.objectives import token_forward
@@ -73,11 +77,24 @@ def updated(learner: Updater[Any], batch: Sequence[Sample], objective: Any) -> N
 
 def deeper(source: Path, target: Path, layers: int) -> Path:
     """The model at `source` with another number of layers, whose weights are drawn anew."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
     config = AutoConfig.from_pretrained(source)
     config.num_hidden_layers = layers
     config.layer_types = None
     AutoModelForCausalLM.from_config(config).save_pretrained(target)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)
     return target
+
+
+class ShapedPolicy(Policy):
+    """A policy of any shape, whose weights are made on the fake device. The tokenizer is that of the recipe's model."""
+
+    def __init__(self, recipe: ModelRecipe, config: Any) -> None:
+        self._config = config
+        super().__init__(recipe)
+
+    def load(self) -> torch.nn.Module:
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(self._config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        use_packed_attention(model)
+        use_fused_layers(model)
+        return model.eval()
