@@ -1,11 +1,9 @@
 """Memory plans against what an update allocates on the fake device, for layers of published shapes."""
 
-import numpy as np
 import pytest
 from transformers import AutoConfig
 
 from posttrain.planning.memory import ModelSizes, layer_activations
-from posttrain.training.objectives import SupervisedObjective
 from tests.cuda_fake import made
 
 TOKENS = 2048
@@ -55,4 +53,14 @@ def test_activations_of_a_layer(device, thin_model, shape, lora):
     family, hidden, intermediate, heads, key_heads, size = SHAPES[shape]
     sizes = ModelSizes(1, 2, hidden, intermediate, heads, key_heads, size, 1000)
     planned = 2 * layer_activations(sizes)
-    print(shape, lora, "counted", counted, "planned", planned, "numbers", counted / 2 / hidden, (counted/2 - 4*intermediate)/hidden)
+    print(
+        shape,
+        lora,
+        "counted",
+        counted,
+        "planned",
+        planned,
+        "numbers",
+        counted / 2 / hidden,
+        (counted / 2 - 4 * intermediate) / hidden,
+    )

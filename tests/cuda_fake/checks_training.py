@@ -166,7 +166,11 @@ def _arrays(rows):
     return [row.stream.ids for row in rows], [row.stream.sampled for row in rows]
 
 
-@pytest.mark.parametrize("loss", [ReverseKlLoss(), JsdLoss(type="jsd", top_k=4), JsdLoss(type="jsd", top_k=None)], ids=["reverse", "top", "whole"])
+@pytest.mark.parametrize(
+    "loss",
+    [ReverseKlLoss(), JsdLoss(type="jsd", top_k=4), JsdLoss(type="jsd", top_k=None)],
+    ids=["reverse", "top", "whole"],
+)
 def test_distillation(device, policy, loss):
     width = len(policy.tokenizer)
     learner = made.updater(policy, distillation_forward(policy, LearnerRecipe(), 1.0, loss))
@@ -247,7 +251,9 @@ def test_an_added_wait_fails_with_its_line(device, policy):
     device.reset()
     made.updated(learner, made.samples(2), Chatty())
     line = Chatty.__call__.__code__.co_firstlineno + 1
-    with pytest.raises(AssertionError, match=rf"the CPU waited 3 times, more than 2:\n(.*\n)*.*a number at .*checks_training.py:{line}"):
+    with pytest.raises(
+        AssertionError, match=rf"the CPU waited 3 times, more than 2:\n(.*\n)*.*a number at .*checks_training.py:{line}"
+    ):
         device.expect("an update", syncs=2)
 
 

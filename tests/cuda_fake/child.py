@@ -17,7 +17,11 @@ class Results:
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or not report.passed:
-            self.reports[report.nodeid] = {"outcome": report.outcome, "text": report.longreprtext, "printed": report.capstdout}
+            self.reports[report.nodeid] = {
+                "outcome": report.outcome,
+                "text": report.longreprtext,
+                "printed": report.capstdout,
+            }
 
 
 def main(library: str, torch_lib: str, results: str, *options: str) -> None:

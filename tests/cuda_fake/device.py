@@ -96,7 +96,7 @@ class FakeDevice(TorchDispatchMode):
         if name == "index" and any(isinstance(i, torch.Tensor) and i.device.type == "cpu" for i in args[1]):
             self._wait("an index from the CPU")
         if name == "copy_" and isinstance(args[0], FakeTensor) and not isinstance(args[1], FakeTensor):
-            self._upload(args[1], len(args) > 2 and bool(args[2]) or bool(kwargs.get("non_blocking")))
+            self._upload(args[1], (len(args) > 2 and bool(args[2])) or bool(kwargs.get("non_blocking")))
         if name == "_to_copy" and not fakes:
             self._upload(args[0], bool(kwargs.get("non_blocking")))
         if name == "copy_" and not isinstance(args[0], FakeTensor):

@@ -39,7 +39,8 @@ def reports(tmp_path_factory):
     done = subprocess.run(
         [sys.executable, "-m", "tests.cuda_fake.child", str(library), str(TORCH / "lib"), str(results)],
         cwd=HERE.parents[1],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")])},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=280,

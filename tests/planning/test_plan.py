@@ -353,7 +353,11 @@ def test_a_broken_model_directory_is_named(tmp_path):
             ["optimizer.warmup_updates=100"],
             "optimizer.warmup_updates 100 is not below the 100 updates of the run",
         ),
-        ("rl", ["model.head_dtype=float32", "model.device=cpu"], "model.head_dtype has no effect: model.dtype is float32"),
+        (
+            "rl",
+            ["model.head_dtype=float32", "model.device=cpu"],
+            "model.head_dtype has no effect: model.dtype is float32",
+        ),
         (
             "reward",
             ["data.train=a.jsonl", "model.head_dtype=float32", "model.dtype=bfloat16"],

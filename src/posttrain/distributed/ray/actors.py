@@ -195,7 +195,8 @@ class EngineWorker(Worker):
             return open_engine(self.policy, engine)
         engine = engine.model_copy(update={"servers": 1, "tensor_parallel": recipe.hardware.engines.devices})
         rollout = recipe.rollout
-        return open_engine(self.policy, engine, rollout.tokens_per_episode, rollout.sampling)
+        ahead = rollout.async_rollouts > 0
+        return open_engine(self.policy, engine, rollout.tokens_per_episode, rollout.sampling, weights_change=ahead)
 
     async def get_pid(self) -> int:  # type: ignore[override]
         return os.getpid()

@@ -16,7 +16,7 @@ from typing import Any
 from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
 from posttrain.distributed.sharding import full_tensor
 from posttrain.engines.protocol import Completion, EngineCounters, Request
-from posttrain.models.cuda.memory import release_cached_memory
+from posttrain.models.cuda.memory import copied_to_cpu, release_cached_memory
 from posttrain.models.policy import Policy
 
 BUCKET_BYTES = 256 * 2**20
@@ -48,7 +48,7 @@ def _buckets(policy: Policy, keep: bool) -> Iterator[Bucket]:
         if not keep:
             continue
         # numpy has no bfloat16, so tensors are sent as bytes.
-        raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        raw = copied_to_cpu([tensor])[0].reshape(-1).view(torch.uint8).numpy()
         if bucket and size + raw.nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -430,13 +430,15 @@ def open_vllm(
     max_context: int | None = None,
     sampling: SamplingRecipe | None = None,
     logs: Path | None = None,
+    weights_change: bool = True,
 ) -> VllmEngine:
     """A vLLM engine for contexts of up to `max_context` tokens, whose log-probabilities are exact for `sampling`.
 
-    `logs`: directory for the log files of servers started here (default: a temporary directory). In a run of several
+    `logs`: directory for the log files of servers started here (default: a temporary directory). `weights_change`: whether
+    weights may change while requests are in flight. In a run of several
     processes only rank 0 has replicas; the other ranks take part in gathering sharded weights.
     """
-    settings = settings_of(policy, recipe, max_context, sampling)
+    settings = replace(settings_of(policy, recipe, max_context, sampling), stream=weights_change)
     return VllmEngine(policy, recipe, _make_replicas(recipe, settings, logs) if current_world().is_rank0 else [])
 
 

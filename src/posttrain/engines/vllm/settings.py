@@ -38,6 +38,9 @@ class Settings:
     """Rank of the LoRA adapters that will be sent; 0: whole weights are sent."""
     trust_remote_code: bool = False
     """Run the Python code in the model's files."""
+    stream: bool = True
+    """Return tokens as they are sampled, so that each gets the version of its weights. Without it, an answer returns whole,
+    for weights that change between requests alone."""
     threads: int = 0
     """On a CPU: number of unbound threads; 0: one thread bound to each core."""
 
