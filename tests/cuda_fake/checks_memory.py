@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig
 
-from posttrain.planning.memory import ModelSizes, layer_activations
+from posttrain.planning.memory import ModelSizes, kept_activations
 from tests.cuda_fake import made
 
 TOKENS = 2048
@@ -50,17 +50,7 @@ def held_by_a_pass(device, policy):
 def test_activations_of_a_layer(device, thin_model, shape, lora):
     held = [held_by_a_pass(device, policy_of(shape, layers, thin_model, lora=lora)) for layers in (1, 2)]
     counted = (held[1] - held[0]) / TOKENS
-    family, hidden, intermediate, heads, key_heads, size = SHAPES[shape]
-    sizes = ModelSizes(1, 2, hidden, intermediate, heads, key_heads, size, 1000)
-    planned = 2 * layer_activations(sizes)
-    print(
-        shape,
-        lora,
-        "counted",
-        counted,
-        "planned",
-        planned,
-        "numbers",
-        counted / 2 / hidden,
-        (counted / 2 - 4 * intermediate) / hidden,
-    )
+    family, *numbers = SHAPES[shape]
+    hidden, intermediate, heads, key_heads, size = numbers
+    sizes = ModelSizes(1, 2, hidden, intermediate, heads, key_heads, size, 1000, head_norms=family == "qwen3")
+    assert counted == pytest.approx(2 * kept_activations(sizes), rel=0.05)

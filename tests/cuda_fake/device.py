@@ -19,6 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from posttrain.engines.local import decoder
+from posttrain.models.cpu import backend
+
 aten = torch.ops.aten
 HERE = Path(__file__).parent
 SOURCES = tuple(str(part) for part in (HERE.parents[1] / "src", HERE))
@@ -78,7 +81,9 @@ class FakeDevice(TorchDispatchMode):
         fakes = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, FakeTensor)]
         to_device = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
         if not fakes and not to_device:
-            return func(*args, **kwargs)
+            pinned = kwargs.pop("pin_memory", False)
+            out = func(*args, **kwargs)
+            return PINNED.add(out) if pinned else out
         name = func.overloadpacket.__name__
         if func is aten._local_scalar_dense.default:
             self._wait("a number")
@@ -100,7 +105,8 @@ class FakeDevice(TorchDispatchMode):
         if name == "_to_copy" and not fakes:
             self._upload(args[0], bool(kwargs.get("non_blocking")))
         if name == "copy_" and not isinstance(args[0], FakeTensor):
-            self._wait("a copy to the CPU")
+            if args[0] not in PINNED:
+                self._wait("a copy to the CPU")
             return args[0].fill_(1)
         args, kwargs = tree_map(self._faked, (args, kwargs))
         with self.fake:
@@ -111,7 +117,8 @@ class FakeDevice(TorchDispatchMode):
 
     def _faked(self, value: Any) -> Any:
         real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
-        return self.fake.from_tensor(value) if real else value
+        # Of an alias: the mode would keep a weak reference, and modules do not replace parameters that have one.
+        return self.fake.from_tensor(value.detach()) if real else value
 
     def _returned(self, value: Any) -> Any:
         if not isinstance(value, FakeTensor):
@@ -184,6 +191,42 @@ class _Pinned:
 PINNED = _Pinned()
 
 
+class _FusedNorm(torch.autograd.Function):
+    """As many kernels and as much memory as PyTorch's RMS norm, which is one kernel in builds for CUDA alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        of_weight = gradient.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        return gradient * weight, of_weight
+
+
+def _fused_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    if not x.is_cuda:
+        return torch.rms_norm(x, shape, weight, epsilon)
+    return _FusedNorm.apply(x, weight)
+
+
+def _swapped(swap: Any) -> Any:
+    """`swap`, which refuses fake tensors, only where a module's parameter moves."""
+    return lambda one, other: None if (one.device, one.dtype) == (other.device, other.dtype) else swap(one, other)
+
+
+class _Stream:
+    """The current stream, whose `synchronize` is a wait."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def synchronize(self) -> None:
+        self._device._wait("a synchronization")
+
+
 def _line() -> str:
     """The innermost line of the package, or of these checks, that is being executed."""
     frame: Any = sys._getframe(1)
@@ -208,11 +251,18 @@ def fake_cuda() -> Any:
         (torch.cuda, "manual_seed_all"): lambda seed: None,
         (torch.Tensor, "pin_memory"): lambda self, device=None: PINNED.add(self),
     }
+    device = FakeDevice()
+    replaced |= {
+        (torch.cuda, "current_stream"): lambda: _Stream(device),
+        (torch.cuda, "empty_cache"): lambda: None,
+        (torch.utils, "swap_tensors"): _swapped(torch.utils.swap_tensors),
+        (backend, "rms_norm"): _fused_norm,
+        (decoder, "rms_norm"): _fused_norm,
+    }
     before = {place: getattr(*place) for place in replaced}
     for (owner, name), stub in replaced.items():
         setattr(owner, name, stub)
     torch._C._set_only_lift_cpu_tensors(True)
-    device = FakeDevice()
     try:
         with device:
             yield device

@@ -183,10 +183,10 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         # Activations of policy and critic do not exist at the same time.
         width = max(width, _critic_width(recipe))
     if recipe.model.gradient_checkpointing:
-        per_token = width * (sizes.layers * sizes.hidden + layer_activations(sizes))
+        per_token = width * (sizes.layers * sizes.hidden + kept_activations(sizes))
         how = "all of one layer, inputs of the others"
     else:
-        per_token, how = width * sizes.layers * layer_activations(sizes), "every layer"
+        per_token, how = width * sizes.layers * kept_activations(sizes), "every layer"
     rows["activations, roughly"] = (tokens * per_token, f"learner.tokens_per_batch {tokens}, {how}")
     if isinstance(recipe, RewardRecipe):
         return rows
@@ -297,8 +297,21 @@ def trained_parameters(model: ModelRecipe, sizes: ModelSizes, scorer: bool = Fal
     return sizes.layers * model.lora.rank * sum(adapted)
 
 
+def kept_activations(sizes: ModelSizes) -> int:
+    """Numbers kept per token for the backward pass of one layer, in the model's dtype: the inputs of both norms and of the
+    matrices after them, queries, keys, values and outputs of attention, gate, its factor and their product.
+
+    With experts, only the active experts of a token count, plus one copy of the token for each. Statistics of norms and
+    softmax are left out. `tests/cuda_fake` compares this with what an update keeps.
+    """
+    queries, keys = sizes.heads * sizes.head_size, sizes.key_value_heads * sizes.head_size
+    networks, copies = (sizes.experts_per_token, 2 * sizes.experts_per_token) if sizes.experts else (1, 0)
+    normalized = queries + keys if sizes.head_norms else 0
+    return (4 + copies) * sizes.hidden + 2 * (queries + keys) + normalized + 3 * networks * sizes.intermediate
+
+
 def layer_activations(sizes: ModelSizes) -> int:
-    """Numbers saved per token for the backward pass of one layer: inputs of norms, matrices, attention and gate.
+    """Numbers per token of one layer whose transfers count as time: those of modules without fused functions.
 
     With experts, only the active experts of a token count, plus one copy of the token for each.
     """
