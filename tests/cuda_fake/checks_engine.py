@@ -11,6 +11,7 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.engine import VllmEngine
 from posttrain.models.policy import Policy
+from posttrain.planning.devices import GPU_KERNELS_LOCAL
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from tests.cuda_fake import made
@@ -56,7 +57,6 @@ def test_a_decoded_token_waits_for_its_number_alone(device, thin_model, name):
     engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
     waits, kernels = per_token(device, engine, **sampling)
     assert waits <= most, device.syncs
-    print(name, "kernels per token", kernels)
     assert kernels <= 145, device.kernels
 
 
@@ -65,8 +65,7 @@ def test_kernels_per_layer_of_a_decoded_token(device, thin_model, tmp_path):
     for layers in (1, 2):
         policy = Policy(made.recipe(made.deeper(thin_model, tmp_path / str(layers), layers)))
         counts.append(per_token(device, LocalEngine(policy, slots=4), temperature=0.0)[1])
-    print("kernels per layer", counts[1] - counts[0])
-    assert counts[1] - counts[0] <= 24
+    assert counts[1] - counts[0] <= GPU_KERNELS_LOCAL
 
 
 def test_kernels_do_not_grow_with_the_context(device, thin_model):

@@ -6,7 +6,7 @@ Unknown lengths are taken at their limits: episodes and rows have their maximum 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from posttrain.planning.devices import Device
+from posttrain.planning.devices import GPU_LAUNCH_LOCAL, Device
 from posttrain.planning.memory import ModelSizes, teacher_sizes, trained_parameters
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.planning.times import (
@@ -15,8 +15,8 @@ from posttrain.planning.times import (
     optimizer_seconds,
     prefill_seconds,
     steady_seconds,
-    sync_seconds,
     training_seconds,
+    transfer_seconds,
 )
 from posttrain.planning.work import Episodes, Tokens, rows_of
 from posttrain.recipe.components import EnvironmentRecipe
@@ -169,6 +169,8 @@ def _sampling(
 ) -> list[Phase]:
     assert isinstance(engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model has no local phases"
     width, engines, tensor = _width(model.dtype, device), max(1, placement.engines), placement.tensor
+    if isinstance(engine, LocalEngineRecipe) and device.is_gpu:
+        device = replace(device, launch=max(device.launch, GPU_LAUNCH_LOCAL))
     share, prompts = episodes.share(engines), episodes.prefilled
     read = prefill_seconds(sizes, device, share.prefilled, width, tensor, engine.tokens_per_forward)
     if placement.async_rollouts:
@@ -215,7 +217,7 @@ def _rl(
         recipe.model, sizes, device, placement, tokens, learner.tokens_per_batch, updates, learner.epochs_per_step
     )
     if placement.engines:
-        sent = sync_seconds(sizes, device, placement, width)
+        sent = transfer_seconds(sizes, device, placement, width)
         phases.append(Phase("weights to the engines", sent, placement.all_devices, f"{sizes.parameters:,} parameters"))
     return phases
 
