@@ -15,8 +15,8 @@ from posttrain.planning.times import (
     optimizer_seconds,
     prefill_seconds,
     steady_seconds,
+    sync_seconds,
     training_seconds,
-    transfer_seconds,
 )
 from posttrain.planning.work import Episodes, Tokens, rows_of
 from posttrain.recipe.components import EnvironmentRecipe
@@ -169,7 +169,7 @@ def _sampling(
 ) -> list[Phase]:
     assert isinstance(engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model has no local phases"
     width, engines, tensor = _width(model.dtype, device), max(1, placement.engines), placement.tensor
-    if isinstance(engine, LocalEngineRecipe) and device.is_gpu:
+    if isinstance(engine, LocalEngineRecipe) and device.is_gpu and not placement.engines:
         device = replace(device, launch=max(device.launch, GPU_LAUNCH_LOCAL))
     share, prompts = episodes.share(engines), episodes.prefilled
     read = prefill_seconds(sizes, device, share.prefilled, width, tensor, engine.tokens_per_forward)
@@ -217,7 +217,7 @@ def _rl(
         recipe.model, sizes, device, placement, tokens, learner.tokens_per_batch, updates, learner.epochs_per_step
     )
     if placement.engines:
-        sent = transfer_seconds(sizes, device, placement, width)
+        sent = sync_seconds(sizes, device, placement, width)
         phases.append(Phase("weights to the engines", sent, placement.all_devices, f"{sizes.parameters:,} parameters"))
     return phases
 

@@ -467,13 +467,8 @@ class Updater(Generic[Output]):
                 optimizer.collect()
             parts.append(metrics | {"loss/total": (loss.detach(), 0.0)} if counts else {})
         parts = as_numbers(parts)
-        totals_of = zip(shares, parts, strict=True)
-        broken = [
-            signal[i]
-            for (group, _), part in totals_of
-            if part and not math.isfinite(part["loss/total"][0])
-            for i in group
-        ]
+        finite_losses = [math.isfinite(part.get("loss/total", (0.0, 0.0))[0]) for part in parts]
+        broken = [signal[i] for (group, _), ok in zip(shares, finite_losses, strict=True) if not ok for i in group]
         if suspects := self._world.gather(broken):
             return self._skip([samples[i] for i in suspects], objective)
         for part in parts:
