@@ -220,6 +220,8 @@ def test_dtypes(device, thin_model, head_dtype):
     assert Policy(made.recipe(thin_model, dtype=None)).model.dtype == torch.bfloat16
     policy = Policy(made.recipe(thin_model, head_dtype=head_dtype))
     made.updated(made.policy_updater(policy), made.samples(), SupervisedObjective())
+    if head_dtype == "float32":
+        return
     # Without the flash kernel, each segment is attended by itself.
     wide = Policy(made.recipe(thin_model, dtype="float32"))
     made.updated(made.policy_updater(wide), made.samples(), SupervisedObjective())

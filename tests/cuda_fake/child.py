@@ -6,21 +6,25 @@ python -m tests.cuda_fake.child LIBRARY TORCH_LIB RESULTS [options of pytest]
 import ctypes
 import json
 import sys
+import time
 from pathlib import Path
 
 
 class Results:
-    """A plug-in of pytest that keeps the outcome of every check."""
+    """A plug-in of pytest that keeps the outcome of every check, and the processor seconds of its function."""
 
     def __init__(self) -> None:
-        self.reports: dict[str, dict[str, str]] = {}
+        self.reports: dict[str, dict[str, str | float]] = {}
+        self._before = time.process_time()
 
     def pytest_runtest_logreport(self, report):
+        before, self._before = self._before, time.process_time()
         if report.when == "call" or not report.passed:
             self.reports[report.nodeid] = {
                 "outcome": report.outcome,
                 "text": report.longreprtext,
                 "printed": report.capstdout,
+                "seconds": self._before - before,
             }
 
 

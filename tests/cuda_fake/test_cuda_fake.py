@@ -40,6 +40,7 @@ def reports(tmp_path_factory):
         [sys.executable, "-m", "tests.cuda_fake.child", str(library), str(TORCH / "lib"), str(results)],
         cwd=HERE.parents[1],
         env=os.environ
+        | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
