@@ -412,12 +412,13 @@ def _smaller(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     if not isinstance(recipe, Learned):
         return
     checkpointed = recipe.model.model_copy(update={"gradient_checkpointing": True})
-    adapted = checkpointed.model_copy(update={"lora": recipe.model.lora or LoraRecipe()})
+    adapters = recipe.model.lora or LoraRecipe()
+    adapted = checkpointed.model_copy(update={"lora": adapters})
     offloaded = recipe.hardware.model_copy(update={"offload": True})
     shown = "model.gradient_checkpointing=true"
     yield shown, recipe.model_copy(update={"model": checkpointed})
     yield f"{shown} hardware.offload=true", recipe.model_copy(update={"model": checkpointed, "hardware": offloaded})
-    yield f"{shown} model.lora.rank={adapted.lora.rank}", recipe.model_copy(update={"model": adapted})
+    yield f"{shown} model.lora.rank={adapters.rank}", recipe.model_copy(update={"model": adapted})
 
 
 def _memory_table(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> Table:

@@ -40,8 +40,9 @@ def with_dtypes(recipe: R, device: Device | None) -> R:
         halves = device.is_gpu if section.dtype is None else device.bfloat16 > device.float32
         return section.model_copy(update={"dtype": "bfloat16" if halves else "float32"})
 
-    sections = ("model", "reward", "critic", "teacher")
-    return recipe.model_copy(update={name: chosen(getattr(recipe, name)) for name in sections if hasattr(recipe, name)})
+    sections = [name for name in ("model", "reward", "critic", "teacher") if hasattr(recipe, name)]
+    copy: Any = recipe.model_copy(update={name: chosen(getattr(recipe, name)) for name in sections})
+    return copy
 
 
 def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:

@@ -455,7 +455,7 @@ class Updater(Generic[Output]):
         if not signal:
             return {"optimizer/skipped": (0.0, 1.0), "optimizer/no_signal": (1.0, 1.0)}
         shares = list(self._shares(self._groups([samples[i] for i in signal])))
-        parts: list[Totals] = []
+        parts: list[Any] = []
         for number, (group, counts) in enumerate(shares):
             chosen = [samples[signal[i]] for i in group]
             with self.model.training_mode(*self._draw(number)):
