@@ -60,7 +60,7 @@ class KeyValueRows(KeyValuePages):
                 rows[target, :tokens] = rows[source, :tokens]
 
     def swap(self, one: int, other: int, tokens: int) -> None:
-        """No effect: sequences need not be neighbors, so the engine leaves them where they are."""
+        """Never called: sequences need not be neighbors, so the engine leaves them where they are."""
         raise AssertionError("slots of a GPU's cache are not moved")
 
 
