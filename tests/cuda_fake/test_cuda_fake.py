@@ -15,6 +15,8 @@ import torch
 
 from posttrain.engines.local.cpu.kernel import build, compiler
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all checks, which take 40 s on an idle core
+
 HERE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 NAMES = sorted(
@@ -44,7 +46,7 @@ def reports(tmp_path_factory):
         | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=880,
         check=False,
     )
     assert results.is_file(), done.stdout[-3000:] + done.stderr[-3000:]
