@@ -22,23 +22,24 @@ SEGMENTS = [
 
 def parity(shape: Shape, device: torch.device) -> Iterator[Row]:
     """Largest distance from the plain way in float32, relative to the largest value; and greedy tokens in common."""
-    yield from _attention(device, window=None)
-    yield from _attention(device, window=50)
+    for size in (64, 128):
+        yield from _attention(device, size, window=None)
+        yield from _attention(device, size, window=50)
     yield from _scores(shape, device)
     yield from _greedy(shape, device)
 
 
-def _attention(device: torch.device, window: int | None) -> Iterator[Row]:
+def _attention(device: torch.device, size: int, window: int | None) -> Iterator[Row]:
     tokens = SEGMENTS[-1].stop
     generator = torch.Generator().manual_seed(0)
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
-    *rows, weights = (torch.randn(heads, tokens, 64, generator=generator).to(device, half) for heads in (8, 2, 2, 8))
+    *rows, weights = (torch.randn(heads, tokens, size, generator=generator).to(device, half) for heads in (8, 2, 2, 8))
     found = _with_gradients(rows, weights)(PackedLayout(SEGMENTS), window)
     expected = _with_gradients([row.float() for row in rows], weights.float())(PackedLayout(SEGMENTS), window)
     distances = [relative(mine, theirs) for mine, theirs in zip(found, expected, strict=True)]
     names = ("output", "query", "key", "value")
     note = ", ".join(f"{name} {distance:.1e}" for name, distance in zip(names, distances, strict=True))
-    case = "packed attention and its gradients" + (f", window {window}" if window else "")
+    case = f"packed attention and its gradients, heads of {size}" + (f", window {window}" if window else "")
     yield Row("parity", case, max(distances), "relative", note=note)
 
 

@@ -18,16 +18,18 @@ class Row:
     memory: float | None = None
     """Peak bytes on the device."""
     note: str = ""
+    check: str = ""
+    """Whether the part passed, and by which criterion; in its first row."""
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown."""
-    cells = [["part", "case", "result", "share of the limit", "peak GiB", "note"]]
+    cells = [["part", "case", "result", "share of the limit", "peak GiB", "check", "note"]]
     for row in rows:
         share = "" if row.share is None or math.isnan(row.share) else f"{row.share:.1%}"
         memory = "" if row.memory is None or math.isnan(row.memory) else f"{row.memory / 2**30:.2f}"
         value = "failed" if math.isnan(row.value) else f"{rounded(row.value)} {row.unit}"
-        cells.append([row.part, row.case, value, share, memory, row.note])
+        cells.append([row.part, row.case, value, share, memory, row.check, row.note])
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     lines = [
         "| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |" for line in cells

@@ -30,7 +30,10 @@ QUICK = argparse.Namespace(device="cpu", tiny=True)
 
 @pytest.mark.parametrize(
     ("part", "rows"),
-    [("limits", 2), ("parity", 4), ("log-probabilities", 2), ("sft-4B", 1), ("decode-0.5B", 3), ("rl-0.5B", 1)],
+    [
+        *(("device", 2), ("limits", 2), ("parity", 6), ("agree-0.5B", 2), ("log-probabilities", 2)),
+        *(("sft-4B", 1), ("decode-0.5B", 3), ("rl-0.5B", 1)),
+    ],
 )
 def test_every_part_prints_numbers(part, rows):
     found = list(gpu.measure(part, "cpu", True, LIMITS, 20))
@@ -39,8 +42,36 @@ def test_every_part_prints_numbers(part, rows):
     if part in ("sft-4B", "decode-0.5B"):
         assert all(row.share is not None and row.share > 0 for row in found)
     if part == "parity":
-        assert all(row.value < 1e-4 for row in found[:3])
-        assert found[3].value == 100
+        assert all(row.value < 1e-4 for row in found[:-1])
+        assert found[-1].value == 100
+    if part == "agree-0.5B":
+        assert [row.value for row in found] == [0, 0], "the same numbers on a processor"
+
+
+def test_parts_pass_by_their_criteria():
+    rows = [Row("parity", "a", 0.001, "relative"), Row("parity", "b", 0.019, "relative"), Row("parity", "c", 90, "%")]
+    assert gpu.judged("parity", rows)[0].check == "passed: distances below 0.02, gradients included"
+    assert gpu.judged("parity", [*rows, Row("parity", "d", 0.02, "relative")])[0].check.startswith("FAILED: ")
+    assert gpu.judged("parity", [*rows, Row("parity", "", math.nan, "")])[0].check.startswith("FAILED: ")
+    assert gpu.judged("sft-4B", [Row("SFT", "a", 1.0, "", share=0.29)])[0].check.startswith("FAILED: ")
+    assert gpu.judged("sft-4B", [Row("SFT", "a", 1.0, "", share=0.31)])[0].check.startswith("passed: ")
+    assert gpu.judged("limits", rows) == rows
+
+
+def test_finished_parts_are_not_run_again_and_failed_ones_are(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def part(name, chosen, limits, budget):
+        ran.append(name)
+        return [Row(name, "x", math.nan if name == "parity" and ran.count("parity") == 1 else 1.0, "relative")]
+
+    monkeypatch.setattr(gpu, "in_a_process", part)
+    arguments = ["--parts", "limits,parity,rl-0.5B", "--json", str(tmp_path / "rows.json"), "--device", "cpu"]
+    assert gpu.main(arguments) == 0
+    assert gpu.main(arguments) == 0
+    assert ran == ["limits", "parity", "rl-0.5B", "parity"]
+    assert gpu.main([*arguments, "--minutes", "0.1"]) == 0
+    assert "not run" not in capsys.readouterr().out
 
 
 def test_a_failing_part_is_one_line(capsys):
@@ -141,7 +172,7 @@ def test_the_table_shows_missing_values_as_dashes():
 
 def test_a_whole_forward_pass_stays_on_the_gpu(monkeypatch):
     """On the meta device, which like a GPU refuses tensors of the processor, through the GPU's attention."""
-    monkeypatch.setattr("posttrain.models.packing.supports", lambda query: True)
+    monkeypatch.setattr("posttrain.models.packing.supports", lambda *arguments: True)
     device = torch.device("meta")
     policy = RandomPolicy(TINY["4B"], device)
     policy.model.to(torch.bfloat16)

@@ -22,6 +22,8 @@ def test_state_is_divided_and_whole_gradients_are_not():
     assert found["whole gradients"] == 4000
     assert found["activations, roughly"] == alone["activations, roughly"]
     assert "whole gradients" not in rows(processes=4, gradient_sync="per_forward")[0]
+    # Offloaded gradients are accumulated in CPU memory, whatever the number of processes.
+    assert "whole gradients" not in rows(processes=4, offload=True)[0]
 
 
 def test_in_bfloat16_the_shares_are_the_masters():

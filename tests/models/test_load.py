@@ -195,7 +195,29 @@ def test_a_run_reports_what_auto_selects_and_why(native, notes, monkeypatch):
     reward = {"path": "x", "dtype": "bfloat16"}
     model = {"dtype": "auto", "device": "cpu"}
     assert precision_notes(RlRecipe(environment={"type": "bandit"}, model=model, reward=reward)) == notes
-    assert precision_notes(RlRecipe(environment={"type": "bandit"})) == []
+    assert precision_notes(RlRecipe(environment={"type": "bandit"}, model={"device": "cpu"})) == []
+
+
+def test_the_default_precision_is_bfloat16_on_a_gpu(monkeypatch):
+    assert resolve_dtype(None, torch.device("cpu")) == torch.float32
+    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: True)
+    assert resolve_dtype(None, torch.device("cuda")) == torch.bfloat16
+    monkeypatch.setattr("posttrain.models.load.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    recipe = RlRecipe(environment={"type": "bandit"})
+    assert precision_notes(recipe) == ["model.dtype is bfloat16 on NVIDIA H100; set it to float32 for full precision"]
+
+
+def test_a_gpu_that_torch_cannot_use_is_reported(monkeypatch, tmp_path):
+    recipe = RlRecipe(environment={"type": "bandit"})
+    monkeypatch.setattr("posttrain.training.stage.NVIDIA_DRIVER", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    (note,) = precision_notes(recipe)
+    assert note.startswith("model.device auto is cpu although this machine has an NVIDIA driver: torch ")
+    assert "is built without CUDA" in note
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert precision_notes(recipe) == []
 
 
 def test_a_dry_run_reports_it_once(capsys):

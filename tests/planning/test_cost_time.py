@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.errors import InputError
-from posttrain.planning.devices import DEVICES, HOP, SYNC, Device
+from posttrain.planning.devices import DEVICES, HOP, HOST_COPIES, HOST_COPY, SYNC, Device
 from posttrain.planning.memory import ModelSizes, layer_activations
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.planning.times import (
@@ -20,6 +20,7 @@ from posttrain.planning.times import (
     step_seconds,
     sync_seconds,
     training_seconds,
+    transfer_seconds,
 )
 from posttrain.planning.work import (
     Episodes,
@@ -124,6 +125,8 @@ def test_optimizer_and_weights():
     assert sync_seconds(SIZES, LINKS, ALONE, 2) == 0
     apart = Placement(4, 4, engines=1, colocated=False)
     assert sync_seconds(SIZES, LINKS, apart, 2) == pytest.approx(2 * 2000 / (5 * SYNC))
+    assert transfer_seconds(SIZES, LINKS, ALONE, 2) == 0
+    assert transfer_seconds(SIZES, LINKS, apart, 2) == pytest.approx(HOST_COPIES * 2 * 2000 / HOST_COPY)
 
 
 SIZED = st.builds(

@@ -7,9 +7,10 @@ from rich.console import Console
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
+from posttrain.planning.devices import DEVICES
 from posttrain.planning.dry_run import batch_arithmetic, show_plan
 from posttrain.planning.memory import ModelSizes, memory_estimate, trained_parameters
-from posttrain.planning.model_sizes import model_sizes
+from posttrain.planning.model_sizes import model_sizes, published_sizes
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.credit import CREDITS
 from posttrain.recipe.warnings import recipe_warnings
@@ -353,7 +354,11 @@ def test_a_broken_model_directory_is_named(tmp_path):
             ["optimizer.warmup_updates=100"],
             "optimizer.warmup_updates 100 is not below the 100 updates of the run",
         ),
-        ("rl", ["model.head_dtype=float32"], "model.head_dtype has no effect: model.dtype is float32"),
+        (
+            "rl",
+            ["model.head_dtype=float32", "model.device=cpu"],
+            "model.head_dtype has no effect: model.dtype is float32",
+        ),
         (
             "reward",
             ["data.train=a.jsonl", "model.head_dtype=float32", "model.dtype=bfloat16"],
@@ -427,3 +432,18 @@ def test_defaults_give_no_warning(stage, needed, tmp_path):
     assert recipe_warnings(recipe_of(*needed, stage=stage)) == []
     (tmp_path / "r.yaml").write_text(dump_recipe(recipe_of(*needed, stage=stage)))
     assert recipe_warnings(load_recipe([str(tmp_path / "r.yaml")], [], stage)) == []
+
+
+def test_the_default_sft_of_a_4b_model_says_what_makes_it_fit_on_an_h100():
+    recipe = recipe_of("model.path=Qwen/Qwen3-4B", "data.train=a.jsonl", stage="sft")
+    shown = Console(file=StringIO(), width=300)
+    show_plan(recipe, published_sizes("Qwen/Qwen3-4B"), shown, DEVICES["h100"])
+    text = shown.file.getvalue()
+    assert "parameters of 2 bytes" in text
+    (warning,) = [line for line in text.splitlines() if "the run needs an estimated" in line]
+    keys = warning.rpartition("it fits with ")[2].split()
+    assert keys[0] == "model.gradient_checkpointing=true"
+    fitting = recipe_of("model.path=Qwen/Qwen3-4B", "data.train=a.jsonl", *keys, stage="sft")
+    again = Console(file=StringIO(), width=300)
+    show_plan(fitting, published_sizes("Qwen/Qwen3-4B"), again, DEVICES["h100"])
+    assert "the run needs an estimated" not in again.file.getvalue()

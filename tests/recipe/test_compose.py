@@ -151,7 +151,7 @@ def test_a_missing_file(recipe_file, tmp_path):
         ),
         (
             ["model.dtype=fp16"],
-            'override model.dtype=fp16: model.dtype is "fp16"; it must be float32, bfloat16 or auto',
+            'override model.dtype=fp16: model.dtype is "fp16"; it must be float32, bfloat16 or auto, or null',
         ),
         (
             ["sinks=wandb"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from posttrain.distributed.launch import write_end
 from posttrain.distributed.stopping import second_signal_ends
-from posttrain.distributed.world import AlreadyReported, RankLost, is_connection_loss
+from posttrain.distributed.world import AlreadyReported, communication_error
 from posttrain.errors import PosttrainError
 
 
@@ -37,8 +37,8 @@ def main(folder: Path) -> int:
         write_end(folder, rank, error, str(error), error.exit_code)
         return 1
     except BaseException as error:
-        if is_connection_loss(error):
-            write_end(folder, rank, RankLost(""), "another process is gone", 1)
+        if (explained := communication_error(error)) is not None:
+            write_end(folder, rank, explained, str(explained), explained.exit_code)
         else:
             from posttrain.cli.main import describe
 

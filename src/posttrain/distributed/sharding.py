@@ -52,7 +52,7 @@ class ShardedModel:
         offload = CPUOffloadPolicy() if hardware.offload else OffloadPolicy()
         mesh = torch.distributed.init_device_mesh(device.type, (current_world().size,))
         self._reshards = hardware.reshard_after_forward
-        self._reduces_each = hardware.gradient_sync == "per_forward"
+        self._reduces_each = hardware.reduces_per_forward
         self._root: Any = _Root(model)
         self._held = False
         for module, reshard in [*((layer, self._reshards) for layer in layers), (self._root, False)]:

@@ -81,7 +81,7 @@ class World:
         import torch.distributed as dist
 
         box = [item]
-        with _raise_rank_lost():
+        with _explain_failure():
             dist.broadcast_object_list(box, src=0, group=control_group())
         return box[0]
 
@@ -99,7 +99,7 @@ class World:
         if self.size > 1:
             import torch.distributed as dist
 
-            with _raise_rank_lost():
+            with _explain_failure():
                 for tensor in tensors:
                     dist.all_reduce(tensor, group=control_group() if tensor.device.type == "cpu" else None)
         return list(tensors)
@@ -129,7 +129,7 @@ class World:
         import torch.distributed as dist
 
         items: list[Any] = [None] * self.size
-        with _raise_rank_lost():
+        with _explain_failure():
             dist.all_gather_object(items, item, group=control_group())
         return items
 
@@ -200,8 +200,7 @@ def join_world(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World
         yield world
         world.barrier()
     except BaseException as error:
-        if is_connection_loss(error):
-            error = rank_lost()
+        error = communication_error(error) or error
         if world.size > 1 and not _claim_report(store, world):
             code = (
                 error.exit_code
@@ -300,24 +299,35 @@ def _claim_report(store: Any, world: World) -> bool:
 
 
 @contextmanager
-def _raise_rank_lost() -> Iterator[None]:
-    """Turn torch's error about a closed connection into `RankLost`."""
+def _explain_failure() -> Iterator[None]:
+    """Turn torch's error about a failed collective call into a sentence."""
     try:
         yield
     except RuntimeError as error:
-        raise rank_lost() from error
+        explained = communication_error(error)
+        if explained is None:
+            raise
+        raise explained from error
 
 
-def is_connection_loss(error: BaseException) -> bool:
-    """Whether torch raised `error` because another process has exited."""
+def communication_error(error: BaseException) -> RunError | None:
+    """The error to raise instead of torch's `error` if a collective call failed; None for any other error.
+
+    `RankLost` if another process has exited. NCCL also fails for reasons of its own, which its message names.
+    """
     import torch.distributed as dist
 
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
-
-
-def rank_lost() -> RankLost:
-    """The error to raise when another process has exited."""
-    return RankLost("another process of the run exited early; continue the run with --resume")
+    text = str(error)
+    collective = isinstance(error, dist.DistError) or "gloo" in text.lower()
+    if isinstance(error, PosttrainError) or not (isinstance(error, RuntimeError) and collective):
+        return None
+    cause = " ".join(text.split())[:400]
+    if "NCCL" in text and "ncclRemoteError" not in text:
+        return RunError(
+            f"NCCL failed ({cause}); set NCCL_DEBUG=WARN to see its log, and in a container raise the size of /dev/shm "
+            "(`docker run --shm-size=16g`)"
+        )
+    return RankLost(f"another process of the run exited early ({cause}); continue the run with --resume")
 
 
 # -- interrupts ---------------------------------------------------------------------------------------------------------

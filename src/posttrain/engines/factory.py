@@ -17,15 +17,16 @@ def open_engine(
     max_context: int | None = None,
     sampling: SamplingRecipe | None = None,
     logs: Path | None = None,
+    weights_change: bool = True,
 ) -> Engine:
     """The engine of the recipe. It samples with the weights of `policy` at each `load_weights`.
 
     For engines outside this process: `max_context` is the longest context in tokens (default: the model's limit),
-    `sampling` the settings for which log-probabilities must be exact (default: temperature 1), and `logs` the directory
-    of their log files.
+    `sampling` the settings for which log-probabilities must be exact (default: temperature 1), `logs` the directory
+    of their log files, and `weights_change` says whether weights may change while requests are in flight.
     """
     if isinstance(recipe, LocalEngineRecipe):
         return LocalEngine(policy, recipe)
     from posttrain.engines.vllm.engine import open_vllm
 
-    return open_vllm(policy, recipe, max_context, sampling, logs)
+    return open_vllm(policy, recipe, max_context, sampling, logs, weights_change)

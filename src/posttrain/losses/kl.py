@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from posttrain.episode import PerToken, RewardStreams
-from posttrain.losses.policy import LOG_RATIO_LIMIT, Metrics, TokenBatch, bounded_exp
+from posttrain.losses.policy import LOG_RATIO_LIMIT, Metrics, TokenBatch, bounded_exp, number
 from posttrain.recipe.loss import KL_STEP, KlRecipe
 
 KL_LIMIT = 10.0
@@ -63,12 +63,13 @@ def kl_loss(
 def kl_metrics(difference: Values) -> Metrics:
     """Of tokens with d = `difference` [N]: `policy/kl` by k3, whichever estimator the penalty uses, and the share of tokens
     whose k3 is cut off at `KL_LIMIT`."""
-    on_cpu = difference.detach().cpu().numpy() if isinstance(difference, torch.Tensor) else difference
-    estimates = estimate_kl("k3", on_cpu.astype(np.float64))
-    clamped = float((estimates >= KL_LIMIT).sum())
+    values: Any = difference.detach() if isinstance(difference, torch.Tensor) else difference
+    values = values.double() if getattr(values, "is_cuda", False) else np.asarray(values, dtype=np.float64)
+    estimates = estimate_kl("k3", values)
+    count = float(len(estimates))
     return {
-        "policy/kl": (float(estimates.sum()), float(len(estimates))),
-        "policy/kl_clamped": (clamped, float(len(estimates))),
+        "policy/kl": (number(estimates.sum()), count),
+        "policy/kl_clamped": (number((estimates >= KL_LIMIT).sum()), count),
     }
 
 

@@ -6,7 +6,7 @@ policies that differ from the learner, the losses, and metrics.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -152,8 +152,8 @@ def importance_correction(recipe: CorrectionRecipe, batch: TokenBatch) -> tuple[
         factors = factors.masked_fill(rejected, 0.0)
         metrics["correction/rejected"] = sum_and_count(rejected)
         if recipe.reject != "token":
-            streams = float(batch.stream[rejected].unique().numel())
-            metrics["correction/rejected_streams"] = (streams, float((batch.lengths > 0).sum()))
+            streams = torch.zeros_like(batch.lengths).index_add(0, batch.stream, rejected.to(batch.lengths.dtype)) > 0
+            metrics["correction/rejected_streams"] = (number(streams.sum()), number((batch.lengths > 0).sum()))
     return factors, metrics | {"correction/weight": sum_and_count(factors)}
 
 
@@ -377,4 +377,13 @@ def divergence_metrics(logprobs: torch.Tensor, batch: TokenBatch) -> Metrics:
 
 def sum_and_count(values: torch.Tensor) -> tuple[float, float]:
     """(sum, count) of a tensor [N]."""
-    return float(values.detach().double().sum()), float(values.numel())
+    return number(values.detach().double().sum()), float(values.numel())
+
+
+def number(scalar: Any) -> Any:
+    """`scalar` for a metric: a Python number, or a detached tensor if it is on a GPU.
+
+    Reading a number from a GPU makes the CPU wait for it. The updater reads those of a whole update at once.
+    """
+    value = scalar.detach() if isinstance(scalar, torch.Tensor) else scalar
+    return value if isinstance(value, torch.Tensor) and value.is_cuda else float(value)

@@ -77,4 +77,4 @@ def _sums(values: torch.Tensor, answer: torch.Tensor, answers: int) -> torch.Ten
 
 
 def _counts(rewards: torch.Tensor, answer: torch.Tensor, answers: int) -> torch.Tensor:
-    return torch.bincount(answer, minlength=answers).to(rewards.dtype)
+    return _sums(torch.ones_like(rewards), answer, answers)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from posttrain.models.forward import hidden_states, transformer
+from posttrain.models.forward import hidden_states, transformer, upload
 from posttrain.models.load import load_reward_model
 from posttrain.models.packing import pack_row
 from posttrain.models.policy import Policy
@@ -30,8 +30,8 @@ class Critic(RewardModel):
         is computed once.
         """
         row = pack_row(streams, sampled)
-        ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
-        at = torch.from_numpy(row.predictors).to(self.device)
+        ids, positions = upload(row.ids, self.device), upload(row.layout.positions(), self.device)
+        at = upload(row.predictors, self.device)
 
         def read() -> torch.Tensor:
             before = hidden_states(self.model, ids, positions, row.layout)[at]

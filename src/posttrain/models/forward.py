@@ -20,6 +20,15 @@ COLUMNS = 256
 # -- forward pass and scores -------------------------------------------------------------------------------------------
 
 
+def upload(values: Any, device: torch.device) -> torch.Tensor:
+    """`values` (an array, a tensor or a list of numbers) as a tensor on `device`; on a CPU it shares the array's memory.
+
+    To a GPU they are copied from pinned memory, so that the CPU does not wait until the GPU has caught up.
+    """
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def transformer(model: torch.nn.Module) -> Any:
     """The transformers model inside `model`, without the peft wrapper; adapters stay in its modules."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]

@@ -123,11 +123,14 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that `model.dtype` names on `device`; `auto` is bfloat16 where the hardware computes it natively."""
-    if name == "auto":
+def resolve_dtype(name: str | None, device: torch.device) -> torch.dtype:
+    """The dtype that `model.dtype` names on `device`.
+
+    `auto` is bfloat16 where the hardware computes it natively, and so is None on a GPU.
+    """
+    if name == "auto" or (name is None and device.type != "cpu"):
         return torch.bfloat16 if has_bfloat16(device) else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    return {None: torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -44,7 +44,7 @@ class PackedLayout:
     ) -> torch.Tensor:
         if query.device.type == "cpu":
             return attend_segments(query, key, value, self.segments, scaling, window, self._masks)
-        if supports(query):
+        if supports(query.device, query.dtype, query.shape[-1]):
             self._spans = self._spans or spans_of(self.segments, query.device)
             return attend_spans(self._spans, query, key, value, scaling, window)
         outputs = []

@@ -26,6 +26,7 @@ from posttrain.models.forward import (
     logits_of,
     token_scores,
     transformer,
+    upload,
 )
 from posttrain.models.load import add_adapters, load_end_tokens, load_model, load_tokenizer, resolve_device
 from posttrain.models.packing import PackedRow, pack_row
@@ -301,7 +302,7 @@ class Policy(TrainedModel):
         row = pack_row(streams, sampled)
         # Logits cost as much as several layers, so tokens that streams share are scored once. `measure` is for each of them.
         chosen, back = row.distinct() if measure is None else (np.arange(len(row.targets)), None)
-        targets = torch.from_numpy(row.targets[chosen]).to(self.device)
+        targets = upload(row.targets[chosen], self.device)
 
         def score() -> tuple[torch.Tensor, ...]:
             states = self._states(row, chosen)
@@ -316,7 +317,7 @@ class Policy(TrainedModel):
             values=None if head is None else head(states),
             measured=measured[0] if measured else None,
         )
-        return scores if back is None else scores.at(torch.from_numpy(back).to(self.device))
+        return scores if back is None else scores.at(upload(back, self.device))
 
     def distributions(
         self,
@@ -358,9 +359,9 @@ class Policy(TrainedModel):
 
     def _states(self, row: PackedRow, chosen: np.ndarray | slice = slice(None)) -> torch.Tensor:
         """Hidden states that predict the sampled tokens of the row, or the `chosen` ones of them."""
-        ids, positions = torch.from_numpy(row.ids).to(self.device), row.layout.positions().to(self.device)
+        ids, positions = upload(row.ids, self.device), upload(row.layout.positions(), self.device)
         hidden = hidden_states(self.model, ids, positions, row.layout)
-        return hidden[torch.from_numpy(row.predictors[chosen]).to(self.device)]
+        return hidden[upload(row.predictors[chosen], self.device)]
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
-from posttrain.models.forward import hidden_states, transformer
+from posttrain.models.forward import hidden_states, transformer, upload
 from posttrain.models.load import load_reward_model
 from posttrain.models.packing import LastTokenLayout, PackedLayout, pack_row, probed_layout
 from posttrain.models.policy import TrainedModel
@@ -103,7 +103,7 @@ class RewardModel(TrainedModel):
         row = pack_row(streams, sampled)
         positions = [places[end] for places, end in zip(row.places, ends, strict=True)]
         counts = [len(end) for end in ends]
-        owner = torch.from_numpy(np.repeat(np.arange(len(streams)), counts)).to(self.device)
+        owner = upload(np.repeat(np.arange(len(streams)), counts), self.device)
         return UnitValues(self._read(row.ids, row.layout, np.concatenate(positions)), owner, len(streams))
 
     def prefix_rewards(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -145,8 +145,8 @@ class RewardModel(TrainedModel):
 
     def _read(self, row_ids: np.ndarray, layout: PackedLayout, indices: np.ndarray) -> torch.Tensor:
         """The head's values [n] float32 at `indices` [n] of a row of token ids [T]."""
-        ids, positions = torch.from_numpy(row_ids).to(self.device), layout.positions().to(self.device)
-        at = torch.from_numpy(indices).to(self.device)
+        ids, positions = upload(row_ids, self.device), upload(layout.positions(), self.device)
+        at = upload(indices, self.device)
 
         def read() -> torch.Tensor:
             hidden = hidden_states(self.model, ids, positions, layout)[at]

@@ -27,6 +27,15 @@ GPU_LAUNCH = 20e-6
 """Assumed seconds per layer and decoding step: about ten kernels in a CUDA graph."""
 GPU_LAUNCH_EAGER = 100e-6
 """Assumed seconds per layer and decoding step if Python launches each kernel (`enforce_eager`)."""
+HOST_COPIES = 5
+"""Copies of every weight that goes from a learner to a vLLM engine on a Ray cluster: down to CPU memory, into the object
+store, out of it, into a file, and up to the engine."""
+HOST_COPY = 4e9
+"""Assumed bytes/s of each of them."""
+GPU_KERNELS_LOCAL = 20
+"""Kernels per layer and decoding step of the local engine on a GPU, counted on fake tensors (`tests/cuda_fake`)."""
+GPU_LAUNCH_LOCAL = 10e-6 * GPU_KERNELS_LOCAL
+"""Assumed seconds per layer and decoding step of the local engine, whose kernels Python launches."""
 HOP = 10e-6
 """Assumed, seconds: one all-reduce of a few bytes inside a node."""
 SYNC = 0.35
@@ -81,6 +90,11 @@ class Device:
     """Minimum seconds per layer in a decoding step."""
     links: float = GPU_LINKS
     """Fraction of `link` and `network` reached by collective operations."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the device is a GPU, which reads weights while it computes."""
+        return self.overlaps
 
     def peak(self, width: int) -> float:
         """Peak FLOP/s for numbers of `width` bytes."""

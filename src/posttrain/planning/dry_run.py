@@ -1,7 +1,7 @@
 """`--dry-run`: print the full recipe, batch arithmetic, and estimates of memory and time, without running anything."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,10 +12,11 @@ from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import task_split
 from posttrain.errors import InputError
 from posttrain.planning.devices import DEVICES, Device
-from posttrain.planning.memory import ModelSizes, memory_estimate, process_memory
+from posttrain.planning.memory import ModelSizes, memory_estimate, process_memory, with_dtypes
 from posttrain.planning.phases import Phase, evaluation_phases, plain, step_phases, total_seconds
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
+from posttrain.recipe.model import LoraRecipe
 from posttrain.recipe.rollout import SeedRange, evaluated_environment, shown_seeds, updates_behind
 from posttrain.recipe.stages import (
     DistillRecipe,
@@ -138,9 +139,9 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
         )
         console.print(unknown, markup=False, highlight=False, soft_wrap=True)
     else:
-        console.print(_memory_table(recipe, sizes, device))
+        console.print(_memory_table(with_dtypes(recipe, device), sizes, device))
         show_times(_counted(recipe, tasks), sizes, device, console)
-    for warning in [*_too_large(recipe, sizes, device), *recipe_warnings(recipe)]:
+    for warning in [*_too_large(with_dtypes(recipe, device), sizes, device), *recipe_warnings(recipe)]:
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -390,14 +391,34 @@ def _too_large(recipe: Recipe, sizes: ModelSizes | None, device: Device | None) 
     """A sentence where the run needs more memory than the device has."""
     if recipe.remote is not None or sizes is None or device is None or device.memory is None:
         return []
-    together = sum(count for count, _ in _memory_rows(recipe, sizes).values())
+    together = _together(recipe, sizes)
     if together <= device.memory:
         return []
+    fitting = next((keys for keys, changed in _smaller(recipe) if _together(changed, sizes) <= device.memory), None)
+    remedy = (
+        f"it fits with {fitting}" if fitting is not None else "no setting makes it fit; divide it (hardware.processes)"
+    )
     return [
-        f"the run needs an estimated {_bytes(together)} and {device.name} has {_bytes(int(device.memory))}; train adapters "
-        "(model.lora), set model.gradient_checkpointing, lower learner.tokens_per_batch, or divide the model "
-        "(hardware.processes, hardware.offload)"
+        f"the run needs an estimated {_bytes(together)} and {device.name} has {_bytes(int(device.memory))}; {remedy}"
     ]
+
+
+def _together(recipe: Recipe, sizes: ModelSizes) -> int:
+    return sum(count for count, _ in _memory_rows(recipe, sizes).values())
+
+
+def _smaller(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Changes of a recipe that save memory, by their keys, those that cost least first."""
+    if not isinstance(recipe, Learned):
+        return
+    checkpointed = recipe.model.model_copy(update={"gradient_checkpointing": True})
+    adapters = recipe.model.lora or LoraRecipe()
+    adapted = checkpointed.model_copy(update={"lora": adapters})
+    offloaded = recipe.hardware.model_copy(update={"offload": True})
+    shown = "model.gradient_checkpointing=true"
+    yield shown, recipe.model_copy(update={"model": checkpointed})
+    yield f"{shown} hardware.offload=true", recipe.model_copy(update={"model": checkpointed, "hardware": offloaded})
+    yield f"{shown} model.lora.rank={adapters.rank}", recipe.model_copy(update={"model": adapted})
 
 
 def _memory_table(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> Table:

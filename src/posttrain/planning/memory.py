@@ -3,7 +3,10 @@
 Not covered: the overhead of torch and the operating system (about 0.5 GiB), and fragmentation.
 """
 
+from typing import Any, TypeVar
+
 from posttrain.errors import InputError
+from posttrain.planning.devices import Device
 from posttrain.planning.model_sizes import ModelSizes, model_sizes
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
@@ -20,15 +23,34 @@ from posttrain.recipe.stages import (
 )
 from posttrain.recipe.units import EntropyUnits
 
+R = TypeVar("R", bound=Recipe)
+
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of the matrices in the order of `ModelSizes.linear_sizes`."""
+
+
+def with_dtypes(recipe: R, device: Device | None) -> R:
+    """The recipe with the precision that each of its models has on `device`. Unknown ones (None) stay open."""
+    if device is None:
+        return recipe
+
+    def chosen(section: Any) -> Any:
+        if getattr(section, "dtype", "float32") not in (None, "auto"):
+            return section
+        halves = device.is_gpu if section.dtype is None else device.bfloat16 > device.float32
+        return section.model_copy(update={"dtype": "bfloat16" if halves else "float32"})
+
+    sections = [name for name in ("model", "reward", "critic", "teacher") if hasattr(recipe, name)]
+    copy: Any = recipe.model_copy(update={name: chosen(getattr(recipe, name)) for name in sections})
+    return copy
 
 
 def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:
     """Item -> (bytes on one learner device, how they are counted).
 
     Activations are a rough estimate. The other items are sums of tensor sizes. Separate engines are not included; see
-    `engine_memory`. `dtype: auto` counts as float32, the larger of its two possible values.
+    `engine_memory`. A `dtype` that depends on the device counts as float32, the larger of its two possible values; see
+    `with_dtypes`.
     """
     width = weight_width(recipe.model)
     count = sizes.scorer_parameters if isinstance(recipe, RewardRecipe) else sizes.parameters
@@ -162,10 +184,10 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         # Activations of policy and critic do not exist at the same time.
         width = max(width, _critic_width(recipe))
     if recipe.model.gradient_checkpointing:
-        per_token = width * (sizes.layers * sizes.hidden + layer_activations(sizes))
+        per_token = width * (sizes.layers * sizes.hidden + kept_activations(sizes))
         how = "all of one layer, inputs of the others"
     else:
-        per_token, how = width * sizes.layers * layer_activations(sizes), "every layer"
+        per_token, how = width * sizes.layers * kept_activations(sizes), "every layer"
     rows["activations, roughly"] = (tokens * per_token, f"learner.tokens_per_batch {tokens}, {how}")
     if isinstance(recipe, RewardRecipe):
         return rows
@@ -276,8 +298,21 @@ def trained_parameters(model: ModelRecipe, sizes: ModelSizes, scorer: bool = Fal
     return sizes.layers * model.lora.rank * sum(adapted)
 
 
+def kept_activations(sizes: ModelSizes) -> int:
+    """Numbers kept per token for the backward pass of one layer, in the model's dtype: the inputs of both norms and of the
+    matrices after them, queries, keys, values and outputs of attention, gate, its factor and their product.
+
+    With experts, only the active experts of a token count, plus one copy of the token for each. Statistics of norms and
+    softmax are left out. `tests/cuda_fake` compares this with what an update keeps.
+    """
+    queries, keys = sizes.heads * sizes.head_size, sizes.key_value_heads * sizes.head_size
+    networks, copies = (sizes.experts_per_token, 2 * sizes.experts_per_token) if sizes.experts else (1, 0)
+    normalized = queries + keys if sizes.head_norms else 0
+    return (4 + copies) * sizes.hidden + 2 * (queries + keys) + normalized + 3 * networks * sizes.intermediate
+
+
 def layer_activations(sizes: ModelSizes) -> int:
-    """Numbers saved per token for the backward pass of one layer: inputs of norms, matrices, attention and gate.
+    """Numbers per token of one layer whose transfers count as time: those of modules without fused functions.
 
     With experts, only the active experts of a token count, plus one copy of the token for each.
     """
@@ -309,7 +344,7 @@ def process_memory(
         for what in ("weights", "gradients", "AdamW state"):
             _, how = rows[what]
             rows[what] = (0, f"offloaded: {how}")
-    if hardware.gradient_sync == "per_update" and count > 1:
+    if not hardware.reduces_per_forward and count > 1:
         rows["whole gradients"] = (
             4 * trained,
             "float32, accumulated over the forward passes of an update; not needed with `hardware.gradient_sync: per_forward`",

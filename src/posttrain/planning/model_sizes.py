@@ -33,6 +33,8 @@ class ModelSizes:
     """Active experts per token."""
     tied: bool = True
     """Whether the output projection shares its weights with the embedding."""
+    head_norms: bool = False
+    """Whether each head's queries and keys are normalized, as in Qwen3."""
 
     @property
     def linear_sizes(self) -> list[tuple[int, int]]:
@@ -140,6 +142,7 @@ def _of_directory(directory: Path) -> ModelSizes:
             experts=experts,
             experts_per_token=getattr(config, "num_experts_per_tok", 0) if experts else 0,
             tied=bool(config.tie_word_embeddings),
+            head_norms=config.model_type.startswith("qwen3"),
         )
     except (OSError, ValueError, AttributeError, KeyError) as error:
         line = (str(error).splitlines() or [""])[0]
@@ -168,6 +171,7 @@ def _of_gguf(file: Path) -> ModelSizes:
             key_value_heads=fields.get(f"{arch}.attention.head_count_kv", heads),
             head_size=fields.get(f"{arch}.attention.key_length", hidden // heads),
             vocabulary=int(embedding.n_elements) // hidden,
+            head_norms=arch.startswith("qwen3"),
         )
     except Exception as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
@@ -244,7 +248,9 @@ _SHAPES = {
     "gemma-3-12b": ModelSizes(0, 48, 3840, 15_360, 16, 8, 256, 262_208),
     "gemma-3-27b": ModelSizes(0, 62, 5376, 21_504, 32, 16, 128, 262_208),
 }
-PUBLISHED = {name: _counted(sizes) for name, sizes in _SHAPES.items()}
+PUBLISHED = {
+    name: replace(_counted(sizes), head_norms=name.lower().startswith("qwen3")) for name, sizes in _SHAPES.items()
+}
 """Name of a published model, without its owner and the suffix of a variant -> sizes, for models that are not downloaded."""
 
 _BY_LOWER = {name.lower(): sizes for name, sizes in PUBLISHED.items()}

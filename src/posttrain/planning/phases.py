@@ -6,7 +6,7 @@ Unknown lengths are taken at their limits: episodes and rows have their maximum 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from posttrain.planning.devices import Device
+from posttrain.planning.devices import GPU_LAUNCH_LOCAL, Device
 from posttrain.planning.memory import ModelSizes, teacher_sizes, trained_parameters
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.planning.times import (
@@ -157,8 +157,10 @@ def rows_at_most(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> Tokens:
     return rows_of(count, length, 0 if isinstance(recipe, RewardRecipe) else length)
 
 
-def _width(dtype: str, device: Device) -> int:
-    """Bytes per number in matrix products. `auto` selects the faster dtype."""
+def _width(dtype: str | None, device: Device) -> int:
+    """Bytes per number in matrix products. `auto` selects the faster dtype, and None bfloat16 on a GPU."""
+    if dtype is None:
+        return 2 if device.is_gpu else 4
     return 2 if dtype == "bfloat16" or (dtype == "auto" and device.bfloat16 > device.float32) else 4
 
 
@@ -167,6 +169,8 @@ def _sampling(
 ) -> list[Phase]:
     assert isinstance(engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model has no local phases"
     width, engines, tensor = _width(model.dtype, device), max(1, placement.engines), placement.tensor
+    if isinstance(engine, LocalEngineRecipe) and device.is_gpu and not placement.engines:
+        device = replace(device, launch=max(device.launch, GPU_LAUNCH_LOCAL))
     share, prompts = episodes.share(engines), episodes.prefilled
     read = prefill_seconds(sizes, device, share.prefilled, width, tensor, engine.tokens_per_forward)
     if placement.async_rollouts:

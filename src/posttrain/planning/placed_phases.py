@@ -6,10 +6,10 @@ Scoring models with dedicated devices run concurrently. All other phases are seq
 from dataclasses import replace
 
 from posttrain.planning.devices import GPU_LAUNCH_EAGER, Device
-from posttrain.planning.memory import ModelSizes, engine_memory, memory_estimate, peak_memory, weight_width
+from posttrain.planning.memory import ModelSizes, engine_memory, memory_estimate, peak_memory, weight_width, with_dtypes
 from posttrain.planning.phases import Phase, episodes_at_most, rows_at_most, step_phases
 from posttrain.planning.placement import ALONE, Placement
-from posttrain.planning.times import forward_seconds
+from posttrain.planning.times import forward_seconds, transfer_seconds
 from posttrain.planning.work import Episodes, Tokens
 from posttrain.planning.workers import (
     CRITIC,
@@ -75,13 +75,18 @@ def placed_phases(
     rows: Tokens | None = None,
 ) -> list[Phase]:
     """The phases of one step. Concurrent phases are merged into one with the duration of the longest."""
-    placement = placement_of(recipe, devices)
+    recipe, placement = with_dtypes(recipe, device), placement_of(recipe, devices)
     if devices and getattr(getattr(recipe, "engine", None), "enforce_eager", None):
         device = replace(device, launch=GPU_LAUNCH_EAGER)
     if not isinstance(recipe, RlRecipe):
         return step_phases(recipe, sizes, device, placement, rows=rows or rows_at_most(recipe))
     played = episodes or episodes_at_most(recipe)
-    phases = step_phases(recipe, sizes, device, placement, played)
+    phases = [
+        replace(phase, seconds=transfer_seconds(sizes, device, placement, weight_width(recipe.model)))
+        if phase.what == "weights to the engines"
+        else phase
+        for phase in step_phases(recipe, sizes, device, placement, played)
+    ]
     if recipe.reward is not None and recipe.unit_credit is not None:
         phases = [_with_units(phase, recipe) if phase.what == "reward model" else phase for phase in phases]
     if not devices:
@@ -168,7 +173,7 @@ def memory_of(
     A colocated engine on GPUs counts toward the learner. On CPUs, an engine process has its own weights and cache. vLLM uses
     at most `gpu_memory_utilization` of `device`; answers that do not fit are queued.
     """
-    placement = placement_of(recipe, devices)
+    recipe, placement = with_dtypes(recipe, device), placement_of(recipe, devices)
     apart, copies = recipe.hardware.dedicated, reward_count(recipe)
     moved = [
         what

@@ -6,7 +6,7 @@ CPU, metrics and file output dominate the step time of a very small model.
 
 import math
 
-from posttrain.planning.devices import HOP, SYNC, Device
+from posttrain.planning.devices import HOP, HOST_COPIES, HOST_COPY, SYNC, Device
 from posttrain.planning.memory import ModelSizes, cache_bytes, layer_activations
 from posttrain.planning.placement import Placement
 from posttrain.planning.work import (
@@ -160,8 +160,15 @@ def optimizer_seconds(trained: int, device: Device, placement: Placement, width:
     return (moved + (4 + width) * trained / placement.shard) / device.host
 
 
+def transfer_seconds(sizes: ModelSizes, device: Device, placement: Placement, width: int) -> float:
+    """Seconds in which posttrain sends new weights to its engines, through CPU memory. 0 without engines of their own."""
+    if not placement.engines or device.network is None:
+        return 0.0
+    return HOST_COPIES * width * sizes.parameters / HOST_COPY
+
+
 def sync_seconds(sizes: ModelSizes, device: Device, placement: Placement, width: int) -> float:
-    """Seconds to send new weights to the engines. 0 if the engine uses the learner's weights."""
+    """Seconds to send new weights to the engines with NCCL. 0 if the engine uses the learner's weights."""
     if not placement.engines or device.network is None:
         return 0.0
     return width * sizes.parameters / (device.network * SYNC)

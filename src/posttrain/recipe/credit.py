@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.model import LoraRecipe, ModelRecipe, OptimizerRecipe
+from posttrain.recipe.model import Dtype, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.registry import Registry, Section
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -209,8 +209,8 @@ class CriticRecipe(BaseConfig):
     """With `backbone: shared`: weight of the value loss. 0.1 is common for language models, 0.5 for control tasks."""
     path: str | None = None
     """With `backbone: separate`: initial weights. A language model (the value head is initialized to 0), or a reward model with its head, such as an export of `posttrain reward` (values are scaled as `reward.normalize: stored` scales rewards). It must have the policy's tokenizer. Null: `model.path`. In a pipeline, `stage:NAME`."""
-    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """With `backbone: separate`: precision of the critic. The value head always uses float32."""
+    dtype: Dtype = None
+    """With `backbone: separate`: precision of the critic. The value head always uses float32. Null: bfloat16 on a GPU, float32 on a CPU."""
     lora: LoraRecipe | None = None
     """With `backbone: separate`: LoRA adapters of the critic. Null: train all of its weights."""
     optimizer: OptimizerRecipe = OptimizerRecipe()
@@ -234,7 +234,7 @@ class CriticRecipe(BaseConfig):
                 "`critic.path` initializes a separate critic; with `critic.backbone: shared` "
                 "the critic uses the policy's weights and its head starts at 0. Set `critic.backbone: separate`, or remove `critic.path`"
             )
-        for key, default in (("dtype", "float32"), ("lora", None)):
+        for key, default in (("dtype", None), ("lora", None)):
             if getattr(self, key) != default:
                 raise ValueError(
                     f"`critic.{key}` has no effect with `critic.backbone: shared`, which uses the policy's weights; see `model.{key}`"

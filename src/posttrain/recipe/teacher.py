@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.model import Dtype
 
 CONTEXT_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 """A field in `teacher.context`; other braces are text."""
@@ -22,8 +23,8 @@ class TeacherRecipe(BaseConfig):
     """The policy is its own teacher and sees `context`. `initial`: its weights before training (OPSD; Zhao et al. 2026, arXiv 2601.18734). `current`: its weights at the start of each step (SDPO; Hübotter et al. 2026, arXiv 2601.20802)."""
     context: str | None = None
     """Text that is added to the last user message of the first observation in the teacher's prompt alone. `{reference}` is the action of the environment's expert, `{success}` an answer of another episode of the group that succeeded, `{feedback}` the text in the last turn's `info["feedback"]`, and any other field a column of the task's row. An episode that lacks a field is not trained on, and is counted."""
-    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Precision of the model at `path`."""
+    dtype: Dtype = None
+    """Precision of the model at `path`, as `model.dtype`. Null: bfloat16 on a GPU, float32 on a CPU."""
     tokens_per_batch: int = Field(4096, ge=16)
     """Largest number of tokens in one forward pass of the teacher in this process."""
     model: str | None = None

@@ -98,7 +98,7 @@ def _head(recipe: Recipe) -> list[str]:
         return []
     if isinstance(recipe, RewardRecipe):
         return [_without_effect("model.head_dtype", "rewards are computed in float32")]
-    if recipe.model.dtype == "float32":
+    if recipe.model.dtype == "float32" or (recipe.model.dtype is None and recipe.model.device == "cpu"):
         return [_without_effect("model.head_dtype", "model.dtype is float32")]
     if isinstance(getattr(recipe, "engine", None), VllmEngineRecipe):
         return [
@@ -444,7 +444,7 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             "policy/mismatch includes the negative logarithm of the probability that truncation keeps, at most -log(top_p) "
             "with top_p alone"
         )
-    if loss.ratio_to == "old" and loss.old == "rollout" and (vllm or recipe.model.dtype != "float32"):
+    if loss.ratio_to == "old" and loss.old == "rollout" and (vllm or recipe.model.dtype not in ("float32", None)):
         warnings.append(
             "loss.old rollout puts the difference between engine and learner into the ratio, about 0.04 nats per token in "
             "bfloat16: gspo with its default clip loses most of its gradient before any update "

@@ -224,7 +224,7 @@ class LocalCompleter:
         assert not isinstance(recipe.engine, OpenAIEngineRecipe)
         if self._engine is None or isinstance(recipe.engine, LocalEngineRecipe):
             logs = Path(recipe.runs) / recipe.name / "logs"
-            self._engine = open_engine(self.policy, recipe.engine, self.max_tokens, recipe.sampling, logs)
+            self._engine = open_engine(self.policy, recipe.engine, self.max_tokens, recipe.sampling, logs, False)
         self._engine.load_weights(0)
         return self._engine
 

@@ -134,14 +134,14 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
     # The teacher gives the signal, so an environment without rewards is allowed.
     warnings = [*recipe_warnings(recipe), *check_tasks(recipe.environment, tasks, True, recipe.evaluation.environment)]
     policy = Policy(recipe.model, recipe.seed)
+    # An engine on the same GPU starts before the optimizer's state takes its memory.
+    manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, logs=run.logs)
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
     temperature = recipe.rollout.sampling.temperature
     learner = Updater(
         policy, optimizer, recipe.learner, distillation_forward(policy, recipe.learner, temperature, recipe.loss)
     )
-
-    manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, logs=run.logs)
     left_out, summary = too_long(
         recipe.environment, recipe.rollout, manager.renderer, tasks, recipe.evaluation.environment
     )

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from posttrain.losses.distillation import TeacherScores, candidate_logprobs, generalized_jsd, reverse_kl_losses
-from posttrain.losses.policy import token_weights
-from posttrain.models.forward import TokenMetric, TokenScores
+from posttrain.losses.policy import number, token_weights
+from posttrain.models.forward import TokenMetric, TokenScores, upload
 from posttrain.models.policy import Policy
 from posttrain.recipe.distill import JsdLoss, ReverseKlLoss
 from posttrain.recipe.model import LearnerRecipe
@@ -42,9 +42,9 @@ def divergence(samples: Sequence[Sample], beta: float, device: torch.device) -> 
     candidates = torch.from_numpy(np.concatenate(chosen)).long() if chosen else None
 
     def measure(logprobs: torch.Tensor, places: slice) -> torch.Tensor:
-        target = distribution[places].to(device)
+        target = upload(distribution[places], device)
         if candidates is not None:
-            return generalized_jsd(candidate_logprobs(logprobs, candidates[places].to(device)), target, beta)
+            return generalized_jsd(candidate_logprobs(logprobs, upload(candidates[places], device)), target, beta)
         shared = logprobs[:, : target.shape[1]]
         if shared.shape[1] < logprobs.shape[1]:  # without the padding of the output layer, as the teacher's
             shared = torch.log_softmax(shared, dim=1)
@@ -70,8 +70,7 @@ class DistillationObjective:
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         batch = token_batch(samples, weights, output.logprobs.device)
-        teacher = torch.from_numpy(np.concatenate([teacher_of(sample).logprobs for sample in samples]))
-        teacher = teacher.to(output.logprobs.device)
+        teacher = upload(np.concatenate([teacher_of(sample).logprobs for sample in samples]), output.logprobs.device)
         if isinstance(self.loss, ReverseKlLoss):
             losses = reverse_kl_losses(output.logprobs, teacher, batch, self.loss.discount, self.loss.cap)
         else:
@@ -80,15 +79,15 @@ class DistillationObjective:
         loss = (batch.weights * losses).sum()
         logprobs, count = output.logprobs.detach(), float(len(teacher))
         metrics: Totals = {
-            "loss/distillation": (float(loss.detach()), float(batch.weights.sum())),
-            "policy/entropy": (float(output.entropies.detach().sum()), count),
-            "teacher/logprob": (float(teacher.sum()), count),
+            "loss/distillation": (number(loss), number(batch.weights.sum())),
+            "policy/entropy": (number(output.entropies.detach().sum()), count),
+            "teacher/logprob": (number(teacher.sum()), count),
             "teacher/agreement": _agreement(samples),
         }
         if not any(sample.ptx for sample in samples):
             # At tokens that the policy sampled, the mean of log policy - log teacher estimates KL(policy, teacher).
-            metrics["teacher/reverse_kl"] = (float((logprobs - teacher).sum()), count)
-            metrics["policy/mismatch"] = (float((logprobs - batch.rollout_logprobs).abs().sum()), count)
+            metrics["teacher/reverse_kl"] = (number((logprobs - teacher).sum()), count)
+            metrics["policy/mismatch"] = (number((logprobs - batch.rollout_logprobs).abs().sum()), count)
         return loss, metrics
 
 

@@ -9,11 +9,11 @@ import torch
 
 from posttrain.episode import Episode, PerToken
 from posttrain.losses.kl import kl_loss, kl_metrics
-from posttrain.losses.policy import TokenBatch, dft, nll, old_logprobs, policy_loss, token_weights
+from posttrain.losses.policy import TokenBatch, dft, nll, number, old_logprobs, policy_loss, token_weights
 from posttrain.losses.preference import PairLogprobs, kto_losses, preference_losses
 from posttrain.losses.reward import bradley_terry
 from posttrain.losses.value import value_loss
-from posttrain.models.forward import TokenScores, logits_of
+from posttrain.models.forward import TokenScores, logits_of, upload
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import (
@@ -57,8 +57,8 @@ class _PerRow:
     def totals(self, compared: Comparisons) -> Totals:
         """Metrics of a training batch."""
         count = float(len(compared.rows))
-        chosen, rejected = compared.chosen, compared.rejected
-        totals: Totals = {"loss/preference": (float(compared.losses.detach().sum()), count)}
+        chosen, rejected = torch.stack([compared.chosen, compared.rejected]).cpu()
+        totals: Totals = {"loss/preference": (number(compared.losses.detach().sum()), count)}
         for name, rewards in (("chosen", chosen), ("rejected", rejected)):
             numbers = rewards[~rewards.isnan()]
             totals[f"preference/{name}"] = (float(numbers.sum()), float(len(numbers)))
@@ -82,7 +82,7 @@ class PairObjective(_PerRow):
 
     def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
         """Losses without the supervised term."""
-        rows, chosen, rejected = pair_places(samples)
+        rows, chosen, rejected = pair_places(samples, output.logprobs.device)
         logps, lengths = stream_sums(output, samples)
         references = _reference_sums(samples, logps.device) if self.loss.needs_reference else None
         losses = preference_losses(
@@ -104,10 +104,10 @@ class PairObjective(_PerRow):
     ) -> tuple[torch.Tensor, Totals]:
         compared = self.compare(output, samples)
         logps, lengths = stream_sums(output, samples)
-        _, chosen, rejected = pair_places(samples)
+        _, chosen, rejected = pair_places(samples, output.logprobs.device)
         per_token = logps / lengths
         totals = self.totals(compared) | {
-            f"policy/{name}_logprob": (float(per_token[places].detach().sum()), float(len(places)))
+            f"policy/{name}_logprob": (number(per_token[places].detach().sum()), float(len(places)))
             for name, places in (("chosen", chosen), ("rejected", rejected))
         }
         if self.shift is not None:
@@ -116,7 +116,7 @@ class PairObjective(_PerRow):
         if self.supervised:
             nll = -per_token[chosen].sum()
             loss = loss + self.supervised * nll
-            totals["loss/nll"] = (float(nll.detach()), float(len(chosen)))
+            totals["loss/nll"] = (number(nll), float(len(chosen)))
         return loss, totals
 
 
@@ -134,7 +134,7 @@ class UnpairedObjective(_PerRow):
     def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
         logps, _ = stream_sums(output, samples)
         ratios = logps - _reference_sums(samples, logps.device)
-        good = torch.tensor([sample.side is not None and sample.side.chosen for sample in samples], device=logps.device)
+        good = upload([sample.side is not None and sample.side.chosen for sample in samples], logps.device)
         losses = kto_losses(self.loss, ratios, good, self.kl.to(logps.device))
         rewards, nothing = self.loss.beta * ratios.detach(), torch.full_like(ratios.detach(), torch.nan)
         rows = [_row(sample) for sample in samples]
@@ -144,7 +144,7 @@ class UnpairedObjective(_PerRow):
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         compared = self.compare(output, samples)
-        of_step = {"preference/kl": (float(self.kl), 1.0), "preference/mismatched": (float(self.mismatched), 1.0)}
+        of_step = {"preference/kl": (number(self.kl), 1.0), "preference/mismatched": (float(self.mismatched), 1.0)}
         return compared.losses.sum(), self.totals(compared) | of_step
 
 
@@ -155,11 +155,11 @@ class RewardObjective(_PerRow):
         self.loss = loss
 
     def compare(self, output: torch.Tensor, samples: Sequence[Sample]) -> Comparisons:
-        rows, chosen, rejected = pair_places(samples)
+        rows, chosen, rejected = pair_places(samples, output.device)
         margin = None
         if self.loss.margin:
-            sides = [samples[place].side for place in chosen]
-            margin = torch.tensor([side.margin for side in sides if side is not None], device=output.device)
+            margins = {side.row: side.margin for side in (s.side for s in samples) if side is not None and side.chosen}
+            margin = upload(torch.tensor([margins[row] for row in rows]), output.device)
         losses = bradley_terry(output[chosen], output[rejected], margin, self.loss.center_rewards_coefficient)
         return Comparisons(rows, losses, output[chosen].detach(), output[rejected].detach())
 
@@ -170,26 +170,27 @@ class RewardObjective(_PerRow):
         return compared.losses.sum(), self.totals(compared)
 
 
-def pair_places(samples: Sequence[Sample]) -> tuple[list[int], list[int], list[int]]:
-    """Rows, and where among `samples` the chosen and the rejected answer of each stand."""
+def pair_places(samples: Sequence[Sample], device: torch.device) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """Rows, and where among `samples` the chosen and the rejected answer of each stand, [P] int64 on `device`."""
     places: dict[int, dict[bool, int]] = {}
     for place, sample in enumerate(samples):
         assert sample.side is not None
         places.setdefault(sample.side.row, {})[sample.side.chosen] = place
-    return list(places), [sides[True] for sides in places.values()], [sides[False] for sides in places.values()]
+    chosen, rejected = ([sides[which] for sides in places.values()] for which in (True, False))
+    return list(places), upload(chosen, device), upload(rejected, device)
 
 
 def stream_sums(output: TokenScores, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed log-probability [S] and number of trained tokens [S] of each sample."""
-    lengths = torch.tensor([sample.sampled_tokens for sample in samples], device=output.logprobs.device)
-    owner = torch.repeat_interleave(torch.arange(len(samples), device=lengths.device), lengths)
-    sums = torch.zeros(len(samples), device=lengths.device).index_add(0, owner, output.logprobs)
-    return sums, lengths
+    device, counts = output.logprobs.device, [sample.sampled_tokens for sample in samples]
+    owner = upload(np.repeat(np.arange(len(samples)), counts), device)
+    sums = torch.zeros(len(samples), device=device).index_add(0, owner, output.logprobs)
+    return sums, upload(counts, device)
 
 
 def _reference_sums(samples: Sequence[Sample], device: torch.device) -> torch.Tensor:
     references = [sample.ref_logprobs for sample in samples]
-    return torch.tensor([float(r.sum()) for r in references if r is not None], dtype=torch.float32, device=device)
+    return upload(torch.tensor([float(r.sum()) for r in references if r is not None], dtype=torch.float32), device)
 
 
 def _row(sample: Sample) -> int:
@@ -236,7 +237,7 @@ def energy_forward(
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
         targets = np.concatenate([stream_ids[mask] for stream_ids, mask in zip(ids, sampled, strict=True)])
         states = policy.states(ids, sampled)
-        return policy.compute(of_states, states, torch.from_numpy(targets).to(states.device))
+        return policy.compute(of_states, states, upload(targets, states.device))
 
     return forward
 
@@ -297,9 +298,9 @@ def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: tor
     return TokenBatch(
         rollout_logprobs=rollout_logprobs,
         advantages=advantages,
-        stream=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device),
-        lengths=torch.tensor(lengths, device=device),
-        weights=torch.from_numpy(np.repeat(np.array(weights, dtype=np.float32), lengths)).to(device),
+        stream=upload(np.repeat(np.arange(len(lengths)), lengths), device),
+        lengths=upload(lengths, device),
+        weights=upload(np.repeat(np.array(weights, dtype=np.float32), lengths), device),
         ref_logprobs=flat([s.ref_logprobs for s in samples]),
         old_logprobs=flat([s.old_logprobs for s in samples]),
         factors=flat([s.factors for s in samples]),
@@ -309,7 +310,7 @@ def token_batch(samples: Sequence[Sample], weights: Sequence[float], device: tor
 def _flat(parts: Sequence[np.ndarray | None], device: torch.device) -> torch.Tensor | None:
     """[N] float32: the arrays of all samples in a row; None unless all samples have one."""
     given = [part for part in parts if part is not None]
-    return torch.from_numpy(np.concatenate(given)).float().to(device) if len(given) == len(parts) else None
+    return upload(torch.from_numpy(np.concatenate(given)).float(), device) if len(given) == len(parts) else None
 
 
 def episode_ids(samples: Sequence[Sample]) -> list[int]:
@@ -401,29 +402,29 @@ class PolicyObjective:
         if self.first_update and "policy/clip_low" in metrics:
             low, high = metrics["policy/clip_low"], metrics["policy/clip_high"]
             metrics["policy/clipped_before_update"] = (low[0] + high[0], low[1])
-        weighted, count = float(batch.weights.sum()), float(len(batch.rollout_logprobs))
-        metrics["loss/policy"] = (float(loss.detach()), weighted)
-        metrics["policy/entropy"] = (float(output.entropies.detach().sum()), count)
-        metrics["policy/mismatch"] = (float((output.logprobs.detach() - batch.rollout_logprobs).abs().sum()), count)
+        weighted, count = number(batch.weights.sum()), float(len(batch.rollout_logprobs))
+        metrics["loss/policy"] = (number(loss), weighted)
+        metrics["policy/entropy"] = (number(output.entropies.detach().sum()), count)
+        metrics["policy/mismatch"] = (number((output.logprobs.detach() - batch.rollout_logprobs).abs().sum()), count)
         if batch.ref_logprobs is not None:
             metrics |= kl_metrics(output.logprobs - batch.ref_logprobs)
         if self.kl_coefficient > 0:
             assert batch.ref_logprobs is not None
             penalty = kl_loss(self.kl.estimator_in_use, output.logprobs, batch, self.kl.importance_weighted)
             loss = loss + self.kl_coefficient * penalty
-            metrics["loss/kl"] = (float(penalty.detach()), weighted)
+            metrics["loss/kl"] = (number(penalty), weighted)
         if isinstance(self.entropy.covariance, KlCovRecipe):
             held = _flat([s.held for s in samples], batch.weights.device)
             if held is not None:
                 penalty = (batch.weights * held * (output.logprobs - old_logprobs(batch)).abs()).sum()
                 loss = loss + self.entropy.covariance.coefficient * penalty
-                metrics["loss/kl_cov"] = (float(penalty.detach()), weighted)
+                metrics["loss/kl_cov"] = (number(penalty), weighted)
         bonus = batch.weights
         if self.entropy.tokens != "all":
             gets = _flat([s.bonus for s in samples], batch.weights.device)
             assert gets is not None
             bonus = self._bonus_scale * batch.weights * gets
-            metrics["policy/bonus_entropy"] = (float((gets * output.entropies.detach()).sum()), float(gets.sum()))
+            metrics["policy/bonus_entropy"] = (number((gets * output.entropies.detach()).sum()), number(gets.sum()))
         if self.entropy_coefficient > 0:
             loss = loss - self.entropy_coefficient * (bonus * output.entropies).sum()
         return loss, metrics
@@ -476,13 +477,13 @@ class MixedObjective:
         for supervised in (False, True):
             chosen = [(s, w) for s, w in zip(samples, weights, strict=True) if s.ptx == supervised]
             if chosen:
-                places = torch.from_numpy(np.flatnonzero(mask == supervised)).to(output.logprobs.device)
+                places = upload(np.flatnonzero(mask == supervised), output.logprobs.device)
                 scores = output.at(places)
                 objective = self.ptx if supervised else self.policy
                 part, more = objective(scores, [s for s, _ in chosen], [w for _, w in chosen])
                 loss = loss + part
                 # The policy's entropy is that at the tokens it sampled.
-                metrics |= {"ptx/loss": (float(-scores.logprobs.detach().sum()), len(places))} if supervised else more
+                metrics |= {"ptx/loss": (number(-scores.logprobs.detach().sum()), len(places))} if supervised else more
         return loss, metrics
 
 
@@ -502,14 +503,14 @@ class ValueObjective:
         self, output: torch.Tensor, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         old, returns = (
-            torch.from_numpy(np.concatenate([computed(numbers) for numbers in parts])).to(output.device)
+            upload(np.concatenate([computed(numbers) for numbers in parts]), output.device)
             for parts in ([s.values for s in samples], [s.returns for s in samples])
         )
         losses, clipped = value_loss(output, old, returns, self.clip)
         # Every token weighs 1, so the loss needs no weights.
         loss, count = losses.sum(), float(len(losses))
-        metrics = {"critic/loss": (float(loss.detach()), count)}
-        return loss, metrics | ({} if self.clip is None else {"critic/clipped": (float(clipped.sum()), count)})
+        metrics = {"critic/loss": (number(loss), count)}
+        return loss, metrics | ({} if self.clip is None else {"critic/clipped": (number(clipped.sum()), count)})
 
 
 class SharedObjective:
@@ -566,10 +567,10 @@ class SupervisedObjective:
         likelihood = nll(output.logprobs, batch)
         count = float(len(batch.rollout_logprobs))
         metrics = {
-            "loss/nll": (float(likelihood.detach()), count),
-            "policy/entropy": (float(output.entropies.detach().sum()), count),
+            "loss/nll": (number(likelihood), count),
+            "policy/entropy": (number(output.entropies.detach().sum()), count),
         }
         if self.loss.type == "nll":
             return likelihood, metrics
         loss = dft(output.logprobs, batch)
-        return loss, metrics | {"loss/dft": (float(loss.detach()), count)}
+        return loss, metrics | {"loss/dft": (number(loss), count)}

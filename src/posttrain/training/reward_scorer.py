@@ -131,7 +131,7 @@ def _until_last_answer(episode: Episode) -> Stream:
 @Factory
 def open_scorer(source: RewardSource | None, policy: Policy) -> RewardScorer | None:
     """The scorer of `reward`; None without a reward model."""
-    return RewardScorer(source, policy) if source is not None else None
+    return RewardScorer(source, policy, policy.recipe.device) if source is not None else None
 
 
 def scaled(raw: float, mean: float, std: float, clip: float | None) -> float:

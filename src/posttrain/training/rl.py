@@ -289,6 +289,9 @@ def make_components(
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
 
     policy = Policy(recipe.model, recipe.seed)
+    # An engine on the same GPU starts before the optimizers' state takes its memory.
+    scorer = open_scorer(recipe.reward, policy)
+    manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, scorer, logs=run.logs)
     critic = None
     if isinstance(recipe.credit, CriticCredit):
         stored = recipe.reward is not None and recipe.reward.normalize == "stored"
@@ -305,9 +308,6 @@ def make_components(
         energies = Updater(policy, optimizer, recipe.learner, of_energies)
     joint = {"critic": critic.optimizer} if critic is not None and head is not None else {}
     learner = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
-
-    scorer = open_scorer(recipe.reward, policy)
-    manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, scorer, logs=run.logs)
     left_out, summary = too_long(
         recipe.environment, recipe.rollout, manager.renderer, tasks, recipe.evaluation.environment
     )

@@ -76,7 +76,8 @@ class RolloutManager:
         self.scorer = scorer
         self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
         self.engine_settings = engine
-        self.engine = open_engine(policy, engine, rollout.tokens_per_episode, sampling or rollout.sampling, logs)
+        ahead = rollout.async_rollouts > 0
+        self.engine = open_engine(policy, engine, rollout.tokens_per_episode, sampling or rollout.sampling, logs, ahead)
         self.lock = threading.Lock()
         """Held while the engine is in use: with async rollouts, another thread also samples with it."""
 

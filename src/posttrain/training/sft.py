@@ -48,6 +48,12 @@ def train(
         batches = Batches(data, lambda number, row: samples_of_row(row))
         validation, test = data.validation, data.test
     total = recipe.steps or recipe.epochs * batches.updates_per_epoch
+    manager = None
+    if evaluated is not None:
+        # An engine on the same GPU starts before the optimizer's state takes its memory.
+        manager = RolloutManager(
+            policy, recipe.engine, evaluated, recipe.rollout, sampling=recipe.evaluation.sampling, logs=run.logs
+        )
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, total)
     learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
     warnings, evaluators = recipe_warnings(recipe), list[Evaluator]()
@@ -56,11 +62,8 @@ def train(
         warnings += [*data.problems.summary(), *renderer.warnings()]
     if validation or test:
         evaluators.append(LossEvaluator(learner, validation, test, recipe.name))
-    if evaluated is not None:
+    if evaluated is not None and manager is not None:
         evaluation, metric = recipe.evaluation, recipe.evaluation.metric
-        manager = RolloutManager(
-            policy, recipe.engine, evaluated, recipe.rollout, sampling=evaluation.sampling, logs=run.logs
-        )
         evaluator = EpisodeEvaluator(manager, evaluation, tasks, recipe.seed, run.episodes, recipe.name)
         evaluators.append(evaluator)
         warnings += check_tasks(recipe.environment or evaluated, tasks, True, recipe.evaluation.environment)

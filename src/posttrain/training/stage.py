@@ -1,7 +1,9 @@
 """Running one stage in this process, and what it says about precision."""
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -14,42 +16,65 @@ from posttrain.runs.directory import RunDirectory
 if TYPE_CHECKING:
     from posttrain.training.trainer import Callback
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
 
 def precision_notes(recipe: Recipe) -> list[str]:
-    """One sentence for each model of `recipe` whose precision depends on this machine: what `dtype: auto` selects and why,
-    and where bfloat16 is emulated."""
-    dtypes: dict[str, str] = {"model": recipe.model.dtype}
+    """One sentence for each model of `recipe` whose precision depends on this machine: what is selected and why, and where
+    bfloat16 is emulated. Before them, one for `device: auto` on a machine whose GPU torch cannot use."""
+    if recipe.remote is not None:
+        return []
+    notes = _unused_gpu(recipe.model.device)
+    dtypes: dict[str, str | None] = {"model": recipe.model.dtype}
     if isinstance(recipe, RlRecipe):
         if recipe.reward is not None:
             dtypes["reward"] = recipe.reward.dtype
         if recipe.has_critic and recipe.critic.backbone == "separate":
             dtypes["critic"] = recipe.critic.dtype
-    dtypes = {name: dtype for name, dtype in dtypes.items() if dtype != "float32"}
-    if not dtypes or recipe.remote is not None:
-        return []
+    open_ones = {name: dtype for name, dtype in dtypes.items() if dtype != "float32"}
+    if not open_ones or (recipe.model.device == "cpu" and set(open_ones.values()) == {None}):
+        return notes
     import torch
 
     from posttrain.models.load import has_bfloat16, resolve_device
 
     if recipe.model.device == "cuda" and not torch.cuda.is_available():
-        return []  # A dry run on another machine. A run stops when it loads the model.
+        return notes  # A dry run on another machine. A run stops when it loads the model.
     device = resolve_device(recipe.model.device)
     native = has_bfloat16(device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
-    notes = []
-    for name, dtype in dtypes.items():
-        if dtype == "auto":
+    for name, dtype in open_ones.items():
+        if dtype is None and device.type == "cpu":
+            continue
+        if dtype is None and native:
+            notes.append(f"{name}.dtype is bfloat16 on {where}; set it to float32 for full precision")
+        elif dtype in ("auto", None):
             chosen = (
                 f"bfloat16: {where} has instructions for it"
                 if native
                 else f"float32: {where} has no bfloat16 instructions"
             )
-            notes.append(f"{name}.dtype auto is {chosen}")
+            notes.append(f"{name}.dtype {dtype or 'null'} is {chosen}")
         elif not native:
             notes.append(
                 f"{name}.dtype bfloat16 is emulated, slower than float32: {where} has no bfloat16 instructions"
             )
     return notes
+
+
+def _unused_gpu(device: str) -> list[str]:
+    """A sentence if `device` falls back to the CPU although this machine has an NVIDIA driver."""
+    if device != "auto" or not NVIDIA_DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return []
+    import torch
+
+    if torch.cuda.is_available():
+        return []
+    build = f"finds no GPU with CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+    return [
+        f"model.device auto is cpu although this machine has an NVIDIA driver: torch {torch.__version__} {build}; install "
+        "torch for the CUDA version of the driver, or set model.device=cpu"
+    ]
 
 
 def run_in_process(

@@ -11,6 +11,7 @@ import torch
 
 from posttrain.credit.units.segment import unit_ends
 from posttrain.errors import InputError
+from posttrain.losses.policy import number
 from posttrain.losses.reward import unit_entropies, unit_entropy_penalty, unit_means, unit_stds
 from posttrain.models.forward import hidden_states, token_scores
 from posttrain.models.load import load_model, resolve_path
@@ -169,10 +170,10 @@ class UnitRewardObjective(RewardObjective):
         with torch.no_grad():
             answers = float(output.streams)
             totals["units/per_answer"] = (float(len(output.rewards)), answers)
-            totals["units/effective"] = (float(unit_entropies(*parts).exp().sum()), answers)
-            totals["units/spread"] = (float(unit_stds(*parts).sum()), answers)
+            totals["units/effective"] = (number(unit_entropies(*parts).exp().sum()), answers)
+            totals["units/spread"] = (number(unit_stds(*parts).sum()), answers)
         if self.units.entropy_coefficient:
             uneven = unit_entropy_penalty(*parts, self.units.entropy_form).sum()
             loss = loss + self.units.entropy_coefficient * uneven
-            totals["loss/unevenness"] = (float(uneven.detach()), float(len(compared.rows)))
+            totals["loss/unevenness"] = (number(uneven), float(len(compared.rows)))
         return loss, totals

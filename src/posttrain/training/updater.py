@@ -455,24 +455,24 @@ class Updater(Generic[Output]):
         if not signal:
             return {"optimizer/skipped": (0.0, 1.0), "optimizer/no_signal": (1.0, 1.0)}
         shares = list(self._shares(self._groups([samples[i] for i in signal])))
+        parts: list[Any] = []
         for number, (group, counts) in enumerate(shares):
             chosen = [samples[signal[i]] for i in group]
             with self.model.training_mode(*self._draw(number)):
                 output = self.forward(chosen)
                 loss, metrics = objective(output, chosen, [weights[signal[i]] for i in group])
-                broken = counts and not bool(torch.isfinite(loss))
-                stop = self._world.any(broken)
-                if stop and self._world.size == 1:
-                    return self._skip(chosen, objective)
-                self.model.set_last_backward(stop or number == len(shares) - 1)
+                self.model.set_last_backward(number == len(shares) - 1)
                 (loss / divisor if counts else loss * 0).backward()
             for optimizer in self._optimizers():
                 optimizer.collect()
-            if stop:
-                named = self._world.gather([signal[i] for i in group] if broken else [])
-                return self._skip([samples[i] for i in named], objective)
-            if counts:
-                add_totals(totals, metrics | {"loss/total": (float(loss.detach()), 0.0)})
+            parts.append(metrics | {"loss/total": (loss.detach(), 0.0)} if counts else {})
+        parts = as_numbers(parts)
+        finite_losses = [math.isfinite(part.get("loss/total", (0.0, 0.0))[0]) for part in parts]
+        broken = [signal[i] for (group, _), ok in zip(shares, finite_losses, strict=True) if not ok for i in group]
+        if suspects := self._world.gather(broken):
+            return self._skip([samples[i] for i in suspects], objective)
+        for part in parts:
+            add_totals(totals, part)
         parts, totals = self._world.gather([totals]), {}
         for part in parts:
             add_totals(totals, part)
@@ -576,6 +576,15 @@ def _moved(output: Any, device: torch.device | str) -> Any:
     if not is_dataclass(output) or isinstance(output, type):
         return output
     return replace(output, **{field.name: _moved(getattr(output, field.name), device) for field in fields(output)})
+
+
+def as_numbers(parts: Sequence[Mapping[str, tuple[Any, Any]]]) -> list[Totals]:
+    """`parts` with the tensors in them, each of one element, as Python numbers. All are read from a GPU together."""
+    flat = [value for part in parts for pair in part.values() for value in pair]
+    tensors = [value.double().reshape(()) for value in flat if isinstance(value, torch.Tensor)]
+    read = iter(torch.stack(tensors).cpu().tolist() if tensors else [])
+    numbers = iter([next(read) if isinstance(value, torch.Tensor) else float(value) for value in flat])
+    return [{key: (next(numbers), next(numbers)) for key in part} for part in parts]
 
 
 def add_totals(totals: Totals, more: Totals) -> None:

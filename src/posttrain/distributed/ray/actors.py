@@ -141,7 +141,7 @@ class Worker:
         """Start the worker.
 
         `monitor`: name of the monitor actor. `seconds`: time between heartbeats. `folder`: working directory. `devices`:
-        visible GPUs, if Ray does not assign them.
+        visible GPUs, possibly none, if Ray does not assign them.
         """
         import ray
 
@@ -163,6 +163,16 @@ def recipe_from(document: str) -> Any:
     return TypeAdapter(Recipe).validate_json(document)
 
 
+def staged_model(recipe: Any) -> Any:
+    """The `model` section for an engine's copy of the policy: on the CPU if vLLM computes with weights of its own."""
+    from posttrain.models.load import resolve_device, resolve_dtype
+
+    if recipe.engine.type == "local":
+        return recipe.model
+    dtype = resolve_dtype(recipe.model.dtype, resolve_device(recipe.model.device))
+    return recipe.model.model_copy(update={"device": "cpu", "dtype": str(dtype).removeprefix("torch.")})
+
+
 class EngineWorker(Worker):
     """An engine with its own copy of the policy."""
 
@@ -171,7 +181,7 @@ class EngineWorker(Worker):
         from posttrain.models.policy import Policy
 
         self.recipe = recipe_from(document)
-        self.policy = Policy(self.recipe.model, self.recipe.seed)
+        self.policy = Policy(staged_model(self.recipe), self.recipe.seed)
         self.engine = self._open()
         self.heartbeat.extra_progress = lambda: sum(vars(self.engine.counters).values())
         self._tasks: dict[asyncio.Task[Completion], int] = {}
@@ -185,7 +195,8 @@ class EngineWorker(Worker):
             return open_engine(self.policy, engine)
         engine = engine.model_copy(update={"servers": 1, "tensor_parallel": recipe.hardware.engines.devices})
         rollout = recipe.rollout
-        return open_engine(self.policy, engine, rollout.tokens_per_episode, rollout.sampling)
+        ahead = rollout.async_rollouts > 0
+        return open_engine(self.policy, engine, rollout.tokens_per_episode, rollout.sampling, weights_change=ahead)
 
     async def get_pid(self) -> int:  # type: ignore[override]
         return os.getpid()
@@ -302,7 +313,7 @@ class RewardWorker(Worker):
 
             tokenizer = load_tokenizer(recipe.model)
 
-        self.scorer = RewardScorer(recipe.reward, _PolicyTokenizer())  # type: ignore[arg-type]
+        self.scorer = RewardScorer(recipe.reward, _PolicyTokenizer(), recipe.model.device)  # type: ignore[arg-type]
 
     def statistics(self) -> tuple[float, float]:
         """Mean and standard deviation that rewards are normalized with."""

@@ -14,7 +14,9 @@ from dataclasses import fields
 from typing import Any
 
 from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
+from posttrain.distributed.sharding import full_tensor
 from posttrain.engines.protocol import Completion, EngineCounters, Request
+from posttrain.models.cuda.memory import copied_to_cpu, release_cached_memory
 from posttrain.models.policy import Policy
 
 BUCKET_BYTES = 256 * 2**20
@@ -41,13 +43,12 @@ def _buckets(policy: Policy, keep: bool) -> Iterator[Bucket]:
     bucket: Bucket = []
     size = 0
     for name, parameter in policy.trainable():
-        tensor = parameter.detach()
-        if hasattr(tensor, "full_tensor"):
-            tensor = tensor.full_tensor()
+        # In the dtype that the engine computes in: shards are float32.
+        tensor = full_tensor(parameter).detach()
         if not keep:
             continue
         # numpy has no bfloat16, so tensors are sent as bytes.
-        raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        raw = copied_to_cpu([tensor])[0].reshape(-1).view(torch.uint8).numpy()
         if bucket and size + raw.nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
@@ -229,7 +230,10 @@ class RayEngine:
 
     def load_weights(self, version: int, source: Policy | None = None) -> None:
         """Put the weights into the object store once; every engine reads them from there."""
-        buckets = weight_buckets(source or self.policy, self.is_rank0)
+        source = source or self.policy
+        buckets = weight_buckets(source, self.is_rank0)
+        # Every learner shares its GPU with a colocated engine, which wakes up now.
+        release_cached_memory(source.device)
         if not self.is_rank0:
             return
         for client in self._clients:

@@ -152,6 +152,8 @@ class ClusterRun:
         devices: tuple[int, ...] | None = None
         if worker.colocated:
             devices = self._devices_of(worker)
+        elif not worker.gpus:
+            devices = ()  # Ray leaves all GPUs visible to an actor that requests none.
         strategy = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=self.bundle_of[worker.name]
         )

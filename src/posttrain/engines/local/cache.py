@@ -14,6 +14,7 @@ import torch
 from posttrain.engines.local.cpu.kernel import PAGE, DecodingKernel, decoding_kernel
 from posttrain.models.attention import RowSegment, causal_attention
 from posttrain.models.cpu.attention import MaskCache, attend_segments
+from posttrain.models.forward import upload
 
 MAX_SLOT_GAP = 8
 """Unneeded slots between two needed ones that a block includes, because reading them costs less than another product."""
@@ -63,8 +64,7 @@ class KeyValuePages:
         self.pages = max(needed, self.pages + self.pages // 2)
         for store in (self.keys, self.values):
             for layer, old in store.items():
-                store[layer] = self._empty(old.shape[2], old)
-                store[layer][: len(old)] = old
+                store[layer] = self._grow(old)
 
     def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys and values [T, H_kv, D] at `rows` [T x H_kv] int64, indices of cache rows of D numbers."""
@@ -106,6 +106,11 @@ class KeyValuePages:
         for store in (self.keys, self.values):
             for rows in store.values():
                 rows[:pages, [one, other]] = rows[:pages, [other, one]]
+
+    def _grow(self, old: torch.Tensor) -> torch.Tensor:
+        new = self._empty(old.shape[2], old)
+        new[: len(old)] = old
+        return new
 
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
         # Zeros: masked entries are still multiplied, so they must be finite.
@@ -399,7 +404,7 @@ class CachedLayout:
 
     def _rows_of(self, heads: int) -> torch.Tensor:
         if heads not in self._rows:
-            self._rows[heads] = self.cache.rows(self.segments, heads).to(self.device)
+            self._rows[heads] = upload(self.cache.rows(self.segments, heads), self.device)
         return self._rows[heads]
 
     def _prefill(

@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import SamplingLinear, decoding_kernel
 from posttrain.models.cpu.backend import rotate
-from posttrain.models.forward import Float32Head, float32_product, hidden_states, logits_of, transformer
+from posttrain.models.forward import Float32Head, float32_product, hidden_states, logits_of, transformer, upload
 from posttrain.recipe.rollout import SamplingRecipe
 
 STREAMLINED = ("llama", "mistral", "qwen2", "qwen3")
@@ -181,7 +181,7 @@ def sample(
     greedy = [s.temperature == 0 for s in sampling]
     temperatures = [1.0 if cold else s.temperature for cold, s in zip(greedy, sampling, strict=True)]
     if any(temperature != 1 for temperature in temperatures):
-        logits /= torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None]
+        logits /= upload(torch.tensor(temperatures, dtype=torch.float32), logits.device)[:, None]
     largest = logits.amax(-1)
     if not bool(torch.isfinite(largest).all()):
         raise FloatingPointError("the model's logits are not finite")
@@ -192,11 +192,11 @@ def sample(
     cut = [b for b, s in enumerate(sampling) if s.top_k or s.top_p < 1 or s.min_p > 0]
     kept = weights
     if cut:
-        kept = weights.clone()
-        kept[cut] = truncate(weights[cut], [sampling[b] for b in cut])
+        kept, rows = weights.clone(), upload(cut, weights.device)
+        kept[rows] = truncate(weights[rows], [sampling[b] for b in cut])
     tokens = _draw(kept, draws)
     if any(greedy):
-        tokens = torch.where(torch.tensor(greedy, device=logits.device), logits.argmax(-1), tokens)
+        tokens = torch.where(upload(greedy, logits.device), logits.argmax(-1), tokens)
     chosen = logits.gather(1, tokens[:, None])[:, 0] - largest
     return tokens, chosen - total.log()
 
@@ -212,7 +212,7 @@ def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     blocks = torch.nn.functional.pad(weights, (0, whole - vocabulary)).view(rows, -1, BLOCK)
     ends = blocks.sum(-1).double().cumsum(-1)
     total = ends[:, -1:]
-    points = torch.tensor(list(draws), dtype=torch.float64, device=weights.device)[:, None] * total
+    points = upload(torch.tensor(list(draws), dtype=torch.float64), weights.device)[:, None] * total
     # Rounding must not raise a point to the total, which lies beyond the last token with any weight.
     points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))
     block = torch.searchsorted(ends, points, right=True)
@@ -236,7 +236,7 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
     total = probabilities.sum(-1, keepdim=True)
 
     def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=probabilities.device)[:, None]
+        return upload(torch.tensor(list(values), dtype=dtype), probabilities.device)[:, None]
 
     ranks = column([s.top_k or vocabulary for s in sampling], torch.int64)
     nuclei = column([s.top_p for s in sampling], torch.float32).to(probabilities.dtype)

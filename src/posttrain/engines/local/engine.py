@@ -14,12 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.distributed.sharding import compute_dtype
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Prefix, Segment
+from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
 from posttrain.engines.local.decoder import Decoder, decoder_of, sample
 from posttrain.engines.protocol import Completion, EngineCounters, Request, StopStrings
 from posttrain.episode import StopReason
 from posttrain.errors import RunError
 from posttrain.models.cpu.backend import keep_freed_memory
+from posttrain.models.cuda.attention import supports, supports_cache
+from posttrain.models.forward import transformer, upload
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
 from posttrain.recipe.engines import LocalEngineRecipe
@@ -143,6 +147,15 @@ def common_prefix(ids: np.ndarray, prompt: np.ndarray) -> int:
     return first if differs[first] else length
 
 
+def _flash_supports(policy: Policy) -> bool:
+    """Whether the flash kernel attends for the policy's model."""
+    if policy.device.type == "cpu":
+        return False
+    config = transformer(policy.model).config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return supports(policy.device, compute_dtype(next(policy.model.parameters())), size) and supports_cache()
+
+
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +217,8 @@ class LocalEngine:
         self.capacity = recipe.slots
         self.version = 0
         self.before_forward: Callable[[], None] | None = None
-        self._cache = KeyValuePages(recipe.slots)
+        self._flash = _flash_supports(policy)
+        self._cache = KeyValueRows(recipe.slots) if self._flash else KeyValuePages(recipe.slots)
         self._slots = Slots(recipe.slots)
         self._source = policy
         """The policy whose weights are loaded."""
@@ -251,7 +265,10 @@ class LocalEngine:
             sequence.computed = 0
 
     def sleep(self) -> None:
-        """Reshard gathered weights. The cache is kept, because the next step needs it; other weights are the learner's."""
+        """Reshard gathered weights, and free the cache of a GPU for the learner. A CPU keeps it for the next step."""
+        if self._flash:
+            self._cache = KeyValueRows(self.recipe.slots)
+            self._slots.invalidate()
         if self._source.sharded is not None:
             self._decoder = None
             self._source.sharded.release()
@@ -299,7 +316,8 @@ class LocalEngine:
         if not self._waiting and not self._running:
             return
         self._admit()
-        self._close_gaps()
+        if not self._flash:
+            self._close_gaps()
         layout, ordered = self._schedule()
         spans = [(s, segment.start, segment.start + segment.count) for s, segment in ordered]
         ids = np.concatenate([s.tokens[start:end] for s, start, end in spans])
@@ -311,9 +329,7 @@ class LocalEngine:
         with torch.no_grad():
             if self._decoder is None:
                 self._decoder = decoder_of(self._source.model)
-            hidden = self._decoder.hidden(
-                torch.from_numpy(ids).to(device), torch.from_numpy(positions).to(device), layout
-            )
+            hidden = self._decoder.hidden(upload(ids, device), upload(positions, device), layout)
             self.counters.forwards += 1
             for sequence, _, end in spans:
                 sequence.computed = end
@@ -323,13 +339,15 @@ class LocalEngine:
                 return
             sequences = [ordered[i][0] for i in ready]
             tokens, logprobs = sample(
-                self._decoder.logits(hidden[torch.from_numpy(ends[ready]).to(device)]),
+                self._decoder.logits(hidden[upload(ends[ready], device)]),
                 [s.request.sampling for s in sequences],
                 [s.draws.random() for s in sequences],
             )
         self.counters.sampled += len(sequences)
-        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            sequence.append(token, logprob, self.version)
+        # Read from a GPU together; float64 holds ids and float32 numbers exactly.
+        numbers = torch.stack([tokens.double(), logprobs.double()]).cpu().tolist()
+        for sequence, token, logprob in zip(sequences, *numbers, strict=True):
+            sequence.append(int(token), logprob, self.version)
             reason = self._stop_reason(sequence)
             if reason is not None:
                 self._finish(sequence, reason)
@@ -345,7 +363,8 @@ class LocalEngine:
             budget -= count
             by_slot[sequence.slot] = sequence
             segments.append(Segment(sequence.slot, sequence.computed, count, self._slots[sequence.slot].prefix))
-        layout = CachedLayout(self._cache, segments, self.policy.device)
+        kind: Any = FlashLayout if self._flash else CachedLayout
+        layout = kind(self._cache, segments, self.policy.device)
         return layout, [(by_slot[segment.slot], segment) for segment in layout.segments]
 
     def _admit(self) -> None:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ from posttrain.engines.vllm.settings import Settings
 from posttrain.engines.vllm.weights import WeightStore, buckets
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, PosttrainError, RunError
+from posttrain.models.cuda.memory import release_cached_memory
 from posttrain.models.load import resolve_path
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
@@ -161,13 +162,18 @@ class VllmEngine:
             raise
 
     def _start(self) -> None:
-        """Start all replicas and report the wait on standard error."""
+        """Start all replicas, report the wait on standard error, and put them to sleep until they get weights.
+
+        vLLM checks that the memory it may use is free, so start it before the learner allocates the optimizer's state.
+        """
         if not self._replicas:
             return
         begun = time.monotonic()
         names = ", ".join(state.replica.name for state in self._replicas)
         print(f"waiting for {names}; starting vLLM takes about a minute", file=sys.stderr, flush=True)
+        release_cached_memory(self.policy.device)
         self._run(self._on_replicas(lambda state: state.replica.start()))
+        self.sleep()
         print(f"vLLM is ready after {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
 
     # -- the engine protocol ------------------------------------------------------------------------------------------
@@ -208,6 +214,8 @@ class VllmEngine:
     def load_weights(self, version: int, source: Policy | None = None) -> None:
         """Send the weights of `source`, or its adapters, and wait until every replica samples with them."""
         source = source or self.policy
+        # The replicas wake up to receive weights, and again to allocate their cache.
+        release_cached_memory(source.device)
         # A replica that is being restarted first receives the weights whose files are removed next.
         self._run(self._on_replicas(lambda state: state.lock.acquire()))
         try:
@@ -323,6 +331,7 @@ class VllmEngine:
             path = self._store.put(bucket, f"{self._sent}-{number}.safetensors")
             self._run(self._on_replicas(partial(self._receive, path=path)))
             self._store.discard(path)
+        release_cached_memory(source.device)
         self._run(self._on_replicas(lambda state: self._if_alive(state, self._finish(state))))
 
     async def _receive(self, state: _ReplicaState, path: Path) -> None:
@@ -421,13 +430,15 @@ def open_vllm(
     max_context: int | None = None,
     sampling: SamplingRecipe | None = None,
     logs: Path | None = None,
+    weights_change: bool = True,
 ) -> VllmEngine:
     """A vLLM engine for contexts of up to `max_context` tokens, whose log-probabilities are exact for `sampling`.
 
-    `logs`: directory for the log files of servers started here (default: a temporary directory). In a run of several
+    `logs`: directory for the log files of servers started here (default: a temporary directory). `weights_change`: whether
+    weights may change while requests are in flight. In a run of several
     processes only rank 0 has replicas; the other ranks take part in gathering sharded weights.
     """
-    settings = settings_of(policy, recipe, max_context, sampling)
+    settings = replace(settings_of(policy, recipe, max_context, sampling), stream=weights_change)
     return VllmEngine(policy, recipe, _make_replicas(recipe, settings, logs) if current_world().is_rank0 else [])
 
 

@@ -76,6 +76,7 @@ class Host:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        streams = self.settings.stream or bool(job["stop_strings"])
         parameters = SamplingParams(
             temperature=job["temperature"],
             top_p=job["top_p"],
@@ -87,7 +88,8 @@ class Host:
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            # One message per token of every request in flight is more than vLLM's front end can send.
+            output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
         )
         stops = StopStrings(self.tokenizer if job["stop_strings"] else None, job["stop_strings"])
         name, adapter, version = f"request-{next(self._numbers)}", self._adapter, self.version

@@ -38,6 +38,9 @@ class Settings:
     """Rank of the LoRA adapters that will be sent; 0: whole weights are sent."""
     trust_remote_code: bool = False
     """Run the Python code in the model's files."""
+    stream: bool = True
+    """Return tokens as they are sampled, so that each gets the version of its weights. Without it, an answer returns whole,
+    for weights that change between requests alone."""
     threads: int = 0
     """On a CPU: number of unbound threads; 0: one thread bound to each core."""
 
@@ -63,6 +66,9 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
     }
     if settings.max_model_len:
         arguments["max_model_len"] = settings.max_model_len
+    if settings.tensor_parallel > 1:
+        # Inside a Ray actor vLLM would choose Ray, which finds no free GPU in the actor's placement group.
+        arguments["distributed_executor_backend"] = "mp"
     if has_gpu:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         arguments["enable_sleep_mode"] = True

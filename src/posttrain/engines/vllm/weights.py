@@ -11,6 +11,8 @@ from typing import BinaryIO
 
 import torch
 
+from posttrain.models.cuda.memory import copied_to_cpu
+
 Bucket = dict[str, torch.Tensor]
 _PREFIX = "posttrain-weights-"
 _LOCK = "lock"
@@ -35,7 +37,7 @@ def write(bucket: Bucket, path: Path) -> None:
     """Write the tensors to `path` as a safetensors file."""
     from safetensors.torch import save_file
 
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in bucket.items()}, path)
+    save_file(dict(zip(bucket, copied_to_cpu(list(bucket.values())), strict=True)), path)
 
 
 class WeightStore:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
 from posttrain.errors import InputError
 from posttrain.models.attention import ATTENTION_NAME
@@ -214,14 +214,13 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction:
 class _Norm(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if hidden_states.device.type != "cpu":
-            return super().forward(hidden_states)
+            # One kernel of PyTorch, as in the local engine.
+            return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)  # type: ignore[arg-type]
         return _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
 
 
 class _Mlp(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type != "cpu":
-            return super().forward(x)
         return self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[operator]
 
 
@@ -232,7 +231,7 @@ class _Attention(torch.nn.Module):
         attention: Any = self
         layout = keywords.get("layout")
         installed = attention.config._attn_implementation == ATTENTION_NAME
-        if hidden_states.device.type != "cpu" or layout is None or not installed:
+        if layout is None or not installed:
             return super().forward(hidden_states, position_embeddings=position_embeddings, **keywords)
         shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)

@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.models.attention import RowSegment
+from posttrain.models.forward import upload
 
 Kernel = Callable[["Spans", torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], torch.Tensor]
 """Spans, query [T, H, D], key and value [K, H_kv, D], scaling, window -> [T, H, D]."""
@@ -35,6 +36,8 @@ class Spans:
     longest_key: int
     gathered: torch.Tensor | None
     """[K] int64: the row index of each key; None if the keys are the row itself."""
+    keys_seen: torch.Tensor | None = None
+    """[S] int32: keys of each span that its last query sees, for spans with room at their ends; None: all."""
 
 
 def spans_of(segments: Sequence[RowSegment], device: torch.device) -> Spans:
@@ -45,23 +48,30 @@ def spans_of(segments: Sequence[RowSegment], device: torch.device) -> Spans:
     if sum(keys) > sum(queries):
         gathered = np.concatenate([np.arange(*part) for segment in segments for part in segment.keys])
     return Spans(
-        query_ends=_to_device(np.cumsum([0, *queries], dtype=np.int32), device),
-        key_ends=_to_device(np.cumsum([0, *keys], dtype=np.int32), device),
+        query_ends=upload(np.cumsum([0, *queries], dtype=np.int32), device),
+        key_ends=upload(np.cumsum([0, *keys], dtype=np.int32), device),
         longest_query=max(queries),
         longest_key=max(keys),
-        gathered=None if gathered is None else _to_device(gathered, device),
+        gathered=None if gathered is None else upload(gathered, device),
     )
 
 
-def supports(query: torch.Tensor) -> bool:
-    """Whether the flash kernel supports `query` [H, T, D]: bfloat16 or float16, Ampere or newer, D from 8 to 256."""
+def supports(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether the flash kernel supports heads of `size`: bfloat16 or float16, Ampere or newer, sizes from 8 to 256."""
     return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= 256
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and size % 8 == 0
+        and size <= 256
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )
+
+
+def supports_cache() -> bool:
+    """Whether this version of PyTorch's kernel takes spans of keys with room at their ends."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "seqused_k" in signature(varlen_attn).parameters
 
 
 def flash(
@@ -72,6 +82,8 @@ def flash(
 
     # The kernel always accepted fewer key heads than query heads; newer versions of the function need a flag for it.
     options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    if spans.keys_seen is not None:
+        options["seqused_k"] = spans.keys_seen
     out = varlen_attn(
         query,
         key,
@@ -130,9 +142,3 @@ class _Gather(torch.autograd.Function):
         wide = torch.promote_types(gradient.dtype, torch.float32)
         sums = gradient.new_zeros(ctx.count, *gradient.shape[1:], dtype=wide).index_add_(0, index, gradient.to(wide))
         return sums.to(gradient.dtype), None
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to `device`, from pinned memory, so that the CPU does not wait for the GPU."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -134,33 +134,41 @@ def decoding_kernel(dtype: torch.dtype, head: int, groups: int) -> DecodingKerne
     Returns None if `head` is not a multiple of 64, the dtype is neither float32 nor bfloat16, or there is no compiler.
     Warns if compilation fails. `POSTTRAIN_KERNEL=0` disables the kernel.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None or dtype not in TYPES or head % 64 or os.environ.get("POSTTRAIN_KERNEL") == "0":
+    command = compiler()
+    if command is None or dtype not in TYPES or head % 64 or os.environ.get("POSTTRAIN_KERNEL") == "0":
         return None
     macros = [f"-DTYPE_BF16={TYPES[dtype]}", f"-DHEAD={head}", f"-DGROUPS={groups}", f"-DPAGE={PAGE}"]
     try:
-        return DecodingKernel(_compiled([compiler, *FLAGS, *macros]))
+        return DecodingKernel(build("decoding", SOURCE, [command, *FLAGS, *macros], _processor()))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         warnings.warn(
-            f"the decoding kernel could not be compiled, so decoding is slower; {compiler}: {detail.strip()[:300]}; "
+            f"the decoding kernel could not be compiled, so decoding is slower; {command}: {detail.strip()[:300]}; "
             "set POSTTRAIN_KERNEL=0 to disable it",
             stacklevel=2,
         )
         return None
 
 
-def _compiled(command: list[str]) -> Path:
-    """The library that `command` compiles for this kind of processor, from the cache if it is there."""
-    what = "\n".join([SOURCE.read_text(), *command, _processor()])
-    name = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
-    library = cache_directory() / "kernels" / f"decoding-{name}.so"
+def compiler() -> str | None:
+    """The C++ compiler of this machine; None if there is none."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def build(name: str, source: Path, command: list[str], depends_on: str) -> Path:
+    """The library `name` that `command` compiles from `source`, from the cache if it is there.
+
+    `depends_on`: what else the library depends on, such as the kind of processor.
+    """
+    what = "\n".join([source.read_text(), *command, depends_on])
+    digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
+    library = cache_directory() / "kernels" / f"{name}-{digest}.so"
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
         # Compile to a temporary name and rename: another process may compile it at the same time.
         temporary = library.with_suffix(f".{os.getpid()}")
         subprocess.run(
-            [*command, "-o", str(temporary), str(SOURCE)], check=True, capture_output=True, text=True, timeout=120
+            [*command, "-o", str(temporary), str(source)], check=True, capture_output=True, text=True, timeout=120
         )
         temporary.rename(library)
     return library

@@ -1,0 +1,63 @@
+"""Supervised updates on the device against the same updates in float32 on a processor, and again from a saved state."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from accelerator.rows import Row
+from accelerator.shapes import RandomPolicy, Shape
+from accelerator.training import TokenLoss, samples_of
+from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+from posttrain.training.objectives import token_forward
+from posttrain.training.updater import Optimizer, Updater
+
+UPDATES = 20
+
+
+class Side:
+    """A policy with its optimizer, on fixed rows."""
+
+    def __init__(self, shape: Shape, device: torch.device, weights: dict[str, torch.Tensor] | None = None) -> None:
+        self.policy = RandomPolicy(shape, device)
+        if weights is not None:
+            self.policy.model.load_state_dict(weights)
+        self.optimizer = Optimizer(self.policy.trainable(), OptimizerRecipe(learning_rate=1e-4), UPDATES)
+        recipe = LearnerRecipe(tokens_per_batch=512, logits_per_chunk=256)
+        self.learner: Any = Updater(self.policy, self.optimizer, recipe, token_forward(self.policy, recipe))
+        self.samples = samples_of([60, 80, 100, 120], 0.3, shape.vocabulary, 0)
+
+    def losses(self, updates: int) -> list[float]:
+        found = []
+        for _ in range(updates):
+            loss, tokens = self.learner.update(self.samples, TokenLoss())["loss/nll"]
+            found.append(loss / tokens)
+        return found
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """A copy of all that a checkpoint holds."""
+        weights = {f"weights/{name}": tensor for name, tensor in self.policy.model.state_dict().items()}
+        return {name: tensor.cpu().clone() for name, tensor in (weights | self.optimizer.tensors()).items()}
+
+    def restore(self, saved: dict[str, torch.Tensor], updates: int) -> None:
+        own = {f"weights/{name}": tensor for name, tensor in self.policy.model.state_dict().items()}
+        with torch.no_grad():
+            for name, tensor in (own | self.optimizer.tensors()).items():
+                tensor.copy_(saved[name])
+        self.optimizer.updates = updates
+
+
+def agreement(shape: Shape, device: torch.device) -> Iterator[Row]:
+    """Largest distances of the losses, relative to those they are compared with."""
+    plain = Side(shape, torch.device("cpu"))
+    side = Side(shape, device, plain.policy.model.state_dict())
+    expected, half = plain.losses(UPDATES), UPDATES // 2
+    found = side.losses(half)
+    saved = side.saved()
+    found += side.losses(half)
+    distance = max(abs(mine / theirs - 1) for mine, theirs in zip(found, expected, strict=True))
+    note = f"loss {expected[0]:.3f} to {expected[-1]:.3f}"
+    yield Row("agreement", f"{UPDATES} updates against float32 on a processor", distance, "relative", note=note)
+    side.restore(saved, half)
+    again = max(abs(mine / theirs - 1) for mine, theirs in zip(side.losses(half), found[half:], strict=True))
+    yield Row("agreement", f"{half} updates again from the saved state", again, "relative")

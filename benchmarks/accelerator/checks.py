@@ -1,0 +1,43 @@
+"""What a device has to pass, in the order in which it is checked."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from accelerator.rows import Row
+
+
+@dataclass(frozen=True)
+class Check:
+    """A criterion for the rows of one part."""
+
+    criterion: str
+    passes: Callable[[Sequence[Row]], bool]
+
+
+def _below(limit: float) -> Callable[[Sequence[Row]], bool]:
+    return lambda rows: all(row.value < limit for row in rows if row.unit == "relative")
+
+
+def _share(least: float) -> Callable[[Sequence[Row]], bool]:
+    return lambda rows: all(row.share is not None and row.share >= least for row in rows)
+
+
+CHECKS = {
+    "device": Check("torch is built for CUDA and finds the GPU", lambda rows: all(row.value == 1 for row in rows)),
+    "parity": Check("distances below 0.02, gradients included", _below(0.02)),
+    "agree-0.5B": Check("losses within 1%, before and after a restore", _below(0.01)),
+    "sft-0.5B": Check("MFU of at least 30%", _share(0.3)),
+    "sft-4B": Check("MFU of at least 30%", _share(0.3)),
+    "sft-4B-compiled": Check("MFU of at least 40%", _share(0.4)),
+    "decode-4B": Check("a rate for every number in flight", lambda rows: bool(rows)),
+}
+
+
+def judged(part: str, rows: Sequence[Row]) -> list[Row]:
+    """The rows with the verdict of the part's check in the first of them."""
+    check = CHECKS.get(part)
+    if check is None or not rows:
+        return list(rows)
+    passed = all(row.value == row.value for row in rows) and check.passes(rows)
+    verdict = "passed" if passed else "FAILED"
+    return [replace(rows[0], check=f"{verdict}: {check.criterion}"), *rows[1:]]

@@ -1,0 +1,59 @@
+"""Memory plans against what an update allocates on the fake device, for layers of published shapes."""
+
+import pytest
+from transformers import AutoConfig
+
+from posttrain.planning.memory import ModelSizes, kept_activations
+from tests.cuda_fake import made
+
+TOKENS = 2048
+SHAPES = {
+    "Qwen2.5-0.5B": ("qwen2", 896, 4864, 14, 2, 64),
+    "Qwen3-4B": ("qwen3", 2560, 9728, 32, 8, 128),
+    "Llama-3-8B": ("llama", 4096, 14336, 32, 8, 128),
+}
+
+
+def policy_of(shape, layers, path, **settings):
+    family, hidden, intermediate, heads, key_heads, size = SHAPES[shape]
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=1000,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=size,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return made.ShapedPolicy(made.recipe(path, **settings), config)
+
+
+def held_by_a_pass(device, policy):
+    """Bytes that a forward pass with gradients keeps for its backward pass."""
+    stream = made.stream(0, TOKENS)
+    before = device.live
+    with policy.training_mode("memory"):
+        scores = policy.score([stream.ids], [stream.sampled], 1.0, 512)
+        held = device.live - before
+        scores.logprobs.sum().backward()
+    return held
+
+
+@pytest.mark.parametrize(
+    ("shape", "lora"),
+    [("Qwen2.5-0.5B", None), ("Qwen3-4B", None), ("Llama-3-8B", {"rank": 16})],
+    ids=["qwen2", "qwen3", "llama with adapters"],
+)
+def test_activations_of_a_layer(device, thin_model, shape, lora):
+    held = [held_by_a_pass(device, policy_of(shape, layers, thin_model, lora=lora)) for layers in (1, 2)]
+    counted = (held[1] - held[0]) / TOKENS
+    family, *numbers = SHAPES[shape]
+    hidden, intermediate, heads, key_heads, size = numbers
+    sizes = ModelSizes(1, 2, hidden, intermediate, heads, key_heads, size, 1000, head_norms=family == "qwen3")
+    assert counted == pytest.approx(2 * kept_activations(sizes), rel=0.05)

@@ -1,0 +1,263 @@
+"""Every objective on a fake GPU: forward pass, backward pass and optimizer step, with ceilings on waits and kernels."""
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.losses.distillation import TeacherScores
+from posttrain.models.critic import Critic, SharedCritic
+from posttrain.models.policy import Policy
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.distill import JsdLoss, ReverseKlLoss
+from posttrain.recipe.loss import (
+    ApoDownLoss,
+    ApoZeroLoss,
+    BcoLoss,
+    CdpoLoss,
+    CispoLoss,
+    ClipCovRecipe,
+    CorrectionRecipe,
+    DpoLoss,
+    DppoLoss,
+    EntropyRecipe,
+    GmpoLoss,
+    GspoLoss,
+    IpoLoss,
+    KlCovRecipe,
+    KlRecipe,
+    KtoLoss,
+    OrpoLoss,
+    PpoLoss,
+    ReinforceLoss,
+    RewardLossRecipe,
+    SapoLoss,
+    SftLossRecipe,
+    SimpoLoss,
+)
+from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+from posttrain.training.distillation import DistillationObjective, distillation_forward
+from posttrain.training.objectives import (
+    MixedObjective,
+    PairObjective,
+    PolicyObjective,
+    RewardObjective,
+    SharedObjective,
+    SupervisedObjective,
+    UnpairedObjective,
+    ValueObjective,
+    energy_forward,
+    logprobs,
+    reward_forward,
+    token_energies,
+)
+from posttrain.training.updater import Optimizer, Updater
+from tests.cuda_fake import made
+
+
+def waits_per_batch(device, learner, objective, pairs=False):
+    """Waits of an update on one micro-batch, and those that a second one adds."""
+    counts = []
+    for number in (1, 2):
+        learner.settings = LearnerRecipe(tokens_per_batch=made.LENGTH * 2)
+        batch = made.samples(2 * number, pairs)
+        device.reset()
+        made.updated(learner, batch, objective)
+        counts.append(device.sync_count)
+    return counts[0], counts[1] - counts[0]
+
+
+POLICY = {
+    "ppo": PpoLoss(dual_clip=3.0),
+    "gspo": GspoLoss(type="gspo"),
+    "gspo_token": GspoLoss(type="gspo_token"),
+    "cispo": CispoLoss(),
+    "dppo": DppoLoss(),
+    "sapo": SapoLoss(),
+    "gmpo": GmpoLoss(),
+    "reinforce": ReinforceLoss(),
+    "gpg": ReinforceLoss(type="gpg"),
+    "tis": PpoLoss(correction=CorrectionRecipe(weights="token")),
+    "mis": PpoLoss(correction=CorrectionRecipe(weights="none", reject="geometric")),
+    "off_policy_mask": PpoLoss(off_policy_mask=0.1),
+}
+
+
+@pytest.mark.parametrize("name", POLICY)
+def test_policy_losses_wait_only_once_per_update(device, policy, name):
+    learner = made.policy_updater(policy)
+    objective = PolicyObjective(POLICY[name], old="learner")
+    device.reset()
+    made.updated(learner, made.samples(2), objective)
+    device.expect(name, syncs=2)  # the metrics and the gradient norm
+    if name == "tis":
+        assert waits_per_batch(device, learner, objective) == (2, 0), device.syncs
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        PolicyObjective(PpoLoss(), KlRecipe(coefficient=0.1), entropy=EntropyRecipe(coefficient=0.01)),
+        PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.01, top_share=0.5)),
+        PolicyObjective(PpoLoss(), entropy=EntropyRecipe(covariance=KlCovRecipe())),
+        PolicyObjective(PpoLoss(), entropy=EntropyRecipe(covariance=ClipCovRecipe()), random=np.random.default_rng(0)),
+        PolicyObjective(PpoLoss(), first_update=True, old="learner"),
+    ],
+    ids=["kl", "top_share", "kl_cov", "clip_cov", "first_update"],
+)
+def test_terms_of_the_policy_loss(device, policy, objective):
+    learner = made.policy_updater(policy)
+    device.reset()
+    made.updated(learner, made.samples(2), objective)
+    device.expect("terms", syncs=2)
+
+
+@pytest.mark.parametrize("loss", ["nll", "dft"])
+def test_supervised(device, policy, loss):
+    objective = SupervisedObjective(SftLossRecipe(type=loss))
+    assert waits_per_batch(device, made.policy_updater(policy), objective) == (2, 0), device.syncs
+
+
+PAIRS = [DpoLoss(), CdpoLoss(), IpoLoss(), SimpoLoss(), OrpoLoss(), ApoZeroLoss(), ApoDownLoss(), BcoLoss()]
+
+
+@pytest.mark.parametrize("loss", PAIRS, ids=lambda loss: loss.type)
+def test_pairs_wait_once_per_micro_batch(device, policy, loss):
+    objective = PairObjective(loss, supervised=0.1, shift=0.0 if isinstance(loss, BcoLoss) else None)
+    learner = made.policy_updater(policy)
+    device.reset()
+    made.updated(learner, made.samples(2, pairs=True), objective)
+    device.expect(loss.type, syncs=3)
+
+
+def test_kto(device, policy):
+    kl = torch.zeros((), device=policy.device)
+    objective = UnpairedObjective(KtoLoss(), kl, 2)
+    assert waits_per_batch(device, made.policy_updater(policy), objective, pairs=True) == (3, 1), device.syncs
+
+
+def test_reward_model(device, thin_model):
+    model = RewardModel(made.recipe(thin_model))
+    learner = made.updater(model, reward_forward(model))
+    objective = RewardObjective(RewardLossRecipe(margin=True, center_rewards_coefficient=0.01))
+    assert waits_per_batch(device, learner, objective, pairs=True) == (3, 1), device.syncs
+    rows = made.samples(2)
+    ids, sampled = [s.stream.ids for s in rows], [s.stream.sampled for s in rows]
+    prefixes = [np.array([9, 12]), np.array([10])]
+    assert [len(r) for r in model.prefix_rewards(ids, prefixes)] == [2, 1]
+    assert len(model.unit_rewards(ids, sampled, [np.array([10, 23]), np.array([23])]).rewards) == 3
+    assert [len(each) for each in model.last_token_attention(ids)] == [made.LENGTH] * 2
+
+
+def test_critics(device, policy, thin_model):
+    critic = Critic(made.recipe(thin_model))
+    learner = made.updater(critic, lambda rows: critic.values(*_arrays(rows)))
+    assert waits_per_batch(device, learner, ValueObjective(0.2)) == (2, 0), device.syncs
+    shared = SharedCritic(policy)
+    optimizer = Optimizer(shared.trainable(), OptimizerRecipe(), 10)
+    joint = made.policy_updater(policy, head=shared.head)
+    joint.joint = {"critic": optimizer}
+    objective = SharedObjective(PolicyObjective(PpoLoss()), 0.1, 0.2)
+    once, each = waits_per_batch(device, joint, objective)
+    assert each == 0, device.syncs
+    assert once <= 4, device.syncs  # metrics, and the norms of two optimizers
+
+
+def _arrays(rows):
+    return [row.stream.ids for row in rows], [row.stream.sampled for row in rows]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [ReverseKlLoss(), JsdLoss(type="jsd", top_k=4), JsdLoss(type="jsd", top_k=None)],
+    ids=["reverse", "top", "whole"],
+)
+def test_distillation(device, policy, loss):
+    width = len(policy.tokenizer)
+    learner = made.updater(policy, distillation_forward(policy, LearnerRecipe(), 1.0, loss))
+    batch = made.samples(2)
+    for sample in batch:
+        tokens = sample.sampled_tokens
+        k = 4 if getattr(loss, "top_k", None) else None
+        sample.teacher = TeacherScores(
+            -np.ones(tokens, np.float32),
+            None if k is None else np.tile(np.arange(k, dtype=np.int32), (tokens, 1)),
+            np.full((tokens, width if k is None else k + 1), -3.0, dtype=np.float32),
+        )
+    device.reset()
+    made.updated(learner, batch, DistillationObjective(loss))
+    device.expect("distillation", syncs=2)
+
+
+def test_supervised_rows_beside_episodes(device, policy):
+    batch = made.samples(4)
+    batch[3].ptx = True
+    learner = made.policy_updater(policy)
+    device.reset()
+    made.updated(learner, batch, MixedObjective(PolicyObjective(PpoLoss()), 0.1))
+    device.expect("ptx", syncs=2)
+
+
+def test_passes_without_gradient(device, policy):
+    learner, batch = made.policy_updater(policy), made.samples(4)
+    assert [len(each) for each in logprobs(learner, batch)] == [made.LENGTH - made.PROMPT] * 4
+    with policy.as_reference():
+        assert len(logprobs(learner, batch)) == 4
+    energies = made.updater(policy, energy_forward(policy, LearnerRecipe(), 1.0))
+    assert token_energies(energies, [], []) == []
+    assert next(iter(energies.without_gradient(batch)))[1].shape == (4 * (made.LENGTH - made.PROMPT),)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "dropout": 0.1}], ids=["full", "lora"])
+def test_adapters_and_gradient_checkpointing(device, thin_model, lora, checkpointing):
+    policy = Policy(made.recipe(thin_model, lora=lora, gradient_checkpointing=checkpointing))
+    learner = made.policy_updater(policy)
+    assert waits_per_batch(device, learner, SupervisedObjective()) == (2, 0), device.syncs
+
+
+@pytest.mark.parametrize("head_dtype", ["model", "float32"])
+def test_dtypes(device, thin_model, head_dtype):
+    assert Policy(made.recipe(thin_model, dtype=None)).model.dtype == torch.bfloat16
+    policy = Policy(made.recipe(thin_model, head_dtype=head_dtype))
+    made.updated(made.policy_updater(policy), made.samples(), SupervisedObjective())
+    if head_dtype == "float32":
+        return
+    # Without the flash kernel, each segment is attended by itself.
+    wide = Policy(made.recipe(thin_model, dtype="float32"))
+    made.updated(made.policy_updater(wide), made.samples(), SupervisedObjective())
+
+
+def test_kernels_per_layer(device, tmp_path, thin_model):
+    """A forward pass, a backward pass and the gradients' way to the masters."""
+    counts = []
+    for layers in (1, 2):
+        policy = Policy(made.recipe(made.deeper(thin_model, tmp_path / str(layers), layers)))
+        learner = made.policy_updater(policy)
+        device.reset()
+        made.updated(learner, made.samples(2), SupervisedObjective())
+        counts.append(device.kernel_count)
+    assert counts[1] - counts[0] <= 105
+
+
+class Chatty(SupervisedObjective):
+    """Reads a number that nobody needs."""
+
+    def __call__(self, output, samples, weights):
+        output.logprobs.sum().item()
+        return super().__call__(output, samples, weights)
+
+
+def test_an_added_wait_fails_with_its_line(device, policy):
+    learner: Updater = made.policy_updater(policy)
+    device.reset()
+    made.updated(learner, made.samples(2), Chatty())
+    line = Chatty.__call__.__code__.co_firstlineno + 1
+    with pytest.raises(
+        AssertionError, match=rf"the CPU waited 3 times, more than 2:\n(.*\n)*.*a number at .*checks_training.py:{line}"
+    ):
+        device.expect("an update", syncs=2)
+
+
+def test_tensors_of_two_devices_are_refused(device, policy):
+    with pytest.raises(RuntimeError, match="device"):
+        torch.ones(3, device="cuda") + torch.ones(3)

@@ -1,0 +1,35 @@
+"""Fixtures of the checks, which run in the process that `child.py` starts."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def fake_gpu():
+    from tests.cuda_fake.device import fake_cuda
+
+    with fake_cuda() as fake:
+        yield fake
+
+
+@pytest.fixture
+def device(fake_gpu):
+    """The fake GPU, with counts from zero."""
+    fake_gpu.reset()
+    return fake_gpu
+
+
+@pytest.fixture(scope="session")
+def thin_model(tmp_path_factory, tiny_model):
+    """Directory of the tiny model with one layer: what is checked here does not depend on their number."""
+    from tests.cuda_fake import made
+
+    return made.deeper(tiny_model, tmp_path_factory.mktemp("models") / "thin", 1)
+
+
+@pytest.fixture(scope="session")
+def policy(fake_gpu, thin_model):
+    """A policy on the fake GPU. Updates change nothing that a check reads."""
+    from posttrain.models.policy import Policy
+    from tests.cuda_fake import made
+
+    return Policy(made.recipe(thin_model))

@@ -1,0 +1,272 @@
+"""A CUDA device of fake tensors: every operation is checked and counted, none is computed.
+
+`FakeDevice` is a dispatch mode in which CUDA tensors are fake and CPU tensors are real. An operation on the device that
+mixes devices, lacks an argument or gets a wrong shape fails as it would on a GPU. Numbers that come back to the CPU are
+made up: ones, and true. The mode counts what the CPU asks of the device, and the live and largest bytes of its tensors.
+
+It needs the library of `fake_cuda.cpp`, loaded before torch is imported (`child.py`).
+"""
+
+import sys
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from posttrain.engines.local import decoder
+from posttrain.models.cpu import backend
+
+aten = torch.ops.aten
+HERE = Path(__file__).parent
+SOURCES = tuple(str(part) for part in (HERE.parents[1] / "src", HERE))
+
+NO_KERNEL = {
+    *("view", "_unsafe_view", "_reshape_alias", "reshape", "t", "transpose", "permute", "expand", "alias", "detach"),
+    *(
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "unsqueeze",
+        "squeeze",
+        "as_strided",
+        "unfold",
+    ),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "is_pinned", "diagonal"),
+    *("is_same_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "is_contiguous", "dim", "device"),
+    *("layout", "set_", "resize_", "view_as_real", "narrow"),
+}
+"""Operations that launch no kernel: views, allocations and questions about shapes."""
+WAITS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal", "is_nonzero"}
+"""Operations that make the CPU wait, because the shape of the result or a Python number depends on values."""
+
+
+class FakeDevice(TorchDispatchMode):
+    """Counts of the work that the CPU has asked of the device since `reset`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.live = 0
+        """Bytes of all tensors on the device, each storage once."""
+        self._storages: dict[int, Any] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from zero. `live` stays, and `peak` becomes it."""
+        self.kernels: Counter[str] = Counter()
+        """Kernel launches by operation."""
+        self.syncs: Counter[str] = Counter()
+        """Times that the CPU waits for the device, by what waits and the line of the package that caused it."""
+        self.peak = self.live
+
+    @property
+    def kernel_count(self) -> int:
+        return sum(self.kernels.values())
+
+    @property
+    def sync_count(self) -> int:
+        return sum(self.syncs.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        fakes = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, FakeTensor)]
+        to_device = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
+        if not fakes and not to_device:
+            pinned = kwargs.pop("pin_memory", False)
+            out = func(*args, **kwargs)
+            return PINNED.add(out) if pinned else out
+        name = func.overloadpacket.__name__
+        if func is aten._local_scalar_dense.default:
+            self._wait("a number")
+            kind = args[0].dtype
+            return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
+        if name == "nonzero":
+            return self._nonzero(args[0])
+        if name == "index" and any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1]):
+            return self._masked(args[0], args[1])
+        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+            self._wait(name)
+            return args[0].new_zeros(int(args[0].numel()))
+        if name in WAITS:
+            self._wait(name)
+        if name == "index" and any(isinstance(i, torch.Tensor) and i.device.type == "cpu" for i in args[1]):
+            self._wait("an index from the CPU")
+        if name == "copy_" and isinstance(args[0], FakeTensor) and not isinstance(args[1], FakeTensor):
+            self._upload(args[1], (len(args) > 2 and bool(args[2])) or bool(kwargs.get("non_blocking")))
+        if name == "_to_copy" and not fakes:
+            self._upload(args[0], bool(kwargs.get("non_blocking")))
+        if name == "copy_" and not isinstance(args[0], FakeTensor):
+            if args[0] not in PINNED:
+                self._wait("a copy to the CPU")
+            return args[0].fill_(1)
+        args, kwargs = tree_map(self._faked, (args, kwargs))
+        with self.fake:
+            out = func(*args, **kwargs)
+        if name not in NO_KERNEL:
+            self.kernels[name] += 1
+        return tree_map(self._returned, out)
+
+    def _faked(self, value: Any) -> Any:
+        real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        # Of an alias: the mode would keep a weak reference, and modules do not replace parameters that have one.
+        return self.fake.from_tensor(value.detach()) if real else value
+
+    def _returned(self, value: Any) -> Any:
+        if not isinstance(value, FakeTensor):
+            return value
+        if value.device.type == "cpu":
+            self._wait("a copy to the CPU")
+            return torch.ones(value.shape, dtype=value.dtype)
+        self._remember(value.untyped_storage())
+        return value
+
+    def _upload(self, source: torch.Tensor, non_blocking: bool) -> None:
+        # A number in a tensor without dimensions is an argument of the kernel.
+        if not (non_blocking and source in PINNED) and source.dim():
+            self._wait("a copy from memory that is not pinned")
+
+    def _nonzero(self, mask: torch.Tensor) -> Any:
+        """All places, as if every element were true."""
+        self._wait("nonzero")
+        return mask.new_zeros((mask.numel(), mask.dim()), dtype=torch.int64)
+
+    def _masked(self, values: Any, indices: Any) -> Any:
+        """Every value, as if the mask were true everywhere."""
+        self._wait("a mask as an index")
+        (mask,) = [i for i in indices if i is not None]
+        return values.reshape(-1, *values.shape[mask.dim() :]).clone()
+
+    def _wait(self, what: str) -> None:
+        self.syncs[f"{what} at {_line()}"] += 1
+
+    def _remember(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self._storages:
+            return
+        size = storage.nbytes()
+
+        def freed(_: Any) -> None:
+            if self._storages.pop(key, None) is not None:
+                self.live -= size
+
+        self._storages[key] = weakref.ref(storage, freed)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def expect(self, what: str, *, syncs: float | None = None, kernels: float | None = None) -> None:
+        """AssertionError with the lines that wait, or the kernels, if there were more of them than allowed."""
+        if syncs is not None and self.sync_count > syncs:
+            lines = "\n".join(f"  {count} x {where}" for where, count in self.syncs.most_common())
+            raise AssertionError(f"{what}: the CPU waited {self.sync_count} times, more than {syncs:g}:\n{lines}")
+        if kernels is not None and self.kernel_count > kernels:
+            lines = "\n".join(f"  {count} x {name}" for name, count in self.kernels.most_common())
+            raise AssertionError(f"{what}: {self.kernel_count} kernels, more than {kernels:g}:\n{lines}")
+
+
+class _Pinned:
+    """Tensors that `pin_memory` returned."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, Any] = {}
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        pinned = tensor.detach().clone()
+        self._ids[id(pinned)] = weakref.ref(pinned, lambda _, key=id(pinned): self._ids.pop(key, None))
+        return pinned
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        found = self._ids.get(id(tensor))
+        return found is not None and found() is tensor
+
+
+PINNED = _Pinned()
+
+
+class _FusedNorm(torch.autograd.Function):
+    """As many kernels and as much memory as PyTorch's RMS norm, which is one kernel in builds for CUDA alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        of_weight = gradient.reshape(-1, x.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        return gradient * weight, of_weight
+
+
+def _fused_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    if not x.is_cuda:
+        return torch.rms_norm(x, shape, weight, epsilon)
+    return _FusedNorm.apply(x, weight)
+
+
+def _swapped(swap: Any) -> Any:
+    """`swap`, which refuses fake tensors, only where a module's parameter moves."""
+    return lambda one, other: None if (one.device, one.dtype) == (other.device, other.dtype) else swap(one, other)
+
+
+class _Stream:
+    """The current stream, whose `synchronize` is a wait."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+
+    def synchronize(self) -> None:
+        self._device._wait("a synchronization")
+
+
+def _line() -> str:
+    """The innermost line of the package, or of these checks, that is being executed."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(SOURCES) and not file.endswith("cuda_fake/device.py"):
+            return f"{Path(file).relative_to(HERE.parents[1])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the backward pass"
+
+
+@contextmanager
+def fake_cuda() -> Any:
+    """A machine with one GPU of compute capability 9.0 inside the block, whose tensors are fake."""
+    replaced = {
+        (torch.cuda, "_lazy_init"): lambda: None,
+        (torch.cuda, "is_available"): lambda: True,
+        (torch.cuda, "device_count"): lambda: 1,
+        (torch.cuda, "get_device_capability"): lambda device=None: (9, 0),
+        (torch.cuda, "is_bf16_supported"): lambda including_emulation=True: True,
+        (torch.cuda, "is_current_stream_capturing"): lambda: False,
+        (torch.cuda, "manual_seed_all"): lambda seed: None,
+        (torch.Tensor, "pin_memory"): lambda self, device=None: PINNED.add(self),
+    }
+    device = FakeDevice()
+    replaced |= {
+        (torch.cuda, "current_stream"): lambda: _Stream(device),
+        (torch.cuda, "empty_cache"): lambda: None,
+        (torch.utils, "swap_tensors"): _swapped(torch.utils.swap_tensors),
+        (backend, "rms_norm"): _fused_norm,
+        (decoder, "rms_norm"): _fused_norm,
+    }
+    before = {place: getattr(*place) for place in replaced}
+    for (owner, name), stub in replaced.items():
+        setattr(owner, name, stub)
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        with device:
+            yield device
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)
+        for (owner, name), original in before.items():
+            setattr(owner, name, original)

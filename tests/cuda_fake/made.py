@@ -1,0 +1,100 @@
+"""Small samples, policies and learners for the checks."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from posttrain.episode import Stream
+from posttrain.models.attention import use_packed_attention
+from posttrain.models.cpu.backend import use_fused_layers
+from posttrain.models.policy import Policy
+from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
+from posttrain.training.objectives import token_forward
+from posttrain.training.updater import Optimizer, PreferenceSide, Sample, Updater
+
+LENGTH, PROMPT = 24, 8
+
+
+def recipe(path: Path, **settings: Any) -> ModelRecipe:
+    return ModelRecipe(path=str(path), **({"dtype": "bfloat16", "device": "cuda"} | settings))
+
+
+def stream(number: int, length: int = LENGTH, prompt: int = PROMPT) -> Stream:
+    """Random ids, of which those after the prompt were sampled; two streams with the same `number // 2` share their prompt."""
+    shared, own = np.random.default_rng(number // 2), np.random.default_rng(1000 + number)
+    ids = np.concatenate([shared.integers(3, 300, prompt), own.integers(3, 300, length - prompt)])
+    sampled = np.arange(length) >= prompt
+    logprobs = np.where(sampled, -1.0, 0.0).astype(np.float32)
+    turn = np.where(sampled, 0, -1).astype(np.int32)
+    return Stream(ids, sampled, logprobs, np.zeros(length, np.float32), turn, turn)
+
+
+def samples(count: int = 4, pairs: bool = False) -> list[Sample]:
+    """Samples with all that any objective asks for."""
+    tokens = LENGTH - PROMPT
+    made = []
+    for number in range(count):
+        numbers = np.full(tokens, 0.5 if number % 2 else -0.5, dtype=np.float32)
+        made.append(
+            Sample(
+                stream(number),
+                f"sample {number}",
+                numbers.copy(),
+                ref_logprobs=-np.ones(tokens, np.float32),
+                old_logprobs=-np.ones(tokens, np.float32),
+                episode=number,
+                values=numbers.copy(),
+                returns=numbers.copy(),
+                entropies=np.arange(tokens, dtype=np.float32),
+                bonus=np.ones(tokens, dtype=bool),
+                group=number // 2,
+                side=PreferenceSide(number // 2, number % 2 == 0, 0.5) if pairs else None,
+            )
+        )
+    return made
+
+
+def updater(model: Any, forward: Any, tokens_per_batch: int = 4096, **settings: Any) -> Updater[Any]:
+    optimizer = Optimizer(model.trainable(), OptimizerRecipe(), 100)
+    return Updater(model, optimizer, LearnerRecipe(tokens_per_batch=tokens_per_batch), forward, **settings)
+
+
+def policy_updater(policy: Policy, tokens_per_batch: int = 4096, head: Any = None) -> Updater[Any]:
+    return updater(policy, token_forward(policy, LearnerRecipe(), head=head), tokens_per_batch)
+
+
+def updated(learner: Updater[Any], batch: Sequence[Sample], objective: Any) -> None:
+    """One update, which must not be skipped."""
+    totals = learner.update(batch, objective)
+    assert totals["optimizer/skipped"] == (0.0, 1.0)
+    assert totals["optimizer/gradient_norm"][0] > 0
+    assert all(isinstance(number, float) for pair in totals.values() for number in pair)
+
+
+def deeper(source: Path, target: Path, layers: int) -> Path:
+    """The model at `source` with another number of layers, whose weights are drawn anew."""
+    config = AutoConfig.from_pretrained(source)
+    config.num_hidden_layers = layers
+    config.layer_types = None
+    AutoModelForCausalLM.from_config(config).save_pretrained(target)
+    AutoTokenizer.from_pretrained(source).save_pretrained(target)
+    return target
+
+
+class ShapedPolicy(Policy):
+    """A policy of any shape, whose weights are made on the fake device. The tokenizer is that of the recipe's model."""
+
+    def __init__(self, recipe: ModelRecipe, config: Any) -> None:
+        self._config = config
+        super().__init__(recipe)
+
+    def load(self) -> torch.nn.Module:
+        with torch.device("cuda"):
+            model = AutoModelForCausalLM.from_config(self._config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        use_packed_attention(model)
+        use_fused_layers(model)
+        return model.eval()
