@@ -11,7 +11,9 @@ from posttrain.environments.make import make_env
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "age", "x"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "age", "x"]), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
@@ -47,7 +49,9 @@ def test_the_prompt_states_every_value_of_the_right_answer(seed):
 def test_wrong_facts_in_the_right_form_are_success_and_paid_less():
     seed = next(s for s in range(50) if '": string' in make_env("json_answer")().reset(s).messages[0]["content"])
     step = played(seed, changed(), facts_weight=0.5)
-    assert step.info["success"] and step.info["scores"]["form"] == 1 and step.info["scores"]["facts"] < 1
+    assert step.info["success"]
+    assert step.info["scores"]["form"] == 1
+    assert step.info["scores"]["facts"] < 1
     assert step.reward == pytest.approx(0.5 + 0.5 * step.info["scores"]["facts"])
     assert played(seed, changed(), facts_weight=0).reward == 1
 
@@ -56,7 +60,9 @@ def test_wrong_facts_in_the_right_form_are_success_and_paid_less():
 def test_any_other_answer_is_no_success_and_earns_less_than_the_form(answer, seed):
     text = answer if isinstance(answer, str) else json.dumps(answer)
     step = played(seed, text, topics=["film"])
-    assert step.terminated and not step.info["success"] and step.info["rejected"]
+    assert step.terminated
+    assert not step.info["success"]
+    assert step.info["rejected"]
     assert 0 <= step.reward <= 0.25
 
 

@@ -143,7 +143,8 @@ def test_crossed_mean_resamples_training_seeds_and_tasks():
     for found, sample in ((over_tasks, tasks), (over_seeds, seeds)):
         alone = bootstrap_mean(sample.astype(float).tolist())
         assert (found.value, found.n) == (pytest.approx(sample.mean()), 8)
-        assert found.low == pytest.approx(alone.low, abs=0.02) and found.high == pytest.approx(alone.high, abs=0.02)
+        assert found.low == pytest.approx(alone.low, abs=0.02)
+        assert found.high == pytest.approx(alone.high, abs=0.02)
     both = crossed_mean(0.5 * tasks[None, :] + 0.5 * seeds[:, None])
     assert both.high - both.low > 0.5 * max(over_tasks.high - over_tasks.low, over_seeds.high - over_seeds.low)
     with pytest.raises(ValueError, match="row per training seed"):

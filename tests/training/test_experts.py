@@ -124,12 +124,16 @@ def test_the_random_traces_of_a_seed_take_each_action_once(tiny_model):
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
     episodes = expert_episodes(recipe, range(200_000, 200_020), renderer)
     for one, other in zip(episodes[::2], episodes[1::2], strict=True):
-        assert one.seed == other.seed and (one.index, other.index) == (0, 1)
+        assert one.seed == other.seed
+        assert (one.index, other.index) == (0, 1)
         assert {"phoenix", "dragon"} == {re.sub("<.*?>", "", e.turns[0].answer) for e in (one, other)}
     # The first trace of each seed is the one it has alone, and both arms come first in some.
-    single = expert_episodes(load_recipe([], [f"model.path={tiny_model}", *BALANCED], "sft"), range(200_000, 200_020), renderer)
+    single = expert_episodes(
+        load_recipe([], [f"model.path={tiny_model}", *BALANCED], "sft"), range(200_000, 200_020), renderer
+    )
     firsts = [e.turns[0].answer for e in episodes[::2]]
-    assert firsts == [e.turns[0].answer for e in single] and len(set(firsts)) == 2
+    assert firsts == [e.turns[0].answer for e in single]
+    assert len(set(firsts)) == 2
     with pytest.raises(InputError, match="per_seed"):
         load_recipe([], ["environment.type=bandit", "experts.per_seed=2"], "sft")
 

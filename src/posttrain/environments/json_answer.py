@@ -120,7 +120,7 @@ TOPICS: dict[str, tuple[_Attribute, ...]] = {
     "match": (
         _Attribute("home_team", "{} played at home.", ("Rovers", "United", "Wanderers", "Athletic", "Dynamo")),
         _Attribute("sport", "The sport was {}.", ("football", "handball", "hockey", "rugby")),
-        _Attribute("goals", "They scored {} goals.", range(0, 12)),
+        _Attribute("goals", "They scored {} goals.", range(12)),
         _Attribute(
             "scorers", "The goals came from {}.", ("Okoro", "Silva", "Brandt", "Novak", "Evans", "Rossi"), several=True
         ),
