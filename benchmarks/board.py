@@ -11,6 +11,7 @@ the mean over training seeds and tasks with an interval over both, and its lower
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -97,7 +98,7 @@ def run(name: str, seed: int, threads: int, out: Path) -> Line:
     begun = time.monotonic()
     with (out / f"{directory.name}.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "posttrain.cli.main", "pipeline", *words],
+            [sys.executable, "-m", "posttrain.cli.main", "pipeline", *words, "--overwrite"],
             stdout=log,
             stderr=log,
             env={**os.environ, "OMP_NUM_THREADS": str(threads), "POSTTRAIN_PLOTS": "0"},
@@ -111,13 +112,17 @@ def run(name: str, seed: int, threads: int, out: Path) -> Line:
     spent["cpu_minutes"] /= 60
     spent["wall_minutes"] /= 60
     stages = load_pipeline(words[0], words[1:3]).stages
-    return {
+    line = {
         "entry": name,
         "seed": seed,
         "threads": threads,
         **{key: round(value, 2) for key, value in spent.items()},
         **outcome(directory / stages[-1].name),
     }
+    for weights in ("checkpoints", "model"):  # gigabytes for each seed; report, metrics and episodes stay
+        for folder in directory.glob(f"*/{weights}"):
+            shutil.rmtree(folder)
+    return line
 
 
 def outcome(directory: Path) -> Line:
@@ -204,16 +209,24 @@ def main() -> None:
     done = {(line["entry"], line["seed"]) for line in lines}
     machine = {"processor": describe_machine()["processor"], "gflops": round(speed() / 1e9)}
     wanted = [(name, seed) for name in names for seed in range(chosen.seeds) if (name, seed) not in done]
+    failed: list[str] = []
     with ThreadPoolExecutor(chosen.jobs) as pool:
         futures = [pool.submit(run, *one, chosen.threads, chosen.out) for one in wanted]
         for future in as_completed(futures):
-            line = {**future.result(), **machine}
+            try:
+                line = {**future.result(), **machine}
+            except RuntimeError as error:
+                failed.append(str(error))
+                continue
             lines.append(line)
             with file.open("a") as open_file:
                 open_file.write(json.dumps(line) + "\n")
             rate = np.mean([int(one) for one in line["success"]])
             print(line["entry"], line["seed"], f"{rate:.1%}", f"{line['cpu_minutes']} processor minutes", flush=True)
-    print(markdown(table(lines)), end="")
+    if lines:
+        print(markdown(table(lines)), end="")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 def speed() -> float:
