@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.directory import write_atomically
@@ -41,12 +41,17 @@ class Table:
         table = RichTable(title=self.title or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         widths = [max(map(len, column)) + 2 for column in zip(self.headings, *self.rows, strict=True)]
         numbers = self._numbers()
-        words = len(widths) - len(numbers)
-        whole = sum(widths[index] for index in numbers) + _LEAST_WIDTH * words <= options.max_width
+        words = [index for index in range(len(widths)) if index not in numbers]
+        # What has no room is folded, never truncated: the last column of words first, then the others, then numbers.
+        for folding in (words[-1:], words):
+            others = sum(width for index, width in enumerate(widths) if index not in folding)
+            if others + sum(min(widths[index], _LEAST_WIDTH) for index in folding) <= options.max_width:
+                break
+        else:
+            folding = list(range(len(widths)))
         for index, heading in enumerate(self.headings):
-            number = index in numbers
-            # What has no room is folded, never truncated.
-            table.add_column(heading, justify="right" if number else "left", overflow="fold", no_wrap=number and whole)
+            justify: Literal["left", "right"] = "right" if index in numbers else "left"
+            table.add_column(heading, justify=justify, overflow="fold", no_wrap=index not in folding)
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         yield table
@@ -95,6 +100,14 @@ _LEAST_WIDTH = 12
 """Characters that a column of words needs on a terminal."""
 UNIMPROVED = "training did not improve on the starting model; `model/` is the starting model"
 """Said where the best checkpoint is that of step 0."""
+
+
+def checkpoint_note(line: Mapping[str, Any]) -> str:
+    """Which checkpoint the `final` line of a metrics log is about."""
+    chosen = "the starting model" if line["chosen"] == UNIMPROVED else line["chosen"]
+    return f"step {line['best_step']}, {chosen}"
+
+
 POLICY_HEADINGS = ("policy", "success", "mean return", "n", "note")
 
 

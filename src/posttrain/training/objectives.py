@@ -263,16 +263,21 @@ def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Ten
     return forward
 
 
-def logprobs(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient."""
-    return [of_sample for of_sample, _, _ in scores(learner, samples)]
+def logprobs(
+    learner: Updater[TokenScores], samples: Sequence[Sample], done: Callable[[int], None] = lambda count: None
+) -> list[np.ndarray]:
+    """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient.
+
+    `done` gets the number of finished samples after each micro-batch.
+    """
+    return [of_sample for of_sample, _, _ in scores(learner, samples, done)]
 
 
 def scores(
-    learner: Updater[TokenScores], samples: Sequence[Sample]
+    learner: Updater[TokenScores], samples: Sequence[Sample], done: Callable[[int], None] = lambda count: None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Log-probabilities [n] and entropies [n] float32 of the sampled tokens of each sample, and the values [n] float32
-    before them, None where no head reads any; without gradient."""
+    before them, None where no head reads any; without gradient. `done` as in `logprobs`."""
     by_sample: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
     for group, output in learner.without_gradient(samples):
         ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
@@ -280,6 +285,7 @@ def scores(
         entropies = np.split(output.entropies.float().cpu().numpy(), ends)
         values = [None] * len(group) if output.values is None else np.split(output.values.cpu().numpy(), ends)
         by_sample |= dict(zip(group, zip(logprobs, entropies, values, strict=True), strict=True))
+        done(len(by_sample))
     return [by_sample[i] for i in range(len(samples))]
 
 

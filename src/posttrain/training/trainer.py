@@ -222,9 +222,9 @@ class Trainer(Generic[Output]):
         remove_episodes_after(self.run.episodes, step)
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Signals, display and log around the loop. A requested stop saves a checkpoint."""
-        console = None if self._world.is_rank0 else Console(file=StringIO())
+    def working(self, console: Console) -> Iterator[None]:
+        """Signals, display on `console` and log around the loop. A requested stop saves a checkpoint."""
+        console = console if self._world.is_rank0 else Console(file=StringIO())
         title = f"{self.settings.stage} {self.settings.name}"
         with self.interrupts, self._log, Progress(self.settings.steps, title, self.step, console) as self.progress:
             try:
@@ -374,7 +374,7 @@ class Trainer(Generic[Output]):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def finish(self, console: Console) -> None:
+    def finish(self) -> None:
         """Evaluate the exported checkpoint on the final data, and write the model, tables, plots and report."""
         if self.evaluated != self.step:  # a guard or the clock ended the run early
             self._evaluate()
@@ -395,7 +395,8 @@ class Trainer(Generic[Output]):
             )
         directory = self.run.path / "model"
         self.model.export(directory)
-        self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console, self.settings.plots))
+        console, plots = self.progress.console, self.settings.plots
+        self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console, plots))
 
     @property
     def _exports_best(self) -> bool:
