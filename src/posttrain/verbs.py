@@ -17,7 +17,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import Layer, read_file
-from posttrain.recipe.stages import EvaluateRecipe, Recipe
+from posttrain.recipe.stages import STAGES, EvaluateRecipe, Recipe
 from posttrain.result import Result
 from posttrain.runs.directory import RunDirectory
 
@@ -225,10 +225,20 @@ VERBS: dict[str, Callable[..., Result]] = {
 """Name of a stage -> the function that runs it."""
 
 
+_ROWS = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
+"""Endings of files of rows."""
+
+
 def read_recipe(stage: str, /, *recipe: RecipeLike, resume: str | Path | None = None, **overrides: Any) -> Recipe:
     """The typed recipe that the function of `stage` runs for these arguments. InputError as `sft`."""
     if resume is not None and not all(isinstance(part, Layer) for part in recipe):
         raise InputError(f"--resume {resume} continues with the recipe of that run; leave out the recipe")
+    for part in recipe:
+        if isinstance(part, str | Path) and str(part).lower().endswith(_ROWS):
+            key = {"generate": "data.test"}.get(stage, "data.train")
+            if "environment" in STAGES[stage].model_fields and stage != "sft":
+                key = "environment.type=text_task environment.prompts"
+            raise InputError(f"{part} holds rows and is not a recipe; write {key}={part}")
     layers = _layers(recipe, overrides)
     return typed_recipe(merge_typed(layers, stage), stage) if resume is None else _resumed(stage, layers, Path(resume))
 

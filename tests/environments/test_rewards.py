@@ -185,3 +185,14 @@ def test_an_unavailable_reward_is_an_input_error(tmp_path):
         with pytest.raises(InputError, match=r"environment\.reward|the reward") as caught:
             load_reward(where)
         assert what in str(caught.value)
+
+
+def test_a_misspelt_function_gets_the_nearest_one(tmp_path):
+    file = tmp_path / "rules.py"
+    file.write_text("def length_reward(answer):\n    return 0.0\n")
+    with pytest.raises(
+        InputError, match=r"rules.py has no function 'lenght_reward'; did you mean .*rules.py:length_reward\?"
+    ):
+        load_reward(f"{file}:lenght_reward")
+    with pytest.raises(InputError, match=r"has no function 'zzz'; write `module:function`"):
+        load_reward(f"{file}:zzz")

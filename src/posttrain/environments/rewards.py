@@ -10,6 +10,7 @@ which is not a reward of 0.
 
 import asyncio
 import copy
+import difflib
 import importlib
 import inspect
 import math
@@ -202,7 +203,9 @@ def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
         raise InputError(f"{key}: {place} cannot be imported ({type(error).__name__}: {error})") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise InputError(f"{key}: {place} has no function {name!r}; write `module:function`")
+        near = difflib.get_close_matches(name, [known for known, value in vars(module).items() if callable(value)], 1)
+        hint = f"did you mean {place}:{near[0]}?" if near else "write `module:function`"
+        raise InputError(f"{key}: {place} has no function {name!r}; {hint}")
     return RewardFunction(where, function)
 
 
