@@ -19,6 +19,7 @@ from posttrain.cli.plugins import PluginGroup
 from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report, table
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
+from posttrain.cli.storage import app as runs
 from posttrain.cli.tune import tune
 from posttrain.errors import PosttrainError
 from posttrain.plugins import trusting
@@ -46,6 +47,7 @@ app.add_typer(cluster, name="cluster", cls=PluginGroup)
 app.add_typer(data, name="data", cls=PluginGroup)
 app.add_typer(env, name="env", cls=PluginGroup)
 app.add_typer(evaluate, name="evaluate")
+app.add_typer(runs, name="runs", cls=PluginGroup)
 
 
 @app.callback()

@@ -215,7 +215,7 @@ rl = _stage_command(
 
     posttrain rl environment.type=frozen_lake --dry-run --on h200
 
-    posttrain rl --resume runs/run steps=200
+    posttrain rl --resume runs/run
     """,
 )
 
