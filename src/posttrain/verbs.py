@@ -7,7 +7,8 @@ A recipe is given as paths of YAML files, mappings or typed recipes, merged left
 keys: `steps=20`, `rollout={"groups_per_step": 4}`, or dotted with `**{"rollout.groups_per_step": 4}`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -265,8 +266,34 @@ def _run(
     typed = read_recipe(stage, *recipe, resume=resume, **overrides)
     from posttrain.stages import run_stage
 
-    run = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
+    with original_folder(resume):
+        run = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
     return Result.open(run.path)
+
+
+@contextmanager
+def original_folder(resume: str | Path | None) -> Iterator[None]:
+    """Add to an InputError about a file that is not here the folder in which the run was begun, where that has the file."""
+    try:
+        yield
+    except InputError as error:
+        run = RunDirectory.open(resume) if resume is not None else None
+        began = None if run is None else run.load_environment().get("folder")
+        if run is None or began is None or Path(began) == Path.cwd():
+            raise
+        named = [value for value in _texts(read_file(str(run.recipe_file)).values) if value in str(error)]
+        if any((Path(began) / value).exists() and not Path(value).exists() for value in named):
+            raise InputError(f"{error}; the run was begun in {began}, so resume it there") from error
+        raise
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts in a recipe that may be relative paths, the file of `file.py:Class` included."""
+    if isinstance(value, dict | list):
+        return [text for inner in (value.values() if isinstance(value, dict) else value) for text in _texts(inner)]
+    return (
+        [value.partition(".py:")[0] + ".py" if ".py:" in value else value] if isinstance(value, str) and value else []
+    )
 
 
 def _layers(recipe: Sequence[RecipeLike], overrides: Mapping[str, Any]) -> list[Layer]:
