@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 RecipeLike = str | Path | Mapping[str, Any] | BaseConfig | Layer
 """The path of a YAML file, a mapping, a typed recipe or an override of the command line."""
-Reward = Callable[..., Any]
-"""`reward(prompt, answer, **row)`, see `docs/python.md`."""
+Reward = Callable[..., Any] | Sequence[Callable[..., Any] | tuple[Callable[..., Any], float]]
+"""`reward(prompt, answer, **row)`, or a list of functions or of tuples of a function and its weight, see `docs/python.md`."""
 
 
 def sft(
@@ -105,7 +105,7 @@ def rl(
 
     Args:
         reward: a function `(prompt, answer, **row) -> float | dict[str, float]`, which scores the answers of the
-            environment `text_task`; or the `reward` section of the recipe, which names a reward model.
+            environment `text_task`; a list of functions or of tuples of a function and its weight; or the `reward` section of the recipe, which names a reward model.
     """
     return _run("rl", recipe, overrides, callbacks, resume, overwrite, console, reward)
 
@@ -259,7 +259,14 @@ def _run(
     if isinstance(reward, Mapping | BaseConfig):
         overrides = {**overrides, "reward": reward}
     elif reward is not None:
-        name = register_reward(reward)
+        weighted = (
+            [one if isinstance(one, tuple) else (one, 1.0) for one in reward] if isinstance(reward, list) else None
+        )
+        name: Any = (
+            register_reward(reward)  # type: ignore[arg-type]
+            if weighted is None
+            else [{"function": register_reward(function), "weight": weight} for function, weight in weighted]
+        )
         if resume is None:
             recipe = [{"environment": {"type": "text_task"}}, *recipe]
             overrides = {**overrides, "environment.reward": name}

@@ -11,6 +11,7 @@ import typer
 
 from posttrain import __version__
 from posttrain.cli.benchmark import PASSED_ON, benchmark
+from posttrain.cli.chat import chat
 from posttrain.cli.cluster import app as cluster
 from posttrain.cli.data import app as data
 from posttrain.cli.env import app as env
@@ -36,7 +37,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, distill, generate, pipeline, tune)
-_PLAIN: tuple[Callable[..., None], ...] = (compare, table, plot, report, episodes, recipe)
+_PLAIN: tuple[Callable[..., None], ...] = (chat, compare, table, plot, report, episodes, recipe)
 for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)
 for verb in _PLAIN:

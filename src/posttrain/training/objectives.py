@@ -553,14 +553,14 @@ class SharedObjective:
 
 
 class SupervisedObjective:
-    """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step."""
+    """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step weighted by `Sample.weight`."""
 
     def __init__(self, loss: SftLossRecipe | None = None) -> None:
         """Default: negative log-likelihood."""
         self.loss = loss or SftLossRecipe()
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return token_weights("token_mean", [s.sampled_tokens for s in samples])
+        return [s.weight for s in samples], sum(s.weight * s.sampled_tokens for s in samples) or 1.0
 
     def has_signal(self, sample: Sample) -> bool:
         return True
@@ -570,10 +570,10 @@ class SupervisedObjective:
     ) -> tuple[torch.Tensor, Totals]:
         batch = token_batch(samples, weights, output.logprobs.device)
         likelihood = nll(output.logprobs, batch)
-        count = float(len(batch.rollout_logprobs))
+        count = sum(weight * s.sampled_tokens for weight, s in zip(weights, samples, strict=True))
         metrics = {
             "loss/nll": (float(likelihood.detach()), count),
-            "policy/entropy": (float(output.entropies.detach().sum()), count),
+            "policy/entropy": (float((batch.weights * output.entropies.detach()).sum()), count),
         }
         if self.loss.type == "nll":
             return likelihood, metrics
