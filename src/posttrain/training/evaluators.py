@@ -16,12 +16,9 @@ from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeWorker, Played
 from posttrain.rollout.store import Split, write_episodes
-from posttrain.runs.tables import PolicyRow, Table, checkpoint_note, policy_tables
+from posttrain.runs.tables import EVALUATED, START, TRAINED, PolicyRow, Table, checkpoint_note, policy_tables
 
 T = TypeVar("T")
-START = "start of this run"
-TRAINED = "trained"
-EVALUATED = "evaluated"
 
 
 def quiet(done: int, total: int) -> None:

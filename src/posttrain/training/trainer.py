@@ -26,10 +26,10 @@ from posttrain.rollout.store import remove_episodes_after
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, NoLog, Progress, take_events
 from posttrain.runs.storage import free_space, share_equal_files
-from posttrain.runs.tables import UNIMPROVED
+from posttrain.runs.tables import START, TRAINED, UNIMPROVED
 from posttrain.seeds import derive_seed
 from posttrain.training.checkpoint import Checkpoints, random_states, set_random_states
-from posttrain.training.evaluators import START, TRAINED, Evaluator
+from posttrain.training.evaluators import Evaluator
 from posttrain.training.results import report_results
 from posttrain.training.updater import Updater
 
