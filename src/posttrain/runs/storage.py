@@ -131,8 +131,10 @@ def has_ended(run: RunDirectory) -> bool:
 
 
 def runs_in(folder: Path) -> list[RunDirectory]:
-    """The runs in `folder`, also inside pipelines and studies, by name."""
-    markers = sorted(folder.glob("**/environment.json"))
+    """The runs in `folder`, also inside pipelines and studies, by name. Runs may be links."""
+    # `**` does not follow links.
+    patterns = ("**/environment.json", "*/environment.json", "*/*/environment.json")
+    markers = sorted({marker for pattern in patterns for marker in folder.glob(pattern)})
     paths = [marker.parent for marker in markers if (marker.parent / "recipe.yaml").is_file()]
     return [RunDirectory(path) for path in paths]
 
