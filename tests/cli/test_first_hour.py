@@ -63,16 +63,15 @@ def test_the_reference_of_keys_never_breaks_a_word(width, monkeypatch, capsys):
     assert max(len(line) for line in printed.splitlines() if line.startswith(" ")) <= width
 
 
-def test_the_episodes_of_a_supervised_run_are_its_rows(tiny_model, rows, capsys):
-    words = [
-        "sft",
-        "data.train=chat.jsonl",
-        f"model.path={tiny_model}",
-        "steps=1",
-        "name=s",
-        "checkpoint.keep_state=always",
-    ]
-    assert main([*words, "plots=false"]) == 0
+@pytest.fixture
+def supervised(tiny_model, rows):
+    """A folder with the run `runs/s`, which has trained on the rows for a step."""
+    words = ["sft", "data.train=chat.jsonl", f"model.path={tiny_model}", "steps=1", "name=s", "plots=false"]
+    assert main([*words, "checkpoint.keep_state=always"]) == 0
+    return rows
+
+
+def test_the_episodes_of_a_supervised_run_are_its_rows(supervised, capsys):
     capsys.readouterr()
     assert main(["episodes", "runs/s", "--limit", "2"]) == 0
     printed = capsys.readouterr().out
@@ -81,16 +80,8 @@ def test_the_episodes_of_a_supervised_run_are_its_rows(tiny_model, rows, capsys)
     assert "12 usable rows (conversation)" in printed
 
 
-def test_a_resume_from_another_folder_names_the_first_one(tiny_model, rows, capsys, monkeypatch):
-    words = [
-        "sft",
-        "data.train=chat.jsonl",
-        f"model.path={tiny_model}",
-        "steps=1",
-        "name=s",
-        "checkpoint.keep_state=always",
-    ]
-    assert main([*words, "plots=false"]) == 0
+def test_a_resume_from_another_folder_names_the_first_one(supervised, capsys, monkeypatch):
+    rows = supervised
     (rows / "other").mkdir()
     monkeypatch.chdir(rows / "other")
     capsys.readouterr()
