@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -126,11 +126,11 @@ def _show_rows(directory: "RunDirectory", console: "Console", limit: int) -> boo
     from posttrain.verbs import original_folder
 
     recipe = directory.load_recipe()
-    if recipe.stage not in ("sft", "reward", "dpo") or recipe.data is None:  # type: ignore[union-attr]
+    if recipe.stage not in ("sft", "reward", "dpo") or recipe.data is None:
         return False
     tokenizer = load_tokenizer(recipe.model)
     renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
-    kind = "conversation" if recipe.stage == "sft" else None
+    kind: Literal["conversation"] | None = "conversation" if recipe.stage == "sft" else None
     with original_folder(directory.path):
         inspect_rows(
             recipe.data,
@@ -139,7 +139,7 @@ def _show_rows(directory: "RunDirectory", console: "Console", limit: int) -> boo
             getattr(recipe, "loss_on", "assistant"),
             limit,
             1000,
-            console,  # type: ignore[union-attr]
+            console,
         )
     return True
 

@@ -89,9 +89,10 @@ def clean(
 def _usages(folders: list[Path] | None) -> "list[Usage]":
     """The usage of all runs in `folders`; InputError for a folder that is not there or has none."""
     from posttrain.errors import InputError
+    from posttrain.runs.directory import RunDirectory
     from posttrain.runs.storage import runs_in, usage_of
 
-    runs = {}
+    runs: dict[Path, RunDirectory] = {}
     for folder in folders or [Path("runs")]:
         found = runs_in(folder) if folder.is_dir() else []
         if not found:

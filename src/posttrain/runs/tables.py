@@ -142,8 +142,11 @@ _HEADLINES = (
 
 
 def _overlap(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> bool:
-    lows, highs = ([line.get(f"{key}_{side}") for line in (before, after)] for side in ("low", "high"))
-    return None not in (*lows, *highs) and max(lows) <= min(highs)
+    limits = [(line.get(f"{key}_low"), line.get(f"{key}_high")) for line in (before, after)]
+    (low, high), (other_low, other_high) = limits
+    if low is None or high is None or other_low is None or other_high is None:
+        return False
+    return max(low, other_low) <= min(high, other_high)
 
 
 def _with_limits(line: Mapping[str, Any], key: str, form: str, scale: float) -> str:
