@@ -32,7 +32,7 @@ from posttrain.recipe.pipeline import PipelineRecipe, load_pipeline
 from posttrain.recipe.stages import RlRecipe, SftRecipe
 from posttrain.result import Result
 from posttrain.runs.directory import describe_machine
-from posttrain.training.evaluators import START
+from posttrain.runs.tables import START
 
 Line = dict[str, Any]
 

@@ -508,7 +508,9 @@ def test_a_run_with_callbacks_and_a_function_as_reward(tiny_model, tmp_path):
     arguments = (
         small(tiny_model, tmp_path, environment={"prompts": tmp_path / "rows.jsonl"}, evaluation=evaluation) | seeds
     )
-    result = posttrain.rl(**arguments, steps=2, reward=letters, callbacks=[Record()])
+    result = posttrain.rl(
+        **arguments, steps=2, reward=letters, callbacks=[Record()], checkpoint={"keep_state": "always"}
+    )
     assert [event for event in events if event[0] == "step"] == [("step", 1, True), ("step", 2, True)]
     assert [event for event in events if event[0] == "evaluation"] == [("evaluation", n, 2) for n in range(3)]
     assert [event for event in events if event[0] == "episodes"] == [("episodes", 1, 4), ("episodes", 2, 4)]

@@ -76,6 +76,8 @@ def test_a_command_of_the_readme_runs(command, monkeypatch, capsys):
         monkeypatch.setattr("builtins.input", lambda *_: next(answers))
     if words[:2] == ["memory", "chat"]:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/notes\n")))
+    if words[0] == "chat":
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert main(words) == 0, capsys.readouterr()
 
 

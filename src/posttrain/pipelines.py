@@ -27,9 +27,8 @@ from posttrain.recipe.warnings import thinking_differs
 from posttrain.rollout.store import stored_steps
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.evaluated import evaluated_checkpoints, evaluated_run
-from posttrain.runs.tables import PolicyRow, evaluated_table, policy_tables, read_policies, read_tables
+from posttrain.runs.tables import START, PolicyRow, evaluated_table, policy_tables, read_policies, read_tables
 from posttrain.stages import run_stage
-from posttrain.training.evaluators import START
 
 Lineage = dict[str, Any]
 """`{"recipe": digest, "inputs": {name: digest}, "outputs": {file: [bytes, digest]}}`; `outputs` once finished."""

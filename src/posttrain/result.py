@@ -50,6 +50,8 @@ class Result:
         lines = read_metrics(run.metrics)
         of = {kind: [line for line in lines if line["kind"] == kind] for kind in {line["kind"] for line in lines}}
         final = of.get("final", [])
+        about_the_run = {*_OF_THE_LOG, "step", "policy", "best_step", "chosen"}
+        measured = [line for line in final if line.keys() - about_the_run]
         model = run.path / "model"
         return cls(
             run=run.path,
@@ -57,7 +59,7 @@ class Result:
             model=model if model.is_dir() else None,
             metrics=[_row(line) for line in of.get("train", [])],
             evaluations=[_row(line) for line in of.get("evaluation", [])],
-            evaluation=[_row(line, step=False) for line in [*of.get("baseline", []), *final]],
+            evaluation=[_row(line, step=False) for line in [*of.get("baseline", []), *measured]],
             best_step=next((line["best_step"] for line in final if "best_step" in line), None),
             warnings=[line["message"] for line in of.get("warning", []) if "message" in line],
         )

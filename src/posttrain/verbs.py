@@ -8,7 +8,8 @@ keys: `steps=20`, `rollout={"groups_per_step": 4}`, or dotted with `**{"rollout.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import Layer, read_file
-from posttrain.recipe.stages import EvaluateRecipe, Recipe
+from posttrain.recipe.stages import STAGES, EvaluateRecipe, Recipe
 from posttrain.result import Result
 from posttrain.runs.directory import RunDirectory
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 RecipeLike = str | Path | Mapping[str, Any] | BaseConfig | Layer
 """The path of a YAML file, a mapping, a typed recipe or an override of the command line."""
-Reward = Callable[..., Any]
-"""`reward(prompt, answer, **row)`, see `docs/python.md`."""
+Reward = Callable[..., Any] | Sequence[Callable[..., Any] | tuple[Callable[..., Any], float]]
+"""`reward(prompt, answer, **row)`, or a list of functions or of tuples of a function and its weight, see `docs/python.md`."""
 
 
 def sft(
@@ -110,7 +111,7 @@ def rl(
 
     Args:
         reward: a function `(prompt, answer, **row) -> float | dict[str, float]`, which scores the answers of the
-            environment `text_task`; or the `reward` section of the recipe, which names a reward model.
+            environment `text_task`; a list of functions or of tuples of a function and its weight; or the `reward` section of the recipe, which names a reward model.
     """
     return _run("rl", recipe, overrides, callbacks, resume, overwrite, console, reward, fall_back)
 
@@ -232,10 +233,20 @@ VERBS: dict[str, Callable[..., Result]] = {
 """Name of a stage -> the function that runs it."""
 
 
+_ROWS = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
+"""Endings of files of rows."""
+
+
 def read_recipe(stage: str, /, *recipe: RecipeLike, resume: str | Path | None = None, **overrides: Any) -> Recipe:
     """The typed recipe that the function of `stage` runs for these arguments. InputError as `sft`."""
     if resume is not None and not all(isinstance(part, Layer) for part in recipe):
         raise InputError(f"--resume {resume} continues with the recipe of that run; leave out the recipe")
+    for part in recipe:
+        if isinstance(part, str | Path) and str(part).lower().endswith(_ROWS):
+            key = {"generate": "data.test"}.get(stage, "data.train")
+            if "environment" in STAGES[stage].model_fields and stage != "sft":
+                key = "environment.type=text_task environment.prompts"
+            raise InputError(f"{part} holds rows and is not a recipe; write {key}={part}")
     layers = _layers(recipe, overrides)
     return typed_recipe(merge_typed(layers, stage), stage) if resume is None else _resumed(stage, layers, Path(resume))
 
@@ -258,7 +269,14 @@ def _run(
     if isinstance(reward, Mapping | BaseConfig):
         overrides = {**overrides, "reward": reward}
     elif reward is not None:
-        name = register_reward(reward)
+        weighted = (
+            [one if isinstance(one, tuple) else (one, 1.0) for one in reward] if isinstance(reward, list) else None
+        )
+        name: Any = (
+            register_reward(reward)  # type: ignore[arg-type]
+            if weighted is None
+            else [{"function": register_reward(function), "weight": weight} for function, weight in weighted]
+        )
         if resume is None:
             recipe = [{"environment": {"type": "text_task"}}, *recipe]
             overrides = {**overrides, "environment.reward": name}
@@ -267,7 +285,8 @@ def _run(
 
     if resume is not None and fall_back:
         _fall_back(RunDirectory.open(resume), typed)
-    run = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
+    with original_folder(resume):
+        run = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
     return Result.open(run.path)
 
 
@@ -277,6 +296,31 @@ def _fall_back(run: RunDirectory, recipe: Any) -> None:
     with run.lock():
         for message in Checkpoints(run.checkpoints, run.load_environment()["id"], recipe.checkpoint).fall_back():
             print(f"warning: {message}", file=sys.stderr)
+
+
+@contextmanager
+def original_folder(resume: str | Path | None) -> Iterator[None]:
+    """Add to an InputError about a file that is not here the folder in which the run was begun, where that has the file."""
+    try:
+        yield
+    except InputError as error:
+        run = RunDirectory.open(resume) if resume is not None else None
+        began = None if run is None else run.load_environment().get("folder")
+        if run is None or began is None or Path(began) == Path.cwd():
+            raise
+        named = [value for value in _texts(read_file(str(run.recipe_file)).values) if value in str(error)]
+        if any((Path(began) / value).exists() and not Path(value).exists() for value in named):
+            raise InputError(f"{error}; the run was begun in {began}, so resume it there") from error
+        raise
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts in a recipe that may be relative paths, the file of `file.py:Class` included."""
+    if isinstance(value, dict | list):
+        return [text for inner in (value.values() if isinstance(value, dict) else value) for text in _texts(inner)]
+    return (
+        [value.partition(".py:")[0] + ".py" if ".py:" in value else value] if isinstance(value, str) and value else []
+    )
 
 
 def _layers(recipe: Sequence[RecipeLike], overrides: Mapping[str, Any]) -> list[Layer]:

@@ -11,19 +11,6 @@ from typer.testing import CliRunner
 from posttrain.cli.env import app
 from posttrain.errors import InputError, RunError
 
-LYING = '''
-from posttrain.environments.protocol import Environment, Observation, Step
-from posttrain.recipe.components import EnvironmentRecipe
-
-class Lying(Environment):
-    """Checks nothing right."""
-    class Recipe(EnvironmentRecipe):
-        pass
-    def reset(self, seed): return Observation([])
-    def step(self, action): return Step([], 0.0, True, False, {"success": False})
-    BODY
-'''
-
 
 def _run(*words, typed=""):
     return CliRunner().invoke(app, list(words), input=typed)
@@ -89,7 +76,7 @@ def test_validate_checks_all_or_one_with_keys():
 def test_validate_fails_on_an_unsound_environment(tmp_path):
     file = tmp_path / "lying.py"
     body = "@classmethod\n    def validate(cls, recipe, seeds): raise AssertionError('seed 0: it lies')"
-    file.write_text(LYING.replace("BODY", body))
+    file.write_text(SOUND.replace("# more", body))
     error = _error("validate", str(file))
     assert isinstance(error, RunError)
     assert "seed 0: it lies" in str(error)
@@ -97,8 +84,71 @@ def test_validate_fails_on_an_unsound_environment(tmp_path):
 
 def test_validate_reports_that_there_is_nothing_to_check(tmp_path):
     file = tmp_path / "silent.py"
-    file.write_text(LYING.replace("BODY", ""))
-    assert "does not implement validate" in str(_error("validate", str(file)))
+    file.write_text(SOUND)
+    said = _run("validate", str(file), "--seeds", "3").output
+    assert said.strip().endswith(
+        "valid on 3 seeds; it has no expert and random answers, so none is compared with the other; it has no `validate`, so "
+        "no reference solution is checked"
+    )
+
+
+SOUND = """
+import random
+from posttrain.environments.protocol import Environment, Observation, Step
+
+class Sound(Environment):
+    def reset(self, seed):
+        self.over, self.draws = False, random.Random(seed)
+        return Observation([{"role": "user", "content": str(seed)}])
+    def step(self, action):
+        if self.over:
+            raise RuntimeError("the episode is over")
+        self.over = True
+        return Step([], self.draws.random(), True, False, {"success": bool(self.draws.random() < 0.5)})
+    # more
+"""
+POLICIES = "def random_answer(self, draw): return 'r'\n    def expert(self): return 'e'\n    "
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "fault"),
+    [
+        ("random.Random(seed)", "random.Random()", r"seed 0: the same answers .* led to something else"),
+        ("str(seed)", "str(random.random())", "seed 0: two resets differ"),
+        ("self.over = True", "pass", "seed 0: a step was possible after the end"),
+        ("RuntimeError", "KeyError", "seed 0: a step after the end raised KeyError, not RuntimeError"),
+        (
+            '{"success": bool(',
+            '{"succes": bool(',
+            "seed 0: the last step has no `success` of true or false in `info`, but None",
+        ),
+        (
+            "self.draws.random(), True",
+            "float('nan'), True",
+            r"seed 0: the reward of step 1 is nan, not a finite number",
+        ),
+        ("self.over = True", "1 / 0", r"seed 0: step 1 \(fixed answers\) raised ZeroDivisionError"),
+        ("True, False, {", "False, False, {", "seed 0: the episode has not ended after 1 steps"),
+        ("# more", POLICIES, "its expert reaches 0.5 on 40 seeds, and random answers reach 0.5"),
+        (
+            '{"success": bool(self.draws.random() < 0.5)})\n    # more',
+            f'{{"success": action == "r"}})\n    {POLICIES}',
+            "its expert reaches 0 on 40 seeds, and random answers reach 1",
+        ),
+    ],
+)
+def test_validate_finds_faults_without_help(tmp_path, right, wrong, fault):
+    file = tmp_path / "faulty.py"
+    assert right in SOUND
+    file.write_text(SOUND.replace(right, wrong))
+    if "0.5 on 40" in fault:
+        file.write_text(
+            file.read_text()
+            .replace("bool(self.draws.random() < 0.5)", "self.seed % 2 == 0")
+            .replace("self.over, ", "self.seed, self.over, ")
+            .replace("= False, random", "= seed, False, random")
+        )
+    assert re.search(fault, str(_error("validate", str(file), "--seeds", "40")))
 
 
 @pytest.mark.parametrize(

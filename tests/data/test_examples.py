@@ -183,7 +183,7 @@ def test_margins(margin, found):
 # What is wrong with rows.
 
 WRONG = [
-    ("conversation", {"text": "x"}, "missing column: needs `messages` or `prompt`, has `text`"),
+    ("conversation", {"body": "x"}, "missing column: needs `messages` or `prompt`, has `body`"),
     ("conversation", {"completion": "a"}, "missing column: needs `prompt` or `context_messages`, has `completion`"),
     ("conversation", {"prompt": "q"}, "missing column: needs `completion`, has `prompt`"),
     ("conversation", {}, "missing column: needs `messages` or `prompt`, has none"),

@@ -11,6 +11,7 @@ from posttrain.environments.rewards import (
     BUILT_IN,
     RewardFailure,
     RewardFunction,
+    WeightedRewards,
     contains,
     exact,
     final_number,
@@ -18,6 +19,7 @@ from posttrain.environments.rewards import (
     load_reward,
     register_reward,
 )
+from posttrain.environments.text_task import TextTask, TextTaskRecipe
 from posttrain.errors import InputError
 
 
@@ -185,3 +187,52 @@ def test_an_unavailable_reward_is_an_input_error(tmp_path):
         with pytest.raises(InputError, match=r"environment\.reward|the reward") as caught:
             load_reward(where)
         assert what in str(caught.value)
+
+
+def test_a_misspelt_function_gets_the_nearest_one(tmp_path):
+    file = tmp_path / "rules.py"
+    file.write_text("def length_reward(answer):\n    return 0.0\n")
+    with pytest.raises(
+        InputError, match=r"rules.py has no function 'lenght_reward'; did you mean .*rules.py:length_reward\?"
+    ):
+        load_reward(f"{file}:lenght_reward")
+    with pytest.raises(InputError, match=r"has no function 'zzz'; write `module:function`"):
+        load_reward(f"{file}:zzz")
+
+
+def test_several_rewards_are_their_weighted_sum_and_each_is_reported(tmp_path):
+    """Closed form: 2 x 3 + 0.5 x 4 - 1 x 1 = 7."""
+    file = tmp_path / "rules.py"
+    file.write_text(
+        "def length(answer):\n    return len(answer)\n"
+        "async def columns(answer, number, **row):\n    return {'score': number, 'half': number / 2}\n"
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "p", "label": "abc", "number": 4}\n')
+    parts = [
+        {"function": f"{file}:length", "weight": 2.0},
+        {"function": f"{file}:columns", "weight": 0.5},
+        {"function": "exact", "weight": -1.0},
+    ]
+    recipe = TextTaskRecipe(prompts=[str(tmp_path / "prompts.jsonl")], reward=parts)
+    task = TextTask(recipe)
+    assert task.blocking
+    task.reset(0)
+    step = task.step("abc")
+    assert step.reward == 7.0
+    assert step.info["scores"] == {"score": 7.0, "length": 3.0, "columns": 4.0, "columns_half": 2.0, "exact": 1.0}
+    assert TextTask.reports_scores(recipe)
+
+
+def test_a_list_of_names_has_weights_of_1_and_equal_names_are_numbered():
+    reward = WeightedRewards([(load_reward("exact"), 1.0), (load_reward("exact"), 1.0)])
+    assert reward([], "a", {"label": "a"}, "row 1") == {"score": 2.0, "exact": 1.0, "exact_2": 1.0}
+    recipe = TextTaskRecipe(prompts=["p.jsonl"], reward=["exact", "contains"])
+    assert [(part.function, part.weight) for part in recipe.reward] == [("exact", 1.0), ("contains", 1.0)]
+    with pytest.raises(ValueError, match="at least 1"):
+        TextTaskRecipe(prompts=["p.jsonl"], reward=[])
+
+
+def test_one_failing_reward_of_several_fails_the_answer():
+    reward = WeightedRewards([(load_reward("exact"), 1.0), (load_reward("final_number"), 1.0)])
+    with pytest.raises(RewardFailure):
+        reward([], "a", {"label": "a"}, "row 1")

@@ -85,13 +85,11 @@ def test_a_missing_file(recipe_file, tmp_path):
     [
         (
             ["temperature=1"],
-            "override temperature=1: there is no key temperature; "
-            "environment.judge.sampling.temperature and evaluation.sampling.temperature and rollout.sampling.temperature "
-            "have that name",
+            "override temperature=1: there is no key temperature; use rollout.sampling.temperature",
         ),
         (
             ["learning_rate=1"],
-            "override learning_rate=1: there is no key learning_rate; critic.optimizer.learning_rate and optimizer.learning_rate have that name",
+            "override learning_rate=1: there is no key learning_rate; use optimizer.learning_rate",
         ),
         (
             ["kl.zork=1"],

@@ -1,9 +1,11 @@
 import io
+import re
 
 import pytest
 from rich.console import Console
 
 from posttrain.runs.metrics import Progress, duration, rate
+from tests.terminal import lines_of
 
 TRAIN = {"rollout/success": 0.25, "rollout/return": -0.5, "speed/tokens_per_second": 1234.5}
 EVALUATION = {"success": 0.5, "success_low": 0.4, "success_high": 0.6, "n": 128, "return": 0.75}
@@ -44,35 +46,37 @@ def test_an_evaluation_on_rows_names_its_rows() -> None:
     assert played == "step 5/9  evaluation  n 9  return 0.500 [0.250, 0.750]"
 
 
-def test_in_a_terminal_the_numbers_stay_in_place() -> None:
+@pytest.mark.parametrize("width", [80, 120])
+def test_in_a_terminal_the_history_stays_above_one_live_line(width: int) -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120, highlight=False)
-    with Progress(20, "tossing", console=console) as progress:
-        progress.update(3, EVALUATION)
-        progress.update(4, TRAIN)
+    long = {"rollout/success": 0.25, "rollout/return": -0.5, "loss/policy": -1e-9, "optimizer/gradient_norm": 1234.5}
+    with Progress(2000, "rl tossing", console=Console(file=out, force_terminal=True, width=width)) as progress:
+        progress._live.refresh()
+        assert lines_of(out.getvalue(), width)[-1].endswith("step 0/2000  time left: estimating")
+        progress.update(3, EVALUATION | {"return_low": 0.5, "return_high": 1.0})
+        progress.update(4, long | {"speed/tokens_per_second": 123456.0})
         progress.message("[bold]not markup")
-    text = out.getvalue()
-    for shown in ("step 4/20", "50.0% [40.0, 60.0]", "25.0%", "-0.500", "1,234", "left 0:00", "[bold]not markup"):
-        assert shown in text
-    assert "\x1b[?25h" in text  # The cursor is given back.
+        progress.played(7, 12)
+        progress._live.refresh()
+        *history, live = lines_of(out.getvalue(), width)
+    evaluation = ["step 3/2000  evaluation  success 50.0% [40.0, 60.0]  n 128", "return 0.750 [0.500, 1.000]"]
+    step = "step 4/2000  success 25.0%  return -0.500  loss 0.0000  gradient 1.23e+03"
+    if width == 80:
+        assert history == [evaluation[0], f"    {evaluation[1]}", step, "[bold]not markup"]
+    else:
+        assert history == ["  ".join(evaluation), f"{step}  tokens/s 123,456", "[bold]not markup"]
+    assert re.search(r"step 4/2000  time left: \d+:\d\d  evaluated", live)
+    assert live.endswith("evaluated 7 of 12")
+    assert lines_of(out.getvalue(), width) == history  # The live line is removed at the end.
 
 
-def test_a_supervised_stage_shows_its_loss() -> None:
+def test_a_long_title_leaves_room_for_the_state() -> None:
     out = io.StringIO()
-    with Progress(20, "t", console=Console(file=out, force_terminal=True, width=120)) as progress:
-        progress.update(1, {"loss/sft": 1.25})
-    assert "1.2500" in out.getvalue()
-
-
-def test_the_display_distinguishes_held_out_and_training_rows() -> None:
-    out = Console(file=io.StringIO(), width=100, record=True)
-    with Progress(20, "ranking", console=Console(file=io.StringIO())) as progress:
-        progress.update(5, {"validation/loss": 0.6, "validation/accuracy": 0.625})
-        progress.update(6, {"loss/preference": 0.7, "preference/accuracy": 0.5, "preference/margin": 0.1})
-        out.print(progress._display())
-    shown = [line.rstrip() for line in out.export_text().splitlines()]
-    assert shown[1] == "held out, step 5  validation loss 0.6000  accuracy 62.5%"
-    assert shown[2] == "training  loss 0.7000  accuracy 50%  margin 0.100"
+    with Progress(2000, "rl " + "x" * 90, console=Console(file=out, force_terminal=True, width=80)) as progress:
+        progress.played(100, 1200)
+        progress._live.refresh()
+        (live,) = lines_of(out.getvalue(), 80)
+    assert live.endswith("step 0/2000  time left: estimating  evaluated 100 of 1200")
 
 
 def test_the_display_is_removed_when_training_fails() -> None:
@@ -86,7 +90,7 @@ def test_remaining_time_counts_only_steps_of_this_process(monkeypatch: pytest.Mo
     now = [100.0]
     monkeypatch.setattr("posttrain.runs.metrics.time.monotonic", lambda: now[0])
     with Progress(30, "t", start_step=10, console=Console(file=io.StringIO())) as progress:
-        assert progress.time_left() == "?"
+        assert progress.time_left() == "estimating"
         now[0] += 60
         progress.update(15, {})
         assert progress.time_left() == "3:00"
@@ -106,7 +110,7 @@ def test_format_of_a_rate_without_interval_or_value() -> None:
 
 
 def test_a_long_evaluation_says_how_far_it_is(monkeypatch) -> None:
-    """A line every five seconds in a pipe, and a live one in a terminal."""
+    """A line every five seconds in a pipe."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     out = io.StringIO()
@@ -114,12 +118,7 @@ def test_a_long_evaluation_says_how_far_it_is(monkeypatch) -> None:
         for done in range(1, 13):
             now[0] += 1
             progress.played(done, 12)
-    assert out.getvalue().splitlines()[1:] == ["5 of 12 held-out episodes", "10 of 12 held-out episodes"]
-    out = io.StringIO()
-    with Progress(9, "tossing", console=Console(file=out, force_terminal=True, width=80)) as progress:
-        progress.played(7, 12)
-        progress._live.refresh()
-    assert "7 of 12 held-out episodes" in out.getvalue()
+    assert out.getvalue().splitlines()[1:] == ["evaluated 5 of 12", "evaluated 10 of 12"]
 
 
 def test_where_the_evaluation_is_the_whole_run_its_episodes_move_the_bar():
@@ -128,4 +127,4 @@ def test_where_the_evaluation_is_the_whole_run_its_episodes_move_the_bar():
         progress.played(3, 9)
         progress.played(9, 9)
     assert "episode 9/9" in out.getvalue()
-    assert "held-out episodes" not in out.getvalue()
+    assert "evaluated" not in out.getvalue()

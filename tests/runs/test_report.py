@@ -12,7 +12,7 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 from posttrain.runs.report import changed_keys, write_report
-from posttrain.runs.tables import PolicyRow, policy_tables
+from posttrain.runs.tables import PolicyRow, headline, plain_numbers, policy_tables
 from tests.rollout.episodes import played
 
 ROWS = [
@@ -65,7 +65,7 @@ def test_the_report_shows_the_run_and_how_to_use_its_model(recipe: RlRecipe, run
         "| training seeds | 0 to 99999 |",
         machine["recipe_hash"],
         machine["processor"],
-        "| `optimizer.learning_rate` | `3e-06` |",
+        "| `optimizer.learning_rate` | `3e-6` |",
         "| `environment.sides` | `3` |",
         "![Kullback-Leibler divergence](plots/kl.png)",
         f'AutoModelForCausalLM.from_pretrained("{model}")',
@@ -156,3 +156,82 @@ def test_a_narrow_terminal_truncates_nothing() -> None:
     for character in "".join(cell for row in ROWS for cell in row.cells):
         if character.isalnum():
             letters.remove(character)  # ValueError where one is missing
+
+
+BEFORE = {
+    "kind": "baseline",
+    "policy": "start of this run",
+    "success": 0.17,
+    "success_low": 0.12,
+    "success_high": 0.23,
+    "n": 200,
+}
+AFTER = {"kind": "final", "policy": "trained", "success": 0.805, "success_low": 0.745, "success_high": 0.854, "n": 200}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        (
+            BEFORE,
+            AFTER,
+            "Success on 200 held-out seeds improved from 17.0% [12.0, 23.0] to 80.5% [74.5, 85.4], 95% intervals.",
+        ),
+        (
+            BEFORE,
+            AFTER | {"success": 0.1, "success_low": 0.05, "success_high": 0.14},
+            "Success on 200 held-out seeds got worse from 17.0% [12.0, 23.0] to 10.0% [5.0, 14.0]; the 95% intervals overlap.",
+        ),
+        (None, AFTER, "Success on 200 held-out seeds is 80.5% [74.5, 85.4], 95% interval."),
+        (
+            BEFORE,
+            AFTER | {"chosen": "training did not improve on the starting model; `model/` is the starting model"},
+            "Training did not improve on the starting model: success on 200 held-out seeds is 80.5% [74.5, 85.4], 95% interval.",
+        ),
+        (
+            {"kind": "baseline", "policy": "start of this run", "test/loss": 2.5, "test/rows": 9},
+            {"kind": "final", "policy": "trained", "test/loss": 1.25, "test/rows": 9},
+            "The loss on 9 held-out rows improved from 2.5000 to 1.2500.",
+        ),
+    ],
+)
+def test_the_result_is_one_sentence(before, after, sentence):
+    assert headline([line for line in (before, after) if line]) == sentence
+
+
+def test_without_a_result_there_is_no_headline():
+    assert headline([]) == ""
+    assert headline([{"kind": "final", "policy": "trained", "best_step": 3, "chosen": "the last one"}]) == ""
+
+
+def test_the_report_opens_with_the_result_and_ends_with_the_machine(run: RunDirectory) -> None:
+    with MetricsLog(run, []) as log:
+        for line in (BEFORE, AFTER):
+            log.write(7, line["kind"], {key: value for key, value in line.items() if key != "kind"})
+    (run.plots / "kl.png").write_bytes(b"png")
+    text = write_report(run, policy_tables(ROWS)).read_text()
+    assert text.splitlines()[2].startswith("Success on 200 held-out seeds improved from 17.0%")
+    places = ("Success on 200", "| policy |", "## Curves", "## Warnings", "## Recipe keys", "## The run", "| machine |")
+    order = [text.index(part) for part in places]
+    assert order == sorted(order)
+    assert "No result yet" not in text
+
+
+def test_a_report_before_the_end_says_how_far_the_run_is(run: RunDirectory) -> None:
+    with MetricsLog(run, []) as log:
+        log.write(3, "train", {"loss/policy": 1.0})
+    assert "No result yet: 3 of 100 steps are done." in write_report(run, []).read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("1.4e-05", "1.4e-5"),
+        ("[3e-06, 2e+09]", "[3e-6, 2e9]"),
+        ("1e-05x", "1e-05x"),
+        ("models/e-05", "models/e-05"),
+        ("5", "5"),
+    ],
+)
+def test_numbers_are_written_as_people_write_them(text, written):
+    assert plain_numbers(text) == written

@@ -63,6 +63,6 @@ def recipe_values(stage: str, tiny: Path, folder: Path, **changes) -> dict:
         "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup_updates": 2},
         "learner": {"tokens_per_batch": 500},
         "evaluation": {"every": 3},
-        "checkpoint": {"every": 1, "keep": 2},
+        "checkpoint": {"every": 1, "keep": 2, "keep_state": "always"},
     }
     return values | changes

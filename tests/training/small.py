@@ -50,7 +50,7 @@ def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
             "sampling": {"temperature": 1.0},
             "metric": "return",
         },
-        "checkpoint": {"every": 1, "keep": 2},
+        "checkpoint": {"every": 1, "keep": 2, "keep_state": "always"},
     }
     return values | changes
 
@@ -58,7 +58,11 @@ def recipe_values(tiny: Path, runs: Path, **changes: Any) -> dict[str, Any]:
 def two_steps(values: dict[str, Any]) -> dict[str, Any]:
     """Changes to `values` for a run of two steps with the least evaluation, where the updates alone matter."""
     evaluation = {"every": 0, "seeds": {"start": 1000, "count": 1}, "final_seeds": {"start": 2000, "count": 1}}
-    return {"steps": 2, "evaluation": values["evaluation"] | evaluation, "checkpoint": {"every": 100}}
+    return {
+        "steps": 2,
+        "evaluation": values["evaluation"] | evaluation,
+        "checkpoint": {"every": 100, "keep_state": "always"},
+    }
 
 
 def run(

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.recipe.rollout import EvaluationRecipe
-from posttrain.training.evaluators import START, EpisodeEvaluator
+from posttrain.runs.tables import START
+from posttrain.training.evaluators import EpisodeEvaluator
 from posttrain_memory.environment import Memory
 from posttrain_memory.recipe import MemoryRecipe
 

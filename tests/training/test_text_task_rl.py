@@ -59,7 +59,7 @@ def values(tiny: Path, folder: Path, long: int = 0, **changes) -> dict:
             "final_seeds": {"start": 14, "count": 6},
             "sampling": {"temperature": 1.0},
         },
-        "checkpoint": {"every": 1},
+        "checkpoint": {"every": 1, "keep_state": "always"},
     }
     return recipe | changes
 

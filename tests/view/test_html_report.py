@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import subprocess
+from shutil import which
 from xml.etree import ElementTree
 
 import numpy as np
@@ -82,7 +84,7 @@ def test_the_page_has_all_that_is_known_of_a_run(tmp_path):
     file, notes = write_html([path])
     assert (file, notes) == (path / "report.html", [])
     page = page_of(file)
-    for expected in ("Overview", "99.0%", "Scores by checkpoint", "update", "optimizer.learning_rate", "0.125"):
+    for expected in ("The run", "99.0%", "Scores by checkpoint", "update", "optimizer.learning_rate", "0.125"):
         assert expected in page.text
     assert "learning_rate: 0.125" in page.text, "the whole recipe"
     assert run.load_environment()["processor"] in page.text
@@ -246,3 +248,47 @@ def test_a_tensorboard_log_has_no_report(tmp_path):
         writer.add_scalar("loss", 1.0, 1)
     with pytest.raises(InputError, match="use `posttrain plot`"):
         write_html([tmp_path])
+
+
+def finished_run(tmp_path):
+    """A run with a result, a wide table and an episode."""
+    path = make_run(tmp_path, "lone")
+    write_episodes(RunDirectory(path).episodes, 4, "evaluation", [played(seed=1)])
+    cells = ["policy", "success", "mean return", "n", "note"]
+    table = {
+        "title": "t",
+        "headings": cells,
+        "rows": [["trained model", "99.0% [98.0, 99.9]", "0.990 [0.980, 0.999]", "200", "x " * 30]],
+    }
+    table |= {"note": "", "words": ["policy", "note"]}
+    (path / "results.json").write_text(json.dumps({"tables": [table], "policies": []}))
+    return path
+
+
+def test_the_page_opens_with_the_result_and_ends_with_the_machine(tmp_path):
+    path = finished_run(tmp_path)
+    raw = (write_html([path])[0]).read_text()
+    places = (
+        '<p class="lead">',
+        "<table>",
+        "<h3>Curves</h3>",
+        "<h3>Warnings and failures</h3>",
+        "<h3>The run</h3>",
+        "<h3>Machine</h3>",
+    )
+    order = [raw.index(part) for part in places]
+    assert order == sorted(order)
+
+
+@pytest.mark.skipif(which("chromium") is None, reason="chromium is not installed")
+def test_nothing_but_tables_and_figures_is_wider_than_a_phone(tmp_path):
+    """In a window of 400 pixels the page itself does not scroll sideways."""
+    file, _ = write_html([finished_run(tmp_path)])
+    probe = tmp_path / "probe.html"
+    script = "let page = f.contentDocument.documentElement; document.title = page.scrollWidth - page.clientWidth"
+    probe.write_text(
+        f'<iframe id="f" src="{file}" style="width:400px;height:900px;border:0" onload="{script}"></iframe>'
+    )
+    words = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    page = subprocess.run([*words, probe.as_uri()], capture_output=True, text=True, timeout=120)
+    assert re.search(r"<title>0</title>", page.stdout), page.stdout[:500]

@@ -400,6 +400,7 @@ app = typer.Typer(cls=_ModelUnlessNamed, help=_ABOUT)
 def model(
     words: stages.Words = None,
     dry_run: stages.DryRun = False,
+    full: stages.Full = False,
     on: stages.On = None,
     resume: stages.Resume = None,
     overwrite: stages.Overwrite = False,
@@ -425,7 +426,7 @@ def model(
     if every:
         _every_checkpoint(words or [], dry_run, on, resume, overwrite)
         return
-    stages.run("evaluate", words or [], dry_run, on, resume, overwrite)
+    stages.run("evaluate", words or [], dry_run, full, on, resume, overwrite)
 
 
 def _every_checkpoint(words: list[str], dry_run: bool, on: str | None, resume: Path | None, overwrite: bool) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from posttrain import __version__
 from posttrain.cli.benchmark import PASSED_ON, benchmark
+from posttrain.cli.chat import chat
 from posttrain.cli.cluster import app as cluster
 from posttrain.cli.data import app as data
 from posttrain.cli.env import app as env
@@ -19,6 +20,7 @@ from posttrain.cli.plugins import PluginGroup
 from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report, table
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
+from posttrain.cli.storage import app as runs
 from posttrain.cli.tune import tune
 from posttrain.distributed.stopping import second_signal_ends
 from posttrain.errors import PosttrainError
@@ -36,7 +38,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, distill, generate, pipeline, tune)
-_PLAIN: tuple[Callable[..., None], ...] = (compare, table, plot, report, episodes, recipe)
+_PLAIN: tuple[Callable[..., None], ...] = (chat, compare, table, plot, report, episodes, recipe)
 for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)
 for verb in _PLAIN:
@@ -47,6 +49,7 @@ app.add_typer(cluster, name="cluster", cls=PluginGroup)
 app.add_typer(data, name="data", cls=PluginGroup)
 app.add_typer(env, name="env", cls=PluginGroup)
 app.add_typer(evaluate, name="evaluate")
+app.add_typer(runs, name="runs", cls=PluginGroup)
 
 
 @app.callback()

@@ -4,9 +4,14 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from posttrain.runs.directory import RunDirectory
 
 
 def only_looking(command: Callable[..., None]) -> Callable[..., None]:
@@ -51,7 +56,7 @@ def episodes(
         ),
     ] = None,
 ) -> None:
-    """Show the episodes of a run: the conversation, and reward, stop reason and advantages of each turn.
+    """Show the episodes of a run, or its rows if it trains on rows: the conversation, and reward, stop reason and advantages of each turn.
 
     With `unit_credit`, answers are shown unit by unit, with the credit, tokens and text of each unit.
 
@@ -75,6 +80,8 @@ def episodes(
     directory, console = RunDirectory.open(run), Console(highlight=False)
     if step is None:
         steps = list(stored_steps(directory.episodes))
+        if not steps and _show_rows(directory, console, limit):
+            return
         if not steps:
             raise InputError(f"{directory.episodes} contains no episodes yet; wait for the first step")
         console.print(view_steps(steps))
@@ -109,6 +116,32 @@ def episodes(
         console.print(view_episode(played[number], of_episode, decode, tokens, units[number], credited))
     if len(chosen) > limit:
         console.print(f"and {len(chosen) - limit} more; show them with --limit {len(chosen)}")
+
+
+def _show_rows(directory: "RunDirectory", console: "Console", limit: int) -> bool:
+    """Show the rows of a run that trains on rows, tokens with a loss highlighted; returns whether it does."""
+    from posttrain.data.inspect import inspect_rows
+    from posttrain.data.rendering import Renderer
+    from posttrain.models.load import load_end_tokens, load_tokenizer
+    from posttrain.verbs import original_folder
+
+    recipe = directory.load_recipe()
+    if recipe.stage not in ("sft", "reward", "dpo") or recipe.data is None:
+        return False
+    tokenizer = load_tokenizer(recipe.model)
+    renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
+    kind: Literal["conversation"] | None = "conversation" if recipe.stage == "sft" else None
+    with original_folder(directory.path):
+        inspect_rows(
+            recipe.data,
+            kind,
+            renderer,
+            getattr(recipe, "loss_on", "assistant"),
+            limit,
+            1000,
+            console,
+        )
+    return True
 
 
 class FigureFormat(StrEnum):

@@ -26,7 +26,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Show the resolved recipe, batch arithmetic, and estimates of memory and time. Load rows, tasks, reward functions "
+        help="Show batch arithmetic and estimates of memory and time. Load rows, tasks, reward functions "
         "and the tokenizer, and fail where the run would; run nothing.",
     ),
 ]
@@ -36,6 +36,9 @@ On = Annotated[
         metavar="DEVICE",
         help="With --dry-run: estimate the time on this device, a name such as h200 or a YAML file of measured limits.",
     ),
+]
+Full = Annotated[
+    bool, typer.Option("--full", help="With --dry-run: show the whole recipe, and the parts of memory and time.")
 ]
 Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this directory.")]
 FallBack = Annotated[
@@ -50,13 +53,20 @@ OPEN = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def run(
-    stage: str, words: list[str], dry_run: bool, on: str | None, resume: Path | None, overwrite: bool, **more: bool
+    stage: str,
+    words: list[str],
+    dry_run: bool,
+    full: bool,
+    on: str | None,
+    resume: Path | None,
+    overwrite: bool,
+    **more: bool,
 ) -> None:
     """Run one stage of the recipe in `words`, show its plan, or continue the run `resume`."""
     from posttrain.recipe.sources import read_overrides
     from posttrain.verbs import VERBS, read_recipe
 
-    device = planned_device(dry_run, on)
+    device = planned_device(dry_run, on, full)
     sources, overrides = split_words(words)
     if dry_run:
         from rich.console import Console
@@ -67,25 +77,29 @@ def run(
         recipe = read_recipe(stage, *sources, *read_overrides(overrides), resume=resume)
         sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
         console = Console()
-        show_plan(recipe, sizes, console, device)
+        show_plan(recipe, sizes, console, device, full)
         show_precision(recipe, console)
         if resume is None and not overwrite:
             show_what_exists(recipe, console)
         show_checks(recipe, console)
+        if not full:
+            console.print("\nadd --full for the whole recipe and the parts of the estimates", highlight=False)
         return
     VERBS[stage](*sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
 
 
 def show_precision(recipe: "Recipe", console: "Console") -> None:
     """Print what `dtype: auto` would select on this machine."""
+    from posttrain.planning.dry_run import show_line
     from posttrain.training.stage import precision_notes
 
     for note in precision_notes(recipe):
-        console.print(f"precision: {note}", markup=False, highlight=False, soft_wrap=True)
+        show_line(console, f"precision: {note}")
 
 
 def show_what_exists(recipe: "Recipe", console: "Console") -> None:
     """Print what keeps a run of `recipe` from starting without `--overwrite`, `--resume` or another name."""
+    from posttrain.planning.dry_run import show_line
     from posttrain.recipe.stages import GenerateRecipe
 
     there = [Path(recipe.runs) / recipe.name]
@@ -94,25 +108,28 @@ def show_what_exists(recipe: "Recipe", console: "Console") -> None:
     for path in there:
         if path.exists():
             line = f"note: {path} exists; to start, pass --overwrite or another name, or continue it with --resume"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            show_line(console, line)
 
 
 def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ()) -> None:
     """Load what the run would load before its model and print what was found; arguments and errors as for `check_recipe`."""
+    from posttrain.planning.dry_run import show_line
     from posttrain.training.checks import check_recipe
 
     console.print("\n[bold]checks[/bold]")
     for line in check_recipe(recipe, made) or ["nothing to load but the model"]:
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        show_line(console, line, 2)
 
 
-def planned_device(dry_run: bool, on: str | None) -> "Device | None":
-    """The device that `--on` names; Raises InputError without `--dry-run`."""
+def planned_device(dry_run: bool, on: str | None, full: bool = False) -> "Device | None":
+    """The device that `--on` names; Raises InputError for options that have no effect without `--dry-run`."""
     from posttrain.errors import InputError
     from posttrain.planning.devices import device_of
 
     if on is not None and not dry_run:
         raise InputError("--on has an effect only with --dry-run; add --dry-run, or remove --on")
+    if full and not dry_run:
+        raise InputError("--full has an effect only with --dry-run; add --dry-run, or remove --full")
     return None if on is None else device_of(on)
 
 
@@ -160,12 +177,13 @@ def _stage_command(stage: str, description: str) -> Callable[..., None]:
     def command(
         words: Words = None,
         dry_run: DryRun = False,
+        full: Full = False,
         on: On = None,
         resume: Resume = None,
         fall_back: FallBack = False,
         overwrite: Overwrite = False,
     ) -> None:
-        run(stage, words or [], dry_run, on, resume, overwrite, fall_back=fall_back)
+        run(stage, words or [], dry_run, full, on, resume, overwrite, fall_back=fall_back)
 
     command.__name__, command.__doc__ = stage, description
     return command
@@ -224,7 +242,7 @@ rl = _stage_command(
 
     posttrain rl environment.type=frozen_lake --dry-run --on h200
 
-    posttrain rl --resume runs/run steps=200
+    posttrain rl --resume runs/run
     """,
 )
 
@@ -247,6 +265,7 @@ distill = _stage_command(
 def generate(
     words: Words = None,
     dry_run: DryRun = False,
+    full: Full = False,
     on: On = None,
     resume: Resume = None,
     overwrite: Overwrite = False,
@@ -264,7 +283,7 @@ def generate(
     if resume is not None and words:
         require_same(words, resume, "generate")
         words = None
-    run("generate", words or [], dry_run, on, resume, overwrite)
+    run("generate", words or [], dry_run, full, on, resume, overwrite)
 
 
 _WORDS_HELP = (
@@ -285,6 +304,7 @@ def pipeline(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show which stages would run, and their plans. Run nothing.")
     ] = False,
+    full: Full = False,
     on: On = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Run finished stages again.")] = False,
 ) -> None:
@@ -301,7 +321,7 @@ def pipeline(
     from posttrain.errors import InputError
     from posttrain.recipe.pipeline import load_pipeline
 
-    device = planned_device(dry_run, on)
+    device = planned_device(dry_run, on, full)
     sources, overrides = split_words([file, *(words or [])])
     if not sources:
         raise InputError(f"{file} is not a pipeline; name a pipeline file first, for example demo/pipeline")
@@ -309,7 +329,7 @@ def pipeline(
     if others:
         raise InputError(f"posttrain pipeline takes one file; remove {', '.join(others)}")
     if dry_run:
-        _plan_pipeline(load_pipeline(file, overrides), only, start_from, overwrite, device)
+        _plan_pipeline(load_pipeline(file, overrides), only, start_from, overwrite, device, full)
         return
     from posttrain.recipe.sources import read_overrides
     from posttrain.verbs import pipeline as run_pipeline
@@ -318,7 +338,12 @@ def pipeline(
 
 
 def _plan_pipeline(
-    loaded: "PipelineRecipe", only: str | None, start_from: str | None, overwrite: bool, device: "Device | None"
+    loaded: "PipelineRecipe",
+    only: str | None,
+    start_from: str | None,
+    overwrite: bool,
+    device: "Device | None",
+    full: bool,
 ) -> None:
     """Show the stages that would run and their plans, and check what they would load.
 
@@ -360,7 +385,7 @@ def _plan_pipeline(
             start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
             if stage in chosen:
                 console.rule(f"stage {stage.name}")
-                show_plan(stage.recipe, start[stage.name], console, device)
+                show_plan(stage.recipe, start[stage.name], console, device, full)
                 show_precision(stage.recipe, console)
                 try:
                     show_checks(_with_paths(stage.recipe, converted), console, made)

@@ -21,6 +21,7 @@ from posttrain.data.messages import (
     Message,
     PairExample,
     PromptExample,
+    TextExample,
     UnpairedExample,
     UnusableRow,
     as_messages,
@@ -37,7 +38,7 @@ from posttrain.recipe.compose import section
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 
 Kind = Literal["conversation", "pair", "unpaired", "prompt"]
-Example = ConversationExample | PairExample | UnpairedExample | PromptExample
+Example = ConversationExample | TextExample | PairExample | UnpairedExample | PromptExample
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 """Labels as text, as in CSV."""
@@ -131,10 +132,16 @@ def _examples(
                 break
 
 
-def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> ConversationExample | str:
-    """Read `messages` (also ShareGPT's `from` and `value`), or a prompt and a completion."""
+def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> ConversationExample | TextExample | str:
+    """Read `messages` (also ShareGPT's `from` and `value`), a prompt and a completion, or plain `text`."""
     try:
-        if _cells(row).get(columns.messages) is not None:
+        chat = (columns.messages, columns.prompt, columns.context_messages, columns.completion)
+        if _cells(row).get(columns.text) is not None and all(row.get(name) is None for name in chat):
+            if not isinstance(row[columns.text], str) or not row[columns.text].strip():
+                raise UnusableRow("empty or wrong type", f"`{columns.text}` is {short(row[columns.text])}, not a text")
+            check_text(row[columns.text], f"`{columns.text}`")
+            return TextExample(row[columns.text], origin, _domain(row, columns), _weight(row, columns))
+        if row.get(columns.messages) is not None:
             messages = messages_of(row[columns.messages], columns.messages)
         else:
             prompt = _prompt(row, columns)
@@ -144,7 +151,8 @@ def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> ConversationE
                 raise _missing(row, columns.messages, columns.prompt, hint=_messages_hint(row))
             messages = [*prompt, *_answer(row, columns.completion, prompt)]
         check_conversation(messages)
-        return ConversationExample(messages, origin, _domain(row, columns), _tools(row, columns))
+        weight = _weight(row, columns)
+        return ConversationExample(messages, origin, _domain(row, columns), _tools(row, columns), weight)
     except UnusableRow as problem:
         return str(problem)
 
@@ -321,14 +329,30 @@ def _label(row: dict[str, Any], columns: ColumnsRecipe) -> bool:
     )
 
 
+def _weight(row: dict[str, Any], columns: ColumnsRecipe) -> float:
+    if columns.weight is None:
+        return 1.0
+    if row.get(columns.weight) is None:
+        raise _missing(row, columns.weight)
+    weight = _as_number(row[columns.weight])
+    if not 0 < weight < math.inf:
+        raise UnusableRow("weight is not a number above 0", f"`{columns.weight}` is {short(row[columns.weight])}")
+    return weight
+
+
+def _as_number(value: Any) -> float:
+    """`value` as a number, text of a number included; NaN for anything else."""
+    try:
+        return math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
+    except (ValueError, OverflowError):
+        return math.nan
+
+
 def _margin(row: dict[str, Any], columns: ColumnsRecipe) -> float | None:
     value = row.get(columns.margin)
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
-    try:
-        margin = math.nan if isinstance(value, bool) or not isinstance(value, int | float | str) else float(value)
-    except (ValueError, OverflowError):
-        margin = math.nan
+    margin = _as_number(value)
     if not 0 <= margin < math.inf:
         raise UnusableRow("margin is not a number of 0 or more", f"`{columns.margin}` is {short(value)}")
     return margin

@@ -71,7 +71,7 @@ def _inferred_kind(recipe: DataRecipe) -> Kind:
     labels = [row[columns.label] for row in rows if row.get(columns.label) is not None]
     if columns.messages not in names and columns.completion in names and labels and all(map(_is_label, labels)):
         return "unpaired"
-    if columns.messages in names or columns.completion in names:
+    if names & {columns.messages, columns.completion, columns.text}:
         return "conversation"
     messages = messages_column(rows[0])
     example = f"columns.messages={messages}" if messages else "columns.prompt=question columns.completion=answer"

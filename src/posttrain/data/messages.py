@@ -16,6 +16,18 @@ class ConversationExample:
     """File and row for messages: `train.jsonl row 12` (counted from 1; in JSON lines, the line number)."""
     domain: str | None = None
     tools: list[Any] | None = None
+    weight: float = 1.0
+    """Weight of the row in the training loss."""
+
+
+@dataclass(frozen=True)
+class TextExample:
+    """Plain text to train on."""
+
+    text: str
+    origin: str
+    domain: str | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from typing import Any, Literal
 import numpy as np
 
 from posttrain.data.examples import Example, read_examples
-from posttrain.data.messages import ConversationExample, PairExample, UnpairedExample
+from posttrain.data.messages import ConversationExample, PairExample, TextExample, UnpairedExample
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import LossOn, Renderer, TokenStream, render_conversation
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe, SourceRecipe
 
 Kind = Literal["conversation", "pair", "unpaired"]
-VERSION = 2
+VERSION = 3
 """Version of the rendering and of the cache files. Files of other versions are not read."""
 
 
@@ -34,7 +34,9 @@ class TokenRow:
     chosen: bool = True
     """The label of an unpaired answer."""
     prompt_digest: str = ""
-    """Digest of the messages before the first answer, where their tokens are trained too (`loss_on: all`)."""
+    """Digest of the messages before the first answer, where their tokens are trained too (`loss_on: all`), or of plain text."""
+    weight: float = 1.0
+    """Weight of the row in the training loss."""
 
     @property
     def tokens(self) -> int:
@@ -108,6 +110,8 @@ def tokenize(
 
 def _answers_of(example: Example) -> list[Any]:
     """Return the messages that a row trains on or compares."""
+    if isinstance(example, TextExample):
+        return []
     if isinstance(example, ConversationExample):
         return example.messages
     if isinstance(example, UnpairedExample):
@@ -120,7 +124,11 @@ def _row(example: Example, renderer: Renderer, loss_on: LossOn) -> TokenRow:
     if isinstance(example, ConversationExample):
         streams = render_conversation(renderer, example.messages, loss_on, example.tools)
         digest = _prompt_digest(example) if loss_on == "all" else ""
-        return TokenRow(streams, example.origin, example.domain, prompt_digest=digest)
+        return TokenRow(streams, example.origin, example.domain, prompt_digest=digest, weight=example.weight)
+    if isinstance(example, TextExample):
+        stream = plain_text(renderer, example.text)
+        digest = hashlib.blake2b(example.text.encode(), digest_size=16).hexdigest()
+        return TokenRow([stream], example.origin, example.domain, prompt_digest=digest, weight=example.weight)
     if isinstance(example, UnpairedExample):
         streams = _answers(renderer, example.prompt, example.completion, example.tools)
         return TokenRow(streams, example.origin, example.domain, chosen=example.label)
@@ -131,6 +139,12 @@ def _row(example: Example, renderer: Renderer, loss_on: LossOn) -> TokenRow:
         for stream in _answers(renderer, example.prompt, side, example.tools)
     ]
     return TokenRow(streams, example.origin, example.domain, margin=example.margin or 0.0)
+
+
+def plain_text(renderer: Renderer, text: str) -> TokenStream:
+    """Return the tokens of `text` and an end token. Every token but the first is trained."""
+    ids = renderer.answer(text)
+    return TokenStream(np.array(ids, dtype=np.int64), np.arange(len(ids)) > 0)
 
 
 def _prompt_digest(example: ConversationExample) -> str:
@@ -194,7 +208,10 @@ def _digest(examples: list[Example], recipe: DataRecipe, renderer: Renderer, los
 def _write(file: Path, rows: list[TokenRow], problems: Problems) -> None:
     """Write the rows to the cache. Write errors are ignored."""
     streams = [stream for row in rows for stream in row.streams]
-    heads = [[row.origin, row.domain, row.margin, row.chosen, row.prompt_digest, len(row.streams)] for row in rows]
+    heads = [
+        [row.origin, row.domain, row.margin, row.chosen, row.prompt_digest, row.weight, len(row.streams)]
+        for row in rows
+    ]
     arrays: dict[str, Any] = {
         "ids": np.concatenate([s.ids for s in streams]) if streams else np.zeros(0, dtype=np.int64),
         "trained": np.concatenate([s.trained for s in streams]) if streams else np.zeros(0, dtype=bool),
@@ -222,8 +239,9 @@ def _read(file: Path) -> tuple[list[TokenRow], Problems] | None:
         ends = np.cumsum(lengths)[:-1]
         streams = [TokenStream(*pieces) for pieces in zip(np.split(ids, ends), np.split(trained, ends), strict=True)]
         rows, start = [], 0
-        for origin, domain, margin, chosen, digest, count in heads:
-            rows.append(TokenRow(streams[start : start + count], origin, domain, margin, chosen, digest))
+        for *head, count in heads:
+            origin, *rest = head
+            rows.append(TokenRow(streams[start : start + count], origin, *rest))
             start += count
         return rows, Problems.from_state(state)
     except Exception:  # damaged files raise errors of zip, npy and JSON

@@ -10,6 +10,7 @@ which is not a reward of 0.
 
 import asyncio
 import copy
+import difflib
 import importlib
 import inspect
 import math
@@ -150,8 +151,41 @@ class RewardFunction:
         return finite_scores(result, self.name, origin)
 
 
+class WeightedRewards:
+    """Several reward functions as one: the score is the sum of weight x score, and every score is reported by its name."""
+
+    def __init__(self, parts: Sequence[tuple[RewardFunction, float]]) -> None:
+        """Functions and their weights. Two functions of one name are numbered."""
+        self.name = " + ".join(function.name for function, _ in parts)
+        self.columns = frozenset().union(*(function.columns for function, _ in parts))
+        self.blocking = any(function.blocking for function, _ in parts)
+        self._parts: dict[str, tuple[RewardFunction, float]] = {}
+        for function, weight in parts:
+            base = name = function.name.rpartition(":")[2]
+            number = 1
+            while name in self._parts:
+                number += 1
+                name = f"{base}_{number}"
+            self._parts[name] = function, weight
+
+    def __call__(
+        self, messages: Sequence[Message], answer: str, row: Mapping[str, Any], origin: str
+    ) -> dict[str, float]:
+        """As `RewardFunction`. Numbers of a function besides its score are reported as `<function>_<name>`."""
+        scores: dict[str, float] = {SCORE: 0.0}
+        for name, (function, weight) in self._parts.items():
+            for key, value in function(messages, answer, row, origin).items():
+                scores[name if key == SCORE else f"{name}_{key}"] = value
+            scores[SCORE] += weight * scores[name]
+        return scores
+
+
 def try_reward(
-    reward: RewardFunction, messages: Sequence[Message], reference: str | None, row: Mapping[str, Any], origin: str
+    reward: RewardFunction | WeightedRewards,
+    messages: Sequence[Message],
+    reference: str | None,
+    row: Mapping[str, Any],
+    origin: str,
 ) -> list[str]:
     """Call `reward` once on a row before a run, with the row's reference or `?` as the answer.
 
@@ -202,7 +236,9 @@ def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
         raise InputError(f"{key}: {place} cannot be imported ({type(error).__name__}: {error})") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise InputError(f"{key}: {place} has no function {name!r}; write `module:function`")
+        near = difflib.get_close_matches(name, [known for known, value in vars(module).items() if callable(value)], 1)
+        hint = f"did you mean {place}:{near[0]}?" if near else "write `module:function`"
+        raise InputError(f"{key}: {place} has no function {name!r}; {hint}")
     return RewardFunction(where, function)
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from posttrain.data.examples import read_examples
 from posttrain.data.held_out import TaskRow
@@ -25,6 +25,7 @@ from posttrain.environments.rewards import (
     SCORE,
     RewardFailure,
     RewardFunction,
+    WeightedRewards,
     finite_scores,
     load_reward,
     parameter_of,
@@ -32,6 +33,7 @@ from posttrain.environments.rewards import (
 )
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import ColumnsRecipe, TaskSources
 from posttrain.recipe.judge import JudgeRecipe, ReasoningGymRecipe
@@ -39,6 +41,20 @@ from posttrain.seeds import derive_seed
 
 _WRONG = "?"
 """The wrong answer of `validate`."""
+
+
+class WeightedRewardRecipe(BaseConfig):
+    """One of several reward functions."""
+
+    function: str
+    weight: float = 1.0
+
+
+def _weighted(value: Any) -> Any:
+    """A list of functions and sections as a list of sections."""
+    return (
+        [{"function": item} if isinstance(item, str) else item for item in value] if isinstance(value, list) else value
+    )
 
 
 class TextTaskRecipe(EnvironmentRecipe):
@@ -58,8 +74,8 @@ class TextTaskRecipe(EnvironmentRecipe):
     """Whether an unusable row is an error. Otherwise such rows are skipped, counted and reported."""
     system: str | None = None
     """System message of every prompt; it replaces a system message of the row."""
-    reward: str | None = None
-    """A function `(prompt, answer, **row) -> float` that scores: `exact`, `contains`, `final_number`, `module:function` or `path/to/file.py:function`. It may be `async`, and may return a mapping whose `score` is the score; its other numbers are reported, and `credit.type: gdpo` trains on them."""
+    reward: str | Annotated[list[WeightedRewardRecipe], Field(min_length=1)] | None = None
+    """A function `(prompt, answer, **row) -> float` that scores, or a list of functions and of sections with `function` and `weight`, whose weighted sum is the score: `exact`, `contains`, `final_number`, `module:function` or `path/to/file.py:function`. It may be `async`, and may return a mapping whose `score` is the score; its other numbers are reported, and `credit.type: gdpo` trains on them."""
     judge: JudgeRecipe | None = None
     """A language model that scores."""
     score_weight: float = Field(1.0, ge=0)
@@ -72,10 +88,17 @@ class TextTaskRecipe(EnvironmentRecipe):
         """`environment.prompts`, unless tasks are generated."""
         return None if self.reasoning_gym is not None else "environment.prompts"
 
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _reward_sections(cls, value: Any) -> Any:
+        return _weighted(value)
+
     @model_validator(mode="after")
     def _one_source_and_one_score(self) -> "TextTaskRecipe":
         if bool(self.prompts) == (self.reasoning_gym is not None):
             raise ValueError("give exactly one of `prompts` (files of rows) and `reasoning_gym` (generated tasks)")
+        if self.columns.weight is not None:
+            raise ValueError("`columns.weight` would have no effect: only stage sft weighs rows; remove it")
         if self.reward is not None and self.judge is not None:
             raise ValueError("`reward` and `judge` both score the answer; keep one")
         if any(source.weight != 1 for source in self.prompts):
@@ -161,7 +184,7 @@ class TextTask(Environment):
         """Call the reward function once on row `seed`; returns warnings. InputError where it cannot score any answer."""
         if missing := unscored(self.recipe):
             return [
-                f"environment.reward: {self.recipe.reward} is not reported, because no row of environment.prompts has a column "
+                f"environment.reward: {_reward_name(self.recipe)} is not reported, because no row of environment.prompts has a column "
                 f"`{missing}`"
             ]
         if self._reward is None:
@@ -182,7 +205,11 @@ class TextTask(Environment):
     def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:
         """Whether a reward function of the user's own scores answers, or the score is reported apart from the reward."""
         assert isinstance(recipe, TextTaskRecipe)
-        return recipe.score_weight != 1 or (recipe.reward is not None and recipe.reward not in BUILT_IN)
+        return (
+            recipe.score_weight != 1
+            or isinstance(recipe.reward, list)
+            or not (recipe.reward is None or recipe.reward in BUILT_IN)
+        )
 
     @classmethod
     def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
@@ -300,8 +327,15 @@ class TextTask(Environment):
         return _Task(messages, row, _reference(row), prompt.origin)
 
 
-def _reward_of(recipe: TextTaskRecipe) -> RewardFunction | None:
+def _reward_of(recipe: TextTaskRecipe) -> RewardFunction | WeightedRewards | None:
+    if isinstance(recipe.reward, list):
+        return WeightedRewards([(load_reward(part.function), part.weight) for part in recipe.reward])
     return load_reward(recipe.reward) if recipe.reward is not None else None
+
+
+def _reward_name(recipe: TextTaskRecipe) -> str:
+    reward = _reward_of(recipe)
+    return "" if reward is None else reward.name
 
 
 def unscored(recipe: TextTaskRecipe) -> str | None:

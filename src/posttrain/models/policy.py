@@ -157,8 +157,12 @@ class TrainedModel:
 
         All ranks call it; rank 0 writes.
         """
-        tensors = self.gather_weights(dict(self.trainable())) if self.recipe.lora is not None else self.gather_weights()
+        tensors = self.gather_weights(self.saved_tensors())
         current_world().on_rank0(lambda: self._write(self.model, directory, tensors))
+
+    def saved_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of a checkpoint: the model's whole state, or the adapters alone."""
+        return self.model.state_dict(keep_vars=True) if self.recipe.lora is None else dict(self.trainable())
 
     def gather_weights(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
         """Gather `tensors` (default: the model's whole state) in rank 0's CPU memory; None for a model that is not sharded."""

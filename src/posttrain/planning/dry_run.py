@@ -6,7 +6,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import task_split
@@ -56,7 +58,7 @@ def show_times(recipe: Recipe, sizes: ModelSizes, device: Device | None, console
             "Upper bounds: rows and episodes have their maximum length. Environments, judges, files and start-up are not "
             "included. docs/scaling.md describes the model and compares it with measurements"
         )
-    console.print(f"  {said}", markup=False, highlight=False, soft_wrap=True)
+    show_line(console, said, 2)
 
 
 def _table(recipe: Recipe, sizes: ModelSizes, device: Device, phases: list[Phase]) -> Table:
@@ -111,24 +113,40 @@ def _counted(recipe: Recipe, tasks: TaskSplit | None) -> Recipe:
     return recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update=ranges)})
 
 
-def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device: Device | None = None) -> None:
-    """Print the whole plan.
+def show_line(console: Console, line: str, indent: int = 0) -> None:
+    """Print a sentence: wrapped between words in a terminal, whole in a file or pipe."""
+    if console.is_terminal:
+        console.print(Padding(Text(line), (0, 0, 0, indent)))
+    else:
+        console.print(" " * indent + line, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_plan(
+    recipe: Recipe, sizes: ModelSizes | None, console: Console, device: Device | None = None, full: bool = True
+) -> None:
+    """Print the plan: model, batches, memory and time.
 
     Args:
+        full: Print the whole recipe and the parts of memory and time as well.
         sizes: Sizes of the model. None: memory and time are unknown.
         device: Device for the time estimate. None: no estimate.
     """
-    console.print(f"[bold]recipe[/bold] ({recipe.stage})")
-    console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
+    if full:
+        console.print(f"[bold]recipe[/bold] ({recipe.stage})")
+        console.print(dump_recipe(recipe), markup=False, highlight=False, soft_wrap=True, end="")
+    else:
+        console.print(f"[bold]{recipe.stage}[/bold] in {recipe.runs}/{recipe.name}", highlight=False)
+        console.print("\n[bold]model[/bold]")
+        show_line(console, _model(recipe, sizes), 2)
     tasks = None
     if isinstance(recipe, Played) and evaluated_environment(recipe) is not None:
         with suppress(InputError):  # `posttrain.training.checks` reports it.
             tasks = tasks_of(recipe)
     console.print("\n[bold]batches[/bold]")
     for line in batch_arithmetic(recipe, tasks):
-        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        show_line(console, line, 2)
     if isinstance(recipe, Learned) and recipe.hardware.processes > 1:
-        console.print(f"  {_processes(recipe)}", markup=False, highlight=False, soft_wrap=True)
+        show_line(console, _processes(recipe), 2)
     console.print("\n[bold]memory[/bold]")
     if recipe.remote is not None:
         console.print("  none for the model: it runs on the server")
@@ -138,11 +156,42 @@ def show_plan(recipe: Recipe, sizes: ModelSizes | None, console: Console, device
             "is unknown"
         )
         console.print(unknown, markup=False, highlight=False, soft_wrap=True)
+    elif not full:
+        _show_totals(recipe, _counted(recipe, tasks), sizes, device, console)
     else:
         console.print(_memory_table(with_dtypes(recipe, device), sizes, device))
         show_times(_counted(recipe, tasks), sizes, device, console)
     for warning in [*_too_large(with_dtypes(recipe, device), sizes, device), *recipe_warnings(recipe)]:
-        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+        show_line(console, f"warning: {warning}")
+
+
+def _model(recipe: Recipe, sizes: ModelSizes | None) -> str:
+    if recipe.remote is not None:
+        return f"{recipe.remote.model} at {recipe.remote.url}"  # type: ignore[attr-defined]
+    size = "" if sizes is None else f", {sizes.parameters:,} parameters"
+    return f"{recipe.model.path}{size}, {recipe.model.dtype}" + (", LoRA" if recipe.model.lora else "")
+
+
+def _show_totals(recipe: Recipe, counted: Recipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:
+    """Print the sums of memory and time in a few words."""
+    rows = _memory_rows(with_dtypes(recipe, device), sizes)
+    largest = sorted(rows, key=lambda what: -rows[what][0])[:2]
+    parts = ", ".join(f"{what} {_bytes(rows[what][0])}" for what in largest)
+    total = _bytes(sum(count for count, _ in rows.values()))
+    each = " per process" if _is_divided(recipe) else ""
+    show_line(console, f"about {total}{each}, the most for {parts}", 2)
+    console.print("\n[bold]time[/bold]")
+    phases = step_phases(counted, sizes, device) if device is not None and plain(sizes) else []
+    if not phases:
+        names = ", ".join(DEVICES)
+        said = f"unknown without a device: add --on with one of {names}" if device is None else "unknown, see --full"
+    else:
+        assert device is not None
+        steps = getattr(recipe, "steps", None)
+        one = total_seconds(phases)
+        said = f"at most {duration(one)} a step on {device.name}"
+        said += f", {duration(one * steps)} for {steps:,} {_plural('step', steps)}" if steps else ""
+    show_line(console, said, 2)
 
 
 def _processes(recipe: Learned) -> str:
@@ -204,7 +253,11 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe, tasks: TaskSplit | None)
         ]
     else:
         paths = ", ".join(source.path for source in recipe.data.train)
-        end = f"{recipe.steps} updates" if recipe.steps else f"{recipe.epochs} {_plural('epoch', recipe.epochs)}"
+        end = (
+            f"{recipe.steps} {_plural('update', recipe.steps)}"
+            if recipe.steps
+            else f"{recipe.epochs} {_plural('epoch', recipe.epochs)}"
+        )
         lines = [f"{what} from {paths}, {each} per update, {end}", f"rows of at most {recipe.data.max_tokens} tokens"]
         held = recipe.data.held_out
         share = f"{100 * held:g}% of the" if isinstance(held, float) else str(held)
@@ -260,7 +313,8 @@ def _episodes(recipe: RlRecipe | DistillRecipe) -> list[str]:
         f"each on about {per_update} episodes",
         f"forward passes of at most {learner.tokens_per_batch} tokens; at most {passes} per optimizer step, with "
         f"episodes of {rollout.tokens_per_episode} tokens",
-        f"{recipe.steps} steps: {recipe.steps * episodes:,} episodes and {recipe.steps * updates:,} optimizer steps",
+        f"{recipe.steps} {_plural('step', recipe.steps)}: {recipe.steps * episodes:,} episodes and {recipe.steps * updates:,} "
+        f"optimizer {_plural('step', recipe.steps * updates)}",
     ]
 
 

@@ -15,6 +15,8 @@ class ColumnsRecipe(BaseConfig):
     """A conversation: a list of `{"role", "content"}`. A message with `"train": false` is not trained on."""
     prompt: str = "prompt"
     """The prompt: text, which becomes a user message, or a list of messages."""
+    text: str = "text"
+    """For `sft`: plain text, for rows without messages and prompt. It is not rendered with the chat template, ends with the end token, and every token but the first has a loss."""
     context_messages: str = "context_messages"
     """The prompt as a list of messages, for data without the column `prompt`."""
     completion: str = "completion"
@@ -31,6 +33,8 @@ class ColumnsRecipe(BaseConfig):
     """Tool descriptions for the chat template: a list, or a list as JSON text."""
     domain: str = "domain"
     """Domain of a row. Metrics are also reported per domain."""
+    weight: str | None = None
+    """For `sft`: weight of a row in the training loss, a number above 0. The loss is the weighted mean over the tokens of the update. Null: all rows have weight 1."""
 
 
 class SourceRecipe(BaseConfig):
@@ -55,6 +59,12 @@ class TaskSourceRecipe(SourceRecipe):
 
     use: Literal["training", "validation", "test"] = "training"
     """What its tasks are for. `training`: to train on, less the held-out tasks. `validation`: the learning curve. `test`: the final table."""
+
+
+def refuse_weights(columns: ColumnsRecipe, key: str) -> None:
+    """ValueError if `columns` names a column of weights, for rows that no supervised loss is computed on."""
+    if columns.weight is not None:
+        raise ValueError(f"`{key}.weight` would have no effect: only stage sft weighs rows; remove it")
 
 
 def _sources(value: Any) -> Any:
@@ -121,6 +131,7 @@ class FixedRowsRecipe(BaseConfig):
 
     @model_validator(mode="after")
     def _rows_are_for_training(self):
+        refuse_weights(self.data.columns, "data.columns")
         for key in ("validation", "test", "held_out", "streaming"):
             if getattr(self.data, key):
                 raise ValueError(

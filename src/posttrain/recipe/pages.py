@@ -4,7 +4,8 @@ import difflib
 from collections.abc import Iterable
 
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from posttrain.errors import InputError
 from posttrain.recipe.catalogue import recipe_names, summary
@@ -24,8 +25,8 @@ A recipe is a YAML document. Files are merged left to right, then come the overr
 `rollout.groups_per_step=4`, `--rollout.groups_per_step 4` and `--rollout.groups_per_step=4` mean the same, and
 `model.lora=null` sets a key to nothing. Every key has a default, so a recipe contains only what differs. Text is literal:
 nothing is interpolated. A section with several types (`environment`, `credit`, `loss`) has the keys of its `type` and
-no others. `posttrain rl ... --dry-run` prints the whole recipe with its defaults, how the batches work out, and an estimate
-of the memory.
+no others. `posttrain rl ... --dry-run` prints how the batches work out and an estimate of the memory, and with `--full` the
+whole recipe with its defaults.
 
 A pipeline is a file with `stage: pipeline`, a `name`, and `stages`: a list whose items have a `name`, the keys of a recipe,
 and optionally `recipe` (a file to begin with, or a list of files, relative to the pipeline) and `from` (an earlier stage, whose exported
@@ -68,17 +69,16 @@ def show_keys(about: str, stage: str, console: Console) -> None:
         close = difflib.get_close_matches(about, sorted(names), 1)
         hint = f"; the nearest is {close[0]}" if close else ""
         raise InputError(f"stage {stage} has no key {about}{hint}")
-    console.print(_table(shown))
+    _show(shown, console)
 
 
 def list_recipes(console: Console) -> None:
     """Print the name, the stage and the first sentence of every recipe that can be named."""
-    table = Table()
-    for title in ("recipe", "stage", "what it is"):
-        table.add_column(title, overflow="fold")
     for name, file in recipe_names().items():
-        table.add_row(name, str(read_file(str(file)).values.get("stage", "rl")), summary(file))
-    console.print(table)
+        console.print(
+            Text.assemble((name, "bold"), f"  {read_file(str(file)).values.get('stage', 'rl')}"), soft_wrap=True
+        )
+        console.print(Padding(Text(summary(file)), (0, 0, 0, 4)))
 
 
 def show_recipe(path: str, console: Console) -> None:
@@ -97,21 +97,20 @@ def show_recipe(path: str, console: Console) -> None:
     written = {".".join(key) for key in given.origins}
     chosen = (given.values.get(section, {}) for section in ("environment", "credit", "loss"))
     types = {section.get("type") for section in chosen if isinstance(section, dict)} - {None}
-    console.print(_table(key for key in keys_of(STAGES[stage]) if key.path in written and _applies(key, types)))
+    _show((key for key in keys_of(STAGES[stage]) if key.path in written and _applies(key, types)), console)
 
 
 def _applies(key: Key, types: set[str | None]) -> bool:
     return not key.variant or not types or bool(types & set(key.variant.split(", ")))
 
 
-def _table(keys: Iterable[Key]) -> Table:
-    table = Table()
-    for title in ("key", "must be", "default", "what it does"):
-        table.add_column(title, overflow="fold")
+def _show(keys: Iterable[Key], console: Console) -> None:
+    """Print each key with its default in a line, and below it for which types it is, what it must be and what it does."""
     for key in keys:
-        name = f"{key.path}\n({key.variant})" if key.variant else key.path
-        table.add_row(name, key.allowed, key.default, key.description)
-    return table
+        console.print(Text.assemble((key.path, "bold"), f" = {key.default}"), soft_wrap=True)
+        about = f"For {key.variant}. " if key.variant else ""
+        about += f"{key.allowed[:1].upper()}{key.allowed[1:]}. {' '.join(key.description.split())}"
+        console.print(Padding(Text(about), (0, 0, 0, 4)))
 
 
 def _markdown_tables(keys: list[Key]) -> str:

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_classes
+from posttrain.recipe.foreign import native_key
 from posttrain.recipe.reference import allowed, either, keys_of, sections_of, tags_of
 from posttrain.recipe.sources import KeyPath, Layer
 from posttrain.recipe.stages import STAGES
@@ -125,6 +126,9 @@ def _sentence(
         return f"{start}{dotted} is missing; it must be {words}"
     if problem["type"] in ("model_type", "model_attributes_type") and sections:
         words = f"a section with keys such as {', '.join(list(sections[0].model_fields)[:4])}"
+        main = next((key for key in ("type", "path", "train") if key in sections[0].model_fields), None)
+        if isinstance(value, str) and main is not None:
+            words += f"; write {dotted}.{main}={value}"
         if isinstance(value, int | float) and "coefficient" in sections[0].model_fields:
             words += f"; the nearest is {dotted}.coefficient"
     if words.startswith("text") and isinstance(value, int | float) and not isinstance(value, bool):
@@ -154,6 +158,9 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
     inside = ".".join(prefix) + "."
     names = [key.path for key in keys_of(stage) if not prefix or not key.path.startswith(inside)]
     names += [key.path for key in keys_of(part, inside)] if prefix else []
+    known = section and any(key.split(".")[-1] == name for key in names)
+    if not known and (native := native_key(name, [key.path for key in keys_of(stage)])):
+        return f"use {native}"
     siblings = sorted(
         {
             key.split(".")[len(section)]

@@ -336,7 +336,9 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
         reason = "with one update per step the ratio is always 1"
         warnings += [_without_effect(f"loss.{key}", reason) for key in clips]
     if recipe.evaluation.every > recipe.steps:
-        warnings.append(_without_effect("evaluation.every", f"the run ends after {recipe.steps} steps"))
+        warnings.append(
+            _without_effect("evaluation.every", f"the run ends after {recipe.steps} step{'s' * (recipe.steps > 1)}")
+        )
     return warnings
 
 

@@ -268,10 +268,11 @@ _ENVIRONMENT: dict[str, Any] = {
 
 
 def describe_machine() -> dict[str, Any]:
-    """Package versions (None if not installed), Python, platform, processors, git commit, command line and start time."""
+    """Package versions (None if not installed), Python, platform, processors, git commit, command line, folder and start time."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
+        "folder": os.getcwd(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -344,9 +344,10 @@ SECONDS_PER_LINE = 5.0
 class Progress:
     """Context manager around a training loop of `total_steps` steps, of which `start_step` are done already.
 
-    In a terminal it shows a few live lines: the step and the time left; the latest evaluation with its 95% interval;
-    and of the latest step success and return, or loss, accuracy and margin, the gradient norm and tokens per second.
-    Without a terminal, each update prints one line. `unit`: the name of a step in the output.
+    Each update prints a line: of a step success and return, or loss, accuracy and margin, the gradient norm and tokens per
+    second; of an evaluation its numbers with 95% intervals. A terminal also has a live line below them, with the step, the
+    time left and the progress of an evaluation, which is removed at the end. Everything that is printed meanwhile goes
+    through `console`. `unit`: the name of a step in the output.
     """
 
     def __init__(
@@ -363,9 +364,6 @@ class Progress:
         self.step = start_step
         self.console = console or Console(highlight=False)
         self._first_step = start_step
-        self._training: Mapping[str, Any] = {}
-        self._evaluation: Mapping[str, Any] = {}
-        self._evaluated_step = start_step
         self._played: tuple[int, int] | None = None
         self._printed = 0.0
         self._live: Live | None = None
@@ -373,7 +371,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         self._started = time.monotonic()
         if self.console.is_terminal:
-            self._live = Live(get_renderable=self._display, console=self.console, refresh_per_second=4)
+            self._live = Live(get_renderable=self._display, console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
         else:
             self._print(f"{self.title}: {self.unit} {self.step} of {self.total_steps}")
@@ -385,28 +383,24 @@ class Progress:
             self._live = None
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
-        """Show the values of a training line, or of an evaluation line (`success`, `return`, `validation/...`)."""
+        """Print the values of a training line, or of an evaluation line (`success`, `return`, `validation/...`)."""
         self.step, self._played = step, None
-        is_evaluation = any(key in values for key in ("success", "return", "validation/loss"))
-        if is_evaluation:
-            self._evaluation, self._evaluated_step = dict(values), step
-        else:
-            self._training = dict(values)
-        if self._live is None:
-            if is_evaluation:
-                cells = ["evaluation", *_joined(_evaluation_cells(values))]
-            else:
-                cells = [*_joined(_training_cells(values)), f"left {self.time_left()}"]
-            self._print("  ".join([f"{self.unit} {step}/{self.total_steps}", *cells]))
+        head = f"{self.unit} {step}/{self.total_steps}"
+        if any(key in values for key in ("success", "return", "validation/loss")):
+            self.message("\n".join(self._fitted([head, "evaluation", *_joined(_evaluation_cells(values))])))
+            return
+        cells = [head, *_joined(_training_cells(values))]
+        # The live line has the time left. A step is one line, so cells without room are left out.
+        self.message(self._fitted(cells)[0] if self._live else "  ".join([*cells, f"left {self.time_left()}"]))
 
     def played(self, done: int, total: int) -> None:
-        """Show how many episodes of an evaluation have ended; without a terminal, at most a line every five seconds."""
-        if self.unit == "episode":  # the evaluation is the whole run
-            self.step = done
-        else:
+        """Show how many episodes or rows of an evaluation are done; without a terminal, at most a line every five seconds."""
+        if self.unit == "step":
             self._played = (done, total) if done < total else None
+        else:  # the evaluation is the whole run
+            self.step = done
         if self._live is None and done < total and time.monotonic() - self._printed >= SECONDS_PER_LINE:
-            self._print(f"{done} of {total} held-out episodes")
+            self._print(f"evaluated {done} of {total}")
 
     def message(self, text: str) -> None:
         """Print a line above the live display."""
@@ -416,11 +410,21 @@ class Progress:
             self.console.print(Text(text))
 
     def time_left(self) -> str:
-        """Estimated time left at the mean speed of this process, as `m:ss` or `h:mm:ss`; `?` before the first step."""
+        """Time left at the mean speed of this process, as `m:ss` or `h:mm:ss`; `estimating` before the first step."""
         done = self.step - self._first_step
         if done < 1:
-            return "?"
+            return "estimating"
         return duration((time.monotonic() - self._started) / done * max(0, self.total_steps - self.step))
+
+    def _fitted(self, cells: Sequence[str]) -> list[str]:
+        """`cells` in lines that are no wider than the terminal; lines after the first are indented."""
+        if self._live is None:
+            return ["  ".join(cells)]
+        lines = [cells[0]]
+        for cell in cells[1:]:
+            longer = f"{lines[-1]}  {cell}"
+            lines = [*lines[:-1], longer] if len(longer) <= self.console.width else [*lines, f"    {cell}"]
+        return lines
 
     def _print(self, text: str) -> None:
         # Bypass rich, which would wrap long lines at 80 columns in a log file.
@@ -429,25 +433,20 @@ class Progress:
         self.console.file.flush()
         self._printed = time.monotonic()
 
-    def _display(self) -> Group:
+    def _display(self) -> Table:
         bar = Table.grid(padding=(0, 1))
-        bar.add_row(
-            Text(self.title, style="bold", no_wrap=True, overflow="ellipsis"),
-            ProgressBar(total=max(1, self.total_steps), completed=self.step, width=24),
-            Text(f"{self.unit} {self.step}/{self.total_steps}"),
-            Text(f"left {self.time_left()}", style="cyan"),
-        )
-        rows: list[Table | Text] = [bar]
+        state = [f"{self.unit} {self.step}/{self.total_steps}", f"time left: {self.time_left()}"]
         if self._played is not None:
-            rows.append(Text("{} of {} held-out episodes".format(*self._played), style="dim"))
-        for name, cells, style in (
-            (f"held out, step {self._evaluated_step}", _evaluation_cells(self._evaluation), "bold green"),
-            ("training", _training_cells(self._training), "magenta"),
-        ):
-            if cells:
-                numbers = [Text.assemble((f"{label} ", "dim"), (value, style)) for label, value in cells]
-                rows.append(Text("  ").join([Text(name), *numbers]))
-        return Group(*rows)
+            state.append("evaluated {} of {}".format(*self._played))
+        room = self.console.width - len("  ".join(state)) - 2
+        bar.add_row(
+            Text(self.title[: max(8, room - 11)], style="bold", no_wrap=True, overflow="ellipsis"),
+            ProgressBar(
+                total=max(1, self.total_steps), completed=self.step, width=min(24, max(1, room - len(self.title)))
+            ),
+            Text("  ".join(state), style="cyan", no_wrap=True, overflow="ellipsis"),
+        )
+        return bar
 
 
 Cell = tuple[str, str]
@@ -458,8 +457,8 @@ def _training_cells(values: Mapping[str, Any]) -> list[Cell]:
     """Cells of a training line."""
     return [
         *_cell("success", values.get("rollout/success"), "{:.1%}"),
-        *_cell("return", values.get("rollout/return"), "{:.3f}"),
-        *_cell("loss", _loss(values), "{:.4f}"),
+        *_cell("return", values.get("rollout/return"), "{:z.3f}"),
+        *_cell("loss", _loss(values), "{:z.4f}"),
         *_cell("accuracy", values.get("preference/accuracy"), "{:.0%}"),
         *_cell("margin", values.get("preference/margin"), "{:.3f}"),
         *_cell("gradient", values.get("optimizer/gradient_norm"), "{:.3g}"),

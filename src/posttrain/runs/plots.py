@@ -9,6 +9,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from posttrain.errors import InputError
 from posttrain.runs.comparison import (
@@ -64,7 +65,7 @@ from posttrain.runs.panels import (
     series_of,
 )
 from posttrain.runs.results import SCORES_AGAINST, draw_results, draw_scores, draw_scores_of_runs, result_table
-from posttrain.runs.tables import Table, evaluated_table, scores_of_runs
+from posttrain.runs.tables import Table, evaluated_table, plain_numbers, scores_of_runs
 
 PHASES = {
     "rollout": BLUE,
@@ -153,7 +154,8 @@ def _panels(lines: list[Line], panels: list[Panel]) -> Figure | None:
     filled = []
     for panel in panels:
         present = [(curve, series) for curve in panel.curves if (series := series_of(lines, curve.key)) is not None]
-        if present:
+        # A metric that is 0 at every step, such as skipped updates, has nothing to show.
+        if any(series.nonfinite or any(series.values) for _, series in present):
             filled.append((panel, present))
     if not filled:
         return None
@@ -189,6 +191,8 @@ def _fill(axes: Axes, lines: list[Line], panel: Panel, present: list[tuple[Curve
     scale_axis(axes, panel, [*shown, *limits])
     mark_nonfinite(axes, [series for _, series in present])
     finish_axes(axes, panel.unit, panel.percent)
+    if max(map(abs, shown), default=1.0) < 1e-3:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain_numbers(f"{value:g}")))
     axes.legend(loc="best")
 
 

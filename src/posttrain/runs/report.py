@@ -11,7 +11,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.rollout import SeedRange, evaluated_environment
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import duration, read_metrics
-from posttrain.runs.tables import UNIMPROVED, Table, markdown_table, score_table
+from posttrain.runs.tables import UNIMPROVED, Table, headline, markdown_table, plain_numbers, score_table
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
@@ -33,18 +33,24 @@ def write_report(
     lines = read_metrics(run.metrics)
     parts = [
         f"# {title or run.path.resolve().name}",
-        markdown_table(("what", "value"), run_facts(run, lines)),
-        "## Result",
+        headline(lines) or _unfinished(run, lines),
         *(f"{table.markdown()}\n\n{table.note}" for table in tables),
         _by_checkpoint(lines),
-        _changed(changed_rows(run)),
         _plots(run),
         _checkpoint(model_directory, run.load_recipe(to_run=True).stage, is_unimproved(lines)),
         _episodes(run),
         "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in run_warnings(lines, warnings)),
+        _changed(changed_rows(run)),
+        "## The run\n\n" + markdown_table(("what", "value"), run_facts(run, lines)),
     ]
     write_atomically(run.report, "\n\n".join(part for part in parts if part) + "\n")
     return run.report
+
+
+def _unfinished(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
+    """How far a run without a result is."""
+    done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
+    return f"No result yet: {_of(done, getattr(run.load_recipe(), 'steps', None))} steps are done."
 
 
 def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: str = "") -> dict[str, Any]:
@@ -169,7 +175,9 @@ def changed_rows(run: RunDirectory) -> list[tuple[str, str]]:
     """(key, value) of the recipe keys that differ from their defaults, in Markdown."""
     changed = changed_keys(run.load_recipe(to_run=True))
     return [
-        (f"`{key}`", f"`{_written(value)}`") for key, value in changed.items() if key not in ("name", "runs", "stage")
+        (f"`{key}`", f"`{plain_numbers(str(_written(value)))}`")
+        for key, value in changed.items()
+        if key not in ("name", "runs", "stage")
     ]
 
 

@@ -3,10 +3,11 @@
 import html
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.directory import write_atomically
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 
+START = "start of this run"
+TRAINED = "trained"
+EVALUATED = "evaluated"
+"""Policies of the lines `baseline` and `final` of a metrics log: the model before training, the exported one, and that of an evaluation."""
 Interval = tuple[float, float, float]
 """A value and the limits of its 95% interval, which are NaN if unknown."""
 
@@ -41,12 +46,17 @@ class Table:
         table = RichTable(title=self.title or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         widths = [max(map(len, column)) + 2 for column in zip(self.headings, *self.rows, strict=True)]
         numbers = self._numbers()
-        words = len(widths) - len(numbers)
-        whole = sum(widths[index] for index in numbers) + _LEAST_WIDTH * words <= options.max_width
+        words = [index for index in range(len(widths)) if index not in numbers]
+        # What has no room is folded, never truncated: the last column of words first, then the others, then numbers.
+        for folding in (words[-1:], words):
+            others = sum(width for index, width in enumerate(widths) if index not in folding)
+            if others + sum(min(widths[index], _LEAST_WIDTH) for index in folding) <= options.max_width:
+                break
+        else:
+            folding = list(range(len(widths)))
         for index, heading in enumerate(self.headings):
-            number = index in numbers
-            # What has no room is folded, never truncated.
-            table.add_column(heading, justify="right" if number else "left", overflow="fold", no_wrap=number and whole)
+            justify: Literal["left", "right"] = "right" if index in numbers else "left"
+            table.add_column(heading, justify=justify, overflow="fold", no_wrap=index not in folding)
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in row))
         yield table
@@ -95,6 +105,72 @@ _LEAST_WIDTH = 12
 """Characters that a column of words needs on a terminal."""
 UNIMPROVED = "training did not improve on the starting model; `model/` is the starting model"
 """Said where the best checkpoint is that of step 0."""
+
+
+def headline(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The result of a run in one sentence: what was measured, from what to what, with n and 95% intervals; empty without one."""
+    policies = {line["policy"]: line for line in lines if line["kind"] in ("baseline", "final") and "policy" in line}
+    after = policies.get(TRAINED) or policies.get(EVALUATED) or {}
+    for key, name, form, scale, better in _HEADLINES:
+        if after.get(key) is None:
+            continue
+        before = policies.get(START, {})
+        data, n = ("rows", after.get("test/rows")) if key.startswith("test/") else ("seeds", after.get("n"))
+        where = f"{name} on {n:,} held-out {data}"
+        now = _with_limits(after, key, form, scale)
+        interval = "" if after.get(f"{key}_low") is None else ", 95% interval"
+        if after.get("chosen") == UNIMPROVED:
+            return f"Training did not improve on the starting model: {where[0].lower()}{where[1:]} is {now}{interval}."
+        if before.get(key) is None:
+            return f"{where} is {now}{interval}."
+        change = after[key] - before[key]
+        if change == 0:
+            return f"{where} stayed at {now}{interval}."
+        verb = "improved" if (change > 0) == better else "got worse"
+        intervals = "; the 95% intervals overlap" if _overlap(before, after, key) else interval and f"{interval}s"
+        return f"{where} {verb} from {_with_limits(before, key, form, scale)} to {now}{intervals}."
+    return ""
+
+
+_HEADLINES = (
+    ("success", "Success", "{:.1f}", 100, True),
+    ("return", "The mean return", "{:.3f}", 1, True),
+    ("test/accuracy", "Accuracy", "{:.1f}", 100, True),
+    ("test/loss", "The loss", "{:.4f}", 1, False),
+)
+"""Key, name, format, factor, and whether larger is better; the first that a run has is its headline."""
+
+
+def _overlap(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> bool:
+    limits = [(line.get(f"{key}_low"), line.get(f"{key}_high")) for line in (before, after)]
+    (low, high), (other_low, other_high) = limits
+    if low is None or high is None or other_low is None or other_high is None:
+        return False
+    return max(low, other_low) <= min(high, other_high)
+
+
+def _with_limits(line: Mapping[str, Any], key: str, form: str, scale: float) -> str:
+    low, high = (line.get(f"{key}_{side}") for side in ("low", "high"))
+    value = form.format(scale * line[key]) + "%" * (scale == 100)
+    return (
+        value if low is None or high is None else f"{value} [{form.format(scale * low)}, {form.format(scale * high)}]"
+    )
+
+
+def plain_numbers(text: str) -> str:
+    """`text` with powers of ten as a person writes them: 1.4e-5 and 3e6, not 1.4e-05 and 3e+06."""
+    return _POWER.sub(lambda match: f"{match[1]}e{match[2].lstrip('+')}{match[3]}", text)
+
+
+_POWER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e([+-]?)0*(\d+)(?!\w)")
+
+
+def checkpoint_note(line: Mapping[str, Any]) -> str:
+    """Which checkpoint the `final` line of a metrics log is about."""
+    chosen = "the starting model" if line["chosen"] == UNIMPROVED else line["chosen"]
+    return f"step {line['best_step']}, {chosen}"
+
+
 POLICY_HEADINGS = ("policy", "success", "mean return", "n", "note")
 
 

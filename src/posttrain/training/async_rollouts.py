@@ -37,7 +37,7 @@ from posttrain.rollout.journal import (
 from posttrain.rollout.weight_sync import PublishedWeights, WeightSnapshot, WeightSync
 from posttrain.runs.directory import RunDirectory, storage_errors
 from posttrain.runs.metrics import record_event
-from posttrain.training.checkpoint import saved_steps
+from posttrain.runs.storage import saved_steps
 from posttrain.training.rollouts import RolloutBatch, RolloutManager, TaskOrder, collect
 
 STOP_SECONDS = 60.0

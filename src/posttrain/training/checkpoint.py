@@ -3,13 +3,11 @@
 A checkpoint is a directory `step_N` with the policy as transformers or peft saves it, tensors such as the optimizer's in
 `tensors`, the trainer's state, and a manifest with the SHA-256 of every file. It is written to a temporary directory, synced
 to disk, and renamed. With several processes, each writes its share of the tensors, and rank 0 writes everything else. Any
-number of processes can read it. Older checkpoints are reduced to the policy.
+number of processes can read it. Older checkpoints are reduced to the policy, and all of them when the run has ended.
 """
 
-import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from itertools import count
@@ -24,18 +22,10 @@ from posttrain.errors import InputError
 from posttrain.models.policy import TrainedModel
 from posttrain.recipe.run import CheckpointRecipe
 from posttrain.runs.directory import partial_path, storage_errors, sync_directory, write_atomically
+from posttrain.runs.storage import MANIFEST, STATE, delete_state, digest_of_file, saved_steps, size_text
 
-MANIFEST = "manifest.json"
-STATE = "state.json"
 _WHOLE = 2
 """Latest checkpoints that `keep: all` keeps whole."""
-_NAME = re.compile(r"^step_(\d+)$")
-
-
-def saved_steps(directory: Path) -> list[int]:
-    """Steps that have a checkpoint in `directory`, ascending."""
-    names = [_NAME.match(path.name) for path in directory.glob("step_*")]
-    return sorted(int(match[1]) for match in names if match)
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
@@ -108,6 +98,23 @@ class Checkpoints:
                 raise
         return target
 
+    def require_room(self, steps: int, policy: int, state: int) -> None:
+        """InputError if the disk has no room for the checkpoints of `steps` steps and the exported model.
+
+        `policy` and `state`: bytes of the policy and of everything else in a checkpoint.
+        """
+        keep, regular = self.recipe.keep, self.recipe.keep_every
+        whole = 1 + (_WHOLE if keep == "all" else keep)  # one is written before the oldest is deleted
+        policies = 2 + (steps // self.recipe.every if keep == "all" else 0) + (steps // regular if regular else 0)
+        files = [path.stat() for path in self.directory.rglob("*") if path.is_file()]
+        needed = whole * (policy + state) + policies * policy - sum(stat.st_size for stat in files)
+        free = shutil.disk_usage(self.directory).free
+        if needed > free:
+            raise InputError(
+                f"{self.directory} needs {size_text(needed)} for checkpoints and the model, and the disk has "
+                f"{size_text(free)} free; free some space (`posttrain runs clean`), lower checkpoint.keep, or choose other `runs`"
+            )
+
     def load(self, step: int) -> tuple[Path, Path, dict[str, Any]]:
         """The directories of the policy and of the tensors, and the trainer's state of `step`, verified."""
         path = self.path(step)
@@ -147,7 +154,7 @@ class Checkpoints:
                 f"{path / 'policy'} as `model.path`"
             )
         for name, digest in files.items():
-            if not (path / name).is_file() or _digest(path / name) != digest:
+            if not (path / name).is_file() or digest_of_file(path / name) != digest:
                 raise InputError(f"{path / name} is not as it was written: its checksum differs; {remedy}")
 
     def fall_back(self) -> list[str]:
@@ -180,7 +187,7 @@ class Checkpoints:
         for path in files:
             with path.open("rb") as handle:
                 os.fsync(handle.fileno())
-        digests = {str(path.relative_to(aside)): _digest(path) for path in files}
+        digests = {str(path.relative_to(aside)): digest_of_file(path) for path in files}
         write_atomically(aside / MANIFEST, json.dumps({"run": self.run_id, "step": step, "files": digests}, indent=1))
         sync_directory(aside / "policy")
         sync_directory(aside / "tensors")
@@ -189,7 +196,7 @@ class Checkpoints:
         keep, regular = self.recipe.keep, self.recipe.keep_every
         for step in self.steps()[: -_WHOLE if keep == "all" else -keep]:
             if keep == "all" or step == best or (regular is not None and step % regular == 0):
-                _reduce(self.path(step))
+                delete_state(self.path(step))
                 continue
             # Rename first, so that an interrupted deletion leaves no partial checkpoint under a valid name.
             doomed = partial_path(self.path(step))
@@ -197,26 +204,7 @@ class Checkpoints:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _reduce(path: Path) -> None:
-    """Delete all but the policy of a checkpoint. The state goes last, so that an interrupted call is repeated."""
-    if not (path / STATE).is_file():
-        return
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        policy = {name: digest for name, digest in manifest["files"].items() if name.startswith("policy/")}
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # damaged; `verify` reports it where it is loaded
-    write_atomically(path / MANIFEST, json.dumps(manifest | {"files": policy}, indent=1))
-    shutil.rmtree(path / "tensors", ignore_errors=True)
-    (path / STATE).unlink()
-
-
 def _unused(path: Path) -> Path:
     """`path`, or the first of `path.2`, `path.3`, … that does not exist."""
     names = (path.with_name(f"{path.name}.{number}") for number in count(2))
     return path if not path.exists() else next(name for name in names if not name.exists())
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -40,7 +40,7 @@ def train(
     trainer, learner = c.trainer, c.learner
     if resume:
         trainer.resume()
-    with trainer.working():
+    with trainer.working(console):
         trainer.begin()
         while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):
             step, tokens = trainer.step + 1, learner.trained_tokens
@@ -58,7 +58,7 @@ def train(
             if fired and recipe.guards.action == "stop":
                 trainer.warn(["stopped by a guard; the best checkpoint is kept"])
                 break
-        trainer.finish(console)
+        trainer.finish()
 
 
 @dataclass

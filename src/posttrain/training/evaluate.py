@@ -46,7 +46,7 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
         console.print(table)
     for warning in warnings:
         console.print(warning, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"report: {directory.report}", highlight=False)
+    console.print(f"report: {directory.report}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[EpisodeEvaluator, list[str]]:

@@ -16,12 +16,9 @@ from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeWorker, Played
 from posttrain.rollout.store import Split, write_episodes
-from posttrain.runs.tables import PolicyRow, Table, policy_tables
+from posttrain.runs.tables import EVALUATED, START, TRAINED, PolicyRow, Table, checkpoint_note, policy_tables
 
 T = TypeVar("T")
-START = "start of this run"
-TRAINED = "trained"
-EVALUATED = "evaluated"
 
 
 def quiet(done: int, total: int) -> None:
@@ -36,7 +33,8 @@ class Evaluator(Protocol):
         ...
 
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        """Values of the learning curve, on the data by which the best checkpoint is chosen. `played` hears of each episode."""
+        """Values of the learning curve, on the data by which the best checkpoint is chosen. `played` gets the numbers of finished and of all
+        episodes or rows."""
         ...
 
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
@@ -200,7 +198,7 @@ def _attempts(line: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
 
 def _note(line: Mapping[str, Any]) -> str:
     """The note beside a row of the table: which checkpoint it is, and how many episodes failed."""
-    notes = [f"step {line['best_step']}, {line['chosen']}"] if "best_step" in line else []
+    notes = [checkpoint_note(line)] if "best_step" in line else []
     notes += [f"{line['failed']} of {line['episodes']} episodes failed"] if line.get("failed") else []
     return "; ".join(notes)
 

@@ -125,7 +125,8 @@ class _Generation:
 
     def _update(self, progress: Progress, force: bool = False) -> None:
         now = time.monotonic()
-        if force or self.console.is_terminal or now - self._last_update >= SECONDS_PER_LINE:
+        progress.step = len(self.log)
+        if force or now - self._last_update >= SECONDS_PER_LINE:
             self._last_update = now
             speed = self.tokens / max(now - self._start, 1e-9)
             progress.update(len(self.log), {"speed/tokens_per_second": speed} if self.tokens else {})

@@ -264,16 +264,21 @@ def reward_forward(model: RewardModel) -> Callable[[Sequence[Sample]], torch.Ten
     return forward
 
 
-def logprobs(learner: Updater[TokenScores], samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient."""
-    return [of_sample for of_sample, _, _ in scores(learner, samples)]
+def logprobs(
+    learner: Updater[TokenScores], samples: Sequence[Sample], done: Callable[[int], None] = lambda count: None
+) -> list[np.ndarray]:
+    """Log-probabilities [n] float32 of the sampled tokens of each sample, without gradient.
+
+    `done` gets the number of finished samples after each micro-batch.
+    """
+    return [of_sample for of_sample, _, _ in scores(learner, samples, done)]
 
 
 def scores(
-    learner: Updater[TokenScores], samples: Sequence[Sample]
+    learner: Updater[TokenScores], samples: Sequence[Sample], done: Callable[[int], None] = lambda count: None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Log-probabilities [n] and entropies [n] float32 of the sampled tokens of each sample, and the values [n] float32
-    before them, None where no head reads any; without gradient."""
+    before them, None where no head reads any; without gradient. `done` as in `logprobs`."""
     by_sample: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
     for group, output in learner.without_gradient(samples):
         ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
@@ -281,6 +286,7 @@ def scores(
         entropies = np.split(output.entropies.float().cpu().numpy(), ends)
         values = [None] * len(group) if output.values is None else np.split(output.values.cpu().numpy(), ends)
         by_sample |= dict(zip(group, zip(logprobs, entropies, values, strict=True), strict=True))
+        done(len(by_sample))
     return [by_sample[i] for i in range(len(samples))]
 
 
@@ -548,14 +554,14 @@ class SharedObjective:
 
 
 class SupervisedObjective:
-    """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step."""
+    """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step weighted by `Sample.weight`."""
 
     def __init__(self, loss: SftLossRecipe | None = None) -> None:
         """Default: negative log-likelihood."""
         self.loss = loss or SftLossRecipe()
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return token_weights("token_mean", [s.sampled_tokens for s in samples])
+        return [s.weight for s in samples], sum(s.weight * s.sampled_tokens for s in samples) or 1.0
 
     def has_signal(self, sample: Sample) -> bool:
         return True
@@ -565,10 +571,10 @@ class SupervisedObjective:
     ) -> tuple[torch.Tensor, Totals]:
         batch = token_batch(samples, weights, output.logprobs.device)
         likelihood = nll(output.logprobs, batch)
-        count = float(len(batch.rollout_logprobs))
+        count = sum(weight * s.sampled_tokens for weight, s in zip(weights, samples, strict=True))
         metrics = {
             "loss/nll": (number(likelihood), count),
-            "policy/entropy": (number(output.entropies.detach().sum()), count),
+            "policy/entropy": (number((batch.weights * output.entropies.detach()).sum()), count),
         }
         if self.loss.type == "nll":
             return likelihood, metrics

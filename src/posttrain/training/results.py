@@ -28,7 +28,8 @@ def report_results(
     for evaluator in evaluators:
         for line in evaluator.artifacts():
             console.print(line, highlight=False, markup=False)
-    console.print(f"report: {run.report}\nmodel: {model_directory}", highlight=False)
+    for line in (f"report: {run.report}", f"model: {model_directory}"):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if is_unimproved(read_metrics(run.metrics)):
         console.print(UNIMPROVED, highlight=False, markup=False, soft_wrap=True)
 

@@ -94,7 +94,7 @@ def train(
     if resume:
         trainer.resume()
     rollouts.learned(trainer.step)
-    with trainer.working():
+    with trainer.working(console):
         trainer.begin()
         with rollouts.running(trainer.step + 1):
             while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):
@@ -131,7 +131,7 @@ def train(
                 if fired and recipe.guards.action == "stop":
                     trainer.warn(["stopped by a guard; the best checkpoint is kept"])
                     break
-        trainer.finish(console)
+        trainer.finish()
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from posttrain.evaluation.statistics import Estimate, bootstrap_ratio, calibrati
 from posttrain.models.forward import TokenScores
 from posttrain.models.reward import RewardModel
 from posttrain.rollout.driver import Played
-from posttrain.runs.tables import Table
-from posttrain.training.evaluators import START, TRAINED, quiet
+from posttrain.runs.tables import START, TRAINED, Table, checkpoint_note
+from posttrain.training.evaluators import quiet
 from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
 from posttrain.training.updater import Sample, Updater
@@ -35,10 +35,10 @@ class LossEvaluator:
         return {}
 
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        return self._measure(self.validation, "validation") if self.validation else {}
+        return self._measure(self.validation, "validation", played) if self.validation else {}
 
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        return self._measure((self.test or self.validation), "test")
+        return self._measure(self.test or self.validation, "test", played)
 
     def cost(self) -> str:
         return f"measuring the loss on {len(self.test or self.validation)} held-out rows"
@@ -52,7 +52,7 @@ class LossEvaluator:
                 suffix = key.removeprefix("test/rows")
                 loss, low, high = (values[f"test/loss{part}{suffix}"] for part in ("", "_low", "_high"))
                 interval = f"[{low:.4f}, {high:.4f}]" if low is not None else "–"
-                note = f"step {values['best_step']}, {values['chosen']}" if policy == TRAINED and not suffix else ""
+                note = checkpoint_note(values) if policy == TRAINED and not suffix else ""
                 domain, count = suffix.removeprefix("/") or "all", values[key]
                 rows.append((title, domain, f"{loss:.4f}", interval, f"{math.exp(loss):.2f}", str(count), note))
         headings = ("policy", "rows of", "loss", "95% interval", "perplexity", "n", "note")
@@ -69,9 +69,14 @@ class LossEvaluator:
     def artifacts(self) -> Sequence[str]:
         return []
 
-    def _measure(self, rows: Sequence[TokenRow], name: str) -> dict[str, Any]:
+    def _measure(self, rows: Sequence[TokenRow], name: str, played: Played) -> dict[str, Any]:
         samples = [(row, sample) for row in rows for sample in samples_of_row(row)]
-        scores = logprobs(self.learner, [sample for _, sample in samples])
+        count = len(samples)
+        scores = logprobs(
+            self.learner,
+            [sample for _, sample in samples],
+            lambda done: played(done * len(rows) // count, len(rows)),
+        )
         nats: dict[int, float] = {}
         tokens: dict[int, float] = {}
         for (row, _), score in zip(samples, scores, strict=True):
@@ -138,11 +143,11 @@ class PreferenceEvaluator(Generic[Output]):
         return {}
 
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        return self._values(self.data.validation, "validation") if self.data.validation else {}
+        return self._values(self.data.validation, "validation", played) if self.data.validation else {}
 
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
         rows = self.data.final
-        losses, chosen, rejected = self._compare(rows)
+        losses, chosen, rejected = self._compare(rows, played)
         if self.model is not None:
             both = np.concatenate([chosen, rejected])
             if self.data.validation and self.data.test:
@@ -163,7 +168,7 @@ class PreferenceEvaluator(Generic[Output]):
                 suffix = key.removeprefix("test/rows")
                 share, low, high = (values[f"test/accuracy{part}{suffix}"] for part in ("", "_low", "_high"))
                 margin = values[f"test/margin{suffix}"]
-                note = f"step {values['best_step']}, {values['chosen']}" if policy == TRAINED and not suffix else ""
+                note = checkpoint_note(values) if policy == TRAINED and not suffix else ""
                 rows.append(
                     (
                         title,
@@ -192,10 +197,10 @@ class PreferenceEvaluator(Generic[Output]):
     def artifacts(self) -> Sequence[str]:
         return self._shown
 
-    def _values(self, rows: Sequence[TokenRow], name: str) -> dict[str, Any]:
-        return _summary(rows, *self._compare(rows), name)
+    def _values(self, rows: Sequence[TokenRow], name: str, played: Played) -> dict[str, Any]:
+        return _summary(rows, *self._compare(rows, played), name)
 
-    def _compare(self, rows: Sequence[TokenRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _compare(self, rows: Sequence[TokenRow], played: Played = quiet) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Loss and the two rewards of each row, [n] float64; NaN for an answer that a row does not have."""
         samples = [sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)]
         objective: Any = self.objective_for(samples)
@@ -204,6 +209,7 @@ class PreferenceEvaluator(Generic[Output]):
             compared = objective.compare(output, [samples[i] for i in group])
             values = (compared.losses, compared.chosen, compared.rejected)
             table[:, compared.rows] = np.stack([value.double().cpu().numpy() for value in values])
+            played(int((~np.isnan(table[0])).sum()), len(rows))
         return table[0], table[1], table[2]
 
     def _sample_lines(self, rows: Sequence[TokenRow], chosen: np.ndarray, rejected: np.ndarray) -> list[str]:

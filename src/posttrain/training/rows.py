@@ -242,6 +242,7 @@ def samples_of_row(row: TokenRow, number: int = -1) -> list[Sample]:
             label=row.origin,
             advantages=np.zeros(int(stream.trained.sum()), dtype=np.float32),
             side=side,
+            weight=row.weight,
         )
         for stream, side in zip(row.streams, sides, strict=True)
     ]

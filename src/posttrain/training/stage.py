@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from posttrain.distributed.world import join_world
+from posttrain.errors import InputError
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import DistillRecipe, DpoRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.storage import free_space, has_state
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import Callback
@@ -77,6 +79,19 @@ def _unused_gpu(device: str) -> list[str]:
     ]
 
 
+def _finish_ended(recipe: Recipe, run: RunDirectory, console: Console) -> None:
+    """Say that the run has ended. InputError if more steps are asked for than it was begun with."""
+    steps = getattr(recipe, "steps", None)
+    if steps is not None and steps > run.saved_step() and steps != run.load_recipe().steps:  # type: ignore[union-attr]
+        raise InputError(
+            f"{run.path} has ended at step {run.saved_step()} and its training state is deleted (checkpoint.keep_state), so "
+            f"it can make no more steps; start a run from {run.path / 'model'} as `model.path`, or run it again with "
+            "checkpoint.keep_state=always"
+        )
+    free_space(run)
+    console.print(f"{run.path} has ended; its report is {run.report}", highlight=False, markup=False, soft_wrap=True)
+
+
 def run_in_process(
     recipe: Recipe,
     resume: bool = False,
@@ -99,6 +114,9 @@ def run_in_process(
     # Each stage is imported when it runs, to start quickly.
     with join_world(hardware, recipe.model.device) as world, ExitStack() as held:
         run = world.on_rank0(opened)
+        if resume and not has_state(run):
+            world.on_rank0(lambda: _finish_ended(recipe, run, console))
+            return run
         for note in precision_notes(recipe) if world.is_rank0 else ():
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         if isinstance(recipe, RlRecipe):

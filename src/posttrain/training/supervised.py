@@ -62,7 +62,7 @@ def train_on(
     learner, steps = trainer.learner, trainer.settings.steps
     if resume:
         trainer.resume()
-    with trainer.working():
+    with trainer.working(console):
         trainer.begin()
         while trainer.step < steps:
             with trainer.phase("rows"):
@@ -81,4 +81,4 @@ def train_on(
                 over = trainer.step == steps
                 trainer.warn([*learner.take_warnings(), *(batches.warnings() if over else [])])
             trainer.evaluate_and_save()
-        trainer.finish(console)
+        trainer.finish()

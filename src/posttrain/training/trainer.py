@@ -1,9 +1,10 @@
 """Shared state of a training loop: evaluation, checkpoints, logging, interruption, the end of the run, collapse guards."""
 
 import math
+import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -24,10 +25,11 @@ from posttrain.recipe.stages import DistillRecipe, DpoRecipe, RewardRecipe, RlRe
 from posttrain.rollout.store import remove_episodes_after
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, take_events
-from posttrain.runs.tables import UNIMPROVED
+from posttrain.runs.storage import free_space, share_equal_files
+from posttrain.runs.tables import START, TRAINED, UNIMPROVED
 from posttrain.seeds import derive_seed
 from posttrain.training.checkpoint import Checkpoints, random_states, set_random_states
-from posttrain.training.evaluators import START, TRAINED, Evaluator
+from posttrain.training.evaluators import Evaluator
 from posttrain.training.results import report_results
 from posttrain.training.updater import Updater
 
@@ -48,6 +50,10 @@ class Checkpointable(Stateful, Protocol):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors, to be written or to be read into."""
         ...
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class Callback:
@@ -186,7 +192,8 @@ class Trainer(Generic[Output]):
             return
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
-        targets, random = self._tensors(), random_states(self.model.device)
+        # At step 0 the other tensors are those that this process has just made from the recipe.
+        targets, random = self._tensors() if state["step"] else {}, random_states(self.model.device)
         same = state["processes"] == self._world.size and state.get("devices") == sorted(random)
         read_tensors(tensors, targets | (self._named(random) if same else {}))
         if same:
@@ -230,12 +237,13 @@ class Trainer(Generic[Output]):
         remove_episodes_after(self.run.episodes, step)
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Signals, display and log around the loop. A requested stop saves a checkpoint."""
-        console = None if self._world.is_rank0 else Console(file=StringIO())
+    def working(self, console: Console) -> Iterator[None]:
+        """Signals, display on `console` and log around the loop. A requested stop saves a checkpoint."""
+        console = console if self._world.is_rank0 else Console(file=StringIO())
         title = f"{self.settings.stage} {self.settings.name}"
         with self.interrupts, self._log, Progress(self.settings.steps, title, self.step, console) as self.progress:
             try:
+                self._world.on_rank0(self._require_room)
                 self.warn([*self._lost, *([] if self.evaluated >= 0 else self.warnings)])
                 yield
             except KeyboardInterrupt as stop:
@@ -246,6 +254,11 @@ class Trainer(Generic[Output]):
                 raise
             finally:
                 self.warn(take_events())
+
+    def _require_room(self) -> None:
+        self.checkpoints.require_room(
+            self.settings.steps, _bytes(self.model.saved_tensors().values()), _bytes(self._tensors().values())
+        )
 
     def begin(self) -> None:
         """Evaluate before the first step. A resumed run makes the evaluation that the interrupted one still owed."""
@@ -352,7 +365,8 @@ class Trainer(Generic[Output]):
             "optimizer": self.learner.optimizer.state_dict(),
             "checkpointables": {name: each.state_dict() for name, each in self.checkpointables.items()},
         }
-        return self.checkpoints.save(self.step, self.model, self._tensors() | self._named(self._random), state, best)
+        tensors = self._tensors() if self.step else {}
+        return self.checkpoints.save(self.step, self.model, tensors | self._named(self._random), state, best)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint except the model's and the random states."""
@@ -382,7 +396,7 @@ class Trainer(Generic[Output]):
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def finish(self, console: Console) -> None:
+    def finish(self) -> None:
         """Evaluate the exported checkpoint on the final data, and write the model, tables, plots and report."""
         if self.evaluated != self.step:  # a guard or the clock ended the run early
             self._evaluate()
@@ -395,15 +409,19 @@ class Trainer(Generic[Output]):
             self.progress.message(f"{evaluator.cost()} with the {which} checkpoint, step {step}")
             values |= evaluator.final(self.step, self.progress.played)
         self.warn(take_events())
-        if values:
-            self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})
+        self._log.write(self.step, "final", {"policy": TRAINED, "best_step": step, "chosen": chosen, **values})
         if self.settings.plots and find_spec("matplotlib") is None:
             self.warn(
                 [f"no figures are drawn without matplotlib; run `{pip_command('matplotlib')}`, then `posttrain plot`"]
             )
         directory = self.run.path / "model"
+        # Its files may share their content with a checkpoint.
+        self._world.on_rank0(lambda: shutil.rmtree(directory, ignore_errors=True))
         self.model.export(directory)
-        self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console, self.settings.plots))
+        console, plots = self.progress.console, self.settings.plots
+        self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console, plots))
+        ended = free_space if self.settings.checkpoint.keep_state == "while_running" else share_equal_files
+        self._world.on_rank0(lambda: ended(self.run))
 
     @property
     def _exports_best(self) -> bool:

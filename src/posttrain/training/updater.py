@@ -73,6 +73,8 @@ class Sample:
     """Whether a token limit cut the last answer of the episode."""
     teacher: TeacherScores | None = None
     """The teacher's scores of the sampled tokens."""
+    weight: float = 1.0
+    """Weight of a supervised row's tokens in the loss."""
     ptx: bool = False
     """A supervised row in reinforcement learning or distillation, not an episode."""
     side: PreferenceSide | None = None

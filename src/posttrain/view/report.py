@@ -22,7 +22,7 @@ from posttrain.runs.directory import RunDirectory, storage_errors, write_atomica
 from posttrain.runs.figures import encode
 from posttrain.runs.plots import Compared, compare, figures
 from posttrain.runs.report import changed_rows, run_facts, run_warnings
-from posttrain.runs.tables import Table, read_tables, score_table
+from posttrain.runs.tables import Table, headline, read_tables, score_table
 from posttrain.view.episodes import EpisodePage, Sample, episode_page, largest_advantage, samples_of
 from posttrain.view.trajectories import draw, maker_of, row_of
 
@@ -43,6 +43,8 @@ class Section:
 
     name: str
     path: str
+    headline: str = ""
+    """The result in one sentence."""
     facts: Rows = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     scores: Table | None = None
@@ -74,6 +76,7 @@ def section_of(source: Source) -> Section:
         section.changed = list(changed_rows(run))
     except PosttrainError as error:
         section.missing.append(str(error))
+    section.headline = headline(source.lines)
     section.tables = _tables(run, section)
     section.scores = score_table(source.lines)
     section.images = [image(name, figure) for name, figure in figures(source.name, source.lines)]

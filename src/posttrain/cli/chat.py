@@ -1,0 +1,81 @@
+"""`posttrain chat`: talk to a model, or to the model that a run exported."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="What `model.path` takes, or the directory of a run, for example runs/run."
+        ),
+    ],
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0)] = 0.7,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.", min=1)] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the answers.", min=0)] = 0,
+) -> None:
+    """Talk to a model in the terminal. `/new` starts another conversation, Ctrl-D leaves.
+
+    Examples:
+
+    posttrain chat packaged:smollm2-135m
+
+    posttrain chat runs/run --temperature 0
+    """
+    import asyncio
+
+    from posttrain.data.rendering import Renderer
+    from posttrain.engines.local.engine import LocalEngine
+    from posttrain.engines.protocol import Request
+    from posttrain.models.policy import Policy
+    from posttrain.recipe.compose import section
+    from posttrain.recipe.model import ModelRecipe
+    from posttrain.recipe.rollout import SamplingRecipe
+    from posttrain.seeds import derive_seed
+
+    sampling = section(SamplingRecipe, temperature=temperature)
+    policy = Policy(section(ModelRecipe, path=_model_path(model)))
+    engine, renderer = LocalEngine(policy), Renderer(policy.tokenizer, policy.end_tokens)
+
+    async def answer(prompt: list[int], turn: int) -> tuple[int, ...]:
+        request = Request(tuple(prompt), sampling, derive_seed(seed, "chat", turn), max_tokens)
+        with engine.episode():
+            return (await engine.generate(request)).ids
+
+    start = [{"role": "system", "content": system}] if system else []
+    messages, turn = list(start), 0
+    typer.echo(f"{model}: /new starts another conversation, Ctrl-D leaves")
+    while True:
+        try:
+            text = input("you> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            typer.echo("")
+            return
+        if text == "/new":
+            messages = list(start)
+        if not text or text == "/new":
+            continue
+        messages.append({"role": "user", "content": text})
+        ids = asyncio.run(answer(renderer.prompt(messages), turn))
+        turn += 1
+        said = renderer.answer_text(ids)
+        messages.append({"role": "assistant", "content": said})
+        typer.echo(f"{said}\n" if ids[-1] in policy.end_tokens else f"{said} [cut off at {max_tokens} tokens]\n")
+
+
+def _model_path(model: str) -> str:
+    """The exported model of a run, or `model` itself; InputError for a run that has exported none."""
+    from posttrain.errors import InputError
+
+    run = Path(model)
+    if not (run / "recipe.yaml").is_file():
+        return model
+    if not (run / "model").is_dir():
+        raise InputError(
+            f"{run} has no model yet; wait for its end, or give the policy of a checkpoint in {run}/checkpoints"
+        )
+    return str(run / "model")

@@ -1,0 +1,203 @@
+"""What runs take on the disk, and what is freed when they end."""
+
+import io
+import json
+
+import pytest
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from posttrain.cli.main import main
+from posttrain.distributed.tensors import read_all
+from posttrain.errors import InputError
+from posttrain.models.policy import Policy
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.run import CheckpointRecipe
+from posttrain.recipe.stages import Recipe
+from posttrain.runs import storage
+from posttrain.runs.storage import has_ended, has_state, share_equal_files, size_text, usage_of
+from posttrain.stages import run_stage
+from posttrain.training.checkpoint import Checkpoints
+from tests.training import small
+
+
+@pytest.fixture(autouse=True)
+def small_files_are_shared(monkeypatch):
+    monkeypatch.setattr(storage, "_SHARED_FROM", 10_000)
+
+
+def typed(tiny_model, runs, **changes):
+    values = small.recipe_values(tiny_model, runs, plots=False)
+    return TypeAdapter(Recipe).validate_python(values | small.two_steps(values) | changes)
+
+
+def finished(tiny_model, runs, **changes):
+    return run_stage(typed(tiny_model, runs, **changes), console=Console(file=io.StringIO()))
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, tmp_path_factory):
+    """A run that kept its training state."""
+    checkpoint = {"every": 1, "keep_state": "always"}
+    return finished(tiny_model, tmp_path_factory.mktemp("whole"), name="whole", checkpoint=checkpoint)
+
+
+def states(run):
+    return [(path / "tensors").is_dir() for path in sorted(run.checkpoints.glob("step_*"))]
+
+
+def test_a_run_that_has_ended_has_no_training_state_and_its_weights_once(tiny_model, tmp_path, whole):
+    said = io.StringIO()
+    recipe = typed(tiny_model, tmp_path, checkpoint={"every": 1}, export="last")
+    run = run_stage(recipe, console=Console(file=said, width=200))
+    assert has_ended(run)
+    assert not has_state(run)
+    assert states(run) == [False, False]
+    last = run.checkpoints / "step_000002" / "policy" / "model.safetensors"
+    assert (run.path / "model" / "model.safetensors").samefile(last)
+    assert usage_of(run).freed == 0
+    assert usage_of(run).total < usage_of(whole).total / 2
+    # Resuming it has nothing to do, unless more steps are asked for.
+    again = io.StringIO()
+    before = run.metrics.read_bytes()
+    run_stage(recipe, resume=True, console=Console(file=again, width=200))
+    assert "has ended; its report is" in again.getvalue()
+    assert run.metrics.read_bytes() == before
+    with pytest.raises(InputError, match=r"has ended at step 2 and its training state is deleted.*keep_state=always"):
+        run_stage(recipe.model_copy(update={"steps": 3}), resume=True)
+
+
+def test_a_run_that_kept_its_state_makes_more_steps_without_changing_its_checkpoints(tiny_model, tmp_path):
+    recipe = typed(tiny_model, tmp_path, checkpoint={"every": 1, "keep": 9, "keep_state": "always"}, export="last")
+    run = run_stage(recipe, console=Console(file=io.StringIO()))
+    second = run.checkpoints / "step_000002" / "policy" / "model.safetensors"
+    weights = second.read_bytes()
+    assert (run.path / "model" / "model.safetensors").samefile(second)
+    run_stage(recipe.model_copy(update={"steps": 3}), resume=True, console=Console(file=io.StringIO()))
+    assert second.read_bytes() == weights != (run.path / "model" / "model.safetensors").read_bytes()
+
+
+def test_step_0_has_the_policy_and_no_state_of_the_optimizer(whole):
+    first, *_ = sorted(whole.checkpoints.glob("step_*"))
+    assert first.name != "step_000000"  # `keep` is 2
+    assert any(name.startswith("optimizer/") for name in read_all(first / "tensors"))
+
+
+def test_a_run_killed_after_step_0_resumes_to_the_same_bits(tiny_model, tmp_path):
+    """The tensors that step 0 leaves out are made from the recipe again: of the optimizer, the critic and the reference."""
+    ends = []
+    for name, die_at in (("whole", None), ("killed", ("posttrain.training.updater:Updater.update", 1))):
+        (tmp_path / name).mkdir()
+        values = small.recipe_values(tiny_model, tmp_path / name)
+        values |= small.two_steps(values)
+        values |= {"credit": {"type": "gae"}, "critic": {"backbone": "separate"}, "kl": {"coefficient": 0.1}}
+        values["kl"]["reference"] = {"mix": 0.5, "update_every": 1}
+        assert small.run(values, die_at=die_at) == (0 if die_at is None else -9), (
+            tmp_path / name / "log.txt"
+        ).read_text()
+        if die_at is not None:
+            step_0 = tmp_path / name / "small" / "checkpoints" / "step_000000"
+            assert {key.partition("/")[0] for key in read_all(step_0 / "tensors")} == {"random"}
+            assert small.run(values, resume=True) == 0, (tmp_path / name / "log.txt").read_text()
+        ends.append(small.weights(tmp_path / name / "small"))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("what", ["write_atomically", "shutil.rmtree"])
+def test_a_kill_while_the_state_is_deleted_is_made_up_for(tiny_model, tmp_path, monkeypatch, what):
+    recipe = typed(tiny_model, tmp_path, checkpoint={"every": 1, "keep_state": "always"})
+    run = run_stage(recipe, console=Console(file=io.StringIO()))
+
+    def killed(*words, **named):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"posttrain.runs.storage.{what}", killed)
+        with pytest.raises(KeyboardInterrupt):
+            storage.free_space(run)
+    if has_state(run):  # The oldest checkpoint is reduced first, so the run can still make more steps.
+        assert states(run)[-1]
+    storage.free_space(run)
+    assert states(run) == [False, False]
+    assert not has_state(run)
+
+
+def test_a_file_system_without_links_keeps_copies(whole, monkeypatch, tmp_path):
+    def refused(*paths):
+        raise OSError
+
+    (whole.path / "model" / "copy.safetensors").write_bytes((whole.path / "model" / "model.safetensors").read_bytes())
+    monkeypatch.setattr("os.link", refused)
+    share_equal_files(whole)
+    assert not (whole.path / "model" / "copy.safetensors").samefile(whole.path / "model" / "model.safetensors")
+    assert not list(whole.path.rglob("*.partial"))
+    (whole.path / "model" / "copy.safetensors").unlink()
+
+
+def test_runs_are_listed_and_cleaned_after_a_question(tiny_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    run = finished(tiny_model, tmp_path, checkpoint={"every": 1, "keep_state": "always"})
+    freed = usage_of(run).freed
+    assert main(["runs", "list", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out
+    assert f"{run.path}  rl         2" in listed
+    assert f"1 run, {size_text(usage_of(run).total)}; {size_text(freed)} to free" in listed
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert main(["runs", "clean", str(tmp_path)]) == 0
+    assert "nothing was deleted" in capsys.readouterr().out
+    assert usage_of(run).freed == freed
+    assert main(["runs", "clean", str(tmp_path), "--yes"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "done"
+    assert usage_of(run).freed == 0
+    assert (run.path / "model" / "model.safetensors").is_file()
+    assert main(["runs", "clean", str(tmp_path), "--yes"]) == 0
+    assert "nothing to free" in capsys.readouterr().out
+    assert main(["runs", "list", str(tmp_path / "none")]) == 2
+    assert "there is no run in" in capsys.readouterr().err
+
+
+def test_a_run_that_has_not_ended_is_not_cleaned(tiny_model, tmp_path, capsys):
+    run = finished(tiny_model, tmp_path, checkpoint={"every": 1, "keep_state": "always"})
+    lines = [line for line in run.metrics.read_text().splitlines(keepends=True) if json.loads(line)["kind"] != "final"]
+    run.metrics.write_text("".join(lines))
+    assert main(["runs", "clean", str(run.path), "--yes"]) == 0
+    assert states(run) == [True, True]
+    assert "nothing to free" in capsys.readouterr().out
+
+
+def test_the_start_of_a_run_asks_for_room_on_the_disk(tiny_model, tmp_path, monkeypatch):
+    usage = type("usage", (), {"free": 2_000_000})
+    monkeypatch.setattr("posttrain.training.checkpoint.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(
+        InputError, match=r"checkpoints needs [\d.]+ MB for .*, and the disk has 2 MB free; .*`posttrain runs clean`"
+    ):
+        finished(tiny_model, tmp_path, checkpoint={"every": 1, "keep": 50})
+    finished(tiny_model, tmp_path, checkpoint={"every": 100, "keep": 1})  # The name is free again.
+
+
+def test_the_room_that_checkpoints_need(tiny_model, tmp_path, monkeypatch):
+    """Closed form: `keep` whole ones and one that is being written, policies of others, the best one and the model."""
+    (tmp_path / "checkpoints").mkdir()
+    free = [0]
+    monkeypatch.setattr(
+        "posttrain.training.checkpoint.shutil.disk_usage", lambda path: type("usage", (), {"free": free[0]})
+    )
+    for rules, needed in (
+        ({"keep": 2}, 3 * 1100 + 2 * 100),
+        ({"keep": 1, "every": 5, "keep_every": 5}, 2 * 1100 + (2 + 4) * 100),
+        ({"keep": "all", "every": 2}, 3 * 1100 + (2 + 10) * 100),
+    ):
+        checkpoints = Checkpoints(tmp_path / "checkpoints", "run", CheckpointRecipe(**rules))
+        free[0] = needed
+        checkpoints.require_room(20, 100, 1000)
+        free[0] = needed - 1
+        with pytest.raises(InputError, match=r"checkpoint\.keep"):
+            checkpoints.require_room(20, 100, 1000)
+
+
+def test_a_policy_counts_what_its_checkpoint_holds(tiny_model, tmp_path):
+    policy = Policy(ModelRecipe(path=str(tiny_model), dtype="float32"))
+    policy.save(tmp_path / "policy")
+    counted = sum(tensor.numel() * tensor.element_size() for tensor in policy.saved_tensors().values())
+    written = (tmp_path / "policy" / "model.safetensors").stat().st_size
+    assert written <= counted * 1.01 + 50_000  # Tied weights count twice.
