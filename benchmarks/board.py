@@ -32,7 +32,7 @@ from posttrain.recipe.pipeline import PipelineRecipe, load_pipeline
 from posttrain.recipe.stages import RlRecipe, SftRecipe
 from posttrain.result import Result
 from posttrain.runs.directory import describe_machine
-from posttrain.runs.tables import START
+from posttrain.runs.tables import START, TRAINED
 
 Line = dict[str, Any]
 
@@ -53,15 +53,13 @@ class Entry:
     """The lower end of the interval must lie above this."""
     of_optimal: bool = False
     """`target` is added to the optimal policy's success."""
-    score: str | None = None
-    """A score besides success that the row shows."""
 
 
 ENTRIES = {
     "bandit": Entry("two-armed bandit; the dragon is the high-risk arm", 0.95),
     "bandit_swapped": Entry("two-armed bandit with the names swapped", 0.95),
     "firm_lake": Entry("frozen lake, firm ice, six turns", 0.90),
-    "json_answer": Entry("JSON with given keys and types, unseen schemas", 0.95, score="facts"),
+    "json_answer": Entry("JSON with given keys and types, unseen schemas", 0.95),
 }
 
 
@@ -117,7 +115,7 @@ def run(name: str, seed: int, threads: int, out: Path) -> Line:
         "seed": seed,
         "threads": threads,
         **{key: round(value, 2) for key, value in spent.items()},
-        **outcome(directory / stages[-1].name),
+        **outcome([directory / stage.name for stage in stages]),
     }
     for weights in ("checkpoints", "model"):  # gigabytes for each seed; report, metrics and episodes stay
         for folder in directory.glob(f"*/{weights}"):
@@ -125,13 +123,15 @@ def run(name: str, seed: int, threads: int, out: Path) -> Line:
     return line
 
 
-def outcome(directory: Path) -> Line:
-    """The final table of a run: success by task as a text of 0 and 1, and the success of the other policies."""
-    result = Result.open(directory)
+def outcome(stages: Sequence[Path]) -> Line:
+    """The final tables of a pipeline's runs: success by task as a text of 0 and 1, and the success of the other policies."""
+    result = Result.open(stages[-1])
     episodes = result.episodes(split="final")
     if [episode.seed for episode in episodes] != list(TASKS):
-        raise RuntimeError(f"{directory}: the final episodes are not those of the board's tasks, in their order")
+        raise RuntimeError(f"{stages[-1]}: the final episodes are not those of the board's tasks, in their order")
     rates = {row["policy"]: row["success"] for row in result.evaluation if "success" in row}
+    if START not in rates and len(stages) > 1:  # the stage before has played its model on the same tasks
+        rates[START] = next(row["success"] for row in Result.open(stages[-2]).evaluation if row["policy"] == TRAINED)
     return {
         "success": "".join(str(int(bool(episode.success))) for episode in episodes),
         **{key: rates.get(policy) for key, policy in (("before", START), ("random", "random"), ("optimal", "optimal"))},
@@ -142,9 +142,9 @@ def outcome(directory: Path) -> Line:
     }
 
 
-def table(lines: Sequence[Line]) -> list[Line]:
-    """A row per entry, in the order of `ENTRIES`."""
-    rows = []
+def tables(lines: Sequence[Line]) -> str:
+    """What was reached, and what it took: two tables with a row per entry, in the order of `ENTRIES`."""
+    reached, spent = [], []
     for name, entry in ENTRIES.items():
         runs = sorted((line for line in lines if line["entry"] == name), key=lambda line: line["seed"])
         if not runs:
@@ -152,24 +152,36 @@ def table(lines: Sequence[Line]) -> list[Line]:
         found = crossed_mean(np.array([[int(one) for one in line["success"]] for line in runs]))
         optimal = runs[0]["optimal"]
         target = entry.target + (optimal if entry.of_optimal else 0)
-        row = {
-            "entry": name,
-            "task": entry.task,
-            "imitated first": warm_up(load_pipeline(str(RECIPES / f"{name}.yaml"), [])),
-            "before RL": _shares([line["before"] for line in runs]),
-            "success": f"{found.value:.1%} [{100 * found.low:.1f}, {100 * found.high:.1f}]",
-            "by seed": ", ".join(f"{100 * np.mean([int(one) for one in line['success']]):.1f}" for line in runs),
-            "target": f"> {target:.0%}: {'met' if found.low > target and len(runs) >= SEEDS else 'missed'}",
-            "random": _share(runs[0]["random"]),
-            "optimal": _share(optimal),
-            "processor minutes": _middle([line["cpu_minutes"] for line in runs]),
-            "wall minutes": f"{_middle([line['wall_minutes'] for line in runs])} ({runs[0]['threads']} threads)",
-            "GFLOP/s a thread": _middle([line["gflops"] for line in runs]),
-        }
-        if entry.score:
-            row["task"] += f" ({entry.score}: {_shares([line['scores'][entry.score] for line in runs])})"
-        rows.append(row)
-    return rows
+        met = "met" if found.low > target else f"missed by {100 * (target - found.low):.1f} points"
+        if len(runs) < SEEDS:
+            met = f"open, {len(runs)} of {SEEDS} seeds"
+        reached.append(
+            {
+                "task": entry.task,
+                "random": _share(runs[0]["random"]),
+                "before RL": _shares([line["before"] for line in runs]),
+                "after RL": f"**{found.value:.1%}** [{100 * found.low:.1f}, {100 * found.high:.1f}]",
+                "optimal": _share(optimal),
+                "target": f"> {target:.0%}: {met}",
+            }
+        )
+        spent.append(
+            {
+                "recipe": f"`recipes/board/{name}.yaml`",
+                "imitated first": warm_up(load_pipeline(str(RECIPES / f"{name}.yaml"), [])),
+                "after RL by seed": ", ".join(
+                    f"{100 * np.mean([int(x) for x in line['success']]):.1f}" for line in runs
+                ),
+                "processor minutes": _middle([line["cpu_minutes"] for line in runs]),
+                "wall minutes": _middle([line["wall_minutes"] for line in runs]),
+                "threads": runs[0]["threads"],
+                "GFLOP/s": _middle([line["gflops"] for line in runs]),
+                "scores": ", ".join(
+                    f"{score} {np.mean([line['scores'][score] for line in runs]):.1%}" for score in runs[0]["scores"]
+                ),
+            }
+        )
+    return f"{markdown(reached)}\n{markdown(spent)}"
 
 
 def _share(value: float | None) -> str:
@@ -195,7 +207,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="only print the table of this file")
     chosen = parser.parse_args()
     if chosen.table is not None:
-        print(markdown(table(read(chosen.table))), end="")
+        print(tables(read(chosen.table)), end="")
         return
     if chosen.out is None:
         parser.error("--out is missing")
@@ -224,7 +236,7 @@ def main() -> None:
             rate = np.mean([int(one) for one in line["success"]])
             print(line["entry"], line["seed"], f"{rate:.1%}", f"{line['cpu_minutes']} processor minutes", flush=True)
     if lines:
-        print(markdown(table(lines)), end="")
+        print(tables(lines), end="")
     if failed:
         sys.exit("\n".join(failed))
 

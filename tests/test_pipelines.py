@@ -200,7 +200,7 @@ def test_a_plan_names_what_is_resumed(stages):
 @pytest.mark.parametrize("words", [["--recipe", "p.yaml"], ["--recipe=p.yaml"], ["stages.learn.steps=3", "p.yaml"]])
 def test_the_file_of_a_pipeline_may_be_in_any_position(words, stages, capsys):
     Path("p.yaml").write_text(TEXT)
-    assert main(["pipeline", *words, "--dry-run", "--only", "warm"]) == 0
+    assert main(["pipeline", *words, "--dry-run", "--full", "--only", "warm"]) == 0
     assert "stage warm: would run" in capsys.readouterr().out
     assert main(["pipeline", *words, "q.yaml", "--dry-run"]) == 2
     assert "posttrain pipeline takes one file; remove q.yaml" in capsys.readouterr().err
@@ -210,7 +210,7 @@ def test_the_file_of_a_pipeline_may_be_in_any_position(words, stages, capsys):
 
 def test_dry_run_names_the_stages_and_shows_the_chosen_ones(stages, capsys):
     Path("p.yaml").write_text(TEXT)
-    assert main(["pipeline", "p.yaml", "--dry-run", "--only", "warm"]) == 0
+    assert main(["pipeline", "p.yaml", "--dry-run", "--full", "--only", "warm"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[:3] == [
         "stage warm: would run (not run yet)",

@@ -50,14 +50,21 @@ def test_the_line_of_a_finished_run_and_its_row(tiny_model, tmp_path, monkeypatc
     assert set(line["success"]) <= {"0", "1"}
     assert line["cpu_minutes"] > 0
     assert line["wall_minutes"] > 0
-    (row,) = board.table([{**line, "gflops": 80}])
-    assert f"{np.mean([int(one) for one in line['success']]):.1%}" in row["success"]
-    assert row["imitated first"] == "8 traces, random"
-    assert "missed" in row["target"]
+    assert 0 <= line["before"] <= 1
+    assert not list(tmp_path.glob("**/*.safetensors"))
+    shown = board.tables([{**line, "gflops": 80}])
+    assert f"{np.mean([int(one) for one in line['success']]):.1%}" in shown
+    assert "| 8 traces, random |" in shown
+    assert "open, 1 of 5 seeds" in shown
+    assert "missed by" in board.tables([{**line, "seed": seed, "gflops": 80} for seed in range(5)])
 
 
-def test_the_page_has_the_table_of_the_stored_lines():
+def test_the_pages_have_the_tables_of_the_stored_lines():
     lines = board.read(FOLDER / "docs" / "results" / "board.jsonl")
-    assert board.markdown(board.table(lines)) in (FOLDER / "docs" / "board.md").read_text()
+    reached, spent = board.tables(lines).split("\n\n")
+    assert reached in (FOLDER / "docs" / "results.md").read_text()
+    page = (FOLDER / "docs" / "board.md").read_text()
+    assert reached in page
+    assert spent in page
     for line in lines:
         assert len(line["success"]) == len(board.TASKS), json.dumps(line)[:80]

@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict
 
 from posttrain.data.examples import Example
-from posttrain.data.messages import ConversationExample, PairExample, PromptExample, UnpairedExample
+from posttrain.data.messages import ConversationExample, PairExample, PromptExample, TextExample, UnpairedExample
 
 
 def check(example: Example) -> None:
@@ -36,6 +36,10 @@ def check(example: Example) -> None:
 
     if isinstance(example, ConversationExample):
         assert "a" in spoken(example.messages, None)
+    elif isinstance(example, TextExample):
+        assert example.text.strip()
+        example.text.encode()
+        return
     elif isinstance(example, PromptExample):
         spoken(example.messages, False)
         json.dumps(copy.deepcopy(example.row), default=str, ensure_ascii=False).encode()

@@ -46,7 +46,7 @@ def test_recipe_files_and_dry_runs_are_unchanged(stage, tmp_path, capsys):
     file.write_text("stage: evaluate\nenvironment: {type: sokoban}\n")
     assert main(["evaluate", str(file)]) == 0
     assert stage[0].environment.type == "sokoban"
-    assert main(["evaluate", "--dry-run", "environment.type=bandit"]) == 0
+    assert main(["evaluate", "--dry-run", "--full", "environment.type=bandit"]) == 0
     assert "recipe (evaluate)" in capsys.readouterr().out
     assert len(stage) == 1
     assert main(["evaluate", "nothing.yaml"]) == 2

@@ -156,7 +156,7 @@ def test_the_records_are_valid_and_the_training_commands_have_plans(folder):
         assert "22 rows dropped" in shown
         planned = [command for command in rest if command.startswith("posttrain rl")]
         assert len(planned) == 3
-        shown = run(dry(planned[0]))
+        shown = run(f"{dry(planned[0])} --full")
         assert "88" in shown
         run(dry(planned[2]))
 
@@ -188,12 +188,12 @@ def test_the_commands_produce_the_results_of_the_author(folder):
 
 
 def check_checkpoints(trained):
-    """Every step is kept as a model that transformers load; the last two can be resumed."""
+    """Every step is kept as a model that transformers load, without training state, as the run has ended."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     kept = sorted((trained / "checkpoints").iterdir())
     assert [path.name for path in kept] == [f"step_{step:06d}" for step in range(STEPS + 1)]
-    assert [(path / "tensors").is_dir() for path in kept] == [False] * (STEPS - 1) + [True] * 2
+    assert not any((path / "tensors").exists() for path in kept)
     for path in (kept[1] / "policy", trained / "model"):
         assert AutoModelForCausalLM.from_pretrained(path).config.model_type == "qwen3"
         assert "<think>" in AutoTokenizer.from_pretrained(path).chat_template

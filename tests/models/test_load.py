@@ -221,7 +221,7 @@ def test_a_gpu_that_torch_cannot_use_is_reported(monkeypatch, tmp_path):
 
 
 def test_a_dry_run_reports_it_once(capsys):
-    run("rl", ["environment.type=bandit", "model.dtype=auto", "model.device=cpu"], True, None, None, False)
+    run("rl", ["environment.type=bandit", "model.dtype=auto", "model.device=cpu"], True, False, None, None, False)
     assert capsys.readouterr().out.count("precision: model.dtype auto is ") == 1
 
 

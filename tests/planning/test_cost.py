@@ -151,7 +151,7 @@ def test_no_time_is_claimed_for_sizes_that_do_not_add_up():
 def test_the_command_line(monkeypatch, capsys):
     monkeypatch.setattr("posttrain.planning.model_sizes.model_sizes", lambda path: SIZES)
     words = ["rl", "environment.type=bandit"]
-    assert main([*words, "--dry-run", "--on", "epyc-zen5-2"]) == 0
+    assert main([*words, "--dry-run", "--full", "--on", "epyc-zen5-2"]) == 0
     assert "an estimate for one epyc-zen5-2" in capsys.readouterr().out
     assert main([*words, "--on", "h200"]) == 2
     assert "only with --dry-run" in capsys.readouterr().err

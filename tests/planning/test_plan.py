@@ -57,7 +57,9 @@ def test_every_credit_has_a_plan(name, capsys):
         "maxrl": [*LAKE, "environment.format.penalty=0"],
         "gdpo": ["environment.type=bandit", "credit.weights.return=1"],
     }
-    assert main(["rl", *words.get(name, ["environment.type=bandit"]), f"credit.type={name}", "--dry-run"]) == 0
+    assert (
+        main(["rl", *words.get(name, ["environment.type=bandit"]), f"credit.type={name}", "--dry-run", "--full"]) == 0
+    )
     assert f"type: {name}" in capsys.readouterr().out
 
 

@@ -181,7 +181,7 @@ def values_at(values, key):
 @pytest.mark.usefixtures("in_made")
 @pytest.mark.parametrize("path", STAGES)
 def test_a_recipe_resolves_and_every_key_has_an_effect(path, capsys):
-    assert main([STAGES[path], path, "--dry-run"]) == 0
+    assert main([STAGES[path], path, "--dry-run", "--full"]) == 0
     said = capsys.readouterr().out
     assert f"recipe ({STAGES[path]})" in said
     assert "warning:" not in said
@@ -210,7 +210,7 @@ def test_a_recipe_resolves_and_every_key_has_an_effect(path, capsys):
 )
 def test_a_pipeline_chains_the_recipes(folder, chain, capsys):
     file = f"recipes/{folder}/pipeline.yaml"
-    assert main(["pipeline", file, "--dry-run"]) == 0
+    assert main(["pipeline", file, "--dry-run", "--full"]) == 0
     assert "warning:" not in capsys.readouterr().out
     stages = [stage for stage in load_pipeline(file, []).stages if stage.recipe.stage != "convert"]
     assert [(stage.name, sorted(stage.inputs), stage.recipe.model.path) for stage in stages] == [

@@ -20,7 +20,7 @@ def test_every_size_and_format_resolves(name, size, thinking, capsys):
         f"environment.format.thinking={thinking}",
         f"name={name}-{size}",
     ]
-    assert main(["rl", str(FOLDER / f"{name}.yaml"), *words, "--dry-run"]) == 0
+    assert main(["rl", str(FOLDER / f"{name}.yaml"), *words, "--dry-run", "--full"]) == 0
     said = capsys.readouterr().out
     assert "= 32 episodes per step" in said
     assert f"path: Qwen/Qwen2.5-{size}-Instruct" in said
@@ -60,5 +60,5 @@ def test_the_original_numbers():
 
 @pytest.mark.parametrize("name", ["sokoban_sft", "frozen_lake_sft"])
 def test_supervised_recipes_resolve(name, capsys):
-    assert main(["sft", str(FOLDER / f"{name}.yaml"), "--dry-run"]) == 0
+    assert main(["sft", str(FOLDER / f"{name}.yaml"), "--dry-run", "--full"]) == 0
     assert "2000 traces of the optimal policy, 5 epochs, 40 traces per update: 250 updates" in capsys.readouterr().out

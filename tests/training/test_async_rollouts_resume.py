@@ -24,12 +24,13 @@ PLACES = {
     "tensors": ("torch:save", 5),
 }
 """Where a process dies, and about how often that place is passed in a whole run."""
+CHECKPOINT = {"every": 2, "keep": 2, "keep_state": "always"}
 QUICK = ("journal",)
 """Places that are not slow tests."""
 
 
 def recipe(tiny, runs):
-    return async_runs.values(tiny, runs, "small", {"async_rollouts": 2}, checkpoint={"every": 2, "keep": 2})
+    return async_runs.values(tiny, runs, "small", {"async_rollouts": 2}, checkpoint=CHECKPOINT)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_a_signal_stops_both_sides_with_a_checkpoint(number, tiny_model, tmp_pat
 @pytest.mark.slow
 def test_complete_batches_of_a_killed_run_are_not_sampled_again(tiny_model, tmp_path, uninterrupted):
     values = recipe(tiny_model, tmp_path)
-    values["checkpoint"] = {"every": 50, "keep": 2}
+    values["checkpoint"] = CHECKPOINT | {"every": 50}
     values["evaluation"] = values["evaluation"] | {"every": 0}  # whose best one would be saved
     # The learner dies in its third step: by then the batches of steps 1 to 3 are there, and no checkpoint is.
     assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 5)) == -9

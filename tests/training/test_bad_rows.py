@@ -30,7 +30,7 @@ def asked(answer, role="assistant", prompt="Say Goal."):
 
 BAD = {
     "conversation": [
-        ({"text": "Goal"}, "missing column"),
+        ({"note": "Goal"}, "missing column"),
         ({"messages": None}, "null"),
         ({"messages": [{"role": "user", "content": "a"}, NULL]}, "null"),
         ({"messages": asked("Goal", "robot")}, "wrong role"),

@@ -254,6 +254,7 @@ def trained(tiny_model, tmp_path):
     words = ["environment.type=bandit", f"model.path={tiny_model}", "name=run", f"runs={tmp_path}", "steps=4"]
     words += ["rollout.groups_per_step=1", "rollout.episodes_per_group=2", "checkpoint.every=1", "checkpoint.keep=2"]
     words += [
+        "checkpoint.keep_state=always",
         "evaluation.every=0",
         "evaluation.seeds.count=1",
         "evaluation.final_seeds.count=1",

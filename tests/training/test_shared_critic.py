@@ -255,7 +255,12 @@ def test_the_variants_take_steps_under_the_same_names(changes, tiny_model, tmp_p
 def test_the_policy_waits_for_the_heads_first_updates(tiny_model, tmp_path):
     critic = SHARED | {"updates_before_policy": 3}
     run, _ = train(
-        tiny_model, tmp_path, credit={"type": "gae"}, critic=critic, steps=3, checkpoint={"every": 1, "keep": 9}
+        tiny_model,
+        tmp_path,
+        credit={"type": "gae"},
+        critic=critic,
+        steps=3,
+        checkpoint={"every": 1, "keep": 9, "keep_state": "always"},
     )
     first, second, third = lines(run, "train")
     assert "loss/policy" not in first  # its two updates, and the first of the next step's two, are the head's alone

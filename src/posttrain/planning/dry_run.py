@@ -169,7 +169,8 @@ def _model(recipe: Recipe, sizes: ModelSizes | None) -> str:
     if recipe.remote is not None:
         return f"{recipe.remote.model} at {recipe.remote.url}"  # type: ignore[attr-defined]
     size = "" if sizes is None else f", {sizes.parameters:,} parameters"
-    return f"{recipe.model.path}{size}, {recipe.model.dtype}" + (", LoRA" if recipe.model.lora else "")
+    dtype = recipe.model.dtype or "float32 on a CPU, bfloat16 on a GPU"
+    return f"{recipe.model.path}{size}, {dtype}" + (", LoRA" if recipe.model.lora else "")
 
 
 def _show_totals(recipe: Recipe, counted: Recipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:

@@ -192,8 +192,7 @@ class Trainer(Generic[Output]):
             return
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
-        # At step 0 the other tensors are those that this process has just made from the recipe.
-        targets, random = self._tensors() if state["step"] else {}, random_states(self.model.device)
+        targets, random = self._tensors(state["step"]), random_states(self.model.device)
         same = state["processes"] == self._world.size and state.get("devices") == sorted(random)
         read_tensors(tensors, targets | (self._named(random) if same else {}))
         if same:
@@ -257,7 +256,7 @@ class Trainer(Generic[Output]):
 
     def _require_room(self) -> None:
         self.checkpoints.require_room(
-            self.settings.steps, _bytes(self.model.saved_tensors().values()), _bytes(self._tensors().values())
+            self.settings.steps, _bytes(self.model.saved_tensors().values()), _bytes(self._tensors(1).values())
         )
 
     def begin(self) -> None:
@@ -365,12 +364,14 @@ class Trainer(Generic[Output]):
             "optimizer": self.learner.optimizer.state_dict(),
             "checkpointables": {name: each.state_dict() for name, each in self.checkpointables.items()},
         }
-        tensors = self._tensors() if self.step else {}
-        return self.checkpoints.save(self.step, self.model, tensors | self._named(self._random), state, best)
+        tensors = self._tensors(self.step) | self._named(self._random)
+        return self.checkpoints.save(self.step, self.model, tensors, state, best)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of a checkpoint except the model's and the random states."""
-        tensors = {f"optimizer/{name}": tensor for name, tensor in self.learner.optimizer.tensors().items()}
+    def _tensors(self, step: int) -> dict[str, torch.Tensor]:
+        """All tensors of a checkpoint of `step` except the model's and the random states."""
+        # Before the first step the optimizer's are as every process makes them.
+        of_optimizer = self.learner.optimizer.tensors() if step else {}
+        tensors = {f"optimizer/{name}": tensor for name, tensor in of_optimizer.items()}
         for owner, checkpointable in self.checkpointables.items():
             tensors |= {f"{owner}/{name}": tensor for name, tensor in checkpointable.tensors().items()}
         return tensors

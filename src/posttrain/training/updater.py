@@ -473,11 +473,9 @@ class Updater(Generic[Output]):
         broken = [signal[i] for (group, _), ok in zip(shares, finite_losses, strict=True) if not ok for i in group]
         if suspects := self._world.gather(broken):
             return self._skip([samples[i] for i in suspects], objective)
-        for part in parts:
-            add_totals(totals, part)
+        add_totals(totals, *parts)
         parts, totals = self._world.gather([totals]), {}
-        for part in parts:
-            add_totals(totals, part)
+        add_totals(totals, *parts)
         for optimizer in self._optimizers():
             optimizer.add_up()
         finite = all(math.isfinite(float(optimizer.gradient_norm())) for optimizer in self.joint.values())
@@ -589,9 +587,9 @@ def as_numbers(parts: Sequence[Mapping[str, tuple[Any, Any]]]) -> list[Totals]:
     return [{key: (next(numbers), next(numbers)) for key in part} for part in parts]
 
 
-def add_totals(totals: Totals, more: Totals) -> None:
+def add_totals(totals: Totals, *more: Totals) -> None:
     """Add (sum, count) metrics into `totals`."""
-    for key, (value, count) in more.items():
+    for key, (value, count) in (item for part in more for item in part.items()):
         old = totals.get(key, (0.0, 0.0))
         totals[key] = (old[0] + float(value), old[1] + float(count))
 
