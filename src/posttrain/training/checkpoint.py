@@ -132,7 +132,7 @@ class Checkpoints:
         try:
             manifest = json.loads((path / MANIFEST).read_text())
             files, run_id = manifest["files"], manifest["run"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{path / MANIFEST} is missing or damaged ({type(error).__name__}); {remedy}") from error
         if run_id != self.run_id:
             raise InputError(f"{path} is a checkpoint of another run ({run_id}, this one is {self.run_id}); {remedy}")
@@ -204,7 +204,7 @@ def _reduce(path: Path) -> None:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         policy = {name: digest for name, digest in manifest["files"].items() if name.startswith("policy/")}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # damaged; `verify` reports it where it is loaded
     write_atomically(path / MANIFEST, json.dumps(manifest | {"files": policy}, indent=1))
     shutil.rmtree(path / "tensors", ignore_errors=True)
