@@ -71,13 +71,13 @@ def archive(seed: int, folder: Path) -> None:
     else:
         _write_archive(target, members, draw)
     for load in (load_model, load_tokenizer):
+        message = ""
         try:
             load(ModelRecipe(path=str(target)))
         except InputError as error:
-            assert len(str(error).splitlines()) == 1, str(error)
-            assert "owned" not in str(error)
-            continue
-        raise AssertionError(f"{name} was read as a model")
+            message = str(error)
+        assert len(message.splitlines()) == 1, f"{name}: {message or 'read as a model'}"
+        assert "owned" not in message
     assert not outside.exists()
 
 
@@ -134,7 +134,8 @@ def poisoned_episode(seed: int, folder: Path) -> None:
     for command in commands:
         exit_code, out, errors = quietly(command)
         said = out + errors
-        assert exit_code in (0, 1, 2) and "unexpected" not in errors, f"{command[0]}: {errors[-300:]}"
+        assert exit_code in (0, 1, 2), f"{command[0]}: {errors[-300:]}"
+        assert "unexpected" not in errors, f"{command[0]}: {errors[-300:]}"
         found = re.search(
             "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", re.sub(r"\x1b\[[0-9;]*m", "", said)
         )

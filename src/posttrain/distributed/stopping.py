@@ -85,7 +85,11 @@ def _main(folder: Path) -> None:
         deadline = time.monotonic() + seconds
         while (running := [process for process in running if _runs(process)]) and time.monotonic() < deadline:
             time.sleep(0.1)
-    shutil.rmtree(folder, ignore_errors=True)
+    deadline = time.monotonic() + _SAVING
+    while folder.exists() and time.monotonic() < deadline:
+        # Processes that are not in the list, such as those of a cluster that ends now, may still write there.
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
 
 
 def _runs(process: int) -> bool:

@@ -5,11 +5,13 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from posttrain.distributed.stopping import deleted_with_this_process
 from posttrain.errors import InputError, RunError
 from posttrain.plugins import require_module
 from posttrain.recipe.hardware import HardwareRecipe
@@ -47,7 +49,8 @@ def connected(address: str, hardware: HardwareRecipe) -> Iterator[Any]:
         ) from error
     files = _session_folder(ray) if started else None
     try:
-        yield ray
+        with deleted_with_this_process(files) if files is not None else nullcontext():
+            yield ray
     finally:
         ray.shutdown()
         if files is not None:
@@ -68,8 +71,26 @@ def _connect(ray: ModuleType, address: str) -> bool:
         ray.shutdown()
     except ConnectionError:
         pass  # no cluster runs on this machine
-    ray.init(address="local", include_dashboard=False, resources={OWNED: 1}, **quiet)
+    with _own_process_groups():
+        ray.init(address="local", include_dashboard=False, resources={OWNED: 1}, **quiet)
     return True
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Inside the block, Ray starts its processes in process groups of their own.
+
+    A signal to the group of this process, as by `timeout` or a batch system, would otherwise end the cluster before the
+    learners have saved a checkpoint.
+    """
+    from ray._private import services
+
+    before = services.ConsolePopen
+    services.ConsolePopen = partial(before, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
 
 
 def _check_reachable(address: str) -> None:
