@@ -1,6 +1,7 @@
 """The end of a launcher, for real: two interrupts, a signal to the process group, SIGKILL. Several processes, and Ray."""
 
 import os
+import random
 import shutil
 import signal
 import time
@@ -59,7 +60,7 @@ def test_a_signal_to_the_process_group_leaves_a_checkpoint(launched):
 @pytest.mark.timeout(900)
 def test_a_killed_launcher_leaves_no_processes_and_no_session_files(launched):
     # At a random moment of a step: some are in the middle of a checkpoint.
-    time.sleep(1.0)
+    time.sleep(random.random())
     launched.process.kill()
     launched.process.wait()
     seconds = launched.wait_until_nothing_is_left(100)

@@ -1,5 +1,6 @@
 """Connect to a Ray cluster, or start one on this machine."""
 
+import importlib
 import os
 import re
 import shutil
@@ -83,8 +84,7 @@ def _own_process_groups() -> Iterator[None]:
     A signal to the group of this process, as by `timeout` or a batch system, would otherwise end the cluster before the
     learners have saved a checkpoint.
     """
-    from ray._private import services
-
+    services: Any = importlib.import_module("ray._private.services")
     before = services.ConsolePopen
     services.ConsolePopen = partial(before, process_group=0)
     try:
@@ -101,9 +101,18 @@ def _check_reachable(address: str) -> None:
 
 
 def _session_folder(ray: ModuleType) -> Path | None:
-    """Ray's folder with the logs and sockets of the cluster that this process started."""
+    """Ray's folder with the logs and sockets of the cluster that this process started.
+
+    The process groups of the cluster are written there for `deleted_with_this_process`: agents of Ray outlive a killed
+    raylet by a minute.
+    """
     node = getattr(ray._private.worker, "_global_node", None)
-    return None if node is None else Path(node.get_session_dir_path())
+    if node is None:
+        return None
+    folder = Path(node.get_session_dir_path())
+    for number, started in enumerate(one for kind in node.all_processes.values() for one in kind):
+        (folder / f"pid-{number}").write_text(str(-started.process.pid))
+    return folder
 
 
 def _remove_session(folder: Path) -> None:
