@@ -81,7 +81,8 @@ def _main(folder: Path) -> None:
     for number, seconds in ((signal.SIGTERM, _SAVING), (signal.SIGKILL, 5.0)):
         for process in running:
             with suppress(OSError):
-                os.kill(process, number)
+                # A group is a cluster, which has nothing to save; an agent of Ray ignores SIGTERM.
+                os.kill(process, number if process > 0 else signal.SIGKILL)
         deadline = time.monotonic() + seconds
         while (running := [process for process in running if _runs(process)]) and time.monotonic() < deadline:
             time.sleep(0.1)
