@@ -1,10 +1,20 @@
 """Errors with a message for the user: one sentence that names the cause and the remedy."""
 
+import re
+
+_LONG = re.compile(r"(\S{200})\S{800,}")
+
 
 class PosttrainError(Exception):
-    """A failure with a message for the user; `exit_code` is what the command line returns."""
+    """A failure with a message for the user; `exit_code` is what the command line returns.
+
+    A word of 1,000 or more characters, which only input can have, is cut to 200.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(_LONG.sub(r"\1…", message))
 
 
 class InputError(PosttrainError):

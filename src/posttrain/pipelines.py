@@ -349,7 +349,7 @@ def _read(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`; empty where the file is missing or truncated."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from tests.adversary import disguises
+from tests.adversary import disguises, hosts, strangers
 
 SECRET = "hunter2-outside"
 
@@ -173,11 +173,6 @@ def recipe(seed: int, folder: Path) -> None:
 
 def run_directory(seed: int, folder: Path) -> None:
     """A stranger's run with changed files: the commands that look at it end with sentences, and run none of its code."""
-    import contextlib
-    import io
-
-    from posttrain.cli.main import main
-
     draw = random.Random(seed)
     run = folder / "run"
     run.mkdir()
@@ -214,13 +209,11 @@ def run_directory(seed: int, folder: Path) -> None:
     for name, text in files.items():
         (run / name).write_bytes(text.encode("utf-8", "surrogatepass"))
     command = draw.choice(["report", "episodes", "table", "plot"])
-    out, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        exit_code = main([command, str(run)])
+    exit_code, out, errors = hosts.quietly([command, str(run)])
     assert not (folder / "ran").exists(), f"{command} ran the code of the run"
     assert exit_code in (0, 1, 2)
-    assert "unexpected" not in errors.getvalue(), f"{command}, {changed}: {errors.getvalue()}"
-    assert "\x1b[2J" not in out.getvalue() + errors.getvalue(), f"{command} passes an escape sequence on"
+    assert "unexpected" not in errors, f"{command}, {changed}: {errors}"
+    assert "\x1b[2J" not in out + errors, f"{command} passes an escape sequence on"
     page = run / "report.html"
     assert not page.exists() or "<script>alert" not in page.read_text()
 
@@ -337,6 +330,13 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "server": server,
     "episode_file": episode_file,
     "judged": judged,
+    "archive": strangers.archive,
+    "poisoned_episode": strangers.poisoned_episode,
+    "injection": strangers.injection,
+    "kill": hosts.kill,
+    "permission": hosts.permission,
+    "clock": hosts.clock,
+    "letter_case": hosts.letter_case,
 }
 
 

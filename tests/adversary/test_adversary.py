@@ -5,14 +5,40 @@ import pytest
 from tests.adversary.soak import soak
 from tests.adversary.surfaces import SURFACES, attempt
 
-CASES = {"interpreter": 3, "run_directory": 8, "server": 12, "disguise": 80, "journal": 80, "judged": 200}
+CASES = {
+    "interpreter": 3,
+    "run_directory": 8,
+    "server": 12,
+    "disguise": 80,
+    "journal": 80,
+    "judged": 200,
+    "poisoned_episode": 3,
+    "clock": 2,
+    "letter_case": 200,
+    "injection": 200,
+}
 """Surface -> number of cases, about a second each; 40 for others."""
+SLOW = {"kill": 3, "permission": 12}
+"""As CASES, for surfaces whose cases train models in other processes."""
 
 
-@pytest.mark.parametrize("surface", SURFACES)
+@pytest.mark.parametrize("surface", [one for one in SURFACES if one not in SLOW])
 def test_seeded_attacks_do_not_get_through(surface, tmp_path):
     failed = [(seed, attempt(surface, seed, tmp_path / "case")) for seed in range(CASES.get(surface, 40))]
     assert [one for one in failed if one[1] is not None] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("surface", SLOW)
+def test_seeded_kills_and_permissions_do_not_get_through(surface, tmp_path):
+    failed = [(seed, attempt(surface, seed, tmp_path / "case")) for seed in range(SLOW[surface])]
+    assert [one for one in failed if one[1] is not None] == []
+
+
+def test_the_obedient_judge_obeys_where_texts_are_not_sanitized(tmp_path, monkeypatch):
+    monkeypatch.setattr("posttrain.environments.untrusted.sanitize", lambda text: text)
+    assert any(attempt("injection", seed, tmp_path / "case") for seed in range(20))
 
 
 def test_a_soak_reports_cases_failures_and_seeds(tmp_path, monkeypatch, capsys):

@@ -10,7 +10,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from posttrain.data.files import plain, read_rows, read_split
+from posttrain.data.files import _Limits, _read_listed, plain, read_rows, read_split
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import SourceRecipe
 
@@ -423,3 +423,40 @@ def test_large_rows_of_other_formats_are_counted(tmp_path, name, content):
     rows = read(tmp_path / name, max_row_mib=0.1)
     assert isinstance(rows[0][1], str)
     assert rows[-1][1] == {"a": "b"}
+
+
+def test_a_json_list_is_read_in_pieces_whatever_their_borders(tmp_path, monkeypatch):
+    rows = [{"a": 'é\U0001f600\\"' * (n % 7), "n": [n, -1.5e-7, None, True, {}]} for n in range(300)]
+    file = tmp_path / "a.json"
+    for text in (json.dumps(rows), json.dumps(rows, ensure_ascii=False, indent=1), json.dumps(list(range(300)))):
+        file.write_text("\ufeff  " + text + " \n", encoding="utf-8")
+        for size in (1, 2, 3, 17, 1 << 20):
+            monkeypatch.setattr("posttrain.data.files._MIB", size)
+            found = [row for _, row in _read_listed(file, "a.json", _Limits(1 << 20, 200))]
+            assert found == (rows if "{" in text else ["row is not an object: its type is int"] * 300)
+
+
+def test_a_json_list_without_end_is_not_read_into_memory(tmp_path):
+    file = tmp_path / "a.json"
+    with open(file, "wb") as endless:
+        endless.write(b'[{"a": 1}, {"b": "')
+        for _ in range(400):
+            endless.write(b"x" * (1 << 20))
+    tracemalloc.start()
+    found = [row for _, row in read_rows(SourceRecipe(path=str(file), max_row_mib=1))]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found[0] == {"a": 1}
+    assert found[1:] == ["broken JSON: Unterminated string starting at; the file is not read further"]
+    assert most < 350 << 20
+
+
+def test_the_nesting_of_rows_has_a_limit_per_source(tmp_path):
+    def deep(levels):
+        return {"a": deep(levels - 1)} if levels > 1 else {}
+
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(deep(levels)) + "\n" for levels in (32, 33, 60)))
+    found = [row for _, row in read_rows(SourceRecipe(path=str(tmp_path / "a.jsonl")))]
+    assert found[1:] == ["nested too deeply: the row has more than 32 levels (`max_depth`)"] * 2
+    found = [row for _, row in read_rows(SourceRecipe(path=str(tmp_path / "a.jsonl"), max_depth=50))]
+    assert [type(row) for row in found] == [dict, dict, str]

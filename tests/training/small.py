@@ -4,7 +4,10 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +69,27 @@ def two_steps(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(
-    values: dict[str, Any], resume: bool = False, die_at: tuple[str, int] | None = None, figures: bool = False
+    values: dict[str, Any],
+    resume: bool = False,
+    die_at: tuple[str, int] | None = None,
+    figures: bool = False,
+    kill_after: float | None = None,
 ) -> int:
-    """Run the recipe in a process; returns its exit code (-9 when it killed itself).
+    """Run the recipe in a process; returns its exit code (-9 when it was killed).
 
-    `die_at` = (what, k): SIGKILL itself at the k-th call of `what`, for example ("os:fsync", 3). Without `figures` the run
-    draws none, which saves most of its time.
+    `die_at` = (what, k): SIGKILL itself at the k-th call of `what`, for example ("os:fsync", 3), or at the k-th time that it
+    opens, renames or deletes a file of the run ("files", k). ("clock", k) is no death: its clock jumps, with the seed k.
+    `kill_after`: SIGKILL from outside after so many seconds. Without `figures` the run draws none, which saves most of its
+    time.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=_child, args=(values, resume, die_at, figures))
     process.start()
-    process.join()
+    process.join(kill_after)
+    if process.is_alive():
+        process.kill()
+        process.join()
     assert process.exitcode is not None
     return process.exitcode
 
@@ -95,7 +107,11 @@ def _child(values: dict[str, Any], resume: bool, die_at: tuple[str, int] | None,
     os.dup2(log.fileno(), 2)
     if "environment" in values:
         environment_class(values["environment"]["type"])  # so that its module can be armed
-    if die_at is not None:
+    if die_at is not None and die_at[0] == "files":
+        _arm_files(values["runs"], die_at[1])
+    elif die_at is not None and die_at[0] == "clock":
+        jumping_clock(random.Random(die_at[1]))
+    elif die_at is not None:
         _arm(*die_at)
     run_stage(TypeAdapter(Recipe).validate_python(values), resume=resume)
 
@@ -116,6 +132,33 @@ def _arm(what: str, count: int) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def _arm_files(folder: str, count: int) -> None:
+    """Make the `count`-th opening, renaming or deletion of a file below `folder` the last thing this process does."""
+    left = [count]
+
+    def audit(event: str, words: tuple[Any, ...]) -> None:
+        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link"):
+            path = words[0]
+            if isinstance(path, str | os.PathLike) and str(path).startswith(folder):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+
+
+def jumping_clock(draw: random.Random) -> None:
+    """Make `time.time` jump back or ahead, by up to ten years, at about every fifth call."""
+    real, offset = time.time, [0.0]
+
+    def now() -> float:
+        if draw.random() < 0.2:
+            offset[0] = draw.choice([0, -3600, 3600, -315e6, 315e6, -1, 1]) * draw.random()
+        return real() + offset[0]
+
+    time.time = now
 
 
 def weights(run: Path) -> dict[str, bytes]:

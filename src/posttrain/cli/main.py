@@ -116,6 +116,8 @@ def describe(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}; free some space, then continue with --resume", 1
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
+        return f"{error.filename}: {error.strerror}; change its permissions, or name another path", 1
     if not isinstance(error, OSError) and (reason := storage_error(error)):
         return f"a file could not be written: {reason}, then continue with --resume", 1
     said = " ".join(str(error).split())

@@ -17,7 +17,7 @@ from decimal import Decimal
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from posttrain.data.problems import BROKEN_FILE
 from posttrain.errors import InputError, RunError
@@ -42,6 +42,7 @@ _SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 """Split -> the words by which file names say it, as in the library `datasets`."""
+_SPACE = re.compile(r"[ \t\n\r]*")
 _HUB_SECONDS = 10.0
 """Time-out of the request that checks whether a data set exists."""
 
@@ -118,6 +119,15 @@ def plain(value: Any) -> Any:
     return value
 
 
+def nesting(value: Any, most: int) -> int:
+    """Levels of lists and objects in a value, 1 for one without another in it; stops counting after `most`."""
+    level, inner = 0, [value]
+    while level <= most and (inner := [one for one in inner if isinstance(one, dict | list)]):
+        level += 1
+        inner = [part for one in inner for part in (one.values() if isinstance(one, dict) else one)]
+    return level
+
+
 def _readable(file: Path, root: Path) -> bool:
     """Whether `file` has a known format and is not hidden below `root`."""
     return (
@@ -133,7 +143,19 @@ def _read_file(file: Path, name: str, source: SourceRecipe) -> Iterator[Row]:
         file.open("rb").close()
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); correct its permissions") from error
-    return _FORMATS[_suffix(file)](file, name, _Limits(int(source.max_row_mib * _MIB), source.max_expansion))
+    rows = _FORMATS[_suffix(file)](file, name, _Limits(int(source.max_row_mib * _MIB), source.max_expansion))
+    return _of_depth(rows, source.max_depth)
+
+
+def _of_depth(rows: Iterator[Row], most: int) -> Iterator[Row]:
+    """`rows`, with a problem in place of each that is nested deeper than `most`."""
+    for origin, row in rows:
+        yield (
+            origin,
+            row
+            if isinstance(row, str) or nesting(row, most) <= most
+            else (f"nested too deeply: the row has more than {most} levels (`max_depth`)"),
+        )
 
 
 @dataclass(frozen=True)
@@ -231,9 +253,7 @@ def _read_json(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
         while not head and (line := opened.readline(limits.row + 1)):
             head = line.removeprefix(_BOM).strip()
     if head.startswith(b"["):
-        # Invalid bytes become lone surrogates, so they affect only the text that contains them.
-        text = file.read_bytes().removeprefix(_BOM).decode(errors="surrogateescape")
-        yield from _listed(text, name, limits)
+        yield from _read_listed(file, name, limits)
     elif (
         file.stat().st_size <= limits.row
         and isinstance(_parsed_line(head), str)
@@ -244,36 +264,74 @@ def _read_json(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
         yield from _read_lines(file, name, limits)
 
 
-def _listed(text: str, name: str, limits: _Limits) -> Iterator[Row]:
+class _JsonText:
+    """JSON text of a file, of which only the part that is read next is in memory."""
+
+    def __init__(self, file: TextIO, most: int) -> None:
+        """`most`: longest value to look for the end of, in characters."""
+        self._file, self._most, self._decoder = file, most, json.JSONDecoder()
+        self._text, self._position, self._ended = "", 0, False
+
+    def next_sign(self) -> str:
+        """The next character that is no space, which is not taken; empty at the end of the file."""
+        while True:
+            self._position = _SPACE.match(self._text, self._position).end()  # type: ignore[union-attr]
+            if self._position < len(self._text) or self._ended:
+                return self._text[self._position : self._position + 1]
+            self._read_more()
+
+    def take_sign(self) -> None:
+        """Take the character that `next_sign` gave."""
+        self._position += 1
+
+    def take_value(self) -> tuple[Any, int]:
+        """The next value and its number of characters. Raises what `json` raises."""
+        while True:
+            self.next_sign()
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._position)
+                if end < len(self._text) or self._ended:
+                    length, self._position = end - self._position, end
+                    return value, length
+            except json.JSONDecodeError as error:
+                # The longest token that a cut leaves in front of the end is an escape of two surrogates.
+                cut = error.msg.startswith("Unterminated string") or error.pos + 16 > len(self._text)
+                if self._ended or not cut or len(self._text) - self._position > self._most:
+                    raise
+            self._read_more()
+
+    def _read_more(self) -> None:
+        left = self._text[self._position :]
+        more = self._file.read(max(_MIB, len(left)))
+        self._text, self._position, self._ended = left + more, 0, not more
+
+
+def _read_listed(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
     """Read the objects of a JSON list up to its first syntax error."""
-    decoder, number = json.JSONDecoder(), 0
-    position = _skip_space(text, text.index("[") + 1)
-    while text[position : position + 1] != "]":
-        number += 1
-        try:
-            start = position
-            value, position = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError) as error:
-            yield f"{name} row {number}", f"{_broken_json(error)}; the file is not read further"
-            return
-        if position - start > limits.row:
-            yield f"{name} row {number}", limits.too_large()
-        else:
-            yield f"{name} row {number}", _object(value) if _is_unicode(value) else _NOT_UNICODE
-        position = _skip_space(text, position)
-        if text[position : position + 1] == ",":
-            position = _skip_space(text, position + 1)
-        elif text[position : position + 1] != "]":
-            yield name, f"{BROKEN_FILE}: the list is cut off after row {number}"
-            return
-    if text[position + 1 :].strip():
-        yield name, f"{BROKEN_FILE}: text after the list is not read"
-
-
-def _skip_space(text: str, position: int) -> int:
-    while text[position : position + 1] in (" ", "\t", "\n", "\r"):
-        position += 1
-    return position
+    # Invalid bytes become lone surrogates, so they affect only the text that contains them.
+    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
+        text, number = _JsonText(opened, max(4 * limits.row, _FREE)), 0
+        text.next_sign()
+        text.take_sign()
+        while text.next_sign() != "]":
+            number += 1
+            try:
+                value, length = text.take_value()
+            except (ValueError, RecursionError) as error:
+                yield f"{name} row {number}", f"{_broken_json(error)}; the file is not read further"
+                return
+            if length > limits.row:
+                yield f"{name} row {number}", limits.too_large()
+            else:
+                yield f"{name} row {number}", _object(value) if _is_unicode(value) else _NOT_UNICODE
+            if text.next_sign() == ",":
+                text.take_sign()
+            elif text.next_sign() != "]":
+                yield name, f"{BROKEN_FILE}: the list is cut off after row {number}"
+                return
+        text.take_sign()
+        if text.next_sign():
+            yield name, f"{BROKEN_FILE}: text after the list is not read"
 
 
 def _object(value: Any) -> dict[str, Any] | str:
@@ -281,7 +339,8 @@ def _object(value: Any) -> dict[str, Any] | str:
 
 
 def _broken_json(error: ValueError | RecursionError) -> str:
-    return "broken JSON: nested too deeply" if isinstance(error, RecursionError) else f"broken JSON: {error}"
+    said = error.msg if isinstance(error, json.JSONDecodeError) else error
+    return "broken JSON: nested too deeply" if isinstance(error, RecursionError) else f"broken JSON: {said}"
 
 
 def _is_unicode(value: Any) -> bool:
@@ -389,7 +448,8 @@ def _read_hub(source: SourceRecipe) -> Iterator[Row]:
             f"{source.path}: no such file or directory, and no hub data set with {part} ({_first_line(error)}); correct `path`, "
             "`subset` or `split`, or download the data and name its files"
         ) from error
-    return _hub_rows(rows, " ".join(filter(None, (source.path, source.subset, source.split))))
+    name = " ".join(filter(None, (source.path, source.subset, source.split)))
+    return _of_depth(_hub_rows(rows, name), source.max_depth)
 
 
 def _hub_rows(rows: Any, name: str) -> Iterator[Row]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.recipe.data import DEPTH
+
 Message = dict[str, Any]
 """A chat message: `role`, `content` (text), and other keys that a template may read. `train: false` has no loss."""
 
@@ -80,8 +82,6 @@ SHAREGPT = {
     "tool": "tool",
 }
 """Values of `from` in ShareGPT rows -> role."""
-DEPTH = 32
-"""Maximum nesting of lists and objects in a message, a tool or a prompt's row, because later steps recurse."""
 
 
 class UnusableRow(Exception):

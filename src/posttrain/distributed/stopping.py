@@ -1,7 +1,7 @@
 """What must happen when the rest of a process cannot be relied on: a second signal, and the death of the launcher.
 
 Executed as a script with a folder as its argument, this file waits for the end of its standard input, ends the processes
-whose ids are in `FOLDER/pid-*`, and deletes the folder. It imports only the standard library.
+whose ids are in `FOLDER/pid-*` (negative: process groups), and deletes the folder. It imports only the standard library.
 """
 
 import os
@@ -81,21 +81,33 @@ def _main(folder: Path) -> None:
     for number, seconds in ((signal.SIGTERM, _SAVING), (signal.SIGKILL, 5.0)):
         for process in running:
             with suppress(OSError):
-                os.kill(process, number)
+                # A group is a cluster, which has nothing to save; an agent of Ray ignores SIGTERM.
+                os.kill(process, number if process > 0 else signal.SIGKILL)
         deadline = time.monotonic() + seconds
         while (running := [process for process in running if _runs(process)]) and time.monotonic() < deadline:
             time.sleep(0.1)
-    shutil.rmtree(folder, ignore_errors=True)
+    deadline = time.monotonic() + _SAVING
+    while folder.exists() and time.monotonic() < deadline:
+        # Processes that are not in the list, such as those of a cluster that ends now, may still write there.
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
 
 
 def _runs(process: int) -> bool:
+    """Whether a process runs, or, for a negative number, a process of that group."""
     try:
         os.kill(process, 0)
     except OSError:
         return False
-    with suppress(OSError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return True
+    # A zombie does not run. Systems without /proc cannot tell.
+    known = False
+    for file in Path("/proc").glob(f"{process}/stat" if process > 0 else "[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group = file.read_text().rpartition(")")[2].split()[:3]
+            known = True
+            if state != "Z" and (process > 0 or int(group) == -process):
+                return True
+    return not known
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
                 about["about"],
             )
         return metrics, dict(values["digests"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{path} is not a valid results file ({type(error).__name__}: {error}); recreate it with `posttrain evaluate text`"
         ) from error

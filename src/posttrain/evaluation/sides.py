@@ -101,7 +101,7 @@ def _results_in(path: str, details: list[str]) -> list[str]:
     for file in sorted(folder.rglob("*.json")):
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             values = None
         if isinstance(values, dict) and {"format", "metrics"} <= set(values):
             files.append(str(file))

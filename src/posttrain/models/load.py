@@ -199,6 +199,8 @@ def _local_directory(path: str, key: str = "model.path") -> str | None:
             )
             raise InputError(f"{key}: there is no directory {path}; {remedy}")
         return None
+    if Path(path).expanduser().is_file():
+        raise InputError(f"{key}: {path} is a file, not the directory of a model; unpack it first if it is an archive")
     if not (Path(path).expanduser() / "config.json").is_file() and not _is_adapter(path):
         raise InputError(f"{key}: {path} is not a model directory: it has no config.json")
     return str(Path(path).expanduser())

@@ -7,6 +7,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.rollout import HeldOut
 
+DEPTH = 200
+"""Largest nesting of a row that can be allowed, because later steps recurse."""
+
 
 class ColumnsRecipe(BaseConfig):
     """Column names. Columns that a stage does not need may be missing."""
@@ -52,6 +55,8 @@ class SourceRecipe(BaseConfig):
     """Largest size of a row in its file, in MiB. Larger rows are skipped without being read into memory, and counted."""
     max_expansion: float = Field(200.0, ge=1)
     """Largest ratio of the content of a `.jsonl.gz` file, or of a row group of a `.parquet` file, to its compressed size. What exceeds it and 64 MiB is not read further, and counted as a broken file."""
+    max_depth: int = Field(32, ge=1, le=DEPTH)
+    """Most levels of lists and objects in a row. Deeper rows are skipped and counted."""
 
 
 class TaskSourceRecipe(SourceRecipe):

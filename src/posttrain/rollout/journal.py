@@ -115,7 +115,7 @@ class EpisodeBuffer:
                     self._episodes[tuple(record["rng_key"])] = episode_from_record(record["episode"])
                 elif "end" in record:
                     self.end = record["end"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 break
             good += len(line)
         if self.complete or (keep_partial and self._episodes):
@@ -199,7 +199,7 @@ class EventLog:
         for number, line in enumerate(lines):
             try:
                 events = _events_from_record(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 if number == len(lines) - 1:
                     break
                 raise InputError(f"{self.path}: line {number + 1} is damaged ({error}); restore the file") from error

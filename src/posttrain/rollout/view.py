@@ -26,6 +26,14 @@ def visible(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def judge_verdict(turn: Turn) -> str:
+    """Score and reason of a judge, as its environment stored them; empty if there is none, or not in that form."""
+    match turn.info.get("judge"):
+        case {"score": int() | float() as score, "reason": str(reason)}:
+            return f"judge {score:.2f}: {reason}"
+    return ""
+
+
 def color(value: float, scale: float) -> str:
     """Blue for positive and orange for negative values, grey at zero. Safe for color-blind readers."""
     strength = min(1.0, abs(value) / scale) if scale > 0 else 0.0
@@ -257,7 +265,7 @@ def _versions(episode: Episode) -> str:
 
 
 def _role(role: str) -> Text:
-    return Text(role, style=f"bold {ROLE_STYLES.get(role, 'white')}")
+    return Text(visible(role), style=f"bold {ROLE_STYLES.get(role, 'white')}")
 
 
 def _inset(content: RenderableType) -> Padding:
@@ -287,7 +295,6 @@ def _turn_line(
             line.append(f" · advantage {mean:+.3f}" + ("" if low == high else f" ({low:+.3f}…{high:+.3f})"))
     if turn.info.get("rejected"):
         line.append(f" · rejected: {visible(str(turn.info['rejected']))}", style="not dim red")
-    if turn.info.get("judge"):
-        judged = turn.info["judge"]
-        line.append(f" · judge {judged['score']:.2f}: {visible(judged['reason'])}", style="not dim")
+    if verdict := judge_verdict(turn):
+        line.append(f" · {visible(verdict)}", style="not dim")
     return _inset(line)

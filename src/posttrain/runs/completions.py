@@ -113,7 +113,7 @@ class CompletionLog:
                         return False
         except FileNotFoundError:
             return True
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return False
         return True
 
@@ -208,5 +208,5 @@ def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
         if number > 1 and not (isinstance(value["id"], int | str) and isinstance(value["sample"], int)):
             raise TypeError("no id and sample")
         return dict(value)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunError(f"{path}, line {number} is damaged; delete that line and continue with `--resume`") from error

@@ -218,7 +218,7 @@ def _is_used(path: Path) -> bool:
 def _is_run(path: Path) -> bool:
     try:
         marker = json.loads((path / "environment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(marker, dict) and "posttrain_run" in marker and (path / "recipe.yaml").is_file()
 

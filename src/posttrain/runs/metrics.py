@@ -187,7 +187,7 @@ def _parse(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
             line = json.loads(raw)
             if not (isinstance(line, dict) and isinstance(line["step"], int) and isinstance(line["kind"], str)):
                 raise TypeError("no step and kind")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RunError(f"{path}, line {number} is damaged; delete that line and retry") from error
         parsed.append((raw, line))
     return parsed
@@ -261,8 +261,10 @@ class TensorBoardSink:
     def rewind(self, step: int) -> None:
         # Event files are append-only; TensorBoard hides entries of earlier files from `purge_step` on.
         self._writer.close()
-        # TensorBoard reads files in the order of their names, which contain the second of their creation.
-        while int(time.time()) <= self._second:
+        # TensorBoard reads files in the order of their names, which contain the second of their creation. A clock that was
+        # set back cannot be waited for.
+        deadline = time.monotonic() + 1.5
+        while int(time.time()) <= self._second and time.monotonic() < deadline:
             time.sleep(0.02)
         self._writer = self._writer_class(self._directory, purge_step=step + 1)
         self._second = int(time.time())

@@ -39,7 +39,7 @@ def delete_state(checkpoint: Path) -> None:
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         policy = {name: digest for name, digest in manifest["files"].items() if name.startswith("policy/")}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # damaged; `Checkpoints.verify` reports it where it is loaded
     write_atomically(checkpoint / MANIFEST, json.dumps(manifest | {"files": policy}, indent=1))
     shutil.rmtree(checkpoint / "tensors", ignore_errors=True)
@@ -54,7 +54,7 @@ def has_state(run: RunDirectory) -> bool:
     try:
         manifest = json.loads((run.checkpoints / f"step_{steps[-1]:06d}" / MANIFEST).read_text())
         return STATE in manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True  # damaged; `Checkpoints.verify` reports it
 
 

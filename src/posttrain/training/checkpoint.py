@@ -139,7 +139,7 @@ class Checkpoints:
         try:
             manifest = json.loads((path / MANIFEST).read_text())
             files, run_id = manifest["files"], manifest["run"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{path / MANIFEST} is missing or damaged ({type(error).__name__}); {remedy}") from error
         if run_id != self.run_id:
             raise InputError(f"{path} is a checkpoint of another run ({run_id}, this one is {self.run_id}); {remedy}")

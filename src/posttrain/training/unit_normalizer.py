@@ -65,7 +65,7 @@ def _fit_warnings(path: Path, key: FitKey) -> list[str]:
     """A warning about a low R², if `posttrain fit-normalizer` wrote one beside the fit."""
     try:
         r2 = json.loads((path.parent / f"{key.dataset}.json").read_text(encoding="utf-8"))["r2"]["mean"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # published and hand-written files have no R²
     if r2 is not None and r2 >= WEAK:
         return []

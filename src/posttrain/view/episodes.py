@@ -12,7 +12,7 @@ from posttrain.episode import Episode, Outcome, Turn
 from posttrain.errors import PosttrainError
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.store import StoredEpisodes, StoredStep, read_episodes, stored_steps
-from posttrain.rollout.view import unit_summary, unit_text, units_in_turn
+from posttrain.rollout.view import judge_verdict, unit_summary, unit_text, units_in_turn
 from posttrain.runs.directory import RunDirectory
 
 _NAMES = {1: ("the only one",), 2: ("best", "worst"), 3: ("best", "median", "worst")}
@@ -87,6 +87,7 @@ def _of_step(step: StoredStep, stored: StoredEpisodes, count: int) -> Samples:
 
 LONGEST = 12_000
 """Characters shown of one message."""
+_LONGEST_ROLE = 100
 _STRONGEST = 0.5
 """Opacity of the color of the largest credit, low enough that text stays readable in light and dark mode."""
 
@@ -161,7 +162,7 @@ def episode_page(sample: Sample, scale: float, decode: Decode | None, credited: 
         if message["role"] == "assistant" and waiting:
             messages.append(_answer(*waiting.pop(0), sample, decode, scale))
         else:
-            messages.append(Message(message["role"], _shown(message["content"])))
+            messages.append(Message(message["role"][:_LONGEST_ROLE], shortened(message["content"])))
     messages += [_answer(number, turn, sample, decode, scale) for number, turn in waiting]
     ending = "success" if episode.success else episode.outcome.value
     tokens = sum(turn.stop - turn.start for turn in episode.turns)
@@ -171,7 +172,7 @@ def episode_page(sample: Sample, scale: float, decode: Decode | None, credited: 
         ending,
         messages,
         "" if sample.units is None else unit_summary(sample.units, credited).plain,
-        episode.failure or "",
+        shortened(episode.failure or ""),
     )
 
 
@@ -189,19 +190,18 @@ def _answer(number: int, turn: Turn, sample: Sample, decode: Decode | None, scal
         low, high = float(advantages.min()), float(advantages.max())
         spread = "" if low == high else f" ({low:+.3f} to {high:+.3f})"
         about += f" · advantage {float(advantages.mean()):+.3f}{spread}"
-    judge = turn.info.get("judge")
     empty = Message(
         "assistant",
         about=about,
-        rejected=str(turn.info.get("rejected") or ""),
-        verdict=f"judge {judge['score']:.2f}: {judge['reason']}" if judge else "",
+        rejected=shortened(str(turn.info.get("rejected") or "")),
+        verdict=shortened(judge_verdict(turn)),
     )
     if sample.units is not None and decode is not None:
         return replace(empty, units=tuple(_unit_rows(sample, turn, sample.units, decode, scale)))
     if advantages is not None and decode is not None and len(advantages):
         aligned = _aligned(sample.episode, turn, decode)
         return replace(empty, pieces=tuple(_pieces(aligned, advantages, 0, len(advantages), scale)))
-    return replace(empty, text=_shown(turn.answer))
+    return replace(empty, text=shortened(turn.answer))
 
 
 def _aligned(episode: Episode, turn: Turn, decode: Decode) -> AlignedText:
@@ -241,10 +241,11 @@ def _unit_rows(sample: Sample, turn: Turn, units: CreditedUnits, decode: Decode,
             if advantages is None
             else tuple(_pieces(aligned, advantages, start - turn.start, stop - turn.start, scale))
         )
-        yield UnitRow(number, shown, stop - start, _shown(text(start, stop).plain), pieces, color(credit, largest))
+        yield UnitRow(number, shown, stop - start, shortened(text(start, stop).plain), pieces, color(credit, largest))
 
 
-def _shown(text: str) -> str:
+def shortened(text: str) -> str:
+    """`text`, cut to `LONGEST` characters with a note on how many there are more."""
     cut = len(text) - LONGEST
     return text if cut <= 0 else f"{text[:LONGEST]}{_more(cut)}"
 

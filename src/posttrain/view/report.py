@@ -23,7 +23,7 @@ from posttrain.runs.figures import encode
 from posttrain.runs.plots import Compared, compare, figures
 from posttrain.runs.report import changed_rows, run_facts, run_warnings
 from posttrain.runs.tables import Table, headline, read_tables, score_table
-from posttrain.view.episodes import EpisodePage, Sample, episode_page, largest_advantage, samples_of
+from posttrain.view.episodes import EpisodePage, Sample, episode_page, largest_advantage, samples_of, shortened
 from posttrain.view.trajectories import draw, maker_of, row_of
 
 Rows = list[tuple[str, ...]]
@@ -72,7 +72,7 @@ def section_of(source: Source) -> Section:
     elif source.unfinished:
         section.missing.append(f"The run has done {source.unfinished}; the results below are preliminary.")
     try:
-        section.facts = list(run_facts(run, source.lines))
+        section.facts = [tuple(map(shortened, row)) for row in run_facts(run, source.lines)]
         section.changed = list(changed_rows(run))
     except PosttrainError as error:
         section.missing.append(str(error))
@@ -89,7 +89,7 @@ def section_of(source: Source) -> Section:
     except (OSError, UnicodeDecodeError) as error:
         section.missing.append(f"{run.recipe_file} cannot be read ({error})")
     section.environment, section.packages = _environment(run, section)
-    section.warnings = run_warnings(source.lines)
+    section.warnings = [shortened(warning) for warning in run_warnings(source.lines)]
     return section
 
 
@@ -147,7 +147,7 @@ def _tables(run: RunDirectory, section: Section) -> list[Table]:
         return []
     try:
         return read_tables(run.path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         section.missing.append(f"{file} cannot be read ({error}), so the final tables are missing")
         return []
 
@@ -210,8 +210,8 @@ def _environment(run: RunDirectory, section: Section) -> tuple[Rows, Rows]:
         section.missing.append(str(error))
         return [], []
     packages = [(name, version or "not installed") for name, version in values.pop("packages", {}).items()]
-    rows = [(str(key), value if isinstance(value, str) else json.dumps(value)) for key, value in values.items()]
-    return list(rows), list(packages)
+    rows = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in values.items()]
+    return [(key, shortened(value)) for key, value in rows], list(packages)
 
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")

@@ -3,10 +3,10 @@ count as members.
 """
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 
 from posttrain_memory.privacy.facts import Fact
-from posttrain_memory.privacy.readings import readings
+from posttrain_memory.privacy.readings import Reading, readings
 from posttrain_memory.privacy.redaction import NUMERALS, Span
 from posttrain_memory.privacy.rules import CATEGORIES
 from posttrain_memory.worlds.values import MONTHS, find
@@ -96,6 +96,8 @@ _NOT_PHONE = re.compile(
     r"|(?:(?:19|20)\d\d[,;|/–-]\s?)+(?:19|20)\d\d|\d{1,3}(?:[,'’]\d{3})+(?:\.\d+)?"
 )
 """Runs of digits that are no phone number."""
+_FRACTION = re.compile(r"(?<![\d.])\d{1,4}\.\d{1,5}(?![\d.])")
+_TABULAR = re.compile(r"[|\[\]%±]")
 _CALL = re.compile(
     r"\b(?:call|ring|dial|tel|telephone|phone|ext|extension|fax|mobile|cell|whatsapp|sms|reach\w*|text)\b[^\n.\d]{0,40}?(?P<n>\+?\(?\d[\d ()/·–-]{1,20}\d)",
     re.IGNORECASE,
@@ -138,7 +140,25 @@ def of_category(category: str, text: str, wide: bool = True) -> list[Span]:
     """Spans of `text` that look like values of a category, also in disguise (`readings`). Without `wide`, only the forms
     used in generated worlds.
     """
-    return [reading.span(*span) for reading in readings(text) for span in _forms(category, reading.text, wide)]
+    spans = [reading.span(*span) for reading in _readings(text) for span in _forms(category, reading.text, wide)]
+    return [part for span in spans for part in _without_measurements(text, span)] if category == "phone" else spans
+
+
+@lru_cache(maxsize=1)
+def _readings(text: str) -> tuple[Reading, ...]:
+    """The readings of a text, which take half of the time, once for the rules of several categories."""
+    return tuple(readings(text))
+
+
+def _without_measurements(text: str, span: Span) -> list[Span]:
+    """The parts of a run of digits that may be phone numbers: in a table of measurements, those between decimal fractions."""
+    start, end = span
+    fractions = [match.span() for match in _FRACTION.finditer(text, start, end)]
+    if len(fractions) < 2 or not _TABULAR.search(text, start, end):
+        return [span]
+    edges = [start, *(edge for fraction in fractions for edge in fraction), end]
+    parts = zip(edges[::2], edges[1::2], strict=True)
+    return [(a, b) for a, b in parts if sum(map(str.isdigit, text[a:b])) >= 6]
 
 
 def _forms(category: str, text: str, wide: bool) -> list[Span]:

@@ -40,7 +40,8 @@ class Vault:
         """The text of a note."""
         clean = note_path(path, self.limits)
         text = self._storage.read(clean, self.limits.file_bytes)
-        if text is None:
+        # A file system that ignores case also has the note under other spellings of its name.
+        if text is None or clean not in self._storage.sizes():
             raise VaultError(f"there is no note {quoted(clean)}{self._hint(clean)}", "FileNotFoundError")
         return text
 

@@ -70,7 +70,7 @@ def read_memories(folder: Path) -> dict[str, dict[str, str]]:
             name = memory["mem_id" if "mem_id" in memory else "memory_id"]
             entities = {_path(item["entity_file_path"]): item["entity_file_content"] for item in memory["entities"]}
             vaults[str(name)] = {USER: memory["user_md"], **entities}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{file} is not a memory ({error}); it needs mem_id, user_md and entities") from error
     return vaults
 

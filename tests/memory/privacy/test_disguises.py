@@ -60,3 +60,13 @@ def test_every_character_of_a_reading_stands_for_characters_of_the_text(text):
         assert len(reading.text) == len(reading.starts) == len(reading.ends)
         assert all(0 <= start <= end <= len(text) for start, end in zip(reading.starts, reading.ends, strict=True))
         assert list(reading.starts) == sorted(reading.starts)
+
+
+def test_phone_numbers_are_found_between_measurements_which_stay():
+    table = "| 0.759 [0.718, 0.801] | 12.5% | 1.402 |"
+    assert PrivacyFilter(["Do not reveal phone numbers."], {}).clean(table) == table
+    row = "| 0.759 | 0.718 | +41 79 555 01 01 | 1.402 | 0.3 |"
+    shown = PrivacyFilter(["Do not reveal phone numbers."], {}).clean(row)
+    assert "555" not in shown
+    assert "79 " not in shown
+    assert "0.759" in shown

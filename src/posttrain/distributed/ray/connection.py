@@ -1,15 +1,18 @@
 """Connect to a Ray cluster, or start one on this machine."""
 
+import importlib
 import os
 import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from posttrain.distributed.stopping import deleted_with_this_process
 from posttrain.errors import InputError, RunError
 from posttrain.plugins import require_module
 from posttrain.recipe.hardware import HardwareRecipe
@@ -47,7 +50,8 @@ def connected(address: str, hardware: HardwareRecipe) -> Iterator[Any]:
         ) from error
     files = _session_folder(ray) if started else None
     try:
-        yield ray
+        with deleted_with_this_process(files) if files is not None else nullcontext():
+            yield ray
     finally:
         ray.shutdown()
         if files is not None:
@@ -68,8 +72,25 @@ def _connect(ray: ModuleType, address: str) -> bool:
         ray.shutdown()
     except ConnectionError:
         pass  # no cluster runs on this machine
-    ray.init(address="local", include_dashboard=False, resources={OWNED: 1}, **quiet)
+    with _own_process_groups():
+        ray.init(address="local", include_dashboard=False, resources={OWNED: 1}, **quiet)
     return True
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Inside the block, Ray starts its processes in process groups of their own.
+
+    A signal to the group of this process, as by `timeout` or a batch system, would otherwise end the cluster before the
+    learners have saved a checkpoint.
+    """
+    services: Any = importlib.import_module("ray._private.services")
+    before = services.ConsolePopen
+    services.ConsolePopen = partial(before, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
 
 
 def _check_reachable(address: str) -> None:
@@ -80,9 +101,18 @@ def _check_reachable(address: str) -> None:
 
 
 def _session_folder(ray: ModuleType) -> Path | None:
-    """Ray's folder with the logs and sockets of the cluster that this process started."""
+    """Ray's folder with the logs and sockets of the cluster that this process started.
+
+    The process groups of the cluster are written there for `deleted_with_this_process`: agents of Ray outlive a killed
+    raylet by a minute.
+    """
     node = getattr(ray._private.worker, "_global_node", None)
-    return None if node is None else Path(node.get_session_dir_path())
+    if node is None:
+        return None
+    folder = Path(node.get_session_dir_path())
+    for number, started in enumerate(one for kind in node.all_processes.values() for one in kind):
+        (folder / f"pid-{number}").write_text(str(-started.process.pid))
+    return folder
 
 
 def _remove_session(folder: Path) -> None:
