@@ -47,7 +47,9 @@ class WeightedRewardRecipe(BaseConfig):
     """One of several reward functions."""
 
     function: str
+    """Where the function is, as for a single one."""
     weight: float = 1.0
+    """Factor of its score in the sum."""
 
 
 def _weighted(value: Any) -> Any:
