@@ -4,7 +4,7 @@ A slot is contiguous, so the kernel reads the keys of each sequence where they l
 decoding sequences are attended together. PyTorch's kernel takes no table of pages without FlashAttention 3.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,10 +12,8 @@ import torch
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.errors import RunError
-from posttrain.models.cuda.attention import Spans, flash
+from posttrain.models.cuda.attention import Kernel, Spans, flash
 from posttrain.models.forward import upload
-
-Kernel = Callable[[Spans, torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], torch.Tensor]
 
 
 class KeyValueRows(KeyValuePages):
@@ -70,8 +68,8 @@ class FlashLayout(CachedLayout):
     def __init__(
         self, cache: KeyValueRows, segments: Sequence[Segment], device: torch.device, kernel: Kernel = flash
     ) -> None:
-        super().__init__(cache, sorted(segments, key=lambda s: s.slot), device)
         self._ordered = sorted(segments, key=lambda s: s.slot)
+        super().__init__(cache, self._ordered, device)
         self._kernel = kernel
         self._spans: Spans | None = None
 
