@@ -1,0 +1,110 @@
+"""The site: generated pages are whole, it builds with warnings as errors, and it requests nothing from other hosts."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+@cache
+def module(path: str) -> ModuleType:
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, DOCS / path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_every_metric_of_the_source_has_a_meaning():
+    hooks = module("theme/hooks.py")
+    known = {**hooks.meanings_of_panels(), **hooks.MEANINGS}
+    found = hooks.metrics_of_the_source()
+    assert len(found) > 100
+    assert found - set(known) == set(), "describe the metric in docs/theme/hooks.py"
+    assert set(hooks.MEANINGS) - found == set(), "the source has no such metric"
+
+
+def test_every_command_is_on_the_page():
+    from typer.main import get_command
+
+    from posttrain.cli.main import app
+
+    page = module("theme/hooks.py").markdown_of_commands()
+    for name in get_command(app).commands:
+        assert f"`posttrain {name}`" in page
+    assert "`--dry-run`" in page
+    assert "`posttrain evaluate judge`" in page
+
+
+def test_keys_of_the_migration_tables_exist():
+    from posttrain.recipe.reference import keys_of
+    from posttrain.recipe.stages import STAGES
+
+    known = {key.path for schema in STAGES.values() for key in keys_of(schema)}
+    known |= {path.rpartition(".")[0] for path in known}
+    for page in ("trl", "verl"):
+        rows = [line for line in (DOCS / f"migrating/{page}.md").read_text().splitlines() if line.startswith("| ")]
+        ours = [row.split("|")[2] for row in rows[1:]]
+        keys = {
+            key.partition("=")[0].removesuffix(".*")
+            for cell in ours
+            for quoted in re.findall(r"`([^`]+)`", cell)
+            for key in quoted.split()
+            if re.match(r"[a-z_]+\.[a-z_.*]+", key) and not key.startswith("posttrain.")
+        }
+        assert len(keys) > 15
+        assert {key for key in keys if key not in known} == set(), page
+
+
+def test_every_figure_is_stored_in_both_themes_and_shown():
+    draw = module("figures/draw.py")
+    pages = "".join(page.read_text(encoding="utf-8") for page in [*DOCS.rglob("*.md"), ROOT / "README.md"])
+    for name in draw.FIGURES:
+        for theme in draw.THEMES:
+            assert (DOCS / "figures" / f"{name}_{theme}.svg").is_file(), "run `make figures`"
+            assert f"figures/{name}_{theme}.svg" in pages
+
+
+def test_the_figures_show_the_stored_numbers():
+    draw = module("figures/draw.py")
+    for name, row in draw.example_credits().items():
+        text = (DOCS / "figures" / "credit_light.svg").read_text(encoding="utf-8").replace("\u2212", "-")
+        assert name in text
+        for value in row:
+            assert f"{value:+.2f}" in text, (name, value)
+
+
+@pytest.mark.slow
+def test_the_figures_can_be_drawn(tmp_path):
+    files = module("figures/draw.py").draw(tmp_path)
+    assert {file.name for file in files} == {file.name for file in (DOCS / "figures").glob("*.svg")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_site_builds_without_warnings_and_requests_nothing_elsewhere(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "site/search/search_index.json").is_file()
+    for page in (tmp_path / "site").rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r'<(?:script|link|img|iframe|source)[^>]+(?:src|href)="(https?://[^"]+)"', text)
+        assert loaded == [], page
