@@ -1,8 +1,10 @@
 """Episodes as data for the report page: text, and tokens and units colored by their credit."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -27,6 +29,8 @@ class Sample:
     advantages: list[np.ndarray] | None
     """Per stream, [T] float32."""
     units: CreditedUnits | None
+    scores: list[tuple[np.ndarray, np.ndarray]] | None = None
+    """Per stream, log-probabilities and entropies under a checkpoint, [T] float32 each; None if not computed."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,8 @@ class Piece:
     """CSS, built from numbers only."""
     tooltip: str
     """The credit as text."""
+    parted: bool = False
+    """Whether the best and the worst answer of the group differ from here on."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,8 @@ class Message:
     rejected: str = ""
     verdict: str = ""
     """Score and reason of a judge."""
+    turn: int | None = None
+    """Which turn of the episode answered with it."""
 
 
 @dataclass(frozen=True)
@@ -150,24 +158,47 @@ def largest_advantage(samples: Sequence[Sample]) -> float:
     return max((float(np.abs(stream).max(initial=0.0)) for stream in streams), default=0.0)
 
 
-def episode_page(sample: Sample, scale: float, decode: Decode | None, credited: UnitCreditRecipe | None) -> EpisodePage:
-    """The page of one episode; `scale` is the advantage with the strongest color.
+Tint = Literal["advantage", "log-probability", "entropy", "distance", "nothing"]
+TINTS: tuple[Tint, ...] = get_args(Tint)
+"""What the color of a token shows. `distance`: of the engine's log-probability from that of a checkpoint."""
+IMPROBABLE = 6.0
+"""Nats below which a log-probability has the strongest color."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the tokens of an episode are shown."""
+
+    scale: float
+    """The value with the strongest color."""
+    tint: Tint = "advantage"
+    each: bool = False
+    """Whether each token is shown separately, with all of its values. Otherwise tokens with equal values are one piece."""
+    parted: tuple[int, int] | None = None
+    """Turn and token at which this answer parts from that of another episode of the group."""
+
+
+def episode_page(
+    sample: Sample, scale: float | Look, decode: Decode | None, credited: UnitCreditRecipe | None
+) -> EpisodePage:
+    """The page of one episode; `scale` is the advantage with the strongest color, or the whole look.
 
     Without `decode`, tokens cannot be shown separately and have no colors.
     """
+    look = scale if isinstance(scale, Look) else Look(scale)
     episode = sample.episode
     messages: list[Message] = []
     waiting = list(enumerate(episode.turns))
     for message in episode.messages:
         if message["role"] == "assistant" and waiting:
-            messages.append(_answer(*waiting.pop(0), sample, decode, scale))
+            messages.append(_answer(*waiting.pop(0), sample, decode, look))
         else:
             messages.append(Message(message["role"][:_LONGEST_ROLE], shortened(message["content"])))
-    messages += [_answer(number, turn, sample, decode, scale) for number, turn in waiting]
+    messages += [_answer(number, turn, sample, decode, look) for number, turn in waiting]
     ending = "success" if episode.success else episode.outcome.value
     tokens = sum(turn.stop - turn.start for turn in episode.turns)
     return EpisodePage(
-        f"{sample.why}: return {episode.total_reward:+.3f} · {_counted(len(episode.turns), 'turn')} · {_counted(tokens, 'token')} · "
+        f"{sample.why}{': ' if sample.why else ''}return {episode.total_reward:+.3f} · {_counted(len(episode.turns), 'turn')} · {_counted(tokens, 'token')} · "
         f"seed {episode.seed} · group {episode.group} episode {episode.index}",
         ending,
         messages,
@@ -183,7 +214,7 @@ def color(value: float, scale: float) -> str:
     return f"background:rgba({hue},{strength:.3f})"
 
 
-def _answer(number: int, turn: Turn, sample: Sample, decode: Decode | None, scale: float) -> Message:
+def _answer(number: int, turn: Turn, sample: Sample, decode: Decode | None, look: Look) -> Message:
     about = f"turn {number} · reward {turn.reward:+.3f} · {turn.stop - turn.start} tokens · {turn.stop_reason.value}"
     advantages = None if sample.advantages is None else sample.advantages[turn.stream][turn.start : turn.stop]
     if advantages is not None and len(advantages):
@@ -195,52 +226,93 @@ def _answer(number: int, turn: Turn, sample: Sample, decode: Decode | None, scal
         about=about,
         rejected=shortened(str(turn.info.get("rejected") or "")),
         verdict=shortened(judge_verdict(turn)),
+        turn=number,
     )
+    tokens = _tokens(number, turn, sample, look) if sample.episode.streams else None
     if sample.units is not None and decode is not None:
-        return replace(empty, units=tuple(_unit_rows(sample, turn, sample.units, decode, scale)))
-    if advantages is not None and decode is not None and len(advantages):
+        return replace(empty, units=tuple(_unit_rows(sample, turn, sample.units, decode, tokens)))
+    if tokens is not None and decode is not None and len(tokens.values):
         aligned = _aligned(sample.episode, turn, decode)
-        return replace(empty, pieces=tuple(_pieces(aligned, advantages, 0, len(advantages), scale)))
+        return replace(empty, pieces=tuple(_pieces(aligned, tokens, 0, len(tokens.values))))
     return replace(empty, text=shortened(turn.answer))
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The values of the n tokens of an answer that its pieces show."""
+
+    values: np.ndarray
+    """[n] float32: what the color shows."""
+    look: Look
+    notes: list[str] | None
+    """All values of each token as text; None if tokens with equal values are one piece."""
+    parted: int | None
+    """The token at which the answer parts from another one."""
+
+
+def _tokens(number: int, turn: Turn, sample: Sample, look: Look) -> _Tokens | None:
+    """What the pieces of an answer show; None where no color is known and tokens are not shown separately."""
+    stream, here = sample.episode.streams[turn.stream], slice(turn.start, turn.stop)
+    advantages = None if sample.advantages is None else sample.advantages[turn.stream][here]
+    logprobs = stream.rollout_logprobs[here]
+    if not look.each:
+        return None if advantages is None else _Tokens(advantages, look, None, None)
+    none, notes = np.zeros(len(logprobs), np.float32), []
+    scores = None if sample.scores is None else tuple(part[here] for part in sample.scores[turn.stream])
+    distances = none if scores is None else np.abs(scores[0] - logprobs)
+    for position, (token, logprob) in enumerate(zip(stream.ids[here].tolist(), logprobs.tolist(), strict=True)):
+        credit = "" if advantages is None else f"advantage {advantages[position]:+.4f} · "
+        chance = f"log-probability {logprob:.4f} ({100 * math.exp(min(0.0, logprob)):.1f}%)"
+        notes.append(
+            f"token {position}: {credit}{chance} · id {token} · version {stream.versions[turn.start + position]}"
+        )
+    parted = look.parted[1] if look.parted is not None and look.parted[0] == number else None
+    shown = {
+        "advantage": none if advantages is None else advantages,
+        "log-probability": logprobs,
+        "distance": -distances,
+    }
+    values = (shown | ({} if scores is None else {"entropy": -scores[1]})).get(look.tint, none)
+    return _Tokens(values, look, notes, parted)
 
 
 def _aligned(episode: Episode, turn: Turn, decode: Decode) -> AlignedText:
     return align(episode.streams[turn.stream].ids[turn.start : turn.stop].tolist(), decode)
 
 
-def _pieces(aligned: AlignedText, credit: np.ndarray, first: int, stop: int, scale: float) -> Iterator[Piece]:
-    """The tokens `first` to `stop` of an answer, grouped by equal credit and cut at `LONGEST` characters.
-
-    `credit`: [n] float32, of the tokens of the answer.
-    """
-    start = first
-    for value, same in groupby(credit[first:stop].tolist()):
-        end = start + len(list(same))
-        many = f", {end - start} tokens" if end - start > 1 else ""
+def _pieces(aligned: AlignedText, tokens: _Tokens, first: int, stop: int) -> Iterator[Piece]:
+    """The tokens `first` to `stop` of an answer, cut at `LONGEST` characters."""
+    runs = (
+        [(value, len(list(same))) for value, same in groupby(tokens.values[first:stop].tolist())]
+        if tokens.notes is None
+        else [(value, 1) for value in tokens.values[first:stop].tolist()]
+    )
+    start, scale = first, tokens.look.scale if tokens.look.tint != "log-probability" else IMPROBABLE
+    for value, count in runs:
+        end = start + count
+        many = f", {count} tokens" if count > 1 else ""
         text = aligned.slice(start, end)
         left = LONGEST - int(aligned.offsets[start] - aligned.offsets[first])
-        yield Piece(text[:left], color(value, scale), f"{value:+.4f}{many}")
+        note = f"{value:+.4f}{many}" if tokens.notes is None else tokens.notes[start]
+        yield Piece(text[:left], color(value, scale), note, start == tokens.parted)
         if len(text) > left:
             yield Piece(_more(len(aligned.slice(first, stop)) - LONGEST), "", "")
             return
         start = end
 
 
-def _unit_rows(sample: Sample, turn: Turn, units: CreditedUnits, decode: Decode, scale: float) -> Iterator[UnitRow]:
+def _unit_rows(
+    sample: Sample, turn: Turn, units: CreditedUnits, decode: Decode, tokens: _Tokens | None
+) -> Iterator[UnitRow]:
     """Units in order. A unit that began in an earlier answer shows its credit there."""
     text, aligned = unit_text(sample.episode, turn, decode), _aligned(sample.episode, turn, decode)
-    advantages = None if sample.advantages is None else sample.advantages[turn.stream][turn.start : turn.stop]
     largest = float(np.abs(units.credits).max(initial=0.0))
     numbers = np.cumsum(units.spans.is_unit)
     for unit, start, stop, continued in units_in_turn(sample.episode, turn, units):
         credit, is_unit = float(units.credits[unit]), bool(units.spans.is_unit[unit])
         number = "…" if continued else str(numbers[unit]) if is_unit else "–"
         shown = "" if continued else f"{credit:+z.3f}"
-        pieces = (
-            ()
-            if advantages is None
-            else tuple(_pieces(aligned, advantages, start - turn.start, stop - turn.start, scale))
-        )
+        pieces = () if tokens is None else tuple(_pieces(aligned, tokens, start - turn.start, stop - turn.start))
         yield UnitRow(number, shown, stop - start, shortened(text(start, stop).plain), pieces, color(credit, largest))
 
 
@@ -256,3 +328,59 @@ def _more(characters: int) -> str:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def scale_of(samples: Sequence[Sample], tint: Tint) -> float:
+    """The value of a token in `samples` that gets the strongest color."""
+    if tint == "advantage":
+        return largest_advantage(samples)
+    largest = 0.0
+    for one in samples:
+        for stream, (logprobs, entropies) in zip(one.episode.streams, one.scores or (), strict=False):
+            values = entropies if tint == "entropy" else np.where(stream.sampled, logprobs - stream.rollout_logprobs, 0)
+            largest = max(largest, float(np.abs(values).max(initial=0.0)))
+    return largest
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where the best and the worst episode of a group differ first."""
+
+    best: int
+    """Positions of the two among the samples."""
+    worst: int
+    turn: int
+    token: int
+    sentence: str
+
+
+def parting_of(samples: Sequence[Sample], decode: Decode | None) -> Parting | None:
+    """What made the difference in a group: the first token at which its best and worst episode differ.
+
+    None if all returns are equal, if fewer than two episodes have tokens, or if the two sampled the same tokens.
+    """
+    played = [i for i, one in enumerate(samples) if one.episode.turns and one.episode.streams]
+    if len(played) < 2:
+        return None
+    best, worst = (choose(played, key=lambda i: samples[i].episode.total_reward) for choose in (max, min))
+    a, b = samples[best].episode, samples[worst].episode
+    if a.total_reward == b.total_reward:
+        return None
+    for number, (left, right) in enumerate(zip(a.turns, b.turns, strict=False)):
+        ids_a, ids_b = (
+            one.streams[turn.stream].ids[turn.start : turn.stop].tolist() for one, turn in ((a, left), (b, right))
+        )
+        if ids_a == ids_b:
+            continue
+        token = next(
+            (i for i, (x, y) in enumerate(zip(ids_a, ids_b, strict=False)) if x != y), min(len(ids_a), len(ids_b))
+        )
+        shown = [
+            repr(decode(ids[token : token + 8]))[:80] if decode and ids[token:] else "the end" for ids in (ids_a, ids_b)
+        ]
+        sentence = (
+            f"Episode {a.index} (return {a.total_reward:+.3f}) and episode {b.index} (return {b.total_reward:+.3f}) differ "
+            f"first in turn {number}, after {_counted(token, 'common token')}: {shown[0]} against {shown[1]}."
+        )
+        return Parting(best, worst, number, token, sentence)
+    return None

@@ -2,28 +2,25 @@
 
 import base64
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from posttrain.credit.units.offsets import Decode
 from posttrain.environments.protocol import Environment
 from posttrain.errors import InputError, PosttrainError
-from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import UnitCreditRecipe
-from posttrain.rollout.view import token_decoder, unit_credit_recipe, visible
-from posttrain.runs.comparison import Source, open_sources
+from posttrain.rollout.view import token_decoder, unit_credit_recipe
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
 from posttrain.runs.figures import encode
 from posttrain.runs.plots import Compared, compare, figures
 from posttrain.runs.report import changed_rows, run_facts, run_warnings
+from posttrain.runs.sources import Source, differing_keys, open_sources
 from posttrain.runs.tables import Table, headline, read_tables, score_table
 from posttrain.view.episodes import EpisodePage, Sample, episode_page, largest_advantage, samples_of, shortened
+from posttrain.view.templates import templates
 from posttrain.view.trajectories import draw, maker_of, row_of
 
 Rows = list[tuple[str, ...]]
@@ -112,35 +109,6 @@ def runs_table(sources: Sequence[Source]) -> Table:
     return Table("Runs", headings, rows, "", words=("run", "stage", "model", "environment"))
 
 
-def differing_keys(sources: Sequence[Source]) -> Table | None:
-    """Recipe keys in which the runs differ, limited to common keys if their stages differ; None if there are none."""
-    flat = [dict(_flat(source.recipe or {})) for source in sources]
-    everywhere = set.intersection(*(set(keys) for keys in flat)) if flat else set()
-    stages = {source.stage for source in sources}
-    keys = [
-        key
-        for key in dict.fromkeys(key for one in flat for key in one)
-        if (len(stages) == 1 or key in everywhere) and len({one.get(key, "–") for one in flat}) > 1
-    ]
-    keys = [key for key in keys if key not in ("name", "runs", "stage")]
-    if not keys:
-        return None
-    rows = [(key, *(one.get(key, "–") for one in flat)) for key in keys]
-    names = tuple(source.name for source in sources)
-    note = "" if len(stages) == 1 else "Limited to keys that the recipes of all these stages have."
-    return Table("Recipe keys that differ", ("key", *names), rows, note, words=("key", *names))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    flat = []
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat += _flat(value, f"{prefix}{key}.")
-        else:
-            flat.append((f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str)))
-    return flat
-
-
 def _tables(run: RunDirectory, section: Section) -> list[Table]:
     file = run.path / "results.json"
     if not file.is_file():
@@ -155,7 +123,7 @@ def _tables(run: RunDirectory, section: Section) -> list[Table]:
 def _samples(run: RunDirectory) -> tuple[list[tuple[str, list[EpisodePage]]], list[str]]:
     steps, missing = samples_of(run)
     credit_known = any(one.advantages is not None or one.units is not None for step in steps for one in step.samples)
-    decode = _decoder(run) if credit_known else None
+    decode = token_decoder(run) if credit_known else None
     if credit_known and decode is None:
         missing.append("The tokenizer of the run cannot be loaded, so the credit of tokens is not shown.")
     credited = unit_credit_recipe(run)
@@ -188,21 +156,6 @@ def _page(
     return page if row is None else replace(page, picture=image("trajectory", draw([row])).uri)
 
 
-def _decoder(run: RunDirectory) -> Decode | None:
-    """Decode with the tokenizer saved in the run, because the initial model may be gone; else with that of the model."""
-    from posttrain.models.load import load_tokenizer
-
-    saved = [run.path / "model", *sorted(run.checkpoints.glob("step_*/policy"))[::-1]]
-    for directory in saved:
-        if (directory / "tokenizer.json").is_file():
-            try:
-                tokenizer = load_tokenizer(ModelRecipe(path=str(directory)))
-            except Exception:  # a damaged tokenizer counts as missing, whatever its error
-                continue
-            return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    return token_decoder(run)
-
-
 def _environment(run: RunDirectory, section: Section) -> tuple[Rows, Rows]:
     try:
         values = run.load_environment()
@@ -214,15 +167,11 @@ def _environment(run: RunDirectory, section: Section) -> tuple[Rows, Rows]:
     return [(key, shortened(value)) for key, value in rows], list(packages)
 
 
-_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
-_CODE = re.compile(r"`([^`]*)`")
-
-
 def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, list[str]]:
     """Write the report of the runs at `paths`; returns its path, and warnings about what it leaves out.
 
     `out` defaults to `report.html` in the directory of a single run, or in the working directory for several. Raises
-    `InputError` for a path that is no run, `RunError` for damaged metrics or if the file cannot be written.
+    `InputError` for a path that is not a run, `RunError` for damaged metrics or if the file cannot be written.
     """
     sources = open_sources(paths)
     logs = [str(source.path) for source in sources if source.run is None]
@@ -233,13 +182,17 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
         raise InputError(f"--out {file} is a directory; give the name of a file, for example {file / 'report.html'}")
     compared = _compared(sources)
     sections = [section_of(source) for source in sources]
-    text = _template().render(
-        title=" · ".join(source.name for source in sources[:4]) + (" …" if len(sources) > 4 else ""),
-        compared=compared,
-        images=[image(name, figure) for name, figure in compared.figures],
-        runs=runs_table(sources) if len(sources) > 1 else None,
-        differing=differing_keys(sources) if len(sources) > 1 else None,
-        sections=sections,
+    text = (
+        templates()
+        .get_template("report.html.j2")
+        .render(
+            title=" · ".join(source.name for source in sources[:4]) + (" …" if len(sources) > 4 else ""),
+            compared=compared,
+            images=[image(name, figure) for name, figure in compared.figures],
+            runs=runs_table(sources) if len(sources) > 1 else None,
+            differing=differing_keys(sources) if len(sources) > 1 else None,
+            sections=sections,
+        )
     )
     with storage_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -252,30 +205,3 @@ def _compared(sources: Sequence[Source]) -> Compared:
     if len(sources) < 2 or not any(source.lines for source in sources):
         return Compared()
     return compare(sources)
-
-
-def _template() -> Any:
-    """The template. All values are escaped and their control characters made visible; only `_marked` makes markup."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("posttrain.view", ""),
-        autoescape=True,
-        finalize=_visible,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["marked"] = _marked
-    return environment.get_template("report.html.j2")
-
-
-def _visible(value: Any) -> Any:
-    return visible(value) if type(value) is str else value
-
-
-def _marked(text: str) -> Any:
-    """Markdown text as HTML: words in backticks become code, links become their text."""
-    from markupsafe import Markup, escape
-
-    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(visible(_LINK.sub(r"\1", text))))))

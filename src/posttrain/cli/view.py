@@ -1,0 +1,69 @@
+"""`posttrain view` and `posttrain watch`: look at runs while they train."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from posttrain.cli.runs import only_looking
+
+
+@only_looking
+def view(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[RUNS_FOLDER]", help="Folder of runs, or the directory of one run.")
+    ] = Path("runs"),
+    port: Annotated[int, typer.Option(help="Port of the loopback address; 0 picks a free one.", min=0, max=65535)] = 0,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in a browser.")] = True,
+) -> None:
+    """Serve a local page about runs: live curves, episodes with their credit, comparisons.
+
+    Only this machine can open it, with the token in the printed address. Nothing is loaded from the network, and no code
+    that a run names is imported. Over SSH, forward the port: `ssh -L 8321:127.0.0.1:8321 HOST`.
+
+    Examples:
+
+    posttrain view
+
+    posttrain view runs --port 8321 --no-browser
+    """
+    import webbrowser
+    from urllib.parse import quote
+
+    from posttrain.errors import InputError
+    from posttrain.loopback import ADDRESS, open_listener, serve
+    from posttrain.plugins import require_module
+
+    for module in ("starlette", "uvicorn"):
+        require_module(module, "posttrain view")
+    from posttrain.view.server import guarded, new_token
+
+    if not folder.is_dir():
+        raise InputError(
+            f"there is no folder {folder}; name the folder of your runs, for example `posttrain view runs`"
+        )
+    alone = (folder / "recipe.yaml").is_file() and (folder / "environment.json").is_file()
+    path = f"/run/{quote(folder.resolve().name)}" if alone else "/"
+    with open_listener(port, "--port") as on:
+        token, found = new_token(), on.getsockname()[1]
+        guard = guarded(folder.resolve().parent if alone else folder, found, token)
+        address = f"http://{ADDRESS}:{found}{path}?token={token}"
+        typer.echo(f"{address}\nCtrl-C ends it")
+        if browser:
+            webbrowser.open(address)
+        serve(guard, on, lambda scope: guard.refusal(scope) is None)
+
+
+@only_looking
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that another terminal started.")],
+) -> None:
+    """Show a run in this terminal as it trains, from its first step, until it ends. Ctrl-C leaves it running.
+
+    Examples:
+
+    posttrain watch runs/run
+    """
+    from posttrain.view.watch import watch_run
+
+    watch_run(run)

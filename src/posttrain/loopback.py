@@ -1,0 +1,129 @@
+"""HTTP servers for programs and people of this machine only: the loopback address, and limits on connections without a token."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from posttrain.errors import InputError
+
+ADDRESS = "127.0.0.1"
+"""The address cannot be configured, because notes and runs should not be exposed to a network."""
+CONNECTIONS = 64
+"""Maximum number of simultaneous connections."""
+_ANONYMOUS = 16
+"""Maximum number of connections without a request that was admitted. A new one replaces the oldest."""
+_GRACE_SECONDS = 0.5
+"""Time that a connection has to send its headers, however many newer ones there are."""
+_FLOOD = 512
+"""Maximum number of connections without such a request, new ones included. Further ones are refused."""
+_BACKLOG = 256
+"""Connections that are accepted at once. With `_FLOOD` they stay below the usual limit of 1,024 open files."""
+_HEADER_SECONDS = 5.0
+"""Time after which a connection without such a request is closed."""
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[..., Awaitable[Any]]
+Send = Callable[..., Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def header(scope: Mapping[str, Any], name: bytes) -> list[bytes]:
+    """Every value of a header of a request; `name` in lower case."""
+    return [value for key, value in scope["headers"] if key.lower() == name]
+
+
+def names_this_server(scope: Mapping[str, Any], port: int) -> bool:
+    """Whether the Host header is this address. Another one is sent after DNS rebinding."""
+    hosts = header(scope, b"host")
+    return len(hosts) == 1 and hosts[0].lower() in (f"{ADDRESS}:{port}".encode(), f"localhost:{port}".encode())
+
+
+async def refuse(send: Send, status: int, why: str, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    """Answer with `status` and one sentence, and close the connection."""
+    given = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), *(headers or [])]
+    await send({"type": "http.response.start", "status": status, "headers": given})
+    await send({"type": "http.response.body", "body": f"{why}\n".encode()})
+
+
+def guarded_protocol(admitted: Callable[[Scope], bool]) -> type[Any]:
+    """The HTTP protocol of uvicorn, on which a connection is anonymous until a request on it is `admitted`.
+
+    An anonymous connection is closed after `_HEADER_SECONDS`. Where there are more than `_ANONYMOUS`, the oldest is closed once it
+    is `_GRACE_SECONDS` old. So connections that send nothing, or send their headers slowly, do not keep out a client with the
+    token, however fast they are made.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    anonymous: dict[Any, asyncio.TimerHandle] = {}
+
+    class GuardedProtocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(anonymous) >= _FLOOD:
+                self.drop()
+                return
+            anonymous[self] = self.loop.call_later(_HEADER_SECONDS, transport.abort)
+            self.loop.call_later(_GRACE_SECONDS, self.make_room)
+
+        def make_room(self) -> None:
+            if len(anonymous) > _ANONYMOUS:
+                oldest = next(iter(anonymous))
+                anonymous.pop(oldest).cancel()
+                oldest.drop()
+
+        def drop(self) -> None:
+            # `connection_lost` follows later, when others may have connected.
+            self.connections.discard(self)
+            self.transport.abort()
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self in anonymous and self.scope is not None and admitted(dict(self.scope)):
+                anonymous.pop(self).cancel()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            if self in anonymous:
+                anonymous.pop(self).cancel()
+            super().connection_lost(error)
+
+    return GuardedProtocol
+
+
+def open_listener(port: int, option: str) -> socket.socket:
+    """A socket listening on `port` of the loopback address; 0 picks a free port.
+
+    Raises InputError, which names the `option` that chose the port, if the port is in use.
+    """
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((ADDRESS, port))
+        # Clients can connect from here on, and wait until the server has loaded what it serves.
+        server.listen(CONNECTIONS)
+    except OSError as error:
+        server.close()
+        raise InputError(
+            f"port {port} of {ADDRESS} cannot be used: {error.strerror}; choose another with {option}"
+        ) from None
+    return server
+
+
+def serve(app: App, on: socket.socket, admitted: Callable[[Scope], bool]) -> None:
+    """Serve `app` until a signal ends the process."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        ws="none",
+        http=guarded_protocol(admitted),
+        loop="asyncio",
+        limit_concurrency=CONNECTIONS + _FLOOD,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=2,
+    )
+    uvicorn.Server(config).run(sockets=[on])

@@ -1,0 +1,59 @@
+"""The page of a group: its episodes side by side, with the values of each token and what made the difference."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from posttrain.errors import InputError
+from posttrain.rollout.view import token_decoder, unit_credit_recipe
+from posttrain.runs.directory import RunDirectory
+from posttrain.view.browse import Filter, Store, at_step, group_of, steps_of
+from posttrain.view.episodes import TINTS, Look, Tint, episode_page, parting_of, scale_of
+from posttrain.view.play import Player, checkpoints_of
+
+
+def group_page(run: RunDirectory, given: Mapping[str, str], store: Store, player: Player) -> dict[str, Any]:
+    """The values of the template for the step, split and group in `given`.
+
+    With a checkpoint in `score`, the entropy of each token and its distance from the engine's log-probability are computed.
+    """
+    wanted = Filter.of(given)
+    group = wanted.group or 0
+    steps, split = steps_of(run.episodes, wanted.split)
+    if not steps:
+        raise InputError(f"{run.path} has no stored episodes of this kind; go back to the run")
+    step = at_step(steps, steps[-1].step if wanted.step is None else wanted.step)
+    samples = group_of(step, group)
+    if not samples:
+        raise InputError(f"step {step.step} has no group {group}; go back to the episodes of the run")
+    tint: Tint = next((one for one in TINTS if one == given.get("tint")), "advantage")
+    checkpoint, problem = given.get("score", ""), ""
+    if checkpoint:
+        scores = player.scores(run, checkpoint, samples)
+        samples = [replace(sample, scores=of) for sample, of in zip(samples, scores, strict=True)]
+    elif tint in ("entropy", "distance"):
+        problem = f"The {tint} of tokens is not stored. Choose a checkpoint to compute it."
+    decode, credited = token_decoder(run), unit_credit_recipe(run)
+    parting = parting_of(samples, decode)
+    scale = scale_of(samples, tint)
+    pages = []
+    for number, sample in enumerate(samples):
+        part = (parting.turn, parting.token) if parting and number in (parting.best, parting.worst) else None
+        pages.append((sample.episode, episode_page(sample, Look(scale, tint, True, part), decode, credited)))
+    groups = [entry.group for entry in store.entries(step)]
+    return {
+        "step": step,
+        "split": split,
+        "group": group,
+        "before": max((one for one in groups if one < group), default=None),
+        "after": min((one for one in groups if one > group), default=None),
+        "pages": pages,
+        "parting": parting,
+        "tint": tint,
+        "tints": TINTS,
+        "scale": scale,
+        "checkpoint": checkpoint,
+        "checkpoints": checkpoints_of(run),
+        "problem": problem,
+        "chosen": given.get("episode", ""),
+    }

@@ -1,0 +1,168 @@
+"""The list of runs: filtered, sorted, with the runs of a recipe as one line over its seeds."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from posttrain.runs.sources import common_name, t_interval
+from posttrain.runs.tables import Interval
+from posttrain.view.scan import Scanner, Summary
+
+SORTS = ("newest", "name", "state", "stage", "model", "environment", "step", "result")
+STATES = ("running", "finished", "failed", "stopped")
+_PAGE = 60
+"""Lines of the list that are shown at once."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """What the list shows."""
+
+    text: str = ""
+    """Words that the name, stage, model, environment, tags or note contain."""
+    state: str = ""
+    sort: str = "newest"
+    seeds: bool = True
+    """Whether runs that differ by their seed alone are one line."""
+    shown: int = _PAGE
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> "Query":
+        """The query in an address; values that are none become the default."""
+        count = given.get("shown", "")
+        return cls(
+            given.get("text", "")[:200],
+            given.get("state", "") if given.get("state") in STATES else "",
+            given.get("sort", "") if given.get("sort") in SORTS else "newest",
+            given.get("seeds", "together") != "apart",
+            int(count) if count.isdecimal() and len(count) < 7 else _PAGE,
+        )
+
+    def address(self, **changed: Any) -> str:
+        """The query as the part of an address after `?`."""
+        query = replace(self, **changed)
+        values = {"text": query.text, "state": query.state, "sort": query.sort, "shown": query.shown}
+        return urlencode({**values, "seeds": "together" if query.seeds else "apart"})
+
+    @property
+    def longer(self) -> str:
+        """The address of a list with more lines."""
+        return self.address(shown=self.shown + 2 * _PAGE)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the list: a run, or the runs of one recipe with several seeds."""
+
+    runs: tuple[Summary, ...]
+    mean: Interval | None = None
+    """Over the results of several seeds, with Student's t interval."""
+
+    @property
+    def first(self) -> Summary:
+        return self.runs[0]
+
+    @property
+    def label(self) -> str:
+        """The name of a run, or what the names of the seeds begin with."""
+        return self.first.name if len(self.runs) == 1 else common_name([run.name for run in self.runs])
+
+    @property
+    def names(self) -> str:
+        """The names of the runs, one per line."""
+        return "\n".join(run.name for run in self.runs)
+
+    @property
+    def address(self) -> str:
+        """The runs as the query of the page that compares them."""
+        return urlencode([("run", run.name) for run in self.runs])
+
+    @property
+    def states(self) -> list[str]:
+        return list(dict.fromkeys(run.state for run in self.runs))
+
+    @property
+    def step(self) -> int:
+        return min(run.step for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The lines to show, and how many runs there are."""
+
+    lines: list[Line]
+    total: int
+    matching: int
+    unread: int
+    """Runs whose files have not been read yet."""
+
+
+def listed(scanner: Scanner, query: Query, read: float) -> Listing:
+    """The list for `query`; at most `read` seconds are spent on runs that have not been read yet, the newest first."""
+    found = scanner.find()
+    newest = sorted(found.items(), key=lambda item: -_changed(item[1]))
+    until, summaries, unread = time.monotonic() + read, [], 0
+    for name, path in newest:
+        known = scanner.known(name)
+        if known is None and time.monotonic() > until:
+            unread += 1
+            summaries.append(Summary(name, path, "reading", changed=_changed(path)))
+        else:
+            summaries.append(scanner.summary(name, path))
+    matching = [one for one in summaries if _matches(one, query)]
+    lines = _lines(matching) if query.seeds else [Line((one,)) for one in matching]
+    lines.sort(key=lambda line: _place(line, query.sort))
+    return Listing(lines[: query.shown], len(summaries), len(matching), unread)
+
+
+def _changed(path: Path) -> float:
+    for name in ("metrics.jsonl", "environment.json"):
+        try:
+            return (path / name).stat().st_mtime
+        except OSError:
+            continue
+    return 0.0
+
+
+def _matches(run: Summary, query: Query) -> bool:
+    words = query.text.lower().split()
+    about = " ".join([run.name, run.stage, run.model, run.environment, *run.notes.tags, run.notes.note]).lower()
+    return (not query.state or run.state == query.state) and all(word in about for word in words)
+
+
+def _lines(runs: Sequence[Summary]) -> list[Line]:
+    """Runs with one recipe and different seeds together, in the order of their first."""
+    groups: dict[str, list[Summary]] = {}
+    for number, run in enumerate(runs):
+        parent = run.name.rpartition("/")[0]
+        groups.setdefault(f"{parent}/{run.group}" if run.group else f"run {number}", []).append(run)
+    lines = []
+    for group in groups.values():
+        seeds = {run.seed for run in group}
+        if len(group) == 1 or None in seeds or len(seeds) < len(group):
+            lines += [Line((run,)) for run in group]
+            continue
+        ordered = tuple(sorted(group, key=lambda run: run.seed or 0))
+        values = [run.best[0] for run in ordered if run.best is not None and run.final == ordered[0].final]
+        lines.append(Line(ordered, t_interval(values) if len(values) == len(ordered) else None))
+    return lines
+
+
+def _place(line: Line, sort: str) -> Any:
+    run = line.first
+    value = line.mean or run.best
+    best = None if value is None else (-value[0] if run.larger_is_better else value[0])
+    newest = -max(one.changed for one in line.runs)
+    order: dict[str, Any] = {
+        "name": (line.label.lower(),),
+        "state": ((*STATES, "reading").index(run.state), newest),
+        "stage": (run.stage, newest),
+        "model": (run.model, newest),
+        "environment": (run.environment, newest),
+        "step": (-run.step, newest),
+        "result": (run.metric, best is None, best or 0.0, newest),
+    }
+    return order.get(sort, (newest,))

@@ -1,0 +1,32 @@
+"""What the page of one run shows."""
+
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import PosttrainError
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.report import changed_rows, run_facts
+from posttrain.view.charts import Logs, charts_of, marks_of
+
+
+def charts(logs: Logs, path: Path) -> dict[str, Any]:
+    """The charts of a run, and what happened at which step."""
+    lines = logs.read(path / "metrics.jsonl")
+    marks = [{"step": mark.step, "kind": mark.kind, "text": mark.text} for mark in marks_of(lines)]
+    return {"charts": charts_of(lines), "marks": marks}
+
+
+def facts(logs: Logs, path: Path) -> dict[str, Any]:
+    """The recipe of a run, what differs from the defaults, and its machine. What cannot be read is in `missing`."""
+    run, missing = RunDirectory(path), list[str]()
+    shown: dict[str, Any] = {"facts": [], "changed": [], "recipe": "", "missing": missing}
+    try:
+        shown["facts"] = run_facts(run, logs.read(run.metrics))
+        shown["changed"] = changed_rows(run)
+    except PosttrainError as error:
+        missing.append(str(error))
+    try:
+        shown["recipe"] = run.recipe_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        missing.append(f"{run.recipe_file} cannot be read ({error})")
+    return shown

@@ -1,0 +1,317 @@
+"""The runs in a folder, summarized for a list: read lazily, cached by the times and sizes of their files."""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from posttrain.errors import InputError
+from posttrain.recipe.sources import read_text
+from posttrain.runs.directory import RunDirectory, write_atomically
+from posttrain.runs.sources import PER_RUN_KEYS
+from posttrain.runs.tables import Interval
+
+State = Literal["running", "finished", "failed", "stopped", "reading"]
+"""`reading`: the files of the run have not been read yet."""
+_DEEPEST = 3
+"""Levels of folders below the given one in which runs are looked for: pipelines and studies hold runs."""
+_MOST_POINTS = 40
+"""Points of a sparkline."""
+_KIND = re.compile(rb'"kind": ?"(\w+)"')
+_LONGEST_LINE = 4 << 20
+"""Bytes of a line of metrics that is read for a summary."""
+_LONGEST_NOTE, _MOST_TAGS = 4_000, 12
+NOTES = "notes.json"
+"""File in a run directory with its tags and note, the only file that the page writes."""
+
+METRICS = (
+    ("success", "rollout/success", "success", True, True),
+    ("test/accuracy", "preference/accuracy", "accuracy", True, True),
+    ("validation/accuracy", "preference/accuracy", "accuracy", True, True),
+    ("return", "rollout/return", "return", False, True),
+    ("test/loss", "loss/nll", "loss", False, False),
+    ("validation/loss", "loss/nll", "loss", False, False),
+    ("", "rollout/success", "success", True, True),
+    ("", "rollout/return", "return", False, True),
+    ("", "loss/preference", "loss", False, False),
+    ("", "loss/nll", "loss", False, False),
+)
+"""Held-out metric, training metric, name, whether it is a rate, whether larger is better: the first known one is listed."""
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What people wrote about a run."""
+
+    tags: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One line of the list of runs."""
+
+    name: str
+    """Path below the folder, with slashes."""
+    path: Path
+    state: State = "stopped"
+    reason: str = ""
+    """Why the run failed, or what could not be read."""
+    stage: str = "–"
+    model: str = "–"
+    environment: str = "–"
+    seed: int | None = None
+    step: int = 0
+    steps: int | None = None
+    metric: str = ""
+    percent: bool = False
+    larger_is_better: bool = True
+    best: Interval | None = None
+    """The result on the final held-out data if `final`, else the best evaluation so far."""
+    final: bool = False
+    n: int | None = None
+    random: float | None = None
+    optimal: float | None = None
+    spark: tuple[float, ...] = ()
+    changed: float = 0.0
+    """Time of the last change, in seconds since the epoch."""
+    group: str = ""
+    """Digest of the recipe without its seed and name."""
+    notes: Notes = field(default_factory=Notes)
+
+    @property
+    def points(self) -> str:
+        """The sparkline as the points of an SVG polyline, 100 wide and 24 high."""
+        low, high = min(self.spark), max(self.spark)
+        width, height = 100 / (len(self.spark) - 1), 20 / ((high - low) or 1.0)
+        return " ".join(f"{i * width:.1f},{22 - (value - low) * height:.1f}" for i, value in enumerate(self.spark))
+
+
+class Scanner:
+    """The runs below `folder`, by name. Safe to use from several threads: a summary computed twice is the same."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._cache: dict[str, tuple[tuple[Any, ...], Summary]] = {}
+
+    def find(self) -> dict[str, Path]:
+        """Name -> directory of every run, without reading the runs."""
+        found = {path.relative_to(self.folder).as_posix(): path for path in _runs_below(self.folder, _DEEPEST)}
+        for gone in self._cache.keys() - found.keys():
+            self._cache.pop(gone, None)
+        return found
+
+    def path(self, name: str) -> Path:
+        """The directory of the run `name`; InputError if there is none. Names that leave the folder are no runs."""
+        found = self.find().get(name)
+        if found is None:
+            raise InputError(f"there is no run {name} in {self.folder}; go back to the list of runs")
+        return found
+
+    def known(self, name: str) -> Summary | None:
+        """The summary that was computed last; None if there is none yet."""
+        cached = self._cache.get(name)
+        return cached[1] if cached else None
+
+    def stamp(self, path: Path) -> tuple[Any, ...]:
+        """A value that changes with the files of the run, and when it starts or ends. The last item: whether it is running."""
+        run = RunDirectory(path)
+        files = (run.metrics, run.recipe_file, run.failure, path / NOTES, path / "results.json", run.episodes)
+        return (*map(_stamp, files), run.is_running())
+
+    def summary(self, name: str, path: Path) -> Summary:
+        """The current summary; only files that have changed are read again."""
+        stamp = self.stamp(path)
+        cached = self._cache.get(name)
+        if cached is not None and cached[0] == stamp:
+            return cached[1]
+        summary = summarize(name, RunDirectory(path), running=stamp[-1])
+        self._cache[name] = stamp, summary
+        return summary
+
+
+def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            folders = [
+                entry.path
+                for entry in entries
+                if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False)
+            ]
+    except OSError:
+        return
+    for path in map(Path, folders):
+        if (path / "environment.json").is_file() and (path / "recipe.yaml").is_file():
+            yield path
+        elif levels > 1:
+            yield from _runs_below(path, levels - 1)
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0)
+    return status.st_mtime_ns, status.st_size
+
+
+def summarize(name: str, run: RunDirectory, running: bool) -> Summary:
+    """Read the files of a run once. What cannot be read is left out, and `reason` says so."""
+    recipe, reason = _recipe(run)
+    lines = _Lines()
+    try:
+        with run.metrics.open("rb") as file:
+            while raw := file.readline(_LONGEST_LINE):
+                lines.add(raw)
+    except OSError as error:
+        reason = reason or ("" if isinstance(error, FileNotFoundError) else f"{run.metrics}: {error.strerror}")
+    measured = lines.result()
+    ended = lines.final is not None or (run.path / "results.json").is_file()
+    failure = _text(run.failure)
+    state: State = "running" if running else "failed" if failure else "finished" if ended else "stopped"
+    model, environment = (recipe.get(key) for key in ("model", "environment"))
+    steps, seed = recipe.get("steps"), recipe.get("seed")
+    shared = {key: value for key, value in recipe.items() if key not in PER_RUN_KEYS}
+    return Summary(
+        name,
+        run.path,
+        state,
+        failure if state == "failed" else reason or lines.damage,
+        str(recipe.get("stage", "–")),
+        str(model.get("path", "–")) if isinstance(model, Mapping) else "–",
+        str(environment.get("type", "–")) if isinstance(environment, Mapping) else "–",
+        seed if isinstance(seed, int) else None,
+        lines.step,
+        steps if isinstance(steps, int) else None,
+        changed=max(_stamp(run.metrics)[0], _stamp(run.environment_file)[0]) / 1e9,
+        group=hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode()).hexdigest()[:12],
+        notes=read_notes(run.path),
+        **measured,
+    )
+
+
+class _Lines:
+    """What a summary needs of a metrics log: every evaluation, and a few dozen training lines, evenly spread."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.final: dict[str, Any] | None = None
+        self.damage = ""
+        self._evaluations: list[dict[str, Any]] = []
+        self._policies: dict[str, dict[str, Any]] = {}
+        self._trained: list[bytes] = []
+        self._seen, self._every = 0, 1
+
+    def add(self, raw: bytes) -> None:
+        if not raw.endswith(b"\n"):
+            return
+        kind = _KIND.search(raw, 0, 200)
+        if kind is not None and kind[1] == b"train":
+            if self._seen % self._every == 0:
+                self._trained.append(raw)
+            self._seen += 1
+            self._newest = raw
+            if len(self._trained) >= 2 * _MOST_POINTS:
+                self._trained, self._every = self._trained[::2], 2 * self._every
+            return
+        line = self._read(raw)
+        if line is None:
+            return
+        if line["kind"] == "evaluation":
+            self._evaluations.append(line)
+        elif line["kind"] in ("baseline", "final"):
+            self._policies[str(line.get("policy"))] = line
+            self.final = line if line["kind"] == "final" else self.final
+
+    def result(self) -> dict[str, Any]:
+        """The fields of `Summary` that come from the metrics."""
+        trained = [line for raw in self._trained if (line := self._read(raw)) is not None]
+        newest = self._read(self._newest) if self._seen else None
+        trained += [newest] if newest is not None and newest not in trained else []
+        self.step = max((line["step"] for line in trained), default=0)
+        final = self.final or {}
+        for key, train_key, name, percent, larger in METRICS:
+            known = [line for line in self._evaluations if _number(line.get(key)) is not None]
+            points = [number for line in trained if (number := _number(line.get(train_key))) is not None]
+            if not known and _number(final.get(key)) is None and (key or not points):
+                continue
+            result: dict[str, Any] = {"metric": name, "percent": percent, "larger_is_better": larger}
+            best = final if _number(final.get(key)) is not None else None
+            if known and best is None:
+                best = (max if larger else min)(known, key=lambda line: line[key])
+            if best is not None:
+                counted = best.get("n") or best.get("test/rows") or best.get("validation/rows")
+                result |= {"best": _interval(best, key), "final": best is final, "n": counted}
+            for policy in ("random", "optimal"):
+                result[policy] = _number(self._policies.get(policy, {}).get(key))
+            held_out = [line[key] for line in known]
+            return result | {"spark": _thinned(held_out if len(held_out) > 3 or not points else points)}
+        return {}
+
+    def _read(self, raw: bytes) -> dict[str, Any] | None:
+        try:
+            line = json.loads(raw)
+            if isinstance(line, dict) and isinstance(line["step"], int) and isinstance(line["kind"], str):
+                return line
+        except (ValueError, KeyError, RecursionError):
+            pass
+        self.damage = "a line of metrics.jsonl is damaged"
+        return None
+
+
+def _interval(line: Mapping[str, Any], key: str) -> Interval:
+    limits = [_number(line.get(f"{key}_{side}")) for side in ("low", "high")]
+    low, high = (math.nan if limit is None else limit for limit in limits)
+    return line[key], low, high
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _thinned(values: list[float]) -> tuple[float, ...]:
+    every = max(1, math.ceil(len(values) / _MOST_POINTS))
+    return tuple(values[::every])
+
+
+def _recipe(run: RunDirectory) -> tuple[Mapping[str, Any], str]:
+    try:
+        return read_text(run.recipe_file.read_text(encoding="utf-8"), str(run.recipe_file)).values, ""
+    except (OSError, UnicodeDecodeError) as error:
+        return {}, f"{run.recipe_file} cannot be read ({error})"
+    except InputError as error:
+        return {}, str(error)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes()[:_LONGEST_NOTE].decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+def read_notes(path: Path) -> Notes:
+    """The tags and the note of a run; empty if there are none or the file is damaged."""
+    try:
+        values = json.loads((path / NOTES).read_text(encoding="utf-8"))
+        return _notes(values["tags"], values["note"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Notes()
+
+
+def write_notes(path: Path, tags: str, note: str) -> Notes:
+    """Store tags, separated by commas or spaces, and a note. RunError if the file cannot be written."""
+    notes = _notes(re.split(r"[,\s]+", tags), note)
+    content = json.dumps({"tags": notes.tags, "note": notes.note}, ensure_ascii=False, indent=1)
+    write_atomically(path / NOTES, f"{content}\n".encode("utf-8", "backslashreplace"))
+    return notes
+
+
+def _notes(tags: Any, note: Any) -> Notes:
+    kept = dict.fromkeys(str(tag).strip()[:40] for tag in tags if str(tag).strip())
+    return Notes(tuple(kept)[:_MOST_TAGS], str(note)[:_LONGEST_NOTE])

@@ -1,0 +1,376 @@
+"""`posttrain view`: a local page about the runs in a folder, live while they train.
+
+The server listens on the loopback address, answers only requests with the token, and reads run directories. It imports no
+code that a run names, and writes tags and notes alone (`posttrain.view.scan.NOTES`).
+"""
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import wraps
+from http.cookies import CookieError, SimpleCookie
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from posttrain.errors import InputError, PosttrainError
+from posttrain.loopback import ADDRESS, App, Receive, Scope, Send, header, names_this_server, refuse
+from posttrain.recipe.components import looking
+from posttrain.recipe.rollout import evaluated_environment
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.sources import Source, differing_keys, open_sources
+from posttrain.view import run_pages
+from posttrain.view.browse import ENDINGS, ORDERS, PAGE, SPLITS, Filter, Store, steps_of
+from posttrain.view.charts import Logs
+from posttrain.view.comparing import charts_of_runs, paired
+from posttrain.view.groups import group_page
+from posttrain.view.listing import SORTS, STATES, Query, listed
+from posttrain.view.pipelines import graph_of, pipelines_among
+from posttrain.view.play import Player, checkpoints_of
+from posttrain.view.scan import Scanner, write_notes
+from posttrain.view.templates import templates
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src-elem 'self'; style-src-attr 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+"""Nothing is loaded from another machine, and markup in the text of a model could not run."""
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_BODY_BYTES = 64 << 10
+"""Maximum size of a form."""
+_POLL_SECONDS = 0.7
+"""Time between two looks at the files of what a page shows."""
+_TYPES = {".js": "text/javascript", ".css": "text/css"}
+
+
+class Guard:
+    """ASGI middleware that passes on only requests of this server's own pages and of addresses with the token.
+
+    Others get 403 and one sentence: for a Host header that is not this address (DNS rebinding), for an Origin header of
+    another page, and without the token. The first request has it in the address; the answer moves it to a cookie.
+    """
+
+    def __init__(self, app: App, port: int, token: str) -> None:
+        self._app, self._port, self._token = app, port, token
+        self._cookie = f"posttrain-{port}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif (why := self.refusal(scope)) is not None:
+            await refuse(send, 403, why)
+        elif _token_of(scope):
+            query = urlencode(
+                [pair for pair in parse_qsl(scope["query_string"].decode("latin-1")) if pair[0] != "token"]
+            )
+            response = RedirectResponse(
+                f"{scope['raw_path'].decode('latin-1')}{'?' if query else ''}{query}", 303, HEADERS
+            )
+            response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            await response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def refusal(self, scope: Scope) -> str | None:
+        """Why a request is not passed on; None for one that is."""
+        if scope["type"] != "http":
+            return "this is not an HTTP request"
+        if not names_this_server(scope, self._port):
+            return "the Host header is not the address of this server"
+        origins = header(scope, b"origin")
+        own = (f"http://{ADDRESS}:{self._port}".encode(), f"http://localhost:{self._port}".encode())
+        if any(origin not in own for origin in origins) or (scope["method"] == "POST" and not origins):
+            return "pages of other origins may not use this server"
+        token = _token_of(scope) or self._kept(scope)
+        if not hmac.compare_digest(token.encode(), self._token.encode()):
+            return "open the address that `posttrain view` printed; it holds the token"
+        return None
+
+    def _kept(self, scope: Scope) -> str:
+        try:
+            kept = SimpleCookie(b"; ".join(header(scope, b"cookie")).decode("latin-1")).get(self._cookie)
+        except CookieError:
+            return ""
+        return kept.value if kept is not None else ""
+
+
+def _token_of(scope: Scope) -> str:
+    """The token in the address of a request; empty without one."""
+    given = [value for key, value in parse_qsl(scope["query_string"].decode("latin-1")) if key == "token"]
+    return given[0] if given else ""
+
+
+class Pages:
+    """The pages about the runs in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.scanner = Scanner(self.folder)
+        self.logs = Logs()
+        self.store = Store()
+        self.player = Player()
+
+    def app(self) -> App:
+        """The application, without the guard. Every answer has `HEADERS`."""
+        pages = Starlette(
+            routes=[
+                Route("/", self._page(self.runs)),
+                Route("/list", self._page(self.runs_list)),
+                Route("/run/{name:path}", self._page(self.run)),
+                Route("/state/{name:path}", self._page(self.state)),
+                Route("/charts/{name:path}", self._page(self.charts)),
+                Route("/episodes/{name:path}", self._page(self.episodes)),
+                Route("/group/{name:path}", self._page(self.group)),
+                Route("/compare", self._page(self.compare)),
+                Route("/compare-charts", self._page(self.compare_charts)),
+                Route("/compare-results", self._page(self.compare_results)),
+                Route("/differs/{name:path}", self._page(self.differs)),
+                Route("/pipeline/{name:path}", self._page(self.pipeline)),
+                Route("/play/{name:path}", self._page(self.play)),
+                Route("/begin/{name:path}", self._form(self.begin), methods=["POST"]),
+                Route("/turn/{key}", self._form(self.turn), methods=["POST"]),
+                Route("/notes/{name:path}", self._form(self.notes), methods=["POST"]),
+                Route("/events", self.events),
+                Route("/events/{name:path}", self.events),
+                Route("/static/{file}", self._page(self.static)),
+            ]
+        )
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            async def with_headers(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    given = {key for key, _ in message["headers"]}
+                    added = [
+                        (key.encode(), value.encode()) for key, value in HEADERS.items() if key.encode() not in given
+                    ]
+                    message = {**message, "headers": [*message["headers"], *added]}
+                await send(message)
+
+            await pages(scope, receive, with_headers)
+
+        return app
+
+    def _page(self, answer: Callable[[Request], Response]) -> Callable[[Request], Any]:
+        """The endpoint of a page: in a thread, without importing what a run names; an error is its sentence."""
+
+        @wraps(answer)
+        def endpoint(request: Request) -> Response:
+            with looking():
+                try:
+                    response = answer(request)
+                except PosttrainError as error:
+                    status = 404 if isinstance(error, InputError) else 500
+                    part = "hx-request" in request.headers  # htmx swaps in no answers with another status
+                    template = "problem.html.j2" if part else "error.html.j2"
+                    response = self.render(template, 200 if part else status, message=str(error))
+            return response
+
+        return endpoint
+
+    def render(self, template: str, status: int = 200, **values: Any) -> Response:
+        """A page or a part of one."""
+        text = templates().get_template(template).render(folder=self.folder, sorts=SORTS, states=STATES, **values)
+        return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)
+
+    def runs(self, request: Request) -> Response:
+        """The list of runs, with what is known of them so far; the rest follows by `/list`."""
+        query = Query.of(request.query_params)
+        listing, pipelines = listed(self.scanner, query, read=0.12), pipelines_among(self.scanner.find())
+        return self.render("runs.html.j2", query=query, listing=listing, pipelines=pipelines)
+
+    def runs_list(self, request: Request) -> Response:
+        """The list without the page around it."""
+        query = Query.of(request.query_params)
+        response = self.render("list.html.j2", query=query, listing=listed(self.scanner, query, read=2.0))
+        if request.headers.get("hx-trigger") == "filter":
+            response.headers["hx-replace-url"] = f"/?{query.address()}"
+        return response
+
+    def run(self, request: Request) -> Response:
+        """The page of a run."""
+        name = request.path_params["name"]
+        path = self.scanner.path(name)
+        about, others = run_pages.facts(self.logs, path), sorted(one for one in self.scanner.find() if one != name)
+        return self.render("run.html.j2", run=self.scanner.summary(name, path), about=about, others=others)
+
+    def state(self, request: Request) -> Response:
+        """The part of a run's page that says how it is doing."""
+        name = request.path_params["name"]
+        return self.render("state.html.j2", run=self.scanner.summary(name, self.scanner.path(name)))
+
+    def charts(self, request: Request) -> Response:
+        """The charts of a run as JSON."""
+        return JSONResponse(run_pages.charts(self.logs, self.scanner.path(request.path_params["name"])))
+
+    def episodes(self, request: Request) -> Response:
+        """A page of the episodes of a run."""
+        name = request.path_params["name"]
+        run, wanted = RunDirectory(self.scanner.path(name)), Filter.of(request.query_params)
+        steps, split = steps_of(run.episodes, wanted.split)
+        found = self.store.find(steps, wanted)
+        step = steps[-1].step if wanted.step is None else wanted.step
+        choices: dict[str, Any] = {"splits": SPLITS, "endings": ENDINGS, "orders": ORDERS, "page_size": PAGE}
+        shown: dict[str, Any] = {
+            "name": name,
+            "steps": steps,
+            "split": split,
+            "step": step,
+            "wanted": wanted,
+            "found": found,
+        }
+        return self.render("episodes.html.j2", **shown, **choices)
+
+    def group(self, request: Request) -> Response:
+        """The episodes of a group side by side."""
+        name = request.path_params["name"]
+        run = RunDirectory(self.scanner.path(name))
+        return self.render("group.html.j2", name=name, **group_page(run, request.query_params, self.store, self.player))
+
+    def compare(self, request: Request) -> Response:
+        """The page that compares runs."""
+        names, sources = self._sources(request)
+        query = urlencode([("run", name) for name in names])
+        differing = differing_keys(sources) if len(sources) > 1 else None
+        runs = [self.scanner.summary(name, self.scanner.path(name)) for name in names]
+        return self.render("compare.html.j2", names=names, query=query, differing=differing, runs=runs)
+
+    def compare_charts(self, request: Request) -> Response:
+        """The curves of several runs as JSON."""
+        return JSONResponse({"charts": charts_of_runs(self._sources(request)[1]), "marks": []})
+
+    def compare_results(self, request: Request) -> Response:
+        """The paired differences of several runs."""
+        return self.render("results.html.j2", **paired(self._sources(request)[1]))
+
+    def _sources(self, request: Request) -> tuple[list[str], list[Source]]:
+        names = list(dict.fromkeys(request.query_params.getlist("run")))
+        if not names:
+            raise InputError("no runs are selected; select some in the list of runs")
+        read = zip(names, open_sources([self.scanner.path(name) for name in names]), strict=True)
+        return names, [replace(source, name=name) for name, source in read]
+
+    def differs(self, request: Request) -> Response:
+        """The recipe keys in which a run differs from another one."""
+        name, other = request.path_params["name"], request.query_params.get("from", "")
+        sources = open_sources([self.scanner.path(one) for one in (other, name)]) if other else []
+        named = [replace(source, name=one) for source, one in zip(sources, (other, name), strict=False)]
+        return self.render("differs.html.j2", table=differing_keys(named), other=other)
+
+    def pipeline(self, request: Request) -> Response:
+        """The stages of a pipeline as a graph."""
+        name = request.path_params["name"]
+        if name not in pipelines_among(self.scanner.find()):
+            raise InputError(f"there is no pipeline {name} in {self.folder}; go back to the list of runs")
+        return self.render("pipeline.html.j2", name=name, graph=graph_of(self.scanner, name))
+
+    def play(self, request: Request) -> Response:
+        """The page on which people talk to a checkpoint."""
+        name = request.path_params["name"]
+        run = RunDirectory(self.scanner.path(name))
+        environment = getattr(evaluated_environment(run.load_recipe()), "type", "")
+        return self.render("play.html.j2", name=name, checkpoints=checkpoints_of(run), environment=environment)
+
+    def begin(self, request: Request, form: dict[str, str]) -> Response:
+        """Start a chat or an episode with a checkpoint."""
+        run = RunDirectory(self.scanner.path(request.path_params["name"]))
+        try:
+            seed, temperature = int(form.get("seed") or 0), float(form.get("temperature") or 1)
+        except ValueError:
+            raise InputError("the seed is a whole number and the temperature a number, for example 0 and 0.7") from None
+        played = form.get("what") == "environment"
+        session = self.player.begin(run, form.get("checkpoint", ""), played, seed, temperature)
+        return self.render("session.html.j2", session=session, page=self.player.page(session))
+
+    def turn(self, request: Request, form: dict[str, str]) -> Response:
+        """A message or a turn, and what follows."""
+        session = self.player.session(request.path_params["key"])
+        if session.environment is None:
+            self.player.say(session, form.get("text", ""))
+        else:
+            self.player.turn(session, form.get("text", ""))
+        return self.render("session.html.j2", session=session, page=self.player.page(session))
+
+    def notes(self, request: Request, form: dict[str, str]) -> Response:
+        """Store the tags and the note of a run."""
+        name = request.path_params["name"]
+        path = self.scanner.path(name)
+        write_notes(path, form.get("tags", ""), form.get("note", ""))
+        return self.render("notes.html.j2", run=self.scanner.summary(name, path), saved=True)
+
+    def _form(self, answer: Callable[[Request, dict[str, str]], Response]) -> Callable[[Request], Any]:
+        """The endpoint of a form."""
+
+        async def endpoint(request: Request) -> Response:
+            content = b""
+            async for part in request.stream():
+                content += part
+                if len(content) > _BODY_BYTES:
+                    return Response("a form has at most 64 kB\n", 413)
+            form = dict(parse_qsl(content.decode("utf-8", "replace"), keep_blank_values=True))
+            return await run_in_threadpool(self._page(lambda request: answer(request, form)), request)
+
+        return endpoint
+
+    async def events(self, request: Request) -> Response:
+        """Server-sent events: one each time the files of the run change, or those of any run without a name."""
+        name = request.path_params.get("name")
+        return StreamingResponse(self._changes(name), media_type="text/event-stream")
+
+    async def _changes(self, name: str | None) -> AsyncIterator[bytes]:
+        yield b"retry: 1000\n\n"
+        before = await run_in_threadpool(self._stamp, name)
+        silent = cost = 0.0
+        while True:
+            pause = max(_POLL_SECONDS, 20 * cost)  # a folder of many runs must not keep a core busy
+            await asyncio.sleep(pause)
+            started = time.monotonic()
+            now = await run_in_threadpool(self._stamp, name)
+            cost = time.monotonic() - started
+            silent += pause
+            if now != before:
+                before, silent = now, 0.0
+                yield b"event: change\ndata: {}\n\n"
+            elif silent > 10:
+                silent = 0.0
+                yield b": waiting\n\n"  # a write finds a closed connection
+
+    def _stamp(self, name: str | None) -> object:
+        try:
+            paths = self.scanner.find() if name is None else {name: self.scanner.path(name)}
+        except PosttrainError:
+            return None
+        return [(one, self.scanner.stamp(path)) for one, path in paths.items()]
+
+    def static(self, request: Request) -> Response:
+        """A file of this package."""
+        file = files("posttrain.view") / "static" / request.path_params["file"]
+        kind = _TYPES.get(Path(request.path_params["file"]).suffix)
+        if kind is None or not file.is_file():
+            raise InputError("there is no such file; go back to the list of runs")
+        return Response(file.read_bytes(), media_type=kind, headers={"cache-control": "private, max-age=3600"})
+
+
+def new_token() -> str:
+    """A token that cannot be guessed."""
+    return secrets.token_urlsafe(24)
+
+
+def guarded(folder: Path, port: int, token: str) -> Guard:
+    """The application with its guard."""
+    return Guard(Pages(folder).app(), port, token)

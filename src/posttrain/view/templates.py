@@ -1,0 +1,56 @@
+"""The templates of the report and of the live page. All values are escaped and their control characters made visible."""
+
+import math
+import re
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from posttrain.rollout.view import visible
+
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_CODE = re.compile(r"`([^`]*)`")
+
+
+@cache
+def templates() -> Any:
+    """The jinja environment of all pages; only `marked` makes markup from text."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    found = Environment(
+        loader=PackageLoader("posttrain.view", "pages"),
+        autoescape=True,
+        finalize=_visible,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters["marked"] = _marked
+    found.filters["short"] = short_number
+    found.globals |= {"static": _static, "inf": math.inf}
+    return found
+
+
+def short_number(value: float | None, percent: bool = False) -> str:
+    """A number for a table: `45.3%` for rates, else four significant digits; a dash for None."""
+    if value is None:
+        return "–"
+    return f"{100 * value:.1f}%" if percent else f"{value:.4g}"
+
+
+def _static(name: str) -> Any:
+    """The text of a style sheet of this package, for a page in one file."""
+    from markupsafe import Markup
+
+    return Markup((files("posttrain.view") / "static" / name).read_text(encoding="utf-8"))
+
+
+def _visible(value: Any) -> Any:
+    return visible(value) if type(value) is str else value
+
+
+def _marked(text: str) -> Any:
+    """Markdown text as HTML: words in backticks become code, links become their text."""
+    from markupsafe import Markup, escape
+
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(visible(_LINK.sub(r"\1", text))))))

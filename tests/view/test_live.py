@@ -1,0 +1,151 @@
+"""`posttrain view` as a process: who may ask, what it reads and writes, and the pages in a real browser."""
+
+import json
+import signal
+import subprocess
+
+import pytest
+
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import MetricsLog
+from tests.runs.comparing import make_run
+from tests.view.browsing import browsed, command, eventually, needs_browser, served, trained
+
+ATTACK = "<script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("view") / "runs"
+    make_run(path.parent, "secret")
+    make_run(path, "first", seed=1)
+    make_run(path, "second", seed=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with served(folder) as server:
+        yield server
+
+
+def test_only_the_pages_of_this_server_with_its_token_are_answered(server):
+    cookie = server.cookie()
+    port = server.root.rpartition(":")[2]
+    assert server.ask("/", cookie=cookie).status == 200
+    assert server.ask("/", cookie=cookie, host=f"localhost:{port}").status == 200
+    assert server.ask("/", cookie=cookie, origin=server.root).status == 200
+    refused = {
+        "no token": server.ask("/"),
+        "wrong token": server.ask("/?token=wrong"),
+        "wrong token with a cookie": server.ask("/?token=wrong", cookie=cookie),
+        "wrong cookie": server.ask("/", cookie=f"{cookie}x"),
+        "no token for a file": server.ask("/static/page.js"),
+        "no token for events": server.ask("/events"),
+        "foreign host": server.ask("/", cookie=cookie, host="posttrain.example:80"),
+        "foreign port": server.ask("/", cookie=cookie, host="127.0.0.1:1"),
+        "foreign origin": server.ask("/", cookie=cookie, origin="https://posttrain.example"),
+        "null origin": server.ask("/", cookie=cookie, origin="null"),
+        "form without an origin": server.ask("/notes/first", "POST", "tags=a&note=b", cookie=cookie),
+    }
+    assert {name: answer.status for name, answer in refused.items() if answer.status != 403} == {}
+    assert all(len(answer.text.splitlines()) == 1 and "first" not in answer.text for answer in refused.values())
+
+
+def test_the_token_moves_from_the_address_to_a_cookie(server):
+    answer = server.ask(f"/run/first?token={server.token}&x=1")
+    assert answer.status == 303
+    assert answer.headers["location"] == "/run/first?x=1"
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    assert "samesite=strict" in answer.headers["set-cookie"].lower()
+    page = server.ask("/run/first", cookie=server.cookie())
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert server.token not in page.text
+
+
+def test_names_do_not_leave_the_folder(server):
+    cookie = server.cookie()
+    for name in ("../secret", "%2e%2e/secret", "first/../../secret", "/etc", "nothing", "first%00"):
+        for page in ("run", "charts", "state"):
+            answer = server.ask(f"/{page}/{name}", cookie=cookie)
+            assert answer.status == 404, (page, name)
+            assert "learning_rate" not in answer.text
+
+
+def test_notes_are_the_only_file_that_is_written(server, folder):
+    def content():
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before, cookie = content(), server.cookie()
+    for page in ("/", "/list", "/run/first", "/charts/first", "/state/first"):
+        assert server.ask(page, cookie=cookie).status == 200
+    assert content() == before
+    body = "tags=keep%2C+a%3Cb&note=" + "looks+good"
+    assert server.ask("/notes/first", "POST", body, cookie=cookie, origin=server.root).status == 200
+    after = content()
+    assert {path for path in after if after[path] != before.get(path)} == {folder / "first" / "notes.json"}
+    assert json.loads((folder / "first" / "notes.json").read_text()) == {"tags": ["keep", "a<b"], "note": "looks good"}
+    assert "a&lt;b" in server.ask("/", cookie=cookie).text
+    assert server.ask("/notes/first", "POST", "note=" + "x" * 100_000, cookie=cookie, origin=server.root).status == 413
+
+
+def test_code_that_a_run_names_is_not_imported(tmp_path):
+    code, proof = tmp_path / "mine.py", tmp_path / "executed"
+    code.write_text(f"open({str(proof)!r}, 'w')\n")
+    run = make_run(tmp_path / "runs", "foreign")
+    recipe = run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("type: bandit", f"type: {code}"))
+    with served(tmp_path / "runs") as server:
+        page = server.ask("/run/foreign", cookie=server.cookie())
+        assert page.status == 200
+        assert str(code) in page.text
+    assert not proof.exists()
+
+
+def test_a_folder_that_is_not_there_is_one_sentence(tmp_path):
+    done = subprocess.run(command("view", tmp_path / "none"), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "there is no folder" in done.stderr
+
+
+@needs_browser
+def test_text_of_models_stays_text_and_long_lines_stay_in_the_page(tmp_path):
+    path = make_run(tmp_path, "hostile")
+    with MetricsLog(RunDirectory(path), []) as log:
+        log.write(4, "warning", {"message": ATTACK})
+        log.write(5, "warning", {"message": "x" * 1_000_000})
+    (path / "failure.txt").write_text(ATTACK)
+    with served(tmp_path) as server, browsed(width=400) as page:
+        page.goto(server.address)
+        assert page.locator(".runs tbody tr").count() == 1
+        page.goto(f"{server.root}/run/hostile")
+        page.wait_for_selector("#charts[data-ready] canvas")
+        assert "onerror" in page.locator("#marks").inner_text()
+        assert page.title() == "hostile · posttrain"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        assert page.locator("#state [data-state]").get_attribute("data-state") == "failed"
+
+
+@needs_browser
+@pytest.mark.slow
+def test_curves_grow_while_a_run_trains_and_a_killed_run_has_stopped(tmp_path, tiny_model):
+    with trained(tmp_path, tiny_model) as training, served(tmp_path) as server, browsed() as page:
+        page.goto(server.address)
+        page.wait_for_selector("[data-state=running]", timeout=120_000)  # appears without a reload
+        page.goto(f"{server.root}/run/live")
+        page.evaluate("window.before = 'the same page'")
+
+        def last_step():
+            return page.evaluate(
+                "Number(document.querySelector('.chart .plot')?.ariaLabel.match(/at step (\\d+)/)?.[1] ?? 0)"
+            )
+
+        eventually(lambda: last_step() > 2)
+        seen = last_step()
+        eventually(lambda: last_step() > seen + 5)
+        assert page.evaluate("window.before") == "the same page"
+        assert page.locator("#state [data-state]").get_attribute("data-state") == "running"
+        training.send_signal(signal.SIGKILL)
+        page.wait_for_selector("#state [data-state=stopped]", timeout=20_000)
+        page.goto(server.root)
+        page.wait_for_selector("tr[data-state=stopped]")
