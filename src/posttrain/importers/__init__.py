@@ -1,0 +1,1 @@
+"""Commands of other frameworks as recipes: `posttrain import`."""

@@ -1,0 +1,308 @@
+"""Flags that all trainers of TRL share: those of transformers, of the model, and of the script."""
+
+from collections.abc import Iterator
+
+from posttrain.importers.rows import (
+    Answer,
+    Flags,
+    Row,
+    Rule,
+    choice,
+    converted,
+    equal,
+    literal,
+    named,
+    switch,
+    unsupported,
+    warmup,
+    without_effect,
+)
+
+_ONE = "affects speed or memory only, and has no counterpart here"
+_LOGS = "every step is in `metrics.jsonl`"
+_LOADER = "rows are tokenized once and cached"
+_PLACES = "`hardware.processes=N` divides weights and optimizer over N devices"
+
+
+def devices(flags: Flags) -> int:
+    """Processes that a launcher starts; one by default."""
+    return flags.whole("num_processes", 1)
+
+
+def _lora(key: str, words: bool = False) -> Rule:
+    """A key of the adapters, where they are used."""
+
+    def apply(value: str, flags: Flags) -> Answer:
+        if not flags.on("use_peft"):
+            return Answer("no effect", {}, "needs `--use_peft`")
+        parts = value.split()
+        return Answer("equal", {key: parts if words and parts != ["all-linear"] else literal(value)})
+
+    return Rule(apply, many=words)
+
+
+def _steps_of(key: str) -> Rule:
+    """Steps between evaluations or checkpoints by the strategy: no, steps or epoch."""
+    kind = "eval" if key.startswith("evaluation") else "save"
+
+    def apply(_: str, flags: Flags) -> Answer:
+        strategy = flags.text(f"{kind}_strategy")
+        if strategy == "steps":
+            every = flags.number(f"{kind}_steps", 500)
+            if every < 1:
+                return Answer("not supported", {}, f"a share of the steps; set `{key}` to a number of steps")
+            return Answer("equal", {key: int(every)})
+        if strategy == "epoch":
+            return Answer("not supported", {}, f"once per epoch; set `{key}` to the steps of an epoch")
+        if kind == "save":
+            return Answer("converted", {key: 1000}, "never in the original; here at the end and of the best step too")
+        return Answer("converted", {key: 0}, "never in the original; here before and after training")
+
+    return Rule(apply)
+
+
+def _warmup(value: str, flags: Flags) -> Answer:
+    number = flags.number("warmup_steps")
+    if number >= 1 or number == 0:
+        return Answer("equal", {"optimizer.warmup_updates": int(number)})
+    return _ratio(number, flags)
+
+
+def _ratio(ratio: float, flags: Flags) -> Answer:
+    steps = flags.number("max_steps", -1)
+    size = flags.whole("per_device_train_batch_size") * flags.whole("gradient_accumulation_steps") * devices(flags)
+    if steps <= 0 and flags.rows is not None and "max_completion_length" not in flags.defaults:
+        steps = -(-flags.rows // size) * flags.number("num_train_epochs")
+    if steps <= 0:
+        return Answer("not supported", {}, "a share of all updates; set `optimizer.warmup_updates` to their number")
+    keys, note = warmup(steps, ratio)
+    return Answer("converted", keys, note)
+
+
+def _schedule(value: str, flags: Flags) -> Answer:
+    kinds = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+    if value not in kinds:
+        return Answer("not supported", {}, "use linear, cosine or constant")
+    keys: dict[str, object] = {"optimizer.schedule": kinds[value]}
+    if kinds[value] != "constant":
+        keys["optimizer.final_fraction"] = 0
+    return Answer("converted" if len(keys) > 1 else "equal", keys, "to 0" if len(keys) > 1 else "")
+
+
+def _betas(_: str, flags: Flags) -> Answer:
+    betas = [flags.number("adam_beta1", 0.9), flags.number("adam_beta2", 0.999)]
+    return Answer("converted", {"optimizer.betas": betas})
+
+
+def _report(value: str, _: Flags) -> Answer:
+    names = [name for name in value.split() if name not in ("none", "all")]
+    known = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
+    if "all" in value.split():
+        return Answer("not supported", {}, "name the sinks: `sinks=[tensorboard, wandb]`")
+    if unknown := [name for name in names if name not in known]:
+        return Answer(
+            "not supported",
+            {"sinks": known} if known else {},
+            f"{', '.join(unknown)}: use one of tensorboard, wandb, trackio",
+        )
+    return Answer("equal", {"sinks": known}) if known else Answer("no effect", {}, _LOGS)
+
+
+def _precision(_: str, flags: Flags) -> Answer:
+    return Answer("converted", {"model.dtype": "bfloat16"}, "float32 master weights")
+
+
+def _push(_: str, flags: Flags) -> Answer:
+    name = flags.text("hub_model_id") or "USER/NAME"
+    return Answer("not supported", {}, f"after the run: `posttrain push RUN {name}`")
+
+
+_NO_EFFECT: dict[str, str] = {
+    **dict.fromkeys(
+        ("logging_steps", "logging_strategy", "logging_first_step", "logging_dir", "log_level", "log_level_replica",
+         "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "disable_tqdm", "debug",
+         "skip_memory_metrics", "eval_on_start", "log_multimodal", "project", "trackio_space_id", "trackio_bucket_id",
+         "trackio_static_space_id"), _LOGS),
+    **dict.fromkeys(
+        ("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+         "dataloader_multiprocessing_context", "dataloader_in_order", "dataset_num_proc", "remove_unused_columns",
+         "length_column_name", "pad_to_multiple_of", "label_names", "dataset_kwargs", "group_by_length"), _LOADER),
+    **dict.fromkeys(
+        ("tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config",
+         "use_cache", "torch_empty_cache_steps", "activation_offloading", "activation_checkpointing",
+         "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "bf16_full_eval", "fp16_full_eval",
+         "attn_implementation", "cache_implementation", "per_device_eval_batch_size", "eval_accumulation_steps",
+         "batch_eval_metrics", "eval_do_concat_batches", "eval_use_gather_object", "auto_find_batch_size",
+         "enable_jit_checkpoint", "ds3_gather_for_generation", "use_transformers_continuous_batching",
+         "transformers_continuous_batching_config", "use_transformers_paged"), _ONE),
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend",
+         "ddp_timeout", "fsdp", "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "local_rank",
+         "save_on_each_node"), _PLACES),
+    **dict.fromkeys(
+        ("do_train", "do_eval", "do_predict", "prediction_loss_only", "greater_is_better", "load_best_model_at_end",
+         "include_for_metrics"), "the best checkpoint is always measured and exported; `export=last` takes the last one"),
+    **dict.fromkeys(
+        ("save_only_model", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
+        "checkpoints hold all that a run needs to resume to the same bits"),
+    **dict.fromkeys(
+        ("hub_strategy", "hub_always_push", "hub_revision", "hub_private_repo", "hub_token"), "belongs to `--push_to_hub`"),
+    "full_determinism": "always on a CPU",
+    "data_seed": "the order of rows follows from `seed`",
+    "average_tokens_across_devices": "the divisor of the loss is always global",
+    "dataset_config": "belongs to `--dataset_name`",
+    "eval_delay": "`evaluation.start=false` leaves out the first one",
+    "ignore_bias_buffers": "not needed",
+    "lora_task_type": "follows from the stage",
+    "resume_from_checkpoint": "runs continue with `--resume RUN`",
+    "overwrite_output_dir": "`--overwrite` on the command line",
+}  # fmt: skip
+_UNSUPPORTED: dict[str, str] = {
+    "model_init_kwargs": "see `posttrain recipe model`",
+    "model_revision": "download that revision and set `model.path` to its folder",
+    "router_aux_loss_coef": "there is no balancing loss for mixtures of experts",
+    "chat_template_path": "write the template to a file and set `model.chat_template`",
+    "eos_token": "save the tokenizer that you need with the model",
+    "pad_token": "batches have no padding",
+    "optim_args": "see `posttrain recipe optimizer`",
+    "optim_target_modules": "all weights, or adapters by `model.lora.targets`",
+    "lr_scheduler_kwargs": "set `optimizer.final_fraction`",
+    "label_smoothing_factor": "there is no label smoothing of next-token losses",
+    "neftune_noise_alpha": "there is no noise on embeddings",
+    "load_in_8bit": "train adapters on a bfloat16 model: `model.lora.rank=16 model.dtype=bfloat16`",
+    "load_in_4bit": "train adapters on a bfloat16 model: `model.lora.rank=16 model.dtype=bfloat16`",
+    "bnb_4bit_quant_type": "see `--load_in_4bit`",
+    "bnb_4bit_quant_storage": "see `--load_in_4bit`",
+    "use_bnb_nested_quant": "see `--load_in_4bit`",
+    "use_rslora": "set `model.lora.alpha` to alpha x sqrt(rank)",
+    "use_dora": "there is plain LoRA only",
+    "lora_modules_to_save": "heads of reward models and critics are trained and saved; other modules are not",
+    "lora_target_parameters": "name modules in `model.lora.targets`",
+    "fp16": "use bfloat16 or float32: `model.dtype`",
+    "train_sampling_strategy": "rows are shuffled by the seed",
+    "dataloader_drop_last": "the incomplete last batch is one more update",
+    "dataset_train_split": "name the file of that split",
+    "f_divergence_type": "the reverse KL divergence only",
+    "f_alpha_divergence_coef": "the reverse KL divergence only",
+    "ld_alpha": "see `posttrain recipe loss --stage dpo`",
+    "loss_weights": "one loss at a time; `nll_coefficient` adds the likelihood of chosen answers",
+    "use_weighting": "see `posttrain recipe loss --stage dpo`",
+    "discopop_tau": "see `posttrain recipe loss --stage dpo`",
+}
+_OFF: dict[str, tuple[str, ...]] = {
+    "dataset_train_split": ("train",),
+    "f_divergence_type": ("reverse_kl",),
+    "train_sampling_strategy": ("random",),
+}
+_ALWAYS_OFF = ("false", "none", "null", "", "0", "0.0")
+_FLAGS_ALONE = {
+    "load_in_8bit", "load_in_4bit", "use_bnb_nested_quant", "use_rslora", "use_dora", "fp16", "dataloader_drop_last",
+    "use_weighting",
+}  # fmt: skip
+_SWITCHES = {
+    "do_train", "do_eval", "do_predict", "tf32", "torch_compile", "use_liger_kernel", "activation_offloading", "eval_on_start",
+    "logging_first_step", "load_best_model_at_end", "full_determinism", "disable_tqdm", "group_by_length", "remove_unused_columns",
+    "save_only_model", "overwrite_output_dir", "bf16_full_eval", "fp16_full_eval", "auto_find_batch_size", "hub_private_repo",
+    "use_transformers_paged", "use_transformers_continuous_batching", "use_cache", "ignore_data_skip", "hub_always_push",
+    "dataloader_pin_memory", "dataloader_persistent_workers", "log_on_each_node", "prediction_loss_only",
+}  # fmt: skip
+COMMON: dict[str, Rule] = {
+    **{name: without_effect(reason, name in _SWITCHES) for name, reason in _NO_EFFECT.items()},
+    **{
+        name: unsupported(remedy, name in _FLAGS_ALONE, (*_ALWAYS_OFF, *_OFF.get(name, ())))
+        for name, remedy in _UNSUPPORTED.items()
+    },
+    "num_processes": equal("hardware.processes"),
+    "model_name_or_path": equal("model.path", words=True),
+    "dtype": choice(
+        "model.dtype", {"bfloat16": "bfloat16", "float32": "float32", "auto": "auto"}, "float32 master weights"
+    ),
+    "torch_dtype": choice(
+        "model.dtype", {"bfloat16": "bfloat16", "float32": "float32", "auto": "auto"}, "float32 master weights"
+    ),
+    "trust_remote_code": switch("model.trust_remote_code"),
+    "use_peft": converted(
+        lambda flags: (
+            (
+                {"model.lora.rank": flags.whole("lora_r", 16)},
+                "adapters; exported merged unless `model.lora.export=adapter`",
+            )
+            if flags.on("use_peft")
+            else ({}, "off, as here")
+        ),
+        flag=True,
+    ),
+    "lora_r": _lora("model.lora.rank"),
+    "lora_alpha": _lora("model.lora.alpha"),
+    "lora_dropout": _lora("model.lora.dropout"),
+    "lora_target_modules": _lora("model.lora.targets", True),
+    "dataset_test_split": without_effect("name its file in `data.validation`, or hold rows out with `data.held_out`"),
+    "output_dir": named("run"),
+    "run_name": equal("tracking.run_name", words=True),
+    "report_to": Rule(_report, many=True),
+    "seed": equal("seed"),
+    "bf16": converted(
+        lambda flags: (
+            {"model.dtype": "bfloat16" if flags.on("bf16") else "float32"},
+            "float32 master weights" if flags.on("bf16") else "",
+        ),
+        flag=True,
+    ),
+    "use_cpu": switch("model.device", "cpu"),
+    "no_cuda": switch("model.device", "cpu"),
+    "gradient_checkpointing": switch("model.gradient_checkpointing"),
+    "learning_rate": equal("optimizer.learning_rate"),
+    "weight_decay": equal("optimizer.weight_decay"),
+    "adam_beta1": Rule(_betas),
+    "adam_beta2": Rule(_betas),
+    "adam_epsilon": equal("optimizer.epsilon"),
+    "max_grad_norm": equal("optimizer.max_gradient_norm"),
+    "lr_scheduler_type": Rule(_schedule),
+    "warmup_steps": Rule(_warmup),
+    "warmup_ratio": Rule(lambda value, flags: _ratio(flags.number("warmup_ratio"), flags)),
+    "optim": choice(
+        "optimizer", {name: {} for name in ("adamw_torch_fused", "adamw_torch", "adamw_hf")}, "AdamW in float32, always"
+    ),
+    "eval_strategy": _steps_of("evaluation.every"),
+    "evaluation_strategy": _steps_of("evaluation.every"),
+    "eval_steps": _steps_of("evaluation.every"),
+    "save_strategy": _steps_of("checkpoint.every"),
+    "save_steps": _steps_of("checkpoint.every"),
+    "save_total_limit": equal("checkpoint.keep"),
+    "metric_for_best_model": choice(
+        "evaluation.metric", {"loss": "loss", "eval_loss": "loss", "eval_accuracy": "accuracy"}
+    ),
+    "push_to_hub": Rule(_push, switch=True),
+    "hub_model_id": without_effect("belongs to `--push_to_hub`"),
+}
+"""Flag -> rule, for all trainers."""
+COMMON_DEFAULTS = {
+    "per_device_train_batch_size": "8",
+    "gradient_accumulation_steps": "1",
+    "weight_decay": "0.0",
+    "max_grad_norm": "1.0",
+    "lr_scheduler_type": "linear",
+    "warmup_steps": "0",
+    "eval_strategy": "no",
+    "save_strategy": "steps",
+    "gradient_checkpointing": "true",
+    "lora_r": "16",
+    "lora_alpha": "32",
+    "lora_dropout": "0.05",
+}
+
+
+def optimizer_rows(flags: Flags) -> Iterator[Row]:
+    """What transformers and TRL do without a flag."""
+    yield Row("--adam_beta1, --adam_beta2", "0.9, 0.999", Answer("converted", {"optimizer.betas": [0.9, 0.999]}), True)
+    if flags.on("use_peft"):
+        targets = Answer(
+            "converted", {"model.lora.targets": ["q_proj", "v_proj"]}, "PEFT's choice for most architectures"
+        )
+        yield Row("--lora_target_modules", "of PEFT", targets, True)
+    yield Row(
+        "--bf16",
+        "true, where the device has it",
+        Answer("converted", {"model.dtype": "bfloat16"}, "float32 master weights"),
+        True,
+    )

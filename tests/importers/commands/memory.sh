@@ -1,0 +1,53 @@
+.venv/bin/python -m openrlhf.cli.train_ppo_ray \
+   --ref_num_nodes 1 \
+   --ref_num_gpus_per_node 8 \
+   --actor_num_nodes 1 \
+   --actor_num_gpus_per_node 8 \
+   --vllm_num_engines 2 \
+   --vllm_tensor_parallel_size 4 \
+   --vllm_gpu_memory_utilization 0.30 \
+   --colocate_all_models \
+   --init_kl_coef $INIT_KL_COEF \
+   --kl_target $KL_TARGET \
+   --kl_horizon $KL_HORIZON \
+   --gamma 0.99 \
+   --kl_estimator k3 \
+   --pretrain $MODEL_NAME \
+   --agent_func_path training/agent_func.py \
+   --save_path $SAVE_PATH \
+   --ckpt_path $CKPT_PATH \
+   --advantage_estimator $ADVANTAGE_ESTIMATOR \
+   --save_hf_ckpt \
+   --micro_train_batch_size 2 \
+   --train_batch_size 32 \
+   --micro_rollout_batch_size 2 \
+   --rollout_batch_size 32 \
+   --n_samples_per_prompt 4 \
+   --max_epochs $MAX_EPOCHS \
+   --prompt_max_len 4096 \
+   --max_samples 100000 \
+   --generate_max_len 1024 \
+   --zero_stage 3 \
+   --bf16 \
+   --actor_learning_rate $ACTOR_LR \
+   --critic_learning_rate $CRITIC_LR \
+   --prompt_data json@data/openrlhf/mixed \
+   --input_key context_messages \
+   --label_key label \
+   --apply_chat_template \
+   --use_kl_loss \
+   --gradient_checkpointing \
+   --packing_samples \
+   --vllm_sync_backend nccl \
+   --enforce_eager \
+   --vllm_enable_sleep \
+   --deepspeed_enable_sleep \
+   --use_wandb True \
+   --num_episodes $NUM_EPISODES \
+   --save_steps 1 \
+   --packing_samples --flash_attn \
+   --wandb_project obsidian-retrieval-openrlhf \
+   --eps_clip 0.1 \
+   --policy_loss_type gspo \
+   --use_liger_kernel \
+   --ptx_coef 0.13 
