@@ -1,0 +1,1 @@
+"""Hand a trained model on: model cards, exports, uploads and a server."""

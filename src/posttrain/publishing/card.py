@@ -1,0 +1,155 @@
+"""The model card of a run: what it was trained from, on what and how, and what was measured."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from posttrain.errors import InputError
+from posttrain.recipe.compose import dump_recipe
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.report import run_facts
+from posttrain.runs.tables import headline, markdown_table, read_policies, read_tables
+from posttrain.runs.tables import policy_tables as tables_of
+
+if TYPE_CHECKING:
+    from posttrain.recipe.stages import Recipe
+
+_PACKAGED = {"packaged:smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
+"""Models that ship with packages -> their hub id and licence."""
+_TAGS = {"rl": "reinforcement-learning", "reward": "reward-model", "distill": "distillation"}
+
+
+def model_card(run: RunDirectory, licence: str | None = None) -> str:
+    """The card as Markdown with the metadata that the hub reads.
+
+    `licence`: an identifier such as `apache-2.0`; None: that of the base model, where it is known.
+
+    Raises:
+        InputError: the run has not ended.
+    """
+    recipe = run.load_recipe()
+    lines = read_metrics(run.metrics)
+    if not (run.path / "results.json").is_file():
+        raise InputError(f"{run.path} has no results yet; wait for its end, or continue it with --resume {run.path}")
+    base, known = base_model(recipe)
+    metadata: dict[str, Any] = {
+        "library_name": "peft" if is_adapter(run.path / "model") else "transformers",
+        "pipeline_tag": "text-classification" if recipe.stage == "reward" else "text-generation",
+        "tags": ["posttrain", recipe.stage, *([_TAGS[recipe.stage]] if recipe.stage in _TAGS else [])],
+    }
+    metadata |= {"base_model": base} if "/" in base and not base.startswith((".", "/")) else {}
+    licence = licence or known
+    metadata |= {"license": licence} if licence else {}
+    sections = [
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
+        f"# {run.path.name}",
+        f"Trained with [posttrain](https://pypi.org/project/posttrain/), stage `{recipe.stage}`, from `{base}`.",
+        headline(lines),
+        "## Results",
+        *_results(run),
+        "Intervals are 95%. Rows of baseline policies are of the same held-out tasks; `exact` values are computed.",
+        "## Use",
+        _use(recipe, run.path / "model"),
+        "## Data",
+        _data(recipe),
+        "## Training",
+        markdown_table(("", ""), [fact for fact in run_facts(run, lines) if fact[0] not in ("command", "recipe")]),
+        f"Recipe (`posttrain {recipe.stage} recipe.yaml` runs it again):",
+        f"```yaml\n{dump_recipe(recipe).strip()}\n```",
+        "## Licence",
+        f"{licence}. The licences of the data apply as well."
+        if licence
+        else "Not stated: the licence of the base model and those of the data apply. `--licence NAME` states it.",
+    ]
+    return "\n\n".join(section.strip() for section in sections if section) + "\n"
+
+
+def base_model(recipe: "Recipe") -> tuple[str, str | None]:
+    """The model that the chain of runs began with, and its licence where it is known."""
+    path = recipe.model.path
+    for _ in range(20):
+        before = Path(path).parent
+        if Path(path).name != "model" or not (before / "recipe.yaml").is_file():
+            break
+        path = RunDirectory.open(before).load_recipe().model.path
+    if path in _PACKAGED:
+        return _PACKAGED[path]
+    return path, _licence_in(Path(path) / "README.md")
+
+
+def _licence_in(card: Path) -> str | None:
+    """The licence that the card of a downloaded model states."""
+    if not card.is_file():
+        return None
+    text = card.read_text(encoding="utf-8")
+    if not text.startswith("---"):
+        return None
+    try:
+        metadata = yaml.safe_load(text.split("---", 2)[1])
+    except yaml.YAMLError:
+        return None
+    found = metadata.get("license") if isinstance(metadata, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether the directory has adapters alone."""
+    return (directory / "adapter_config.json").is_file()
+
+
+def _results(run: RunDirectory) -> Iterator[str]:
+    tables = [*tables_of(read_policies(run.path)), *read_tables(run.path)]
+    seen: set[str] = set()
+    for table in tables:
+        text = table.markdown()
+        if text not in seen:
+            seen.add(text)
+            yield text
+    if not tables:
+        yield "No held-out tasks were measured."
+
+
+def _use(recipe: "Recipe", model: Path) -> str:
+    if recipe.stage == "reward":
+        lines = ["from transformers import AutoModelForSequenceClassification, AutoTokenizer", ""]
+        lines += ['model = AutoModelForSequenceClassification.from_pretrained("PATH")']
+    elif is_adapter(model):
+        lines = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer", ""]
+        lines += ['model = AutoPeftModelForCausalLM.from_pretrained("PATH")']
+    else:
+        lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+        lines += ['model = AutoModelForCausalLM.from_pretrained("PATH")']
+    lines += ['tokenizer = AutoTokenizer.from_pretrained("PATH")']
+    return "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _data(recipe: "Recipe") -> str:
+    rows = list(_sources(recipe.model_dump(mode="json")))
+    environment = getattr(recipe, "environment", None)
+    if environment is not None:
+        rows.append(("environment", f"`{environment.type}`", "generated from seeds" if not rows else ""))
+    return markdown_table(("use", "source", "SHA-256"), rows) if rows else "None."
+
+
+def _sources(values: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, str, str]]:
+    """(use, path, hash) of every file or data set that the recipe names."""
+    for key, value in values.items():
+        path = f"{place}{key}"
+        if isinstance(value, Mapping):
+            yield from _sources(value, f"{path}.")
+        elif isinstance(value, list):
+            for item in value:
+                if isinstance(item, Mapping) and isinstance(item.get("path"), str):
+                    yield f"`{path}`", f"`{item['path']}`", _hash(item["path"])
+
+
+def _hash(path: str) -> str:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        return "data set of the hub, or no longer here"
+    with file.open("rb") as content:
+        return f"`{hashlib.file_digest(content, 'sha256').hexdigest()}`"

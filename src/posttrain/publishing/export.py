@@ -1,0 +1,140 @@
+"""Write the model of a run for another program: transformers, GGUF, Ollama or vLLM."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from posttrain.errors import InputError
+from posttrain.publishing.card import is_adapter, model_card
+from posttrain.runs.directory import RunDirectory
+
+TARGETS = ("hf", "gguf", "ollama", "vllm")
+GIGABYTE = 1_000_000_000
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def export_run(
+    run: RunDirectory,
+    target: str,
+    out: Path,
+    *,
+    kind: str = "f16",
+    shard_gigabytes: float = 5.0,
+    licence: str | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Path]:
+    """Write the exported model of `run` to the folder `out`, with its card and recipe. Returns the files.
+
+    Args:
+        run: a run that has ended.
+        target: one of `TARGETS`.
+        out: a folder that does not exist, or is empty.
+        kind: type of the weights of a GGUF file.
+        shard_gigabytes: largest size of a safetensors file.
+        licence: identifier for the card.
+        tell: called with a line for each check.
+
+    Raises:
+        InputError: the run has no model, the folder is used, or the model cannot be written in this form.
+        RunError: a GGUF file does not compute what the model computes.
+    """
+    if target not in TARGETS:
+        raise InputError(f"--to {target} is not offered; use {', '.join(TARGETS)}")
+    model = model_of(run)
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out} exists and is not empty; choose another --out")
+    adapter, stage = is_adapter(model), run.load_recipe().stage
+    if target in ("gguf", "ollama") and adapter:
+        raise InputError(
+            f"{model} has adapters only, and GGUF needs whole weights; train with model.lora.export=merged"
+        )
+    if target in ("gguf", "ollama") and stage == "reward":
+        raise InputError(f"{model} is a reward model, which GGUF cannot hold; use --to hf")
+    card = model_card(run, licence)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        if target in ("gguf", "ollama"):
+            _write_gguf(run, model, out, kind, tell)
+        else:
+            copy_model(model, out, int(shard_gigabytes * GIGABYTE))
+        if target == "ollama":
+            (out / "Modelfile").write_text(modelfile(model, f"{run.path.name}.gguf"), encoding="utf-8")
+        if target == "vllm":
+            settings = vllm_settings(out, run.path.name, run.load_recipe(), adapter)
+            (out / "vllm.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        (out / "README.md").write_text(card, encoding="utf-8")
+        shutil.copyfile(run.recipe_file, out / "recipe.yaml")
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    return sorted(file for file in out.rglob("*") if file.is_file())
+
+
+def model_of(run: RunDirectory) -> Path:
+    """The exported model of a run; InputError if it has none."""
+    model = run.path / "model"
+    if not (model / "config.json").is_file() and not is_adapter(model):
+        raise InputError(f"{run.path} has no model yet; wait for its end, or continue it with --resume {run.path}")
+    return model
+
+
+def _write_gguf(run: RunDirectory, model: Path, out: Path, kind: str, tell: Callable[[str], None]) -> None:
+    from posttrain.publishing.gguf import progress, write_gguf
+
+    check = write_gguf(model, out / f"{run.path.name}.gguf", kind, run.path.name)
+    tell(progress(check, kind))
+
+
+def copy_model(model: Path, out: Path, shard_bytes: int) -> None:
+    """Copy a model of transformers or peft. Weights larger than `shard_bytes` are divided into files with an index."""
+    from huggingface_hub import save_torch_state_dict
+    from safetensors import safe_open
+
+    files = sorted(model.glob("*.safetensors"))
+    divide = not is_adapter(model) and sum(file.stat().st_size for file in files) > shard_bytes
+    for file in sorted(model.iterdir()):
+        if divide and (file.suffix == ".safetensors" or file.name in _WEIGHTS):
+            continue
+        if file.is_file():
+            shutil.copyfile(file, out / file.name)
+    if divide:
+        tensors: dict[str, Any] = {}
+        for file in files:
+            with safe_open(file, "pt") as content:
+                tensors |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
+        save_torch_state_dict(tensors, out, max_shard_size=shard_bytes, metadata={"format": "pt"})
+
+
+def modelfile(model: Path, weights: str) -> str:
+    """Ollama's description of the model: its file, where an answer ends, and how long a conversation may be."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer, config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
+    ends = {tokenizer.eos_token, *_end_texts(model, tokenizer)} - {None}
+    lines = [f"FROM ./{weights}", *(f"PARAMETER stop {json.dumps(text)}" for text in sorted(ends))]
+    return "\n".join([*lines, f"PARAMETER num_ctx {min(config.max_position_embeddings, 8192)}"]) + "\n"
+
+
+def _end_texts(model: Path, tokenizer: Any) -> list[str]:
+    """The end tokens that the generation configuration names."""
+    file = model / "generation_config.json"
+    given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    return [tokenizer.convert_ids_to_tokens(number) for number in ids]
+
+
+def vllm_settings(out: Path, name: str, recipe: Any, adapter: bool) -> dict[str, Any]:
+    """Arguments of `vllm serve --config`, with the sampling limits of the recipe."""
+    rollout = getattr(recipe, "rollout", None)
+    settings: dict[str, Any] = {"model": str(out), "served-model-name": name, "dtype": "auto"}
+    if adapter:
+        settings |= {"model": recipe.model.path, "enable-lora": True, "lora-modules": [f"{name}={out}"]}
+        settings |= {"max-lora-rank": recipe.model.lora.rank}
+        del settings["served-model-name"]
+    if rollout is not None:
+        settings |= {"max-model-len": rollout.tokens_per_episode}
+    return settings

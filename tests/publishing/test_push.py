@@ -1,0 +1,107 @@
+"""`posttrain push` against a server with the hub's interface: one commit with all files, a private repository, refusals."""
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from posttrain.cli.main import main
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Creates repositories, and takes commits whose files are part of the request. `refuse`: answer commits with 403."""
+
+    created: list[dict] = []
+    committed: dict[str, bytes] = {}
+    tokens: set[str] = set()
+    refuse = False
+
+    def do_POST(self):
+        length = int(self.headers.get("content-length") or 0)
+        body = self.rfile.read(length) if length else self._chunks()
+        type(self).tokens.add(self.headers.get("authorization", ""))
+        if self.path == "/api/validate-yaml":
+            self._send({"errors": [], "warnings": []})
+        elif self.path == "/api/repos/create":
+            type(self).created.append(json.loads(body))
+            self._send({"url": "https://huggingface.co/user/name", "id": "user/name"})
+        elif self.path.startswith("/api/models/user/name/preupload/"):
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
+            self._send({"files": files})
+        elif self.path.startswith("/api/models/user/name/commit/"):
+            if self.refuse:
+                self._send({"error": "no write access"}, 403)
+                return
+            for line in body.splitlines():
+                entry = json.loads(line)
+                if entry["key"] == "file":
+                    type(self).committed[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            self._send(
+                {"commitUrl": "https://huggingface.co/user/name/commit/1", "commitOid": "1", "pullRequestUrl": None}
+            )
+        else:
+            self._send({"error": f"no {self.path}"}, 404)
+
+    def do_GET(self):
+        self._send(
+            {"sha": "0", "id": "user/name", "siblings": []} if self.path.startswith("/api/models/user/name") else {}
+        )
+
+    def _chunks(self):
+        parts = []
+        while size := int(self.rfile.readline().strip() or b"0", 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        return b"".join(parts)
+
+    def _send(self, value, status=200):
+        content = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    from huggingface_hub import constants
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    Hub.created, Hub.committed, Hub.tokens, Hub.refuse = [], {}, set(), False
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_push_is_one_commit_of_the_export(hub, played, capsys):
+    assert main(["push", str(played.path), "user/name", "--licence", "apache-2.0"]) == 0
+    assert [(one["name"], one["visibility"]) for one in hub.created] == [("name", "private")]
+    expected = {"README.md", "recipe.yaml", "config.json", "model.safetensors", "tokenizer.json"}
+    assert expected <= set(hub.committed)
+    assert hub.committed["model.safetensors"] == (played.path / "model/model.safetensors").read_bytes()
+    assert b"license: apache-2.0" in hub.committed["README.md"]
+    assert hub.tokens == {"Bearer hf_secret"}
+    assert "https://huggingface.co/user/name/commit/1" in capsys.readouterr().out
+
+
+def test_a_refused_push_is_reported(hub, played, capsys):
+    hub.refuse = True
+    assert main(["push", str(played.path), "user/name"]) == 1
+    assert "user/name: the upload failed" in capsys.readouterr().err
+    assert main(["push", str(played.path), "name"]) == 2
+    assert "name is not USER/NAME" in capsys.readouterr().err
+    assert hub.committed == {}
