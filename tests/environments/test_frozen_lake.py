@@ -176,6 +176,20 @@ def test_coordinates_show_everything_first_and_then_only_the_player():
     assert environment.step("nonsense").messages[0]["content"].count("row") == 1
 
 
+def test_edges_name_the_sides_where_the_board_ends():
+    environment = FrozenLake(FrozenLakeRecipe(observation="local", edges=True))
+    for seed in range(20):
+        text = environment.reset(seed).messages[1]["content"]
+        row, column = divmod(lake_of(seed, 4, 0.8, True).start, 4)
+        at_edge = {"left": column == 0, "right": column == 3, "up": row == 0, "down": row == 3}
+        assert text.endswith(f" Edges: {', '.join(name for name, there in at_edge.items() if there) or 'none'}.")
+
+
+def test_edges_without_a_local_observation_are_refused():
+    with pytest.raises(ValidationError, match="observation: local"):
+        FrozenLakeRecipe(observation="grid", edges=True)
+
+
 def test_symbols_are_drawn_and_explained():
     recipe = FrozenLakeRecipe.model_validate({"symbols": {"player": "A", "ice": "B", "hole": "C", "goal": "D"}})
     system, user = FrozenLake(recipe).reset(0).messages

@@ -37,13 +37,13 @@ def test_the_example_keeps_the_protocol():
 
 
 def test_the_guide_shows_that_file():
-    assert (ROOT / EXAMPLE).read_text() in (ROOT / "docs/environments.md").read_text()
+    assert (ROOT / EXAMPLE).read_text() in (ROOT / "docs/tutorials/own_environment.md").read_text()
 
 
 def test_the_guide_names_every_key():
     from posttrain.recipe.components import environment_names
 
-    guide = (ROOT / "docs/environments.md").read_text()
+    guide = (ROOT / "docs/reference/environments.md").read_text()
     for name in environment_names():
         for key in set(environment_class(name).Recipe.model_fields) - {"type"}:
             assert f"`{key}`" in guide or f"`{key}." in guide, f"{name}: {key}"

@@ -74,7 +74,7 @@ class BanditRecipe(GameRecipe):
 
 
 class Bandit(Game):
-    """One pull of one of two named arms. Success is choosing the arm with the higher mean, whatever this pull pays."""
+    """One pull of one of two named arms. Success is choosing the arm with the higher mean, not a high reward of this pull."""
 
     Recipe = BanditRecipe
 

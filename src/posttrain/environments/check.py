@@ -1,12 +1,12 @@
 """Checks that every environment has to pass, without its help: `posttrain env validate` makes them before its `validate`."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.environments.players import Conversation, Played, Player, oracle, play_episode
+from posttrain.environments.protocol import Environment, Step
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
-from posttrain.seeds import random_stream
 
 _ANSWERS = ("?", "", "1", "yes")
 """Answers where the environment has neither an expert nor random answers."""
@@ -26,16 +26,12 @@ def check_environment(recipe: EnvironmentRecipe, seeds: Sequence[int]) -> list[s
         AssertionError: a check failed. The message names the seed.
     """
     kind = environment_class(recipe.type)
-    if getattr(recipe, "judge", None) is not None:
-        return ["its episodes are not played, because a judge scores them"]
-    if not kind.has_reward(recipe):
-        return ["its episodes are not played, because a reward model scores them"]
-    needs_success = getattr(recipe, "success_reward", 1.0) is not None
+    if unplayed := not_played(recipe):
+        return [unplayed]
     results: dict[str, list[float]] = {}
     for seed in seeds:
-        players = _players(kind(recipe), seed)
-        for name, player in players.items():
-            steps = _checked_episode(kind, recipe, seed, player, name, needs_success)
+        for name, player in _players(kind(recipe), seed).items():
+            steps = _checked_episode(kind, recipe, seed, player, name, needs_success(recipe))
             last = steps[-1].info.get("success")
             results.setdefault(name, []).append(sum(step.reward for step in steps) if last is None else float(last))
     if not {"expert", "random"} <= results.keys():
@@ -47,77 +43,81 @@ def check_environment(recipe: EnvironmentRecipe, seeds: Sequence[int]) -> list[s
     return []
 
 
-Player = Callable[[Environment], Iterator[str]]
-"""Answers to an environment, one after the other."""
+def not_played(recipe: EnvironmentRecipe) -> str | None:
+    """Why episodes of this recipe are not played without a model; None where they are."""
+    if getattr(recipe, "judge", None) is not None:
+        return "its episodes are not played, because a judge scores them"
+    if not environment_class(recipe.type).has_reward(recipe):
+        return "its episodes are not played, because a reward model scores them"
+    return None
 
 
-def _players(environment: Environment, seed: int) -> dict[str, Player]:
+def needs_success(recipe: EnvironmentRecipe) -> bool:
+    """Whether the last step has to report `success`."""
+    return getattr(recipe, "success_reward", 1.0) is not None
+
+
+def step_limit(recipe: EnvironmentRecipe, longest: int = _LONGEST) -> int:
+    """Steps after which an episode is endless: `max_turns`, or `longest` where the recipe has none."""
+    return getattr(recipe, "max_turns", None) or longest
+
+
+def _random(environment: Environment, conversation: Conversation) -> str:
+    return environment.random_answer(float(conversation.draws.random()))
+
+
+def _fixed(environment: Environment, conversation: Conversation) -> str:
+    return environment.primer + _ANSWERS[conversation.turn % len(_ANSWERS)]
+
+
+def _players(environment: Environment, seed: int) -> Mapping[str, Player]:
     """The policies that the environment offers; fixed answers if it offers none."""
-
-    def experts(played: Environment) -> Iterator[str]:
-        while True:
-            yield played.expert()
-
-    def randoms(played: Environment) -> Iterator[str]:
-        draws = random_stream("check", seed)
-        while True:
-            yield played.random_answer(float(draws.random()))
-
-    def fixed(played: Environment) -> Iterator[str]:
-        while True:
-            yield from (played.primer + answer for answer in _ANSWERS)
-
     environment.reset(seed)
+    offers = {"expert": environment.expert, "random": lambda: environment.random_answer(0.0)}
     players: dict[str, Player] = {}
-    for name, player in (("expert", experts), ("random", randoms)):
+    for (name, offer), player in zip(offers.items(), (oracle, _random), strict=True):
         try:
-            next(player(environment))
+            offer()
         except NotImplementedError:
             continue
         players[name] = player
-    return players or {"fixed answers": fixed}
+    return players or {"fixed answers": _fixed}
 
 
 def _checked_episode(
     kind: type[Environment], recipe: EnvironmentRecipe, seed: int, player: Player, name: str, needs_success: bool
 ) -> list[Step]:
-    first, steps = _episode(kind(recipe), seed, player, name)
-    for number, step in enumerate(steps, start=1):
+    played = _episode(kind(recipe), seed, player, name)
+    for number, step in enumerate(played.steps, start=1):
         is_number = isinstance(step.reward, int | float) and math.isfinite(step.reward)
         _require(is_number, seed, f"the reward of step {number} is {step.reward!r}, not a finite number")
-    again, repeated = _episode(kind(recipe), seed, player, name)
-    _require(first == again, seed, "two resets differ")
-    same = [_seen(step) for step in steps] == [_seen(step) for step in repeated]
+    again = _episode(kind(recipe), seed, player, name)
+    _require(played.first == again.first, seed, "two resets differ")
+    same = [_seen(step) for step in played.steps] == [_seen(step) for step in again.steps]
     _require(same, seed, f"the same answers ({name}) led to something else the second time")
-    success = steps[-1].info.get("success")
+    success = played.steps[-1].info.get("success")
     wanted = success in (True, False) if needs_success else success in (True, False, None)
     _require(wanted, seed, f"the last step has no `success` of true or false in `info`, but {success!r}")
-    return steps
+    return played.steps
 
 
-def _episode(environment: Environment, seed: int, player: Player, name: str) -> tuple[Observation, list[Step]]:
-    """The first observation and the steps of a whole episode, after which one step more must be refused."""
-    limit, steps = getattr(environment.recipe, "max_turns", None) or _LONGEST, list[Step]()
-    try:
-        first = environment.reset(seed)
-        for answer in player(environment):
-            steps.append(environment.step(answer))
-            if steps[-1].terminated or steps[-1].truncated:
-                break
-            _require(len(steps) < limit, seed, f"the episode has not ended after {limit} steps")
-    except AssertionError:
-        raise
-    except Exception as error:
-        where = f"step {len(steps) + 1}" if steps or "first" in locals() else "reset"
-        raise AssertionError(f"seed {seed}: {where} ({name}) raised {type(error).__name__}: {error}") from error
-    try:
-        environment.step(_ANSWERS[0])
-    except RuntimeError:
-        return first, steps
-    except Exception as error:
-        raised = f"a step after the end raised {type(error).__name__}, not RuntimeError"
-        raise AssertionError(f"seed {seed}: {raised}") from error
-    raise AssertionError(f"seed {seed}: a step was possible after the end; raise RuntimeError there")
+def _episode(environment: Environment, seed: int, player: Player, name: str) -> Played:
+    """A whole episode, after which one step more must be refused."""
+    limit = step_limit(environment.recipe)
+    played = play_episode(environment, seed, player, limit)
+    if isinstance(error := played.error, AssertionError):
+        raise error
+    if error is not None:
+        message = f"seed {seed}: {played.where} ({name}) raised {type(error).__name__}: {error}"
+        raise AssertionError(message) from error
+    _require(played.ended, seed, f"the episode has not ended after {limit} steps")
+    after = played.after_the_end
+    if after is None:
+        raise AssertionError(f"seed {seed}: a step was possible after the end; raise RuntimeError there")
+    if not isinstance(after, RuntimeError):
+        raised = f"a step after the end raised {type(after).__name__}, not RuntimeError"
+        raise AssertionError(f"seed {seed}: {raised}") from after
+    return played
 
 
 def _seen(step: Step) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ from posttrain.environments.game import (
     ObservationForm,
     check_symbols,
     drawing,
+    edges,
     offset,
     place,
     places,
@@ -69,11 +70,17 @@ class FrozenLakeRecipe(GameRecipe):
     """Reward for reaching the goal. All other rewards are 0."""
     observation: ObservationForm = "grid"
     """`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: the goal and adjacent holes relative to the player."""
+    edges: bool = False
+    """With `observation: local`: also name adjacent edges of the board. On slippery ice, a move against an edge is often the safest."""
     symbols: FrozenLakeSymbols = FrozenLakeSymbols()
 
     @model_validator(mode="after")
     def _can_be_computed(self) -> "FrozenLakeRecipe":
         check_symbols(self.symbols.model_dump())
+        if self.edges and self.observation != "local":
+            raise ValueError(
+                f"`edges` has no effect with `observation: {self.observation}`; set `observation: local` or drop `edges`"
+            )
         if self.slippery and self.format.actions_per_turn > 5:
             raise ValueError(
                 "`format.actions_per_turn` must be at most 5 on slippery ice: the optimal policy searches all action sequences"
@@ -111,6 +118,8 @@ class FrozenLake(Game):
             text += " Row 0 is the top, column 0 the left."
         if self.recipe.slippery:
             text += " Ice is slippery: one move in three goes as you say, the others to either side of it."
+        if self.recipe.edges:
+            text += " At an edge you stay."
         return text
 
     def _state(self, first: bool) -> str:
@@ -118,7 +127,8 @@ class FrozenLake(Game):
         if form == "local":
             lake = self._lake
             holes = sides(lake.holes, self._cell, lake.size)
-            return f"Goal: {offset(lake.goal, self._cell, lake.size)}. Holes: {holes}."
+            text = f"Goal: {offset(lake.goal, self._cell, lake.size)}. Holes: {holes}."
+            return f"{text} Edges: {edges(self._cell, lake.size, lake.size)}." if self.recipe.edges else text
         parts = [drawing(self.cells(), self.recipe.symbols)] if form != "coordinates" else []
         if form != "grid":
             lake = self._lake
@@ -160,7 +170,7 @@ class FrozenLake(Game):
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
         """Exact expectations over slipping on the lakes of these seeds, by dynamic programming.
 
-        The optimal policy knows the rules and the turns left, but not the slips in advance. The random policy plays
+        The optimal policy uses the rules and the turns left, but not the slips of the seed. The random policy plays
         `actions_per_turn` uniformly random actions per answer.
         """
         assert isinstance(recipe, FrozenLakeRecipe)

@@ -321,6 +321,13 @@ def sides(cells: Iterable[int], origin: int, columns: int) -> str:
     return ", ".join(names) or "none"
 
 
+def edges(origin: int, rows: int, columns: int) -> str:
+    """`left, up`: the directions in which `origin` has no neighbor on the board, or `none`."""
+    row, column = divmod(origin, columns)
+    off = {"left": column == 0, "right": column == columns - 1, "up": row == 0, "down": row == rows - 1}
+    return ", ".join(name for name, at_edge in off.items() if at_edge) or "none"
+
+
 def check_symbols(symbols: Mapping[str, str]) -> None:
     """ValueError unless the symbols are distinct words without white space and without < or >."""
     for name, symbol in symbols.items():

@@ -206,7 +206,7 @@ class JsonAnswer(Environment):
 
     The reward is `(1 - facts_weight) form + facts_weight facts`. `form` is 1 for success and, so that there is something to
     learn from, less than one half of that for an object with some of the keys and types. `facts` is the share of the keys
-    whose value is the text's, and 0 without success, so that only well-formed answers are paid for facts.
+    whose value is the text's, and 0 without success, so that only well-formed answers are rewarded for facts.
     """
 
     Recipe = JsonAnswerRecipe

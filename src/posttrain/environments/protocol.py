@@ -124,6 +124,11 @@ class Environment(ABC):
         """Return the name of the task of `seed` for messages."""
         return f"environment seed {seed}"
 
+    @classmethod
+    def variants(cls) -> Sequence[Mapping[str, Any]]:
+        """Return the keys of every complete task that this environment offers, for `posttrain env list TYPE` and `env audit --all`."""
+        return [{}] if cls.self_contained else []
+
     def expert(self) -> str:
         """Return an optimal action in the current state; NotImplementedError where none is known."""
         raise NotImplementedError(f"{type(self).__name__} has no expert")

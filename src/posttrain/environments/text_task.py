@@ -1,16 +1,13 @@
 """One prompt, one answer, one score from a reward function, a verifier or a judge. Reward models score outside the environment."""
 
 import json
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from posttrain.data.examples import read_examples
@@ -18,6 +15,7 @@ from posttrain.data.held_out import TaskRow
 from posttrain.data.messages import PromptExample
 from posttrain.data.problems import Problems
 from posttrain.environments.game import play, require
+from posttrain.environments.global_random import GlobalRandom
 from posttrain.environments.judge import check_judge, judge_score, require_judge
 from posttrain.environments.protocol import Environment, Message, Observation, Step
 from posttrain.environments.rewards import (
@@ -37,7 +35,6 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import ColumnsRecipe, TaskSources
 from posttrain.recipe.judge import JudgeRecipe, ReasoningGymRecipe
-from posttrain.seeds import derive_seed
 
 _WRONG = "?"
 """The wrong answer of `validate`."""
@@ -100,7 +97,9 @@ class TextTaskRecipe(EnvironmentRecipe):
         if bool(self.prompts) == (self.reasoning_gym is not None):
             raise ValueError("give exactly one of `prompts` (files of rows) and `reasoning_gym` (generated tasks)")
         if self.columns.weight is not None:
-            raise ValueError("`columns.weight` would have no effect: only stage sft weighs rows; remove it")
+            raise ValueError(
+                "`columns.weight` would have no effect: only the rows of sft, dpo and reward are weighed; remove it"
+            )
         if self.reward is not None and self.judge is not None:
             raise ValueError("`reward` and `judge` both score the answer; keep one")
         if any(source.weight != 1 for source in self.prompts):
@@ -244,6 +243,15 @@ class TextTask(Environment):
             info["scores"] = scores
         return Step([], weight * scores[SCORE], terminated=True, truncated=False, info=info)
 
+    @classmethod
+    def variants(cls) -> Sequence[Mapping[str, Any]]:
+        """Every data set of reasoning-gym that needs no keys."""
+        names = require_module("reasoning_gym.factory", "environment.reasoning_gym").DATASETS
+        # Names that begin with an underscore are those of tests, and `composite` takes its data sets from keys.
+        return [
+            {"reasoning_gym": {"dataset": name}} for name in sorted(names) if name[0].isalpha() and name != "composite"
+        ]
+
     def expert(self) -> str:
         """Return the reference answer; NotImplementedError where the row has no `completion` or `label` text."""
         task = self._current()
@@ -341,7 +349,7 @@ def _reward_name(recipe: TextTaskRecipe) -> str:
 
 
 def unscored(recipe: TextTaskRecipe) -> str | None:
-    """The column for want of which a reward function that is only reported (`score_weight: 0`) is not called at all: a
+    """The column whose absence means that a reward function that is only reported (`score_weight: 0`) is not called at all: a
     parameter of the function that no row has. None where it is called.
     """
     if recipe.score_weight > 0 or recipe.reasoning_gym is not None or (reward := _reward_of(recipe)) is None:
@@ -350,7 +358,6 @@ def unscored(recipe: TextTaskRecipe) -> str | None:
 
 
 _table_lock = Lock()
-_random_lock = Lock()
 
 
 def prompt_table(recipe: TextTaskRecipe) -> PromptTable:
@@ -362,7 +369,7 @@ def prompt_table(recipe: TextTaskRecipe) -> PromptTable:
 
 
 def _version(path: Path) -> tuple[str, int, int] | None:
-    """Where a file is, when it was changed and its size; None for what is no file, such as a data set of the hub."""
+    """Where a file is, when it was changed and its size; None for anything else, such as a data set of the hub."""
     if not path.is_file():
         return None
     found = path.stat()
@@ -416,7 +423,8 @@ def _require_gym(key: str) -> None:
 
 def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
     make = require_module("reasoning_gym", "environment.reasoning_gym").create_dataset
-    with _seeded_globals(seed):
+    # Some data sets draw from the global random state (list_functions) or seed it (pool_matrix).
+    with GlobalRandom("reasoning_gym", seed).active():
         dataset = make(recipe.dataset, seed=seed, size=1, **recipe.config)
         item = dataset[0]
     reference = item["answer"]
@@ -425,23 +433,6 @@ def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
     return _Task(
         messages, row, reference, f"{recipe.dataset} seed {seed}", lambda answer: dataset.score_answer(answer, item)
     )
-
-
-@contextmanager
-def _seeded_globals(seed: int) -> Iterator[None]:
-    """Seed Python's and numpy's global random state inside the context, and restore it afterwards.
-
-    Some data sets of reasoning-gym draw from the global state (list_functions) or seed it (pool_matrix).
-    """
-    with _random_lock:
-        states = random.getstate(), np.random.get_state()
-        random.seed(derive_seed("reasoning_gym", seed))
-        np.random.seed(derive_seed("reasoning_gym", seed) % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
 
 
 def _with_references(row: Mapping[str, Any], columns: ColumnsRecipe) -> dict[str, Any]:

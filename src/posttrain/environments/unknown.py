@@ -1,4 +1,4 @@
-"""What stands for an environment whose code is not imported, where a run is only looked at."""
+"""Placeholder for an environment whose code is not imported, for commands that only read a run."""
 
 from typing import NoReturn
 

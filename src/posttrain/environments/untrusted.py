@@ -6,7 +6,7 @@ tokenizers have more, such as `<pad>` or `<file_sep>`. All of them, and the tags
 an angle bracket that opens a tag, or are an upper-case word in square brackets. `sanitize` replaces the first character
 of everything that looks like one with a similar character that no tokenizer treats as markup.
 
-In a framed prompt, each text stands between delimiters derived from all the texts. No text can contain its own delimiter,
+In a framed prompt, each text is between delimiters derived from all the texts. No text can contain its own delimiter,
 so no text can end its frame. Texts are inserted once and are never read as templates.
 """
 

@@ -1,0 +1,425 @@
+"""The audit of an environment by players without a model: `posttrain env audit`.
+
+Every player plays every seed twice in one process and once in another one with another `PYTHONHASHSEED`. `audit_child.py`
+plays; this file starts it and compares what it reports. An environment that hangs or kills its process is a finding.
+"""
+
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from time import monotonic
+from typing import Any, Literal
+
+from posttrain.environments.check import needs_success
+from posttrain.environments.players import WITHOUT_WORK
+from posttrain.errors import RunError
+from posttrain.recipe.components import EnvironmentRecipe
+
+SLOW = 1.0
+"""Seconds of a step that are noted."""
+SHARE_WITHOUT_WORK = 0.1
+"""Share of the oracle's return (of 1 where there is no oracle) from which a return without work is a defect."""
+SHORTEST_LEAK = 4
+"""Shorter answers occur in prompts by chance."""
+_SHOWN = 160
+"""Characters of an exception that a finding quotes."""
+
+Check = Literal[
+    "exceptions", "time", "protocol", "seeding", "rewards", "ceiling", "reward without work", "leak", "side effects"
+]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One defect or note."""
+
+    check: Check
+    defect: bool
+    """False: something to know, which may be intended."""
+    text: str
+    command: str
+    """The command that shows it again."""
+
+
+@dataclass
+class Episodes:
+    """What one process reports of one player on one seed. `audit_child` makes it."""
+
+    player: str
+    seed: int
+    digest: str = ""
+    """Hash of everything that the environment showed and scored."""
+    digest_again: str = ""
+    """The same of the second episode, on another instance."""
+    prompt: str = ""
+    """Hash of the reset."""
+    rewards: list[float] = field(default_factory=list)
+    """By step."""
+    success: bool | None = None
+    error: str | None = None
+    """`reset raised KeyError: ...`."""
+    protocol: str | None = None
+    """Which rule of the protocol the episode broke."""
+    seconds: list[float] = field(default_factory=list)
+    """Wall time of the reset, then of each step."""
+    leaks: bool | None = None
+    """Whether the oracle's first answer is in the prompt; None for other players, and where it cannot be said."""
+    chance: float = 0.0
+    """Share of the other seeds' answers that are in this prompt, too."""
+    side_effects: bool = False
+    """The episode changed the global random state."""
+
+    @property
+    def total_reward(self) -> float:
+        return math.fsum(self.rewards)
+
+
+@dataclass
+class Score:
+    """The result of one player."""
+
+    n: int
+    """Number of seeds."""
+    successes: int | None
+    """None where the environment reports no success."""
+    mean_return: float
+    """NaN where no episode was whole."""
+    lowest: float
+    """Lowest and highest reward of a step."""
+    highest: float
+
+
+@dataclass
+class Audit:
+    """The audit of one environment."""
+
+    name: str
+    """Type and keys, as on the command line."""
+    seeds: tuple[int, int]
+    """The first seed and their number."""
+    players: dict[str, Score]
+    turns: int
+    """Largest number of steps of an episode."""
+    reset_ms: float
+    """Median wall time of a reset, milliseconds."""
+    step_ms: float
+    """Median wall time of a step, milliseconds."""
+    findings: list[Finding]
+
+    @property
+    def defects(self) -> list[Finding]:
+        """The findings that are errors of the environment."""
+        return [finding for finding in self.findings if finding.defect]
+
+    def as_json(self) -> str:
+        """One line, without NaN."""
+        values = asdict(self)
+        for score in values["players"].values():
+            for key in ("mean_return", "lowest", "highest"):
+                score[key] = round(score[key], 4) if math.isfinite(score[key]) else None
+        for key in ("reset_ms", "step_ms"):
+            values[key] = round(values[key], 3) if math.isfinite(values[key]) else None
+        return json.dumps(values, ensure_ascii=False)
+
+
+def audit(
+    name: str, recipe: EnvironmentRecipe, seeds: range, players: Sequence[str], processes: "AuditProcesses"
+) -> Audit:
+    """Play and judge one environment. `name`: its type and keys, as words of the command line."""
+    task = {
+        "type": recipe.type,
+        "recipe": recipe.model_dump_json(),
+        "seeds": [seeds.start, len(seeds)],
+        "players": list(players),
+        "needs_success": needs_success(recipe),
+    }
+    reports = processes.play(task)
+    first, second = reports
+    findings = list(_failures(name, seeds, reports))
+    if isinstance(first, str) or isinstance(second, str):
+        return Audit(name, (seeds.start, len(seeds)), {}, 0, math.nan, math.nan, findings)
+    results = {player: _score([one for one in first if one.player == player]) for player in players}
+    scores = {player: score for player, score in results.items() if score is not None}
+    findings += _findings(name, first, second, scores)
+    times = [one.seconds for one in first if one.seconds]
+    steps = [seconds for one in times for seconds in one[1:]]
+    return Audit(
+        name,
+        (seeds.start, len(seeds)),
+        scores,
+        max((len(one.rewards) for one in first), default=0),
+        1000 * median([one[0] for one in times]) if times else math.nan,
+        1000 * median(steps) if steps else math.nan,
+        findings,
+    )
+
+
+def _score(episodes: list[Episodes]) -> Score | None:
+    """The score of one player; None for an oracle that does not exist."""
+    whole = [one for one in episodes if one.error is None]
+    if not whole:
+        return None
+    rewards = [reward for one in whole for reward in one.rewards]
+    known = [one.success for one in whole if one.success is not None]
+    return Score(
+        len(whole),
+        sum(known) if known else None,
+        fmean(one.total_reward for one in whole),
+        min(rewards, default=math.nan),
+        max(rewards, default=math.nan),
+    )
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _command(name: str, seeds: Iterable[int], players: Iterable[str], show: bool = False) -> str:
+    """The command that plays these seeds with these players again."""
+    numbers = sorted(set(seeds))
+    options = f" --first {numbers[0]} --seeds {numbers[-1] - numbers[0] + 1}"
+    options += "".join(f" --player {player}" for player in dict.fromkeys(players))
+    return f"posttrain env audit {name}{options}{' --show' if show else ''}"
+
+
+def _failures(name: str, seeds: range, reports: "tuple[Report, Report]") -> Iterator[Finding]:
+    for report in dict.fromkeys(report for report in reports if isinstance(report, str)):
+        yield Finding("exceptions", True, report, _command(name, seeds, ()))
+
+
+def _findings(
+    name: str, first: list[Episodes], second: list[Episodes], scores: Mapping[str, Score]
+) -> Iterator[Finding]:
+    yield from _exceptions(name, first)
+    yield from _seeding(name, first, second)
+    yield from _rewards(name, first)
+    yield from _ceiling(name, first, scores)
+    yield from _without_work(name, first, scores)
+    yield from _leaks(name, first)
+    moved = [one for one in first if one.side_effects]
+    if moved:
+        text = "changes the global random state of Python or numpy, which other code may draw from"
+        yield Finding("side effects", False, text, _of(name, moved[:1]))
+
+
+def _of(name: str, episodes: Sequence[Episodes], show: bool = False) -> str:
+    """The command for the first of these episodes, which shows the finding alone."""
+    return _command(name, [episodes[0].seed], [episodes[0].player], show)
+
+
+def _exceptions(name: str, episodes: list[Episodes]) -> Iterator[Finding]:
+    by_text: dict[tuple[Check, str], list[Episodes]] = {}
+    for one in episodes:
+        if one.error:
+            by_text.setdefault(("exceptions", one.error[:_SHOWN]), []).append(one)
+        if one.protocol:
+            by_text.setdefault(("protocol", one.protocol), []).append(one)
+    for (check, text), those in by_text.items():
+        yield Finding(check, True, f"{text} ({_who(those)})", _of(name, those))
+    slow = [one for one in episodes if max(one.seconds, default=0.0) > SLOW]
+    if slow:
+        worst = max(slow, key=lambda one: max(one.seconds))
+        text = f"a call took {max(worst.seconds):.1f} s ({_who(slow)})"
+        yield Finding("time", False, text, _of(name, [worst]))
+
+
+def _seeding(name: str, first: list[Episodes], second: list[Episodes]) -> Iterator[Finding]:
+    within = [one for one in first if one.digest != one.digest_again]
+    if within:
+        text = f"the same seed and answers give another episode in the same process ({_who(within)})"
+        yield Finding("seeding", True, text, _of(name, within))
+    across = [one for one, other in zip(first, second, strict=True) if one.digest != other.digest]
+    across = [one for one in across if one.digest == one.digest_again]
+    if across:
+        text = (
+            f"the same seed and answers give another episode in a process with another PYTHONHASHSEED ({_who(across)})"
+        )
+        yield Finding("seeding", True, text, _of(name, across))
+    prompts = {one.prompt for one in first if one.prompt}
+    seeds = {one.seed for one in first}
+    if len(prompts) == 1 < len(seeds):
+        yield Finding(
+            "seeding", False, f"{len(seeds)} seeds show the same first messages", _command(name, seeds, ["nothing"])
+        )
+
+
+def _rewards(name: str, episodes: list[Episodes]) -> Iterator[Finding]:
+    wrong = [one for one in episodes if not all(math.isfinite(reward) for reward in one.rewards)]
+    if wrong:
+        yield Finding("rewards", True, f"a reward is not finite ({_who(wrong)})", _of(name, wrong))
+
+
+def _ceiling(name: str, episodes: list[Episodes], scores: Mapping[str, Score]) -> Iterator[Finding]:
+    """An oracle that fails. With several turns it may lack turns or luck, so that is a note."""
+    played = [one for one in episodes if one.player == "oracle" and one.error is None]
+    failed = [one for one in played if one.success is False]
+    if failed:
+        one_turn = all(len(one.rewards) == 1 for one in played)
+        earned = sorted({round(one.total_reward, 3) for one in failed})
+        text = f"the oracle fails on {len(failed)} of {len(played)} seeds, with return {_numbers(earned)}"
+        yield Finding("ceiling", one_turn, text, _of(name, failed, show=True))
+
+
+def _without_work(name: str, episodes: list[Episodes], scores: Mapping[str, Score]) -> Iterator[Finding]:
+    """Rewards for players that do not try. Success, or a good share of the oracle's return, is a defect."""
+    best = scores["oracle"].mean_return if "oracle" in scores else 1.0
+    paid: dict[bool, list[Episodes]] = {True: [], False: []}
+    for player in (player for player in WITHOUT_WORK if player in scores):
+        whole = [one for one in episodes if one.player == player and one.error is None]
+        share = scores[player].mean_return / best if best > 0 else 0.0
+        defect = share >= SHARE_WITHOUT_WORK or any(one.success for one in whole)
+        paid[defect] += [one for one in whole if one.success or one.total_reward > 0]
+    for defect, those in paid.items():
+        if not those:
+            continue
+        those.sort(key=lambda one: (not one.success, -one.total_reward, one.seed))
+        solved = sum(bool(one.success) for one in those)
+        text = f"{_who(those)}: up to {those[0].total_reward:.3g}" + (f" of {best:.3g}" if "oracle" in scores else "")
+        text += f", {solved} successes" if solved else ""
+        yield Finding("reward without work", defect, text, _of(name, those, show=True))
+
+
+def _leaks(name: str, episodes: list[Episodes]) -> Iterator[Finding]:
+    """An answer in the prompt, unless the answers of other seeds are there as well, as in a list of choices."""
+    known = [one for one in episodes if one.leaks is not None]
+    leaking = [one for one in known if one.leaks and one.chance < 0.5]
+    if leaking:
+        text = f"the oracle's first answer is in the prompt on {len(leaking)} of {len(known)} seeds"
+        yield Finding("leak", False, text, _command(name, [one.seed for one in known], ["oracle"], show=True))
+
+
+def _who(episodes: Sequence[Episodes]) -> str:
+    """`echo, random on 3 seeds`."""
+    players = ", ".join(dict.fromkeys(one.player for one in episodes))
+    count = len({one.seed for one in episodes})
+    return f"{players} on {count} seed{'s' if count > 1 else ''}"
+
+
+def _numbers(values: Sequence[float]) -> str:
+    shown = ", ".join(f"{value:g}" for value in values[:4])
+    return shown + (", ..." if len(values) > 4 else "")
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+Report = list[Episodes] | str
+"""What a process found, or why it has no report."""
+
+
+class AuditProcesses:
+    """Two processes that play, with different `PYTHONHASHSEED`. A context manager."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: time-out of one environment in one process."""
+        self._seconds = seconds
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._folder = tempfile.TemporaryDirectory()
+
+    def __enter__(self) -> "AuditProcesses":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for hash_seed in list(self._processes):
+            self._stop(hash_seed)
+        self._folder.cleanup()
+
+    def play(self, task: Mapping[str, Any]) -> tuple[Report, Report]:
+        """The reports of both processes, one after the other."""
+        return self._play("0", task), self._play("1", task)
+
+    def _play(self, hash_seed: str, task: Mapping[str, Any]) -> Report:
+        process = self._processes.get(hash_seed) or self._start(hash_seed)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(task).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return self._death(hash_seed)
+        line = self._line(process)
+        if line is None:
+            self._stop(hash_seed)
+            return f"no result within {self._seconds:g} s"
+        if not line:
+            return self._death(hash_seed)
+        report = json.loads(line)
+        if isinstance(report, str):
+            return report
+        return [Episodes(**one) for one in report]
+
+    def _death(self, hash_seed: str) -> str:
+        """Why the process is gone: its exit status and the last line that it wrote."""
+        code = self._stop(hash_seed)
+        lines = self._output(hash_seed).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return f"its process ended with exit status {code}{': ' + lines[-1][:_SHOWN] if lines else ''}"
+
+    def _start(self, hash_seed: str) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": hash_seed,
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        }
+        command = [sys.executable, "-m", "posttrain.environments.audit_child"]
+        with self._output(hash_seed).open("wb") as output:
+            self._processes[hash_seed] = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, env=environment
+            )
+        return self._processes[hash_seed]
+
+    def _output(self, hash_seed: str) -> Path:
+        """What the process writes, other than reports."""
+        return Path(self._folder.name) / hash_seed
+
+    def _line(self, process: subprocess.Popen[bytes]) -> bytes | None:
+        """The next line of its output, empty at the end; None where the time limit was reached."""
+        assert process.stdout is not None
+        end, received = monotonic() + self._seconds, b""
+        while not received.endswith(b"\n"):
+            ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - monotonic()))
+            if not ready:
+                return None
+            part = os.read(process.stdout.fileno(), 1 << 20)
+            if not part:
+                return b""
+            received += part
+        return received
+
+    def _stop(self, hash_seed: str) -> int:
+        process = self._processes.pop(hash_seed)
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    continue
+        try:
+            return process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+
+def overrides_of(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """`key=value` words of nested keys."""
+    words = []
+    for key, value in keys.items():
+        if isinstance(value, Mapping):
+            words += overrides_of(value, f"{prefix}{key}.")
+        else:
+            words.append(f"{prefix}{key}={value if isinstance(value, str) else json.dumps(value)}")
+    return words
+
+
+def require_sound(audits: Sequence[Audit]) -> None:
+    """RunError where an audit has defects."""
+    faulty = [audit for audit in audits if audit.defects]
+    if faulty:
+        count = sum(len(audit.defects) for audit in faulty)
+        defects = f"{count} defect{'s' if count > 1 else ''}"
+        raise RunError(f"{defects} in {len(faulty)} of {len(audits)} environments; the commands above show them again")

@@ -1,0 +1,127 @@
+"""The process that plays for `posttrain env audit`: one task per line of standard input, one report per line of standard output."""
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from posttrain.environments.audit import SHORTEST_LEAK, Episodes
+from posttrain.environments.check import step_limit
+from posttrain.environments.players import PLAYERS, Played, play_episode
+from posttrain.environments.protocol import Environment, Message
+from posttrain.recipe.components import EnvironmentRecipe, environment_class
+
+LONGEST = 200
+"""Steps after which an episode is endless, where the recipe has no `max_turns`."""
+
+
+def main() -> None:
+    """Answer tasks until the input ends."""
+    # Environments print, and their output must not mix with the reports.
+    reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            report: Any = [asdict(one) for one in play_all(json.loads(line))]
+        except Exception as error:
+            report = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reports.write(json.dumps(report) + "\n")
+        reports.flush()
+
+
+def play_all(task: dict[str, Any]) -> list[Episodes]:
+    """The episodes of one task, see `audit.audit`."""
+    kind = environment_class(task["type"])
+    recipe = kind.Recipe.model_validate_json(task["recipe"])
+    start, count = task["seeds"]
+    episodes, prompts, answers = [], dict[int, str](), dict[int, str]()
+    for seed in range(start, start + count):
+        for player in task["players"]:
+            one, played = _play_twice(kind, recipe, seed, player, task["needs_success"])
+            if one is None:
+                continue
+            episodes.append(one)
+            if player == "oracle" and played.first is not None and played.answers:
+                prompts[seed] = _text(played.first.messages)
+                answers[seed] = played.answers[0]
+    for one in episodes:
+        if one.player == "oracle" and len(answers.get(one.seed, "").strip()) >= SHORTEST_LEAK:
+            others = [answer for answer in answers.values() if answer != answers[one.seed]]
+            # An answer that is the same for all seeds is one of a few named actions.
+            if others:
+                one.leaks = _contains(prompts[one.seed], answers[one.seed])
+                one.chance = sum(_contains(prompts[one.seed], other) for other in others) / len(others)
+    return episodes
+
+
+def _play_twice(
+    kind: type[Environment], recipe: EnvironmentRecipe, seed: int, name: str, needs_success: bool
+) -> tuple[Episodes | None, Played]:
+    """The report of one player on one seed; None for an oracle that the environment does not have."""
+    limit = step_limit(recipe, LONGEST)
+    played = play_episode(kind(recipe), seed, PLAYERS[name], limit)
+    if isinstance(played.error, NotImplementedError) and name == "oracle":
+        return None, played
+    again = play_episode(kind(recipe), seed, PLAYERS[name], limit)
+    one = Episodes(
+        name,
+        seed,
+        _digest(played),
+        _digest(again),
+        "" if played.first is None else _hash(played.first.messages),
+        [float(step.reward) for step in played.steps],
+        seconds=played.seconds,
+        side_effects=played.moved_global_random,
+    )
+    if played.error is not None:
+        text = " ".join(str(played.error).split())
+        one.error = f"{played.where} raised {type(played.error).__name__}: {text}"
+    else:
+        success = played.steps[-1].info.get("success") if played.steps else None
+        one.success = None if success is None else bool(success)
+        one.protocol = _broken_rule(played, limit, success, needs_success)
+    return one, played
+
+
+def _broken_rule(played: Played, limit: int, success: object, needs_success: bool) -> str | None:
+    if not played.ended:
+        return f"the episode has not ended after {limit} steps"
+    if played.after_the_end is None:
+        return "a step was possible after the end"
+    if not isinstance(played.after_the_end, RuntimeError):
+        return f"a step after the end raised {type(played.after_the_end).__name__}, not RuntimeError"
+    if success not in (True, False) and (needs_success or success is not None):
+        return f"the last step has no `success` of true or false in `info`, but {success!r}"
+    return None
+
+
+def _digest(played: Played) -> str:
+    first = None if played.first is None else [played.first.messages, played.first.state]
+    steps = [
+        [step.messages, step.reward, step.terminated, step.truncated, str(step.info.get("success")), step.state]
+        for step in played.steps
+    ]
+    return _hash([first, steps, str(played.error and type(played.error).__name__)])
+
+
+def _hash(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=8).hexdigest()
+
+
+def _contains(text: str, answer: str) -> bool:
+    """Whether the answer is in the text between word boundaries, whatever the white space."""
+    words = r"\s+".join(re.escape(word) for word in answer.split())
+    return bool(words) and re.search(rf"(?<!\w){words}(?!\w)", text) is not None
+
+
+def _text(messages: list[Message]) -> str:
+    return "\n".join(message["content"] for message in messages)
+
+
+if __name__ == "__main__":
+    # The module under its real name, so that classes are the same ones everywhere.
+    importlib.import_module("posttrain.environments.audit_child").main()
