@@ -115,7 +115,7 @@ class TokenTranscript:
         self._state = state
         self._first = 0
         """Index in `messages` of the first message that the policy still sees."""
-        self._streams = [_StreamBuilder()]
+        self._streams = [StreamBuilder()]
         self._streams[0].append(renderer.prompt(self.messages, primer))
 
     @property
@@ -163,7 +163,7 @@ class TokenTranscript:
             self._first = len(self.messages)
         self.messages.extend(messages)
         if new_conversation or self.renderer.must_split(answer):
-            self._streams.append(_StreamBuilder())
+            self._streams.append(StreamBuilder())
             self._streams[-1].append(self.renderer.prompt(self.messages[self._first :], self.primer))
         else:
             ended = self.turns[-1].stop_reason is StopReason.END_TOKEN
@@ -174,7 +174,7 @@ class TokenTranscript:
         return [stream.build() for stream in self._streams if any(turn >= 0 for turn in stream.turn)]
 
 
-class _StreamBuilder:
+class StreamBuilder:
     """A stream under construction."""
 
     def __init__(self) -> None:
@@ -482,7 +482,7 @@ def rollout(
         max_tokens: most tokens sampled in one turn.
         tokens_per_episode: most tokens of an episode's context, prompt included.
         stop_strings: texts that end a turn besides the model's end token.
-        environment_timeout: time-out of one call of the environment in seconds; None is no limit.
+        environment_timeout: time-out of one call of the environment in seconds; None: no limit.
         failures: keys of `rollout.failures` in a recipe: what happens to an episode whose environment raised or timed
             out. By default it is left out with a warning.
         run_seed, step: name the random numbers. The same two give the same episodes on a CPU in float32.

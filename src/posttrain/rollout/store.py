@@ -118,6 +118,57 @@ def write_episodes(
     return path
 
 
+def stored_records(path: Path) -> Iterator[bytes]:
+    """The episodes of one file as lines of JSON, in order; one line at a time is in memory. Errors as for `read_episodes`."""
+    try:
+        with open(path, "rb") as file:
+            most = max(_LARGEST, _EXPANSION * os.fstat(file.fileno()).st_size)
+            content, rest, size, header = zstandard.ZstdDecompressor().decompressobj(), b"", 0, False
+            while not content.eof and (part := file.read(1 << 16)):
+                *lines, rest = (rest + content.decompress(part)).split(b"\n")
+                size += sum(map(len, lines))
+                if size + len(rest) > most:
+                    raise ValueError(f"it unpacks to more than {most >> 20} MiB")
+                if lines and not header:
+                    header = True
+                    _check_header(json.loads(lines.pop(0)))
+                yield from lines
+            if not content.eof:
+                raise ValueError("it is truncated")
+            if not header:
+                _check_header(json.loads(rest))
+            elif rest:
+                yield rest
+    except FileNotFoundError as error:
+        raise InputError(f"no episodes at {path}; `posttrain episodes RUN` lists the stored steps") from error
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
+
+
+def read_record(path: Path, record: bytes) -> tuple[Episode, list[np.ndarray] | None, CreditedUnits | None]:
+    """One of the `stored_records` of `path`: the episode, its advantages per stream, and its units."""
+    try:
+        values = json.loads(record)
+        credit = values["advantages"]
+        advantages = None if credit is None else [_unpack(packed) for packed in credit]
+        return episode_from_record(values), advantages, _units(values["units"])
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
+
+
+def read_head(path: Path, record: bytes) -> dict[str, Any]:
+    """The fields of a record before its arrays: seed, group, index, outcome, failure, messages and turns."""
+    try:
+        # The last such key is that of the record: text inside strings has its quotes escaped.
+        at = record.rfind(b',"streams":[')
+        values = json.loads(record[:at] + b"}" if at > 0 else record)
+        if not isinstance(values["messages"], list) or not isinstance(values["turns"], list):
+            raise ValueError("messages and turns are no lists")
+        return values
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
+
+
 def read_episodes(path: Path) -> StoredEpisodes:
     """Read one file. InputError if it does not exist, RunError if it is damaged or of another format."""
     try:
@@ -231,6 +282,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
         "outcome": episode.outcome.value,
         "failure": episode.failure,
         "messages": episode.messages,
+        "info": episode.info,
         "turns": [
             {
                 "stream": int(turn.stream),
@@ -280,4 +332,5 @@ def episode_from_record(record: dict[str, Any]) -> Episode:
         outcome=Outcome(record["outcome"]),
         failure=record["failure"],
         messages=record["messages"],
+        info=record.get("info", {}),
     )

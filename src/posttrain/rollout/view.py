@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -226,15 +227,33 @@ def view_episode(
 
 
 def token_decoder(run: RunDirectory) -> Decode | None:
-    """The decoder of the run's tokenizer; None, with a message on stderr, if the tokenizer cannot be loaded."""
+    """The decoder of the run's tokenizer; None, with a message on stderr, if the tokenizer cannot be loaded.
+
+    The tokenizer that the run saved comes first, because its initial model may be gone. No code of a model is executed.
+    """
+    for directory in (run.path / "model", *sorted(run.checkpoints.glob("step_*/policy"))[::-1]):
+        if (decode := _saved_decoder(directory / "tokenizer.json")) is not None:
+            return decode
     from posttrain.models.load import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(run.load_recipe().model)
+        tokenizer = load_tokenizer(run.load_recipe().model.model_copy(update={"trust_remote_code": False}))
     except Exception as error:
         print(f"showing token ids because the tokenizer cannot be loaded: {error}", file=sys.stderr)
         return None
     return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+
+
+def _saved_decoder(file: Path) -> Decode | None:
+    """The decoder of a `tokenizer.json`, without torch and transformers; None if there is none, or it is damaged."""
+    from tokenizers import Tokenizer
+
+    if not file.is_file():
+        return None
+    try:
+        return partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=False)
+    except Exception:  # a damaged tokenizer counts as missing, whatever its error
+        return None
 
 
 def unit_credit_recipe(run: RunDirectory) -> UnitCreditRecipe | None:

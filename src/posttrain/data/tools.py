@@ -1,0 +1,243 @@
+"""Tool calls: how a chat template shows tools, and how its answers are parsed into calls.
+
+The template of a model decides the syntax. A template without tools gets them as text in the syntax of Hermes: their
+schemas in the system message, calls between `<tool_call>` tags, results in a user message.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from posttrain.data.rendering import Message, Renderer
+from posttrain.errors import InputError
+
+_PROBE = "posttrain_probe"
+_INSTRUCTIONS = (
+    "You can call these tools:\n<tools>\n{tools}\n</tools>\n"
+    'Call a tool with <tool_call>{{"name": "tool", "arguments": {{"key": "value"}}}}</tool_call>.'
+)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy made."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    def message(self, id: str) -> dict[str, Any]:
+        """The call as an entry of `tool_calls` in a message for a chat template."""
+        return {"id": id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """An answer as text and tool calls."""
+
+    text: str
+    """The text outside of well-formed calls, without surrounding white space."""
+    calls: list[ToolCall] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    """One sentence for each malformed call."""
+
+
+# -- syntaxes -----------------------------------------------------------------------------------------------------------
+
+_JSON = json.JSONDecoder()
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*|\Z)\Z", re.DOTALL)
+_XML_VALUE = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
+
+
+def parse_hermes(text: str) -> ParsedAnswer:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen and SmolLM write it.
+
+    The content may be a list of calls (SmolLM2), or `<function=name><parameter=key>value</parameter></function>` (Qwen3-Coder).
+    """
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    kept: list[str] = []
+    end = 0
+    for match in _HERMES.finditer(text):
+        kept.append(text[end : match.start()])
+        end = match.end()
+        content = match[1]
+        if not match[0].endswith("</tool_call>"):
+            errors.append("a <tool_call> has no </tool_call>")
+            kept.append(match[0])
+            continue
+        if xml := _XML_CALL.match(content):
+            calls.append(ToolCall(xml[1], {key: _value(value) for key, value in _XML_VALUE.findall(xml[2])}))
+            continue
+        found = _calls_of(content, errors)
+        calls += found
+        if not found:
+            kept.append(match[0])
+    kept.append(text[end:])
+    return ParsedAnswer("".join(kept).strip(), calls, errors)
+
+
+def parse_llama(text: str) -> ParsedAnswer:
+    """`{"name": ..., "parameters": {...}}` as the whole answer, as Llama 3 writes it. Several are separated by semicolons."""
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    if not body.startswith("{") or '"name"' not in body:
+        return ParsedAnswer(text.strip())
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    while body:
+        value, body = _first_json(body, errors)
+        if value is not None:
+            calls += _calls_of_value(value, errors)
+        body = body.lstrip(" \n\t;,")
+    return ParsedAnswer("" if calls else text.strip(), calls, errors)
+
+
+def parse_mistral(text: str) -> ParsedAnswer:
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` (from version 11 on)."""
+    before, *parts = text.split("[TOOL_CALLS]")
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+    for part in parts:
+        body = part.strip()
+        if not body.startswith(("[{", "[]", "{")) and (named := _MISTRAL_NAMED.match(body)):
+            value, _ = _first_json(body[named.end() :], errors)
+            calls += _calls_of_value({"name": named[1], "arguments": value}, errors) if value is not None else []
+        else:
+            calls += _calls_of(body, errors)
+    return ParsedAnswer(before.strip() if calls else text.strip(), calls, errors)
+
+
+SYNTAXES: dict[str, Callable[[str], ParsedAnswer]] = {
+    "hermes": parse_hermes,
+    "llama": parse_llama,
+    "mistral": parse_mistral,
+}
+"""Name of a syntax -> its parser."""
+
+
+def _first_json(text: str, errors: list[str]) -> tuple[Any, str]:
+    """The JSON value at the start of `text` and the rest; None and nothing with an error where there is none."""
+    try:
+        value, end = _JSON.raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        errors.append(f"a tool call is not valid JSON ({error})")
+        return None, ""
+    return value, text[end:]
+
+
+def _calls_of(content: str, errors: list[str]) -> list[ToolCall]:
+    value, rest = _first_json(content.strip(), errors)
+    if value is None:
+        return []
+    if rest.strip():
+        errors.append(f"a tool call has text after its JSON: {rest.strip()[:40]!r}")
+        return []
+    return _calls_of_value(value, errors)
+
+
+def _calls_of_value(value: Any, errors: list[str]) -> list[ToolCall]:
+    """The calls in a JSON value: an object, or a list of objects."""
+    if isinstance(value, list):
+        return [call for item in value for call in _calls_of_value(item, errors)]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        errors.append("a tool call is not an object with a `name`")
+        return []
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments, _ = _first_json(arguments or "{}", errors)
+    if not isinstance(arguments, dict):
+        errors.append(f"the arguments of {value['name']} are not an object")
+        return []
+    return [ToolCall(value["name"], arguments)]
+
+
+def _value(text: str) -> Any:
+    """A parameter as JSON where it is JSON, else the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+# -- the format of a chat template --------------------------------------------------------------------------------------
+
+
+class ToolFormat:
+    """How the chat template of a renderer shows tools, and how answers to it are parsed."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+
+    @cached_property
+    def native(self) -> bool:
+        """Whether the template shows tools, calls and results itself."""
+        call = ToolCall(f"{_PROBE}_call", {}).message("probe0001")
+        messages: list[Message] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": f"{_PROBE}_call", "tool_call_id": "probe0001", "content": f"{_PROBE}_result"},
+        ]
+        try:
+            shown = self.renderer.text(messages, [schema(f"{_PROBE}_tool", "A probe.", {})])
+        except InputError:
+            return False
+        return all(f"{_PROBE}_{part}" in shown for part in ("tool", "call", "result"))
+
+    @cached_property
+    def syntax(self) -> str:
+        """The syntax of calls, a key of `SYNTAXES`."""
+        template = self.renderer.tokenizer.get_chat_template() if self.native else ""
+        if "[TOOL_CALLS]" in template:
+            return "mistral"
+        if "<tool_call>" not in template and '"parameters"' in template:
+            return "llama"
+        return "hermes"
+
+    def text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), answering: bool = True) -> str:
+        """The rendered text of a conversation with `tools` in the form of OpenAI."""
+        if not self.native:
+            return self.renderer.text(_as_text(messages, tools), None, answering)
+        return self.renderer.text(messages, list(tools) or None, answering)
+
+    def parse(self, answer: str) -> ParsedAnswer:
+        """The text and the calls of an answer."""
+        return SYNTAXES[self.syntax](answer)
+
+
+def schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The description of a tool in the form of OpenAI. `parameters` is a JSON schema of an object."""
+    parameters = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """The conversation for a template without tools: schemas, calls and results as text."""
+    plain: list[Message] = []
+    if tools:
+        listed = "\n".join(json.dumps(tool.get("function", tool)) for tool in tools)
+        plain.append({"role": "system", "content": _INSTRUCTIONS.format(tools=listed)})
+    for message in messages:
+        content = message.get("content") or ""
+        if message["role"] == "system" and plain and plain[0]["role"] == "system":
+            plain[0] = {"role": "system", "content": f"{content}\n\n{plain[0]['content']}"}
+        elif message["role"] == "tool":
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            if plain and plain[-1].get("results"):
+                plain[-1]["content"] += f"\n{result}"
+            else:
+                plain.append({"role": "user", "content": result, "results": True})
+        elif message.get("tool_calls"):
+            calls = [call["function"] for call in message["tool_calls"]]
+            parts = [content, *(f"<tool_call>{_compact(call)}</tool_call>" for call in calls)]
+            plain.append({"role": "assistant", "content": "\n".join(part for part in parts if part)})
+        else:
+            plain.append({"role": message["role"], "content": content})
+    return [{"role": message["role"], "content": message["content"]} for message in plain]
+
+
+def _compact(call: dict[str, Any]) -> str:
+    return json.dumps({"name": call["name"], "arguments": call["arguments"]})

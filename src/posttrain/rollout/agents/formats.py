@@ -1,0 +1,318 @@
+"""The two wire formats of the endpoint: chat completions of OpenAI and messages of Anthropic.
+
+Each has a function that reads a request, one that writes an answer, and one that writes it as events of a stream.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from posttrain.data.rendering import Message
+from posttrain.episode import CUT_OFF, StopReason
+from posttrain.rollout.agents.session import CallRefused, ChatAnswer, ChatCall
+
+MODEL = "policy"
+"""The name under which the endpoint offers the policy. Requests may name any model."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def _refuse(message: str) -> CallRefused:
+    return CallRefused(message)
+
+
+def _get(values: Mapping[str, Any], key: str, kind: type | tuple[type, ...], default: Any) -> Any:
+    """`values[key]`, `default` where it is absent or null; CallRefused for another type."""
+    value = values.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise _refuse(f"{key} has the wrong type, {type(value).__name__}")
+    return value
+
+
+def _mapping(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _refuse(f"{what} must be an object")
+    return value
+
+
+def _text(content: Any, what: str) -> str:
+    """Content as text: a string, or a list of text parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise _refuse(f"{what} must be text or a list of parts")
+    parts = []
+    for part in content:
+        if isinstance(part, str):
+            parts.append(part)
+            continue
+        kind = _mapping(part, f"a part of {what}").get("type")
+        if kind not in ("text", "input_text", "output_text"):
+            raise _refuse(f"{what} has a part of type {kind}; only text is supported")
+        parts.append(_get(part, "text", str, ""))
+    return "\n".join(parts)
+
+
+def _budget(values: Mapping[str, Any], *keys: str) -> int | None:
+    for key in keys:
+        if (value := _get(values, key, int, None)) is not None:
+            if value < 1:
+                raise _refuse(f"{key} is {value}; it must be at least 1")
+            return int(value)
+    return None
+
+
+def _stops(value: Any, key: str) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value or []
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts) or len(texts) > 64:
+        raise _refuse(f"{key} must be at most 64 texts that are not empty")
+    return tuple(texts)
+
+
+def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = values.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _refuse("messages must be a list with at least one message")
+    return [_mapping(message, "a message") for message in messages]
+
+
+def _arguments(text: Any) -> Any:
+    """Arguments of a call as an object where they are one, for the chat template."""
+    if isinstance(text, str):
+        try:
+            return json.loads(text or "{}")
+        except (ValueError, RecursionError):
+            return text
+    return text
+
+
+def _call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    if not isinstance(name, str) or not name:
+        raise _refuse("a tool call has no name")
+    return {"id": str(id), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# -- OpenAI -------------------------------------------------------------------------------------------------------------
+
+
+def openai_call(body: dict[str, Any], retry: bool) -> ChatCall:
+    """A request of chat completions. CallRefused for what the endpoint cannot do."""
+    if _get(body, "n", int, 1) != 1:
+        raise _refuse("n must be 1; send several requests")
+    if body.get("logprobs") or body.get("functions"):
+        raise _refuse("logprobs and functions are not supported; use tools")
+    if _get(body, "response_format", dict, {}).get("type", "text") != "text":
+        raise _refuse("response_format is not supported; the policy samples freely")
+    tools = [_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])]
+    for tool in tools:
+        if not isinstance(_mapping(tool.get("function"), "the function of a tool").get("name"), str):
+            raise _refuse("a tool has no name")
+    messages: list[Message] = []
+    for message in _messages(body):
+        role = _ROLES.get(_get(message, "role", str, ""))
+        if role is None:
+            raise _refuse(f"a message has the role {message.get('role')!r}")
+        plain: Message = {"role": role, "content": _text(message.get("content"), f"the content of a {role} message")}
+        if role == "assistant" and message.get("tool_calls"):
+            calls = [_mapping(call, "a tool call") for call in _get(message, "tool_calls", list, [])]
+            named = [(call.get("id"), _mapping(call.get("function"), "the function of a call")) for call in calls]
+            plain["tool_calls"] = [_call(id, f.get("name"), _arguments(f.get("arguments"))) for id, f in named]
+        if role == "tool":
+            plain["tool_call_id"] = str(message.get("tool_call_id", ""))
+        messages.append(plain)
+    return ChatCall(
+        _with_names(messages),
+        [] if body.get("tool_choice") == "none" else tools,
+        _budget(body, "max_completion_tokens", "max_tokens"),
+        _stops(body.get("stop"), "stop"),
+        retry,
+    )
+
+
+def _with_names(messages: list[Message]) -> list[Message]:
+    """Give tool results the name of their tool, which some chat templates show."""
+    names = {call["id"]: call["function"]["name"] for m in messages for call in m.get("tool_calls", [])}
+    return [
+        {**m, "name": names[m["tool_call_id"]]} if m["role"] == "tool" and m["tool_call_id"] in names else m
+        for m in messages
+    ]
+
+
+def _openai_reason(answer: ChatAnswer) -> str:
+    if answer.calls:
+        return "tool_calls"
+    return "length" if answer.stop_reason in CUT_OFF else "stop"
+
+
+def _openai_usage(answer: ChatAnswer) -> dict[str, int]:
+    total = answer.prompt_tokens + answer.tokens
+    return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens, "total_tokens": total}
+
+
+def _openai_calls(answer: ChatAnswer) -> list[dict[str, Any]]:
+    return [
+        {"id": id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+        for id, call in answer.calls
+    ]
+
+
+def openai_answer(answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer as a chat completion."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+    if answer.calls:
+        message["tool_calls"] = _openai_calls(answer)
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _openai_reason(answer)}
+    return {
+        "id": f"chatcmpl-{answer.number}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": str(body.get("model") or MODEL),
+        "choices": [choice],
+        "usage": _openai_usage(answer),
+    }
+
+
+def openai_events(answer: ChatAnswer, body: dict[str, Any]) -> Iterator[str]:
+    """The answer as server-sent events of a streamed chat completion."""
+    start = {
+        "id": f"chatcmpl-{answer.number}",
+        "object": "chat.completion.chunk",
+        "created": 0,
+        "model": str(body.get("model") or MODEL),
+    }
+
+    def chunk(delta: dict[str, Any], reason: str | None = None) -> str:
+        return _event({**start, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
+
+    yield chunk({"role": "assistant", "content": ""})
+    if answer.text:
+        yield chunk({"content": answer.text})
+    for index, call in enumerate(_openai_calls(answer)):
+        yield chunk({"tool_calls": [{"index": index, **call}]})
+    yield chunk({}, _openai_reason(answer))
+    if _get(body, "stream_options", dict, {}).get("include_usage"):
+        yield _event({**start, "choices": [], "usage": _openai_usage(answer)})
+    yield "data: [DONE]\n\n"
+
+
+def openai_error(message: str, status: int, kind: str) -> dict[str, Any]:
+    """An error in the form of OpenAI."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": kind}}
+
+
+# -- Anthropic ----------------------------------------------------------------------------------------------------------
+
+
+def anthropic_call(body: dict[str, Any], retry: bool) -> ChatCall:
+    """A request of messages. CallRefused for what the endpoint cannot do."""
+    messages: list[Message] = []
+    if system := _text(body.get("system"), "system"):
+        messages.append({"role": "system", "content": system})
+    for message in _messages(body):
+        role = message.get("role")
+        if role not in ("user", "assistant", "system"):
+            raise _refuse(f"a message has the role {role!r}")
+        messages += _blocks(role, message.get("content"))
+    tools = [_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])]
+    described = []
+    for tool in tools:
+        if not isinstance(tool.get("name"), str) or "input_schema" not in tool:
+            raise _refuse("a tool needs a name and an input_schema; tools of the server are not supported")
+        function = {
+            "name": tool["name"],
+            "description": _get(tool, "description", str, ""),
+            "parameters": _mapping(tool["input_schema"], "input_schema"),
+        }
+        described.append({"type": "function", "function": function})
+    return ChatCall(
+        _with_names(messages),
+        [] if _get(body, "tool_choice", dict, {}).get("type") == "none" else described,
+        _budget(body, "max_tokens"),
+        _stops(body.get("stop_sequences"), "stop_sequences"),
+        retry,
+    )
+
+
+def _blocks(role: str, content: Any) -> list[Message]:
+    """The messages of one message of Anthropic, in which tool results are blocks of a user message."""
+    if not isinstance(content, list):
+        return [{"role": role, "content": _text(content, "the content of a message")}]
+    results: list[Message] = []
+    texts: list[str] = []
+    calls = []
+    for block in content:
+        block = _mapping(block, "a block")
+        kind = block.get("type")
+        if kind == "tool_use" and role == "assistant":
+            calls.append(_call(block.get("id"), block.get("name"), _get(block, "input", dict, {})))
+        elif kind == "tool_result" and role == "user":
+            text = _text(block.get("content"), "a tool result")
+            results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
+        elif kind not in ("thinking", "redacted_thinking"):
+            texts.append(_text([block], "a message"))
+    text = "\n".join(texts)
+    if role == "assistant" and calls:
+        return [{"role": role, "content": text, "tool_calls": calls}]
+    return [*results, *([{"role": role, "content": text}] if text or not results else [])]
+
+
+def _anthropic_reason(answer: ChatAnswer) -> str:
+    if answer.calls:
+        return "tool_use"
+    if answer.stop_reason in CUT_OFF:
+        return "max_tokens"
+    return "stop_sequence" if answer.stop_reason is StopReason.STOP_STRING else "end_turn"
+
+
+def _anthropic_blocks(answer: ChatAnswer) -> list[dict[str, Any]]:
+    text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+    uses = [{"type": "tool_use", "id": id, "name": one.name, "input": one.arguments} for id, one in answer.calls]
+    return [*text, *uses]
+
+
+def anthropic_answer(answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer as a message."""
+    return {
+        "id": f"msg_{answer.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": str(body.get("model") or MODEL),
+        "content": _anthropic_blocks(answer),
+        "stop_reason": _anthropic_reason(answer),
+        "stop_sequence": answer.stop_string,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens},
+    }
+
+
+def anthropic_events(answer: ChatAnswer, body: dict[str, Any]) -> Iterator[str]:
+    """The answer as server-sent events of a streamed message."""
+    whole = anthropic_answer(answer, body)
+    usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    yield _named({"type": "message_start", "message": begun})
+    for index, block in enumerate(whole["content"]):
+        if block["type"] == "text":
+            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield _named({"type": "content_block_start", "index": index, "content_block": empty})
+        yield _named({"type": "content_block_delta", "index": index, "delta": delta})
+        yield _named({"type": "content_block_stop", "index": index})
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+    yield _named({"type": "message_delta", "delta": ended, "usage": {"output_tokens": answer.tokens}})
+    yield _named({"type": "message_stop"})
+
+
+def anthropic_error(message: str, status: int, kind: str) -> dict[str, Any]:
+    """An error in the form of Anthropic."""
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def _named(value: dict[str, Any]) -> str:
+    return f"event: {value['type']}\n{_event(value)}"

@@ -1,0 +1,294 @@
+"""The calls of one agent as token streams.
+
+A call's prompt is rendered once. Where its messages repeat an answer of this episode, that answer's sampled ids are used,
+not its text. A prompt whose tokens begin with all tokens of a stream continues it; any other starts a stream.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from posttrain.data.rendering import Message
+from posttrain.data.tools import ToolCall, ToolFormat
+from posttrain.engines.protocol import Completion, Engine, Request
+from posttrain.episode import StopReason, Stream, Turn
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.rollout.driver import EpisodeRequest, StreamBuilder
+from posttrain.seeds import derive_seed
+
+_ANSWER = "POSTTRAIN-ANSWER"
+
+
+class CallRefused(Exception):
+    """A call that gets no answer. `status` is the HTTP status and `kind` the machine-readable reason."""
+
+    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """A request of an agent, in the same form for both formats."""
+
+    messages: list[Message]
+    """Roles system, user, assistant and tool. Content is text; arguments of tool calls are objects."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    retry: bool = False
+    """Whether the client repeats a request for which it received no answer."""
+
+    @property
+    def digest(self) -> str:
+        return _digest(self.messages, self.tools, self.max_tokens, self.stop)
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """The policy's answer to a call."""
+
+    number: int
+    """Position among the calls of the episode, from 0."""
+    text: str
+    calls: list[tuple[str, ToolCall]]
+    """Tool calls with their ids."""
+    stop_reason: StopReason
+    stop_string: str | None
+    prompt_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """An earlier call: its prompt as text, its answer, and all tokens of both."""
+
+    prompt: str
+    answer: str
+    ids: list[int]
+    ended: bool
+
+
+class AgentSession:
+    """One attempt of an agent at a task. `complete` answers its calls; `finish` ends it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tools: ToolFormat,
+        rollout: RolloutRecipe,
+        sampling: SamplingRecipe,
+        request: EpisodeRequest,
+        attempt: int,
+        lockstep: bool,
+    ) -> None:
+        self.engine = engine
+        self.tools = tools
+        self.renderer = tools.renderer
+        self.rollout = rollout
+        self.sampling = sampling
+        self.request = request
+        self.attempt = attempt
+        self.lockstep = lockstep
+        self.loop = asyncio.get_running_loop()
+        self.turns: list[Turn] = []
+        self.info: dict[str, Any] = dict.fromkeys(
+            ("calls", "streams", "retried", "abandoned", "refused", "late", "malformed_calls"), 0
+        )
+        """Counts of what the agent did, as they are stored with the episode."""
+        self.failed = asyncio.Event()
+        """Set when the engine failed, which ends the run."""
+        self.error: Exception | None = None
+        self.ended = False
+        # One call at a time: an open episode then never has two requests in the engine, which counts them.
+        self._lock = asyncio.Lock()
+        self._open: set[asyncio.Task[Any]] = set()
+        self._builders: list[StreamBuilder] = []
+        self._conversations: list[list[Message]] = []
+        self._recorded: dict[str, list[_Recorded]] = defaultdict(list)
+        self._replies: dict[str, ChatAnswer] = {}
+        self._asked: Counter[bytes] = Counter()
+
+    async def complete(self, call: ChatCall) -> ChatAnswer:
+        """Answer a call. CallRefused if the episode has ended or the prompt fills the context."""
+        if self.ended:
+            self.info["late"] += 1
+            raise CallRefused("the episode of this key has ended", 403, "permission_error")
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            async with self._lock:
+                if call.retry and (reply := self._replies.get(call.digest)) is not None:
+                    self.info["retried"] += 1
+                    return reply
+                return await self._sample(call)
+        except CallRefused:
+            self.info["refused"] += 1
+            raise
+        except asyncio.CancelledError:
+            self.info["abandoned"] += 1
+            raise
+        except Exception as error:
+            self.error = error
+            self.failed.set()
+            raise
+        finally:
+            self._open.discard(task)
+
+    async def _sample(self, call: ChatCall) -> ChatAnswer:
+        keys = _chain(call.messages, call.tools)
+        text, prompt = self._prompt(call, keys)
+        limit = self.rollout.tokens_per_episode
+        if len(prompt) >= limit:
+            raise CallRefused(
+                f"the prompt has {len(prompt)} tokens, and rollout.tokens_per_episode is {limit}",
+                kind="context_length_exceeded",
+            )
+        budget = min(self.rollout.tokens_per_turn, limit - len(prompt))
+        name = hashlib.blake2b(json.dumps(prompt).encode(), digest_size=16).digest()
+        # Named by the prompt and not by the order of calls, so that concurrent calls draw the same numbers.
+        seed = derive_seed(*self.request.rng_key, self.attempt, name.hex(), self._asked[name])
+        stops = (*self.rollout.stop_strings, *call.stop)
+        request = Request(tuple(prompt), self.sampling, seed, min(budget, call.max_tokens or budget), stops)
+        if self.lockstep:
+            completion = await self.engine.generate(request)
+        else:
+            with self.engine.episode(self.request.group):
+                completion = await self.engine.generate(request)
+        self._asked[name] += 1
+        return self._record(call, keys[-1] if keys else "", text, prompt, completion, stops)
+
+    def _record(
+        self, call: ChatCall, key: str, text: str, prompt: list[int], completion: Completion, stops: Sequence[str]
+    ) -> ChatAnswer:
+        """Append the answer to its stream, and remember it for later prompts."""
+        number, stream = len(self.turns), self._stream(prompt)
+        builder, answer = self._builders[stream], self.renderer.answer_text(completion.ids)
+        builder.append(prompt[len(builder.ids) :])
+        start = len(builder.ids)
+        builder.append(completion.ids, completion.logprobs, number, completion.versions)
+        shown, stop_string = answer, None
+        if completion.stop_reason is StopReason.STOP_STRING:
+            # Servers leave out the stop string.
+            place, stop_string = min((answer.find(stop), stop) for stop in stops if stop in answer)
+            shown = answer[:place]
+        parsed = self.tools.parse(shown) if call.tools else None
+        calls = [(f"call{number:03d}{i:02d}", one) for i, one in enumerate(parsed.calls)] if parsed else []
+        content = parsed.text if parsed else shown
+        info: dict[str, Any] = {"call": number}
+        if parsed and parsed.errors:
+            info["rejected"] = "; ".join(parsed.errors)
+            self.info["malformed_calls"] += len(parsed.errors)
+        self.turns.append(Turn(stream, start, len(builder.ids), 0.0, completion.stop_reason, answer, info))
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = [one.message(id) for id, one in calls]
+        ended = completion.stop_reason is StopReason.END_TOKEN
+        self._recorded[_next(key, message, call.tools)].append(_Recorded(text, answer, list(builder.ids), ended))
+        self._conversations[stream] = [*call.messages, {"role": "assistant", "content": answer}]
+        self.info |= {"calls": len(self.turns), "streams": len(self._builders)}
+        reply = ChatAnswer(
+            number, content, calls, completion.stop_reason, stop_string, len(prompt), len(completion.ids)
+        )
+        self._replies[call.digest] = reply
+        return reply
+
+    # -- prompts and streams --------------------------------------------------------------------------------------------
+
+    def _prompt(self, call: ChatCall, keys: Sequence[str]) -> tuple[str, list[int]]:
+        """The prompt as text and as tokens, with the sampled ids of the latest answer of this episode that it continues."""
+        messages = [
+            {"role": "assistant", "content": self._recorded[key][-1].answer} if key in self._recorded else message
+            for message, key in zip(call.messages, keys, strict=True)
+        ]
+        text = self.tools.text(messages, call.tools)
+        for place in reversed(range(len(messages))):
+            for recorded in reversed(self._recorded.get(keys[place], [])):
+                after = self._after(recorded, messages, place, text, call.tools)
+                if after is not None:
+                    ids = self.renderer.encode(after)
+                    repeated = recorded.ended and ids and ids[0] in self.renderer.end_tokens
+                    return text, [*recorded.ids, *(ids[1:] if repeated else ids)]
+        return text, self.renderer.encode(text)
+
+    def _after(
+        self, recorded: _Recorded, messages: list[Message], place: int, text: str, tools: list[dict[str, Any]]
+    ) -> str | None:
+        """The rendered text after the answer at `place`; None if the template rewrites the prompt or the answer."""
+        before = recorded.prompt + recorded.answer
+        if text.startswith(before):
+            return text[len(before) :]
+        if "</think>" in recorded.answer:
+            return None
+        # The template may trim an answer; its sampled ids stand for it all the same.
+        marked = [*messages[:place], {"role": "assistant", "content": _ANSWER}, *messages[place + 1 :]]
+        start, found, after = self.tools.text(marked, tools).partition(_ANSWER)
+        return after if found and start == recorded.prompt else None
+
+    def _stream(self, prompt: list[int]) -> int:
+        """The longest stream all of whose tokens begin `prompt`, else a new one."""
+        lengths = {
+            index: len(builder.ids)
+            for index, builder in enumerate(self._builders)
+            if prompt[: len(builder.ids)] == builder.ids
+        }
+        if lengths:
+            return max(lengths, key=lambda index: lengths[index])
+        self._builders.append(StreamBuilder())
+        self._conversations.append([])
+        return len(self._builders) - 1
+
+    # -- the end --------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> tuple[list[Stream], list[Turn], list[Message]]:
+        """End the session; returns the streams, the turns and the conversation of the last call.
+
+        Calls in progress are cancelled.
+
+        Streams are in the order of their last call and turns in the order of streams, so that the last sampled token of the
+        episode is that of its last call, where the reward belongs.
+        """
+        self.ended = True
+        for task in self._open:
+            task.cancel()
+        last = {turn.stream: number for number, turn in enumerate(self.turns)}
+        order = {stream: place for place, stream in enumerate(sorted(last, key=lambda stream: last[stream]))}
+        place_of = sorted(range(len(self.turns)), key=lambda n: (order[self.turns[n].stream], self.turns[n].start))
+        renumbered = {old: new for new, old in enumerate(place_of)}
+        streams = []
+        for stream in order:
+            builder = self._builders[stream]
+            builder.turn = [renumbered.get(turn, -1) for turn in builder.turn]
+            streams.append(builder.build())
+        turns = [replace(self.turns[n], stream=order[self.turns[n].stream]) for n in place_of]
+        messages = self._conversations[self.turns[-1].stream] if self.turns else []
+        return streams, turns, messages
+
+
+def _normal(message: Message) -> list[Any]:
+    """What identifies a message: clients drop ids and add fields of their own."""
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or []]
+    return [message["role"], message.get("content") or "", calls]
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _next(key: str, message: Message, tools: list[dict[str, Any]]) -> str:
+    """The name of the conversation `key` with another message."""
+    return _digest(key or tools, _normal(message))
+
+
+def _chain(messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[str]:
+    """The names of all beginnings of a conversation, by their last message."""
+    keys: list[str] = []
+    for message in messages:
+        keys.append(_next(keys[-1] if keys else "", message, tools))
+    return keys

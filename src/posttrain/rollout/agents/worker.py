@@ -1,0 +1,210 @@
+"""Plays episodes with an agent: the task from the environment, the answers from the policy, the reward from a report."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from posttrain.data.tools import ToolFormat
+from posttrain.environments.protocol import Environment, Observation
+from posttrain.environments.rewards import SCORE, RewardFailure, RewardFunction, finite_scores, load_reward
+from posttrain.episode import Episode, Outcome, Stream, Turn
+from posttrain.recipe.agent import AgentRecipe
+from posttrain.rollout.agents.endpoint import AgentEndpoint
+from posttrain.rollout.agents.process import AgentExit, AgentReport, read_report, run_agent
+from posttrain.rollout.agents.session import AgentSession
+from posttrain.rollout.driver import EnvironmentFailure, EpisodeRequest, EpisodeWorker, RolloutWorker
+
+_MAX_VARIABLE = 100_000
+"""Characters of the longest variable: systems limit an environment variable to 128 KiB."""
+
+
+class AgentEnding(StrEnum):
+    """How the agent of an episode ended. All but the first fail the episode."""
+
+    FINISHED = "finished"
+    """It exited with code 0 after at least one call, and its report was complete."""
+    TIMED_OUT = "timed_out"
+    """It ran longer than `agent.timeout`."""
+    CRASHED = "crashed"
+    """It exited with another code, or by a signal."""
+    NOT_STARTED = "not_started"
+    """Its command cannot be executed."""
+    NEVER_CALLED = "never_called"
+    """It exited with code 0 without a call that was answered."""
+    NO_REPORT = "no_report"
+    """Its report is missing, or has no finite reward where `agent.reward` is `report`."""
+    NO_REWARD = "no_reward"
+    """The environment or the reward function failed."""
+
+
+class _AgentFailure(Exception):
+    """An agent that did not finish."""
+
+    def __init__(self, ending: AgentEnding, reason: str) -> None:
+        super().__init__(reason)
+        self.ending = ending
+
+
+@dataclass(frozen=True)
+class AgentWorker(RolloutWorker):
+    """Plays episodes by starting an agent for each. The engine keeps an episode open until the agent has ended."""
+
+    agent: AgentRecipe | None = None
+    endpoint: AgentEndpoint | None = None
+
+    @property
+    def capacity(self) -> int:
+        assert self.agent is not None
+        return min(self.engine.capacity, self.agent.max_concurrent)
+
+    async def run_episode(self, request: EpisodeRequest) -> Episode:
+        assert self.agent is not None
+        if self.agent.lockstep:
+            return await super().run_episode(request)
+        return await EpisodeWorker.run_episode(self, request)
+
+    async def _run_attempt(self, request: EpisodeRequest, attempt: int) -> Episode:
+        assert self.agent is not None
+        assert self.endpoint is not None
+        environment = self.environment()
+        session = AgentSession(
+            self.engine,
+            ToolFormat(self.renderer),
+            self.rollout,
+            self.sampling,
+            request,
+            attempt,
+            self.agent.lockstep,
+        )
+        ending, failure, outcome = AgentEnding.FINISHED, None, Outcome.FAILED
+        result: tuple[float, dict[str, Any]] = 0.0, {}
+        try:
+            observation = await self._call(environment, partial(environment.reset, request.seed))
+            report = await self._report(session, environment, observation, request)
+            reward, info, ended = await self._reward(environment, observation, report, request)
+            result, outcome = (reward, info), Outcome.TERMINATED if ended else Outcome.TRUNCATED
+        except _AgentFailure as error:
+            ending, failure = error.ending, f"the agent {error}"
+        except (EnvironmentFailure, RewardFailure) as error:
+            ending, failure = AgentEnding.NO_REWARD, str(error)
+        finally:
+            streams, turns, messages = session.finish()
+        if session.error is not None:
+            raise session.error
+        session.info["ending"] = ending.value
+        if turns and outcome is not Outcome.FAILED:
+            _set_reward(turns[-1], streams, *result)
+        return Episode(
+            seed=request.seed,
+            group=request.group,
+            index=request.index,
+            version=self.version,
+            streams=streams,
+            turns=turns,
+            outcome=outcome,
+            failure=failure,
+            messages=messages,
+            info=session.info,
+        )
+
+    async def _report(
+        self, session: AgentSession, environment: Environment, observation: Observation, request: EpisodeRequest
+    ) -> AgentReport:
+        """Run the agent; returns its report. _AgentFailure if it does not finish."""
+        assert self.agent is not None
+        assert self.endpoint is not None
+        folder = Path(tempfile.mkdtemp(prefix="posttrain-agent-"))
+        task = observation.messages[-1]["content"] if observation.messages else ""
+        key = self.endpoint.open(session)
+        variables = {
+            "OPENAI_BASE_URL": f"{self.endpoint.url}/v1",
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": self.endpoint.url,
+            "ANTHROPIC_API_KEY": key,
+            "POSTTRAIN_SEED": str(request.seed),
+            "POSTTRAIN_REPORT": str(folder / "report"),
+            "POSTTRAIN_TASK": task,
+            "POSTTRAIN_MESSAGES": json.dumps(observation.messages),
+            "POSTTRAIN_ROW": json.dumps(dict(environment.row()), default=str),
+        }
+        variables = {name: value for name, value in variables.items() if len(value) <= _MAX_VARIABLE}
+        try:
+            exit = await run_agent(
+                self.agent.command, task, request.seed, variables, folder, self.agent.timeout, session.failed
+            )
+            _check_exit(exit, session, self.agent.timeout)
+            text = exit.output
+            if self.agent.report == "file":
+                try:
+                    text = (folder / "report").read_text(encoding="utf-8")
+                except (OSError, ValueError) as error:
+                    raise _AgentFailure(
+                        AgentEnding.NO_REPORT,
+                        f"wrote no report to the file in POSTTRAIN_REPORT ({type(error).__name__}); write it, or set "
+                        "agent.report=stdout",
+                    ) from error
+            return read_report(text)
+        except (OSError, ValueError) as error:
+            raise _AgentFailure(
+                AgentEnding.NOT_STARTED, f"cannot be started ({error}); correct agent.command"
+            ) from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _reward(
+        self, environment: Environment, observation: Observation, report: AgentReport, request: EpisodeRequest
+    ) -> tuple[float, dict[str, Any], bool]:
+        """The reward, the info of the last turn, and whether the task ended by its own rules."""
+        assert self.agent is not None
+        if self.agent.reward == "environment":
+            step = await self._call(environment, partial(environment.step, report.answer))
+            scores = finite_scores(step.reward, self.environment.recipe.type, f"seed {request.seed}")
+            return scores[SCORE], dict(step.info), step.terminated
+        if self.agent.reward == "none":
+            return 0.0, {}, True
+        if self.agent.reward == "report":
+            try:
+                scores = finite_scores({SCORE: report.reward, **report.scores}, "the report", f"seed {request.seed}")
+            except RewardFailure as error:
+                raise _AgentFailure(AgentEnding.NO_REPORT, f"reported no finite reward: {error}") from error
+        else:
+            function: RewardFunction = load_reward(self.agent.reward, "agent.reward")
+            origin = type(environment).task_name(environment.recipe, request.seed)
+            score = partial(function, observation.messages, report.answer, environment.row(), origin)
+            environment.blocking = environment.blocking or function.blocking
+            scores = await self._call(environment, score)
+        reward = scores.pop(SCORE)
+        info: dict[str, Any] = {"scores": scores} if scores else {}
+        if report.success is not None:
+            info["success"] = report.success
+        elif self.agent.success_reward is not None:
+            info["success"] = reward >= self.agent.success_reward
+        return reward, info, True
+
+
+def _check_exit(exit: AgentExit, session: AgentSession, timeout: float) -> None:
+    """Raise _AgentFailure unless the agent finished and called the policy."""
+    if session.error is not None:
+        raise _AgentFailure(AgentEnding.CRASHED, "was ended because the engine failed")
+    if exit.code is None:
+        raise _AgentFailure(AgentEnding.TIMED_OUT, f"ran longer than agent.timeout = {timeout:g} s")
+    if exit.code:
+        lines = exit.errors.strip().splitlines()
+        how = f"exited with code {exit.code}" if exit.code > 0 else f"was ended by signal {-exit.code}"
+        raise _AgentFailure(AgentEnding.CRASHED, how + (f": {lines[-1][:300]}" if lines else ""))
+    if not session.turns:
+        raise _AgentFailure(
+            AgentEnding.NEVER_CALLED, "exited without a call; it must use OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
+        )
+
+
+def _set_reward(turn: Turn, streams: Sequence[Stream], reward: float, info: dict[str, Any]) -> None:
+    turn.reward = reward
+    turn.info = {**turn.info, **info}
+    streams[turn.stream].rewards[turn.stop - 1] += reward

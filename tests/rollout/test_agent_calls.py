@@ -1,0 +1,385 @@
+"""Calls of agents: both wire formats with their published clients, and the streams that calls become."""
+
+import asyncio
+import json
+import random
+import threading
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import anthropic
+import openai
+import pytest
+
+from posttrain.data.rendering import Renderer
+from posttrain.data.tools import ToolFormat
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.protocol import Completion, EngineCounters
+from posttrain.episode import StopReason
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.rollout.agents.endpoint import AgentEndpoint
+from posttrain.rollout.agents.session import AgentSession
+from posttrain.rollout.driver import EpisodeRequest
+
+from ..conftest import make_tokenizer
+
+QUESTION = [{"role": "user", "content": "Which arm?"}]
+TOOL = {
+    "name": "look",
+    "description": "Look at an arm.",
+    "parameters": {"type": "object", "properties": {"arm": {"type": "string"}}},
+}
+CALL = '<tool_call>{"name": "look", "arguments": {"arm": "dragon"}}</tool_call>'
+
+
+class RecordingEngine:
+    """An engine that records what it samples; `inner` samples, or else it answers with the next of `texts`."""
+
+    def __init__(self, tokenizer, inner=None, texts=()):
+        self.tokenizer, self.inner, self.texts = tokenizer, inner, list(texts)
+        self.counters, self.capacity = EngineCounters(), 4
+        self.sampled = []
+        self.hold = None
+
+    async def generate(self, request):
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.inner is not None:
+            completion = await self.inner.generate(request)
+        else:
+            ids = (*self.tokenizer(self.texts.pop(0))["input_ids"], self.tokenizer.eos_token_id)
+            completion = Completion(
+                ids, tuple(-0.1 * (i + 1) for i in range(len(ids))), (3,) * len(ids), StopReason.END_TOKEN
+            )
+        self.sampled.append((request, completion))
+        return completion
+
+
+@contextmanager
+def served(engine, tokenizer, limit=2048):
+    """A session behind a real endpoint: yields it, the URL and its key. The engine runs in an event loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def make():
+        return AgentSession(
+            engine,
+            ToolFormat(Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))),
+            RolloutRecipe(tokens_per_turn=24, tokens_per_episode=limit),
+            SamplingRecipe(),
+            EpisodeRequest(5, 0, 0, (0, "test")),
+            0,
+            lockstep=True,
+        )
+
+    session = asyncio.run_coroutine_threadsafe(make(), loop).result()
+    try:
+        with AgentEndpoint() as endpoint:
+            yield session, endpoint.url, endpoint.open(session)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def finish(session):
+    async def end():
+        return session.finish()
+
+    return asyncio.run_coroutine_threadsafe(end(), session.loop).result()
+
+
+def assert_streams_are_what_was_sampled(engine, streams, turns):
+    """Every turn's context and tokens, log-probabilities and versions are those of one request of the engine."""
+    left = [(list(r.prompt_ids), list(c.ids), list(c.logprobs), list(c.versions)) for r, c in engine.sampled]
+    assert sum(stream.sampled.sum() for stream in streams) == sum(len(ids) for _, ids, _, _ in left)
+    for number, turn in enumerate(turns):
+        stream, span = streams[turn.stream], slice(turn.start, turn.stop)
+        assert stream.sampled[span].all()
+        assert set(stream.turn[span].tolist()) == {number}
+        found = (
+            stream.ids[: turn.start].tolist(),
+            stream.ids[span].tolist(),
+            stream.rollout_logprobs[span].tolist(),
+            stream.versions[span].tolist(),
+        )
+        place = next(i for i, one in enumerate(left) if one[:2] == found[:2] and one[3] == found[3])
+        assert found[2] == pytest.approx(left.pop(place)[2], abs=1e-6)
+    assert left == []
+    assert [int(stream.turn.max()) for stream in streams] == sorted(int(stream.turn.max()) for stream in streams)
+    assert turns[-1].stop == len(streams[-1])
+
+
+@pytest.fixture
+def tokenizer():
+    return make_tokenizer()
+
+
+def client_of(url, key, **settings):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, **{"max_retries": 0, **settings})
+
+
+def test_a_sampled_conversation_is_one_stream_of_the_engines_tokens(tiny_policy):
+    engine = RecordingEngine(tiny_policy.tokenizer, LocalEngine(tiny_policy, slots=4))
+    with served(engine, tiny_policy.tokenizer) as (session, url, key):
+        client, messages = client_of(url, key), list(QUESTION)
+        for turn in range(4):
+            choice = client.chat.completions.create(model="any", messages=messages).choices[0]
+            assert choice.finish_reason == ("stop" if engine.sampled[-1][1].stop_reason == "end_token" else "length")
+            messages += [choice.message.model_dump(), {"role": "user", "content": f"again {turn}"}]
+        streams, turns, conversation = finish(session)
+    assert len(streams) == 1
+    assert_streams_are_what_was_sampled(engine, streams, turns)
+    assert conversation == [*messages[:1], *conversation[1:]]
+    assert [m["content"] for m in conversation if m["role"] == "assistant"] == [t.answer for t in turns]
+
+
+def test_ids_are_joined_even_where_the_text_encodes_to_others(tokenizer):
+    """A sampled answer whose ids are not those that its text encodes to."""
+    engine = RecordingEngine(tokenizer)
+    ids = [*(tokenizer(letter)["input_ids"][0] for letter in "phoenix"), tokenizer.eos_token_id]
+    assert tokenizer("phoenix")["input_ids"] != ids[:-1]
+
+    async def spelled(request):
+        completion = Completion(tuple(ids), (-0.5,) * len(ids), (0,) * len(ids), StopReason.END_TOKEN)
+        engine.sampled.append((request, completion))
+        return completion
+
+    engine.generate = spelled
+    with served(engine, tokenizer) as (session, url, key):
+        client = client_of(url, key)
+        first = client.chat.completions.create(model="m", messages=QUESTION).choices[0].message
+        client.chat.completions.create(
+            model="m", messages=[*QUESTION, {"role": "assistant", "content": first.content}, *QUESTION]
+        )
+        streams, turns, _ = finish(session)
+    assert len(streams) == 1
+    assert streams[0].ids[turns[0].start : turns[0].stop].tolist() == ids
+    assert_streams_are_what_was_sampled(engine, streams, turns)
+
+
+def test_another_conversation_is_another_stream_and_the_last_call_ends_the_episode(tokenizer):
+    engine = RecordingEngine(tokenizer, texts=["one", "sub", "two", "fork"])
+    with served(engine, tokenizer) as (session, url, key):
+        client = client_of(url, key)
+
+        def ask(messages):
+            return {
+                "role": "assistant",
+                "content": client.chat.completions.create(model="m", messages=messages).choices[0].message.content,
+            }
+
+        first = [*QUESTION, ask(QUESTION)]
+        ask([{"role": "user", "content": "a subagent"}])
+        ask([*first, {"role": "user", "content": "go on"}])
+        ask([*first, {"role": "user", "content": "another way"}])
+        streams, turns, _ = finish(session)
+    assert [turn.info["call"] for turn in turns] == [1, 0, 2, 3]
+    assert [turn.stream for turn in turns] == [0, 1, 1, 2]
+    # The fork repeats the first answer as context; it is trained once, where it was sampled.
+    assert streams[2].ids[: turns[1].stop].tolist() == streams[1].ids[: turns[1].stop].tolist()
+    assert not streams[2].sampled[: turns[3].start].any()
+    assert_streams_are_what_was_sampled(engine, streams, turns)
+
+
+def test_a_changed_answer_starts_a_stream(tokenizer):
+    engine = RecordingEngine(tokenizer, texts=["one", "two"])
+    with served(engine, tokenizer) as (session, url, key):
+        client = client_of(url, key)
+        client.chat.completions.create(model="m", messages=QUESTION)
+        edited = {"role": "assistant", "content": "One!"}
+        client.chat.completions.create(model="m", messages=[*QUESTION, edited, *QUESTION])
+        streams, turns, _ = finish(session)
+    assert len(streams) == 2
+    assert not streams[1].sampled[: turns[1].start].any()
+
+
+def test_tools_stop_strings_and_streaming_of_openai(tokenizer):
+    engine = RecordingEngine(tokenizer, texts=[f"I look. {CALL}", "done", "<tool_call>{oops</tool_call>"])
+    tools = [{"type": "function", "function": TOOL}]
+    with served(engine, tokenizer) as (session, url, key):
+        client = client_of(url, key)
+        chunks = list(
+            client.chat.completions.create(
+                model="m",
+                messages=QUESTION,
+                tools=tools,
+                stream=True,
+                stream_options={"include_usage": True},
+                stop=["XX"],
+            )
+        )
+        deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+        assert "".join(delta.content or "" for delta in deltas) == "I look."
+        (call,) = [call for delta in deltas for call in delta.tool_calls or []]
+        assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"arm": "dragon"})
+        assert chunks[-2].choices[0].finish_reason == "tool_calls"
+        assert chunks[-1].usage.completion_tokens == len(engine.sampled[0][1].ids)
+        assert engine.sampled[0][0].stop_strings == ("XX",)
+        made = {"id": call.id, "type": "function", "function": {"name": "look", "arguments": call.function.arguments}}
+        messages = [
+            *QUESTION,
+            {"role": "assistant", "content": "I look.", "tool_calls": [made]},
+            {"role": "tool", "tool_call_id": call.id, "content": "gold"},
+        ]
+        reply = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0]
+        assert (reply.message.content, reply.finish_reason, reply.message.tool_calls) == ("done", "stop", None)
+        malformed = client.chat.completions.create(model="m", messages=[*QUESTION, *QUESTION], tools=tools)
+        assert malformed.choices[0].message.content == "<tool_call>{oops</tool_call>"
+        streams, turns, _ = finish(session)
+    assert len(streams) == 2
+    assert session.info["malformed_calls"] == 1
+    shown = tokenizer.decode(streams[0].ids)
+    assert '"description": "Look at an arm."' in shown
+    assert "<tool_response>\ngold\n</tool_response>" in shown
+    assert_streams_are_what_was_sampled(engine, streams, turns)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_messages_of_anthropic(tokenizer, streaming):
+    engine = RecordingEngine(tokenizer, texts=[f"I look. {CALL}{CALL}", "done"])
+    tools = [{"name": "look", "description": "Look.", "input_schema": TOOL["parameters"]}]
+    with served(engine, tokenizer) as (session, url, key):
+        client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
+
+        def ask(messages):
+            given = {"model": "m", "max_tokens": 20, "system": "Be brief.", "messages": messages, "tools": tools}
+            if not streaming:
+                return client.messages.create(**given)
+            with client.messages.stream(**given) as stream:
+                return stream.get_final_message()
+
+        message = ask(QUESTION)
+        assert message.stop_reason == "tool_use"
+        assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
+        assert message.content[1].input == {"arm": "dragon"}
+        results = [
+            {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "gold"}]}
+            for block in message.content[1:]
+        ]
+        sent = [*QUESTION, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+        last = ask(sent)
+        assert (last.content[0].text, last.stop_reason) == ("done", "end_turn")
+        assert last.usage.output_tokens == len(engine.sampled[1][1].ids)
+        streams, turns, _ = finish(session)
+    assert len(streams) == 1
+    assert engine.sampled[0][0].max_tokens == 20
+    assert_streams_are_what_was_sampled(engine, streams, turns)
+
+
+def test_a_retry_gets_the_answer_that_was_lost(tokenizer):
+    """The client repeats a request whose answer it did not receive: the answer is sent again and not sampled again."""
+    engine = RecordingEngine(tokenizer, texts=["one", "two"])
+    with served(engine, tokenizer) as (session, url, key):
+        client = client_of(url, key)
+        texts = [
+            client.chat.completions.create(model="m", messages=QUESTION, extra_headers=headers)
+            .choices[0]
+            .message.content
+            for headers in ({}, {"x-stainless-retry-count": "1"}, {})
+        ]
+        _streams, turns, _ = finish(session)
+    assert texts == ["one", "one", "two"]
+    assert session.info["retried"] == 1
+    assert len(turns) == 2
+
+
+def test_a_client_that_gives_up_leaves_no_turn(tokenizer):
+    engine = RecordingEngine(tokenizer, texts=["one"])
+    with served(engine, tokenizer) as (session, url, key):
+
+        async def close_the_gate():
+            engine.hold = asyncio.Event()
+
+        asyncio.run_coroutine_threadsafe(close_the_gate(), session.loop).result()
+        with pytest.raises(openai.APITimeoutError):
+            client_of(url, key, timeout=0.2).chat.completions.create(model="m", messages=QUESTION)
+        for _ in range(100):
+            if session.info["abandoned"]:
+                break
+            threading.Event().wait(0.05)
+        streams, turns, _ = finish(session)
+    assert (session.info["abandoned"], streams, turns) == (1, [], [])
+
+
+def refusal(url, key, body, path="/v1/chat/completions"):
+    """Status and error of a refused request."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url + path, data, {"Authorization": f"Bearer {key}"})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    return caught.value.code, json.load(caught.value)["error"]
+
+
+def test_refusals(tokenizer):
+    engine = RecordingEngine(tokenizer, texts=["one"])
+    good = {"model": "m", "messages": QUESTION}
+    with served(engine, tokenizer, limit=32) as (session, url, key):
+        assert refusal(url, "sk-wrong", good)[0] == 401
+        assert refusal(url, key, b"{")[1]["message"] == "the request is not valid JSON (JSONDecodeError)"
+        assert refusal(url, key, b"[" * 100_000)[0] == 400
+        assert refusal(url, key, {**good, "n": 2})[1]["message"] == "n must be 1; send several requests"
+        assert refusal(url, key, {"messages": []})[0] == 400
+        assert (
+            "image_url"
+            in refusal(url, key, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})[1]["message"]
+        )
+        long = {"messages": [{"role": "user", "content": "arm " * 50}]}
+        assert refusal(url, key, long)[1]["code"] == "context_length_exceeded"
+        assert refusal(url, key, {**good, "max_tokens": 0}, "/v1/messages")[1]["type"] == "invalid_request_error"
+        finish(session)
+        status, error = refusal(url, key, good)
+    assert (status, error["message"]) == (403, "the episode of this key has ended")
+    assert session.info["late"] == 1
+    assert session.info["refused"] == 1
+    assert engine.sampled == []
+
+
+def test_another_host_name_is_refused(tokenizer):
+    with served(RecordingEngine(tokenizer), tokenizer) as (_, url, key):
+        request = urllib.request.Request(
+            f"{url}/v1/models", headers={"Host": "evil.test", "Authorization": f"Bearer {key}"}
+        )
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=10)
+        assert caught.value.code == 400
+        assert [model.id for model in client_of(url, key).models.list()] == ["policy"]
+
+
+def test_random_agents_record_every_token(tiny_policy):
+    """Agents that continue, fork, edit and forget conversations at random, through the session itself."""
+    from posttrain.rollout.agents.session import ChatCall
+
+    async def play(seed):
+        draw = random.Random(seed)
+        inner = LocalEngine(tiny_policy, slots=4)
+        engine = RecordingEngine(tiny_policy.tokenizer, inner)
+        session = AgentSession(
+            engine,
+            ToolFormat(Renderer(tiny_policy.tokenizer, tiny_policy.end_tokens)),
+            RolloutRecipe(tokens_per_turn=6, tokens_per_episode=2048),
+            SamplingRecipe(),
+            EpisodeRequest(seed, 0, 0, (0, "test", seed)),
+            0,
+            lockstep=True,
+        )
+        conversations = [[{"role": "user", "content": "start"}]]
+        for number in range(20):
+            messages = list(draw.choice(conversations))
+            if draw.random() < 0.2:
+                messages = messages[: draw.randrange(len(messages)) + 1]
+            if messages[-1]["role"] == "assistant":
+                messages.append({"role": "user", "content": f"message {number}"})
+            if draw.random() < 0.1:
+                messages[0] = {"role": "user", "content": f"compacted {number}"}
+            tools = [{"type": "function", "function": TOOL}] if draw.random() < 0.3 else []
+            answer = await session.complete(ChatCall(messages, tools))
+            conversations.append([*messages, {"role": "assistant", "content": answer.text}])
+        return engine, *session.finish()
+
+    for seed in range(5):
+        engine, streams, turns, _ = asyncio.run(play(seed))
+        assert 1 < len(streams) < len(turns)
+        assert_streams_are_what_was_sampled(engine, streams, turns)
