@@ -5,7 +5,7 @@
 
 An entry is a pipeline in recipes/board/, run in a process of its own for each training seed. Its final episodes, on the same
 400 held-out tasks for every seed, become one line of OUT/board.jsonl; lines that are there are not made again. A row's number is
-the mean over training seeds and tasks with an interval over both, and its lower end is what counts. See docs/board.md.
+the mean over training seeds and tasks with an interval over both, and its lower end is what counts. See docs/results/board.md.
 """
 
 import argparse
@@ -59,6 +59,9 @@ ENTRIES = {
     "bandit": Entry("two-armed bandit; the dragon is the high-risk arm", 0.95),
     "bandit_swapped": Entry("two-armed bandit with the names swapped", 0.95),
     "firm_lake": Entry("frozen lake, firm ice, six turns", 0.90),
+    "slippery_lake": Entry("frozen lake, slippery ice, ten turns", -0.05, of_optimal=True),
+    "sokoban": Entry("Sokoban, 6 x 6 rooms with one box, six turns", 0.80),
+    "countdown": Entry("countdown: a number from two or three small ones", 0.50),
     "json_answer": Entry("JSON with given keys and types, unseen schemas", 0.95),
 }
 

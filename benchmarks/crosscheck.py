@@ -21,7 +21,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=10, help="random batches of each row")
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/algorithms.md instead")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the table of docs/reference/algorithms.md instead"
+    )
     chosen = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from harness.models import MODELS, model_directory
+from harness.models import MODELS, emulates_bfloat16, model_directory
 from harness.table import show
 from harness.timing import available_threads, in_turn, middle, ratio
 from limits import Limits, job_bound, measure_limits
@@ -62,7 +62,7 @@ def start(side: str, chosen: argparse.Namespace, model: str, python: str | None)
 
 
 def measure(
-    workers: dict[str, Worker], point: Point, rounds: int, tokenizer: Any
+    workers: dict[str, Worker], point: Point, rounds: int, tokenizer: Any, limit: float
 ) -> tuple[dict[str, list[dict[str, Any]]], list[Job]]:
     """What each side answers in each round: a job, and the burst whose first tokens are timed."""
     jobs = {
@@ -74,10 +74,10 @@ def measure(
     }
 
     def run(worker: Worker, number: int) -> dict[str, Any]:
-        answer = worker.ask(jobs[number].as_json())
+        answer = worker.ask(jobs[number].as_json(), limit)
         if answer["tokens"] != sum(jobs[number].lengths):
             raise RuntimeError(f"{worker.module} sampled {answer['tokens']} tokens, not {sum(jobs[number].lengths)}")
-        first = worker.ask(bursts[number].as_json())["first"]
+        first = worker.ask(bursts[number].as_json(), limit)["first"]
         return answer | {"first token": first, "speed": answer["tokens"] / answer["seconds"]}
 
     sides: dict[str, Callable[[int], dict[str, Any]]] = {name: partial(run, worker) for name, worker in workers.items()}
@@ -128,6 +128,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="requests of a job (default: 2 for each in flight, at least 4)")
     parser.add_argument("--rounds", type=int, default=3, help="times that every side runs, besides a warm-up")
     parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads of a side")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds of a job after which a side is left out")
     parser.add_argument("--sides", help="run those whose name holds one of these words, separated by commas")
     parser.add_argument("--vllm-python", metavar="FILE", help="the interpreter that has vLLM")
     parser.add_argument("--vllm-compiled", action="store_true", help="let vLLM compile the model first")
@@ -157,6 +158,9 @@ def main() -> None:
     names = [side for side in SIDES if any(word in side for word in words)]
     python = vllm_side.find_python(chosen.vllm_python)
     notes = []
+    if not chosen.sides and (emulated := emulates_bfloat16()):
+        names = [name for name in names if "bfloat16" not in name]
+        notes.append(emulated)
     if python is None and any(VLLM in name for name in names):
         names = [name for name in names if VLLM not in name]
         notes.append(vllm_side.ABSENT)
@@ -166,7 +170,9 @@ def main() -> None:
     model = model_directory(chosen.model)
     tokenizer, sizes = AutoTokenizer.from_pretrained(model), model_sizes(str(model))
     torch.set_num_threads(chosen.threads)
-    limits = {"float32": measure_limits(torch.float32), "bfloat16": measure_limits(torch.bfloat16)}
+    limits = {
+        dtype: measure_limits(getattr(torch, dtype)) for dtype in dict.fromkeys(n.rpartition(" ")[2] for n in names)
+    }
     rows, workers = [], {}
     # Sleeping workers outlive a parent that is ended without closing them.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -174,7 +180,12 @@ def main() -> None:
         for name in names:
             workers[name] = start(name, chosen, str(model), python)
         for point in points(chosen):
-            found, jobs = measure(workers, point, chosen.rounds, tokenizer)
+            found, jobs = measure(workers, point, chosen.rounds, tokenizer, chosen.limit)
+            for name in set(workers) - set(found):
+                workers.pop(name)
+                notes.append(
+                    f"{name} is left out from {point.in_flight} in flight on: over {chosen.limit:g} s (--limit)"
+                )
             for name, outcomes in found.items():
                 outcomes[-1]["peak"] = workers[name].peak_memory()
             rows += table(found, jobs, point, sizes, limits)

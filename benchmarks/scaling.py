@@ -1,6 +1,6 @@
 """Predictions of the cost model: for recorded speeds, for 8, 64 and 1,024 GPUs, and for published placements. No measurement.
 
-The model is `posttrain.planning.phases`, which `--dry-run --on DEVICE` uses too; docs/scaling.md explains it.
+The model is `posttrain.planning.phases`, which `--dry-run --on DEVICE` uses too; docs/results/scaling.md explains it.
 """
 
 import argparse
@@ -16,7 +16,7 @@ Rows = list[dict[str, Any]]
 
 
 def measured_table() -> Rows:
-    """Predicted and measured speeds on the machine of docs/performance.md."""
+    """Predicted and measured speeds on the machine of docs/results/speed.md."""
     return [
         {
             "workload": record.what,
@@ -74,7 +74,7 @@ def main() -> None:
     """Print the chosen tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tables", default=",".join(TABLES), help=f"comma-separated names out of {', '.join(TABLES)}")
-    parser.add_argument("--markdown", action="store_true", help="as Markdown, for docs/scaling.md")
+    parser.add_argument("--markdown", action="store_true", help="as Markdown, for docs/results/scaling_tables.md")
     parser.add_argument(
         "--json", metavar="FILE", help="also write the table to this file; needs a single table in --tables"
     )

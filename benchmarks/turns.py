@@ -9,7 +9,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from harness.models import MODELS, model_directory
+from harness.models import MODELS, emulates_bfloat16, model_directory
 from harness.table import show
 from harness.timing import available_threads, in_turn, middle, ratio, run_side
 
@@ -27,6 +27,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=6, help="rows and columns of the drawing that answers an answer")
     parser.add_argument("--rounds", type=int, default=3, help="times that every side runs")
     parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads of a side")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a side is left out")
     parser.add_argument("--sides", help="run those whose name holds one of these words, separated by commas")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     return parser.parse_args()
@@ -39,6 +40,9 @@ def main() -> None:
     names = [side for side in SIDES if any(word in side for word in words)]
     if not names:
         raise SystemExit(f"--sides: there is no side called {chosen.sides}; there is {', '.join(SIDES)}")
+    emulated = None if chosen.sides else emulates_bfloat16()
+    if emulated:
+        names = [side for side in names if "bfloat16" not in side]
     model = str(model_directory(chosen.model))
 
     def run(side: str, turns: int, number: int) -> dict[str, Any]:
@@ -52,13 +56,13 @@ def main() -> None:
             "context": 8192,
             **{key: getattr(chosen, key) for key in ("episodes", "group", "answer", "size")},
         }
-        return run_side("sides.turns_worker", job, chosen.threads)
+        return run_side("sides.turns_worker", job, chosen.threads, limit=chosen.limit)
 
     rows = []
     for turns in [int(turns) for turns in chosen.turns.split(",")]:
         found = in_turn({side: partial(run, side, turns) for side in names}, chosen.rounds)
         speeds = {side: [o["sampled"] / o["seconds"] for o in outcomes] for side, outcomes in found.items()}
-        theirs = max((side for side in names if "generate" in side), key=lambda side: middle(speeds[side]), default="")
+        theirs = max((side for side in found if "generate" in side), key=lambda side: middle(speeds[side]), default="")
         for side, outcomes in found.items():
             rows.append(
                 {
@@ -81,6 +85,7 @@ def main() -> None:
         "reused: prompt tokens whose keys and values were taken from the cache",
         "x lock-step: against the lock-step loop in its faster precision",
     ]
+    notes += [emulated] if emulated else []
     show("Episodes of many turns", rows, notes, chosen.json)
 
 

@@ -43,6 +43,22 @@ def model_directory(name: str) -> Path:
     return directory
 
 
+def computing_dtype(dtype: str | None) -> str:
+    """The precision that `model.dtype` selects on this machine's processor."""
+    import torch
+
+    from posttrain.models.load import resolve_dtype
+
+    return str(resolve_dtype(dtype, torch.device("cpu"))).removeprefix("torch.")
+
+
+def emulates_bfloat16() -> str | None:
+    """Why sides in bfloat16 are left out on this processor; None if it has instructions for bfloat16."""
+    if computing_dtype("auto") == "bfloat16":
+        return None
+    return "bfloat16 is left out, because this processor has no instructions for it; name a side with --sides to run it"
+
+
 def save_qwen3(directory: Path) -> None:
     """Write a random Qwen3 of 4.2 million parameters: hidden 256, 4 layers, 4 query and 2 key heads, tied embeddings."""
     import torch

@@ -14,6 +14,10 @@ from typing import Any, TypeVar
 Outcome = TypeVar("Outcome")
 
 
+class OverLimit(Exception):
+    """A side took longer than its limit."""
+
+
 def in_turn(
     sides: Mapping[str, Callable[[int], Outcome]],
     rounds: int,
@@ -24,15 +28,24 @@ def in_turn(
 
     In a round every side runs once, so that what changes on the machine meanwhile meets all of them; every other round
     goes through them backwards. A side gets the number of the round, which is below 0 in the `warmup` rounds before,
-    whose outcomes are dropped. `say` gets a line of progress after each run (stderr by default).
+    whose outcomes are dropped. `say` gets a line of progress after each run (stderr by default). A side that raises
+    `OverLimit` is left out from then on, with a line that says so; RuntimeError if none is left.
     """
     say = say or _say
+    sides = dict(sides)
     found: dict[str, list[Outcome]] = {name: [] for name in sides}
     for number in range(-warmup, rounds):
         names = list(sides) if number % 2 == 0 else list(sides)[::-1]
         for name in names:
             begun = time.perf_counter()
-            outcome = sides[name](number)
+            try:
+                outcome = sides[name](number)
+            except OverLimit as over:
+                say(f"{name} is left out: {over}; raise --limit to run it")
+                del sides[name], found[name]
+                if not found:
+                    raise RuntimeError("every side is over the limit; raise --limit") from over
+                continue
             if number >= 0:
                 found[name].append(outcome)
             label = f"round {number + 1} of {rounds}" if number >= 0 else "warm-up"
@@ -78,11 +91,18 @@ def peak_memory(pid: int | str = "self") -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def run_side(module: str, job: Mapping[str, Any], threads: int) -> dict[str, Any]:
+def run_side(
+    module: str,
+    job: Mapping[str, Any],
+    threads: int,
+    variables: Mapping[str, str | None] | None = None,
+    limit: float | None = None,
+) -> dict[str, Any]:
     """Run `python -m module JOB RESULT` in a process of its own; what it wrote to RESULT, a JSON object.
 
-    JOB is a file with `job` as JSON. The process sees this folder, `threads` threads and no network of the hub. A side
-    that dies raises RuntimeError with the end of what it printed.
+    JOB is a file with `job` as JSON. The process sees this folder, `threads` threads and no network of the hub.
+    `variables` are set last; None removes one. A side that dies raises RuntimeError with the end of what it printed, one
+    that is not done after `limit` seconds is killed and raises `OverLimit`.
     """
     with tempfile.TemporaryDirectory(prefix="posttrain-benchmark-") as place:
         request, answer, log = (Path(place) / name for name in ("job.json", "result.json", "log"))
@@ -95,16 +115,22 @@ def run_side(module: str, job: Mapping[str, Any], threads: int) -> dict[str, Any
             "HF_HUB_OFFLINE": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            **(variables or {}),
         }
+        environment = {name: value for name, value in environment.items() if value is not None}
         with log.open("w") as output:
-            done = subprocess.run(
-                [sys.executable, "-m", module, str(request), str(answer)],
-                cwd=place,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
+            try:
+                done = subprocess.run(
+                    [sys.executable, "-m", module, str(request), str(answer)],
+                    cwd=place,
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    check=False,
+                    timeout=limit,
+                )
+            except subprocess.TimeoutExpired:
+                raise OverLimit(f"not done after {limit:g} s") from None
         if done.returncode or not answer.is_file():
             raise RuntimeError(f"{module} ended with {done.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
         return json.loads(answer.read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.data import write_rows
-from harness.models import MODELS, model_directory
+from harness.models import MODELS, emulates_bfloat16, model_directory
 from harness.timing import available_threads, in_turn, middle, ratio, run_side
 
 from learners.job import KL, WEIGHTS, Job, Side, Stage
@@ -38,6 +38,7 @@ def options(description: str | None, sizes: dict[str, Size], group: int = 1) -> 
     parser.add_argument("--rows", type=int, help="rows, pairs or answers of an optimizer step")
     if group > 1:
         parser.add_argument("--group", type=int, default=group, help="answers to one prompt")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a side is left out")
     parser.add_argument("--sides", help="run those whose name holds one of these words, separated by commas")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     chosen = parser.parse_args()
@@ -67,11 +68,15 @@ def compare(
     """Rows of a table and notes below it. `make_rows`: rows of a stage for a tokenizer, and how many."""
     from transformers import AutoTokenizer
 
+    notes: list[str] = []
     if chosen.sides:
         words = [word.strip() for word in chosen.sides.split(",")]
         sides = [side for side in sides if any(word in side.name for word in words)]
         if not sides:
             raise SystemExit(f"--sides: no side is called {chosen.sides}")
+    elif emulated := emulates_bfloat16():
+        sides = [side for side in sides if side.precision == "float32" or side.system == "posttrain"]
+        notes.append(emulated)
     model = model_directory(chosen.model)
     with tempfile.TemporaryDirectory(prefix="posttrain-benchmark-") as place:
         # Two more for the held-out episodes of an RL run. A group shares its prompt.
@@ -90,9 +95,12 @@ def compare(
                 number,
                 side.settings,
             )
-            return run_side(f"learners.{side.system}_side", job.as_json(), chosen.threads)
+            return run_side(f"learners.{side.system}_side", job.as_json(), chosen.threads, limit=chosen.limit)
 
         found = in_turn({side.name: partial(run, side) for side in sides}, chosen.rounds)
+    if slow := [side.name for side in sides if side.name not in found]:
+        notes.append(f"left out, because a round took more than {chosen.limit:g} s (--limit): {', '.join(slow)}")
+        sides = [side for side in sides if side.name in found]
     used = Utilisation(str(model), chosen.threads) if stage in STREAMS else None
     return _table(stage, sides, found, unit, used), [
         f"{chosen.model}, {chosen.rows} {unit} an optimizer step, {chosen.warmup} steps of warm-up and {chosen.steps} measured, "
@@ -103,6 +111,7 @@ def compare(
             else []
         ),
         *_verdict(stage, sides, found),
+        *notes,
     ]
 
 

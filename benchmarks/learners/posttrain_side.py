@@ -1,18 +1,19 @@
-"""The side of posttrain: recipes through `run_stage`, as its command line runs them.
+"""The side of posttrain: its public functions, with a callback that counts rows and tokens and stamps the end of each step.
 
-A callback counts rows and tokens and stamps the end of each step. In RL, an engine ends answers at given lengths.
+In RL, an engine ends answers at given lengths.
 """
 
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from harness.data import answer_lengths
+from harness.models import computing_dtype
 
+import posttrain
 from learners.job import KL, LEARNING_RATES, LONGEST, LONGEST_ANSWER, Job, read_job
 from learners.recording import Recorder
 
@@ -22,21 +23,18 @@ def main(recorder_type: type[Recorder] = Recorder) -> None:
     values = json.loads(Path(sys.argv[1]).read_text())
     job = read_job(values)
     recorder = recorder_type(job.warmup, job.steps, Path(sys.argv[2]))
-    from posttrain.engines.factory import open_engine
-    from posttrain.models.load import resolve_device, resolve_dtype
-    from posttrain.stages import run_stage
-
-    recipe = _recipe(job, values["place"], values["threads"])
-    recorder.dtype = str(resolve_dtype(recipe.model.dtype, resolve_device(recipe.model.device))).removeprefix("torch.")
+    recorder.dtype = computing_dtype(job.settings.get("model.dtype"))
     lengths: list[int] = []
-    with open_engine.placed_by(_engine_with(lengths)) if job.stage in KL else nullcontext():
-        run_stage(recipe, callbacks=[_watcher(job, recorder, lengths)])
+    watch = [Watcher(job, recorder, lengths)]
+    keys = _keys(job, values["place"], values["threads"])
+    if job.stage in KL:
+        posttrain.rl(engine=_engine_with(lengths), callbacks=watch, **keys)
+    else:
+        getattr(posttrain, job.stage)(callbacks=watch, **keys)
 
 
-def _recipe(job: Job, place: str, threads: int) -> Any:
-    """The recipe of the job: what it says, what its settings say over that, and defaults."""
-    from posttrain.recipe.compose import load_recipe
-
+def _keys(job: Job, place: str, threads: int) -> dict[str, Any]:
+    """The keys of the recipe: those of the job, and over them its settings."""
     total = job.warmup + job.steps
     keys: dict[str, Any] = {
         "name": "benchmark",
@@ -61,9 +59,7 @@ def _recipe(job: Job, place: str, threads: int) -> Any:
         }
     if job.stage == "dpo":
         keys["cache_ref_logprobs"] = False
-    keys |= job.settings
-    overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-    return load_recipe([], overrides, "rl" if job.stage in KL else job.stage)
+    return keys | job.settings
 
 
 def _rl_keys(job: Job, total: int) -> dict[str, Any]:
@@ -90,48 +86,46 @@ def _rl_keys(job: Job, total: int) -> dict[str, Any]:
     }
 
 
-def _watcher(job: Job, recorder: Recorder, lengths: list[int]) -> Any:
-    """The callback that records steps. In RL it also puts the lengths of the next step's answers in `lengths`."""
-    from posttrain.training.trainer import Callback
+class Watcher(posttrain.Callback):
+    """Records steps. In RL it also puts the lengths of the next step's answers in `lengths`."""
 
-    in_rl = job.stage in KL
+    def __init__(self, job: Job, recorder: Recorder, lengths: list[int]) -> None:
+        self.job, self.recorder, self.lengths = job, recorder, lengths
+        self.in_rl = job.stage in KL
 
-    class Watcher(Callback):
-        def on_episodes(self, step: int, episodes: Sequence[Any]) -> None:
-            recorder.saw(len(episodes), sum(len(stream) for episode in episodes for stream in episode.streams))
+    def on_episodes(self, step: int, episodes: Sequence[Any]) -> None:
+        self.recorder.saw(len(episodes), sum(len(stream) for episode in episodes for stream in episode.streams))
 
-        def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-            if not in_rl:
-                recorder.saw(job.rows_per_step, int(metrics["tokens/trained"]))
-            if "time/reference" in metrics:
-                recorder.extra_per_row = metrics["time/reference"] / (job.rows_per_step * (job.warmup + job.steps))
-            self._next_lengths(step + 1)
-            recorder.finished_step(metrics.get("loss/total", float("nan")))
+    def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        job, recorder = self.job, self.recorder
+        if not self.in_rl:
+            recorder.saw(job.rows_per_step, int(metrics["tokens/trained"]))
+        if "time/reference" in metrics:
+            recorder.extra_per_row = metrics["time/reference"] / (job.rows_per_step * (job.warmup + job.steps))
+        self._next_lengths(step + 1)
+        recorder.finished_step(metrics.get("loss/total", float("nan")))
 
-        def on_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
-            self._next_lengths(step + 1)
+    def on_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+        self._next_lengths(step + 1)
 
-        def _next_lengths(self, step: int) -> None:
-            if in_rl:
-                lengths[:] = answer_lengths(step - 1, job.rows_per_step, seed=job.seed)
-
-    return Watcher()
+    def _next_lengths(self, step: int) -> None:
+        if self.in_rl:
+            self.lengths[:] = answer_lengths(step - 1, self.job.rows_per_step, seed=self.job.seed)
 
 
 def _engine_with(lengths: list[int]) -> Any:
-    """A function that opens an engine whose answers have the given lengths, and end at no end token before."""
-    from posttrain.engines.local.engine import LocalEngine
+    """A function that makes an engine whose answers have the given lengths, and end at no end token before."""
 
-    class Cut(LocalEngine):
+    class Cut(posttrain.LocalEngine):
         async def generate(self, request: Any) -> Any:
             # Requests come in the order of episodes, as TRL's rows do. Evaluation, which is not measured, is kept short.
             return await super().generate(replace(request, max_tokens=lengths.pop(0) if lengths else 1))
 
-    def opened(policy: Any, recipe: Any, *rest: Any) -> Any:
+    def made(policy: Any, recipe: Any) -> Any:
         policy.end_tokens = frozenset()
         return Cut(policy, recipe)
 
-    return opened
+    return made
 
 
 if __name__ == "__main__":

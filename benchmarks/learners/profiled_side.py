@@ -29,7 +29,6 @@ class ProfilingRecorder(Recorder):
         if len(self.ends) == self.warmup:
             self.profiler = profile(activities=[ProfilerActivity.CPU])
             self.profiler.__enter__()
-            _name_kernel()
             self.begun = time.perf_counter()
         if len(self.ends) == self.warmup + self.steps:
             seconds = time.perf_counter() - self.begun
@@ -39,25 +38,6 @@ class ProfilingRecorder(Recorder):
             self.file.write_text(json.dumps({"seconds": seconds, "operators": operators, "tokens": self.tokens}))
             sys.stdout.flush()
             os._exit(0)
-
-
-def _name_kernel() -> None:
-    """Give the engine's compiled kernel, which is no operator of torch, names that the profiler sees."""
-    from functools import wraps
-
-    from torch.profiler import record_function
-
-    from posttrain.engines.local.cpu.kernel import DecodingKernel
-
-    for name in ("attend", "normalize", "rotate_and_store"):
-        function = getattr(DecodingKernel, name)
-
-        @wraps(function)
-        def named(*args: Any, function: Any = function, name: str = name, **kwargs: Any) -> Any:
-            with record_function(f"kernel {name}"):
-                return function(*args, **kwargs)
-
-        setattr(DecodingKernel, name, named)
 
 
 if __name__ == "__main__":

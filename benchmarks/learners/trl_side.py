@@ -27,14 +27,13 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(values["threads"])
-    trainer = _trainer(job, values["place"])
-    _watch(trainer, Recorder(job.warmup, job.steps, Path(sys.argv[2])), job)
+    trainer = _trainer(job, values["place"], Recorder(job.warmup, job.steps, Path(sys.argv[2])))
     if job.stage in KL:
         _end_answers(trainer, job)
     trainer.train()
 
 
-def _trainer(job: Job, place: str) -> Any:
+def _trainer(job: Job, place: str, recorder: Recorder) -> Any:
     import trl
     from datasets import Dataset
 
@@ -69,10 +68,9 @@ def _trainer(job: Job, place: str) -> Any:
         settings["remove_unused_columns"] = False
         rows = [row | {"length": _longer_answer(row)} for row in rows]
     config = getattr(trl, f"{names[job.stage]}Config")(**settings | job.settings)
-    trainer_class: Any = getattr(trl, f"{names[job.stage]}Trainer")
+    trainer_class = _watched(getattr(trl, f"{names[job.stage]}Trainer"), recorder, job, grouped)
     trainer = trainer_class(model=job.model, args=config, train_dataset=Dataset.from_list(rows), **rest)
-    if grouped:
-        _mix_batches(trainer, job)
+    trainer.add_callback(_stopwatch(recorder))
     return trainer
 
 
@@ -93,32 +91,33 @@ def _longer_answer(row: dict[str, Any]) -> int:
     return len(row["prompt"][0]["content"]) + max(len(row[side][0]["content"]) for side in ("chosen", "rejected"))
 
 
-def _mix_batches(trainer: Any, job: Job) -> None:
-    """Take the batches of the length-grouping sampler in random order.
+def _watched(trainer: Any, recorder: Recorder, job: Job, grouped: bool) -> Any:
+    """The class `trainer`, counting rows at the loss.
 
-    It sorts the rows of fifty batches from long to short, so that in a short run the warm-up would be all the long
-    rows and the measured steps the rest.
+    `grouped`: take the batches of the length-grouping sampler in random order. It sorts the rows of fifty batches from long
+    to short, so that in a short run the warm-up would be all the long rows and the measured steps the rest.
     """
-    make = trainer._get_train_sampler
 
-    def mixed(*arguments: Any) -> list[int]:
-        order = list(make(*arguments))
-        batches = [order[start : start + job.rows_per_step] for start in range(0, len(order), job.rows_per_step)]
-        shuffled = random_stream(job.seed, "benchmark batches").permutation(len(batches))
-        return [row for number in shuffled for row in batches[number]]
+    class Watched(trainer):
+        def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+            recorder.saw(*_seen(inputs, job))
+            return super().compute_loss(model, inputs, *arguments, **keywords)
 
-    trainer._get_train_sampler = mixed
+        def _get_train_sampler(self, *arguments: Any) -> Any:
+            sampler = super()._get_train_sampler(*arguments)
+            if not grouped:
+                return sampler
+            order = list(sampler)
+            batches = [order[start : start + job.rows_per_step] for start in range(0, len(order), job.rows_per_step)]
+            shuffled = random_stream(job.seed, "benchmark batches").permutation(len(batches))
+            return [row for number in shuffled for row in batches[number]]
+
+    return Watched
 
 
-def _watch(trainer: Any, recorder: Recorder, job: Job) -> None:
-    """Count rows at the loss and stamp the ends of steps."""
+def _stopwatch(recorder: Recorder) -> Any:
+    """The callback that stamps the ends of steps."""
     from transformers import TrainerCallback
-
-    compute = trainer.compute_loss
-
-    def counted(model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        recorder.saw(*_seen(inputs, job))
-        return compute(model, inputs, *arguments, **keywords)
 
     class Stopwatch(TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
@@ -126,8 +125,7 @@ def _watch(trainer: Any, recorder: Recorder, job: Job) -> None:
             if "loss" in logs:
                 recorder.finished_step(float(logs["loss"]))
 
-    trainer.compute_loss = counted
-    trainer.add_callback(Stopwatch())
+    return Stopwatch()
 
 
 def _seen(inputs: Any, job: Job) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Speeds recorded in docs/performance.md, and predictions of the cost model for the same work."""
+"""Speeds recorded in docs/results/speed.md, and predictions of the cost model for the same work."""
 
 import math
 from collections.abc import Callable

@@ -27,7 +27,7 @@ QWEN3_4B, QWEN25_3B = PUBLISHED["Qwen3-4B"], PUBLISHED["Qwen2.5-3B"]
 H100 = DEVICES["h100"]
 EAGER = replace(H100, launch=GPU_LAUNCH_EAGER)
 RATIONALES = Episodes(groups=256, size=2, prompt=208, answer=127, longest=227)
-"""A step of PPO on procedures: docs/rationales.md has the lengths."""
+"""A step of PPO on procedures: docs/reference/rationales.md has the lengths."""
 MEMORY = Episodes(groups=32, size=4, prompt=1500, answer=1500, longest=3500, observed=600)
 """A step of the memory agent: at most 5,120 tokens per episode, of which about 1,500 are instructions."""
 UNITS = 10

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.timing import peak_memory
+from harness.timing import OverLimit, peak_memory
 
 
 class Worker:
@@ -59,8 +60,8 @@ class Worker:
             raise
         self._signal(signal.SIGSTOP)
 
-    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a job."""
+    def ask(self, job: Mapping[str, Any], limit: float | None = None) -> dict[str, Any]:
+        """The answer to a job. A worker that takes more than `limit` seconds is ended: OverLimit."""
         self._signal(signal.SIGCONT)
         assert self.process.stdin is not None
         try:
@@ -68,7 +69,23 @@ class Worker:
             self.process.stdin.flush()
         except BrokenPipeError:
             pass
-        answer = self._answer()
+        ended = threading.Event()
+
+        def end() -> None:
+            ended.set()
+            self._signal(signal.SIGKILL)
+
+        timer = threading.Timer(limit or threading.TIMEOUT_MAX, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            answer = self._answer()
+        except RuntimeError:
+            if ended.is_set():
+                raise OverLimit(f"not done after {limit:g} s") from None
+            raise
+        finally:
+            timer.cancel()
         self._signal(signal.SIGSTOP)
         return answer
 

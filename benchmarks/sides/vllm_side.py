@@ -10,7 +10,7 @@ from typing import Any
 from sides.process import Worker
 
 ABSENT = (
-    "vLLM is left out: no interpreter that is known here has it; install it as docs/performance.md says under "
+    "vLLM is left out: no interpreter that is known here has it; install it as docs/results/speed.md says under "
     "'vLLM on a CPU' and name its interpreter with --vllm-python or POSTTRAIN_VLLM_PYTHON"
 )
 

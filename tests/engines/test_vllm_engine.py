@@ -470,7 +470,7 @@ def test_the_extra_installs_the_minor_version_that_is_tested():
     minor = version.rpartition(".")[0]
     following = f"{minor.partition('.')[0]}.{int(minor.partition('.')[2]) + 1}"
     assert extras["vllm"] == [f"vllm>={minor},<{following}"]
-    assert f'"vllm>={minor},<{following}"' in (root / "docs" / "vllm.md").read_text()
+    assert f'"vllm>={minor},<{following}"' in (root / "docs" / "how-to" / "vllm.md").read_text()
 
 
 class MadeAsyncEngine:

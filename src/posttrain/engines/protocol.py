@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from posttrain.recipe.rollout import SamplingRecipe
 
 EXTRA_TOKENS = 8
-"""Tokens decoded beyond the length of a stop string, for tokens that stand for no character of their own."""
+"""Tokens decoded beyond the length of a stop string, for tokens that do not end at a character."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,14 @@ class EngineCounters:
     """Prompt tokens found in the cache: earlier turns, and prompts shared within a group."""
     forwards: int = 0
     """Forward passes."""
+    cache_bytes: int = 0
+    """Largest number of bytes that the local engine's key/value cache has occupied."""
 
     def since(self, before: "EngineCounters") -> "EngineCounters":
-        """The work done since `before`."""
+        """The work done since `before`, and the largest cache so far."""
         now, then = asdict(self), asdict(before)
-        return EngineCounters(**{name: now[name] - then[name] for name in now})
+        done = {name: now[name] - then[name] for name in now}
+        return EngineCounters(**done | {"cache_bytes": self.cache_bytes})
 
 
 class SteppedEngine(Protocol):
@@ -113,7 +116,7 @@ class StopStrings:
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
         self.tokenizer = tokenizer
         self.texts = tuple(texts)
-        # A stop string of n bytes ends within the last n tokens, each of which stands for at least one byte.
+        # A stop string of n bytes ends within the last n tokens, each of which has at least one byte.
         self._tail = max((len(text.encode()) for text in self.texts), default=0) + EXTRA_TOKENS
 
     def matched(self, ids: Sequence[int]) -> bool:

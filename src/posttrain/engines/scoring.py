@@ -19,7 +19,7 @@ _PROBED = 48
 _ID = "token_id:"
 """What a token's name begins with where a server names tokens by their ids (`return_tokens_as_token_ids` of vLLM)."""
 _MARKS = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
-"""Characters that stand for white space in the names of tokens."""
+"""Characters that represent white space in the names of tokens."""
 
 
 @dataclass(frozen=True)

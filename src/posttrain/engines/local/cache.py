@@ -5,10 +5,15 @@ token each, are attended together: the compiled kernel attends to every sequence
 matrix products over blocks, one page of neighboring slots each. Either way, pages that several slots share are read once.
 """
 
+import ctypes
+import math
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from posttrain.engines.local.cpu.kernel import PAGE, DecodingKernel, decoding_kernel
@@ -16,6 +21,9 @@ from posttrain.models.attention import RowSegment, causal_attention
 from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.forward import upload
 
+_DONT_NEED: int | None = mmap.MADV_DONTNEED if sys.platform == "linux" else None
+"""Elsewhere it does not return memory, so there the whole cache is allocated at once."""
+_LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 MAX_SLOT_GAP = 8
 """Unneeded slots between two needed ones that a block includes, because reading them costs less than another product."""
 MIN_SAVED_TOKENS = 512
@@ -48,11 +56,18 @@ class KeyValuePages:
 
     Page p of slot s holds its tokens p x PAGE .. (p + 1) x PAGE - 1. The same page of neighboring slots is contiguous in
     memory, which makes products over many sequences fast. The number of pages grows by half at a time.
+
+    On a CPU the tensors reserve addresses only: the system provides the memory of a page when tokens are written to it, and
+    `drop` returns it.
     """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.pages = 0
+        self.resident = np.zeros(slots, dtype=np.int64)
+        """Pages of each slot that occupy memory: always the first ones."""
+        self._written = np.zeros(slots, dtype=np.int64)
+        """Pages of each slot that were written since the last `trim`."""
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
 
@@ -65,6 +80,33 @@ class KeyValuePages:
         for store in (self.keys, self.values):
             for layer, old in store.items():
                 store[layer] = self._grow(old)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory that the cache occupies."""
+        stores = [*self.keys.values(), *self.values.values()]
+        return int(self.resident.sum()) * sum(_page_bytes(store) for store in stores)
+
+    def fill(self, slot: int, tokens: int) -> None:
+        """Count the pages with the first `tokens` tokens of a slot as occupied."""
+        pages = -(-tokens // PAGE)
+        self.resident[slot] = max(self.resident[slot], pages)
+        self._written[slot] = max(self._written[slot], pages)
+
+    def drop(self, slot: int, pages: int = 0) -> None:
+        """Return the memory of a slot beyond its first `pages` pages to the system."""
+        for store in (*self.keys.values(), *self.values.values()):
+            for page in range(pages, int(self.resident[slot])):
+                _return_memory(store[page, slot])
+        self.resident[slot] = min(self.resident[slot], pages)
+        self._written[slot] = min(self._written[slot], pages)
+
+    def trim(self) -> None:
+        """Drop the pages that were not written since the last call, if any were."""
+        if self._written.any():
+            for slot, pages in enumerate(self._written):
+                self.drop(slot, int(pages))
+            self._written[:] = 0
 
     def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys and values [T, H_kv, D] at `rows` [T x H_kv] int64, indices of cache rows of D numbers."""
@@ -96,6 +138,7 @@ class KeyValuePages:
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Copy the pages with the first `tokens` tokens from slot `source` to slot `target`."""
         pages = -(-tokens // PAGE)
+        self.fill(target, tokens)
         for store in (self.keys, self.values):
             for rows in store.values():
                 rows[:pages, target] = rows[:pages, source]
@@ -103,18 +146,44 @@ class KeyValuePages:
     def swap(self, one: int, other: int, tokens: int) -> None:
         """Swap the pages with the first `tokens` tokens of two slots."""
         pages = -(-tokens // PAGE)
+        self.fill(one, tokens)
+        self.fill(other, tokens)
         for store in (self.keys, self.values):
             for rows in store.values():
                 rows[:pages, [one, other]] = rows[:pages, [other, one]]
 
     def _grow(self, old: torch.Tensor) -> torch.Tensor:
         new = self._empty(old.shape[2], old)
-        new[: len(old)] = old
+        for page in range(min(len(old), int(self.resident.max(initial=0)))):
+            occupied = torch.from_numpy(np.flatnonzero(self.resident > page)).to(old.device)
+            new[page, occupied] = old[page, occupied]
         return new
 
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
         # Zeros: masked entries are still multiplied, so they must be finite.
-        return like.new_zeros(self.pages, self.slots, heads, PAGE, like.shape[-1])
+        shape = (self.pages, self.slots, heads, PAGE, like.shape[-1])
+        if like.device.type != "cpu" or _DONT_NEED is None:
+            return like.new_zeros(shape)
+        # Anonymous memory is zero, and occupies none before it is written.
+        region = mmap.mmap(-1, math.prod(shape) * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(region, dtype=like.dtype).view(shape)
+
+
+def _page_bytes(store: torch.Tensor) -> int:
+    """Bytes of one page of one slot in a tensor [pages, slots, H_kv, PAGE, D]."""
+    return math.prod(store.shape[2:]) * store.itemsize
+
+
+def _return_memory(page: torch.Tensor) -> None:
+    """Return the memory of a contiguous tensor of anonymous memory, which is zero afterwards, to the system."""
+    if page.device.type != "cpu" or _DONT_NEED is None:
+        return
+    # Only whole pages of the system inside the tensor: its neighbors are in use.
+    start = -(-page.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (page.data_ptr() + page.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if stop > start:
+        assert _LIBRARY is not None
+        _LIBRARY.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _DONT_NEED)
 
 
 # -- what decoding reads ----------------------------------------------------------------------------------------------
@@ -316,6 +385,8 @@ class CachedLayout:
         self.singles = sorted((s for s in segments if s.count == 1), key=lambda s: s.slot)
         self.longer = [s for s in segments if s.count > 1]
         cache.reserve(max(s.start + s.count for s in segments))
+        for segment in segments:
+            cache.fill(segment.slot, segment.start + segment.count)
         self._rows: dict[int, torch.Tensor] = {}
         self._first_rows: torch.Tensor | None = None
         self._decoding: dict[int | None, DecodingAttention] = {}

@@ -1,6 +1,6 @@
 """The key/value cache on a GPU, and one call of the variable-length flash kernel for all sequences of a forward pass.
 
-A slot is contiguous, so the kernel reads the keys of each sequence where they lie, however long the sequences are. Prompts and
+A slot is contiguous, so the kernel reads the keys of each sequence in place, for any length. Prompts and
 decoding sequences are attended together. PyTorch's kernel takes no table of pages without FlashAttention 3.
 """
 
@@ -93,7 +93,7 @@ class FlashLayout(CachedLayout):
 
 
 def cached_spans(segments: Sequence[Segment], tokens_per_slot: int, device: torch.device) -> Spans:
-    """The spans of segments whose keys lie in the slots of a `KeyValueRows`."""
+    """The spans of segments whose keys are in the slots of a `KeyValueRows`."""
     counts = [segment.count for segment in segments]
     seen = [segment.start + segment.count for segment in segments]
     begins = [segment.slot * tokens_per_slot for segment in segments]

@@ -213,7 +213,7 @@ def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     ends = blocks.sum(-1).double().cumsum(-1)
     total = ends[:, -1:]
     points = upload(torch.tensor(list(draws), dtype=torch.float64), weights.device)[:, None] * total
-    # Rounding must not raise a point to the total, which lies beyond the last token with any weight.
+    # Rounding must not raise a point to the total, which is beyond the last token with weight.
     points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))
     block = torch.searchsorted(ends, points, right=True)
     before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)

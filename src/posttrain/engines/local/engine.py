@@ -16,11 +16,12 @@ import torch
 
 from posttrain.distributed.sharding import compute_dtype
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Prefix, Segment
+from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
 from posttrain.engines.local.decoder import Decoder, decoder_of, sample
 from posttrain.engines.protocol import Completion, EngineCounters, Request, StopStrings
 from posttrain.episode import StopReason
-from posttrain.errors import RunError
+from posttrain.errors import InputError, RunError
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.cuda.attention import supports, supports_cache
 from posttrain.models.forward import transformer, upload
@@ -156,6 +157,15 @@ def _flash_supports(policy: Policy) -> bool:
     return supports(policy.device, compute_dtype(next(policy.model.parameters())), size) and supports_cache()
 
 
+def page_bytes(policy: Policy) -> int:
+    """Bytes of one page of the cache of one sequence: keys and values of all layers."""
+    config = transformer(policy.model).config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = compute_dtype(next(policy.model.parameters())).itemsize
+    return 2 * config.num_hidden_layers * heads * PAGE * size * width
+
+
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
@@ -163,12 +173,18 @@ class _Sequence:
     """A request in flight: its prompt, the tokens sampled so far, and its slot."""
 
     def __init__(
-        self, request: Request, stops: StopStrings, future: "asyncio.Future[Completion]", arrived: int
+        self,
+        request: Request,
+        stops: StopStrings,
+        future: "asyncio.Future[Completion]",
+        arrived: int,
+        on_token: Callable[[int], None] | None = None,
     ) -> None:
         self.request = request
         self.stops = stops
         self.future = future
         self.arrived = arrived
+        self.on_token = on_token
         self.draws = random_stream("tokens", request.seed)
         self.prompt = len(request.prompt_ids)
         self.tokens = np.empty(self.prompt + request.max_tokens, dtype=np.int64)
@@ -180,6 +196,11 @@ class _Sequence:
         self.slot = -1
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+
+    @property
+    def pages(self) -> int:
+        """Pages of the cache at its greatest length."""
+        return -(-len(self.tokens) // PAGE)
 
     @property
     def pending(self) -> int:
@@ -196,6 +217,8 @@ class _Sequence:
         self.length += 1
         self.logprobs.append(logprob)
         self.versions.append(version)
+        if self.on_token is not None:
+            self.on_token(token)
 
 
 class LocalEngine:
@@ -218,6 +241,12 @@ class LocalEngine:
         self.version = 0
         self.before_forward: Callable[[], None] | None = None
         self._flash = _flash_supports(policy)
+        self._page_limit: int | None = None
+        """Largest number of pages of the cache, by `cache_bytes`."""
+        if recipe.cache_bytes is not None:
+            if policy.device.type != "cpu":
+                raise InputError("engine.cache_bytes limits the cache on a CPU; on a GPU, lower engine.slots")
+            self._page_limit = recipe.cache_bytes // page_bytes(policy)
         self._cache = KeyValueRows(recipe.slots) if self._flash else KeyValuePages(recipe.slots)
         self._slots = Slots(recipe.slots)
         self._source = policy
@@ -231,10 +260,11 @@ class LocalEngine:
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, on_token: Callable[[int], None] | None = None) -> Completion:
+        """`on_token`: called with each token as soon as it is sampled."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         stops = StopStrings(self.policy.tokenizer, request.stop_strings)
-        self._waiting.append(_Sequence(request, stops, future, self._clock))
+        self._waiting.append(_Sequence(request, stops, future, self._clock, on_token))
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
             # An interrupt ends the loop from inside this task; asyncio would report it as never retrieved.
@@ -261,6 +291,8 @@ class LocalEngine:
         if self._source.sharded is not None:
             self._source.sharded.hold()
         self._slots.invalidate()
+        if not self._flash:
+            self._cache.trim()
         for sequence in self._running:
             sequence.computed = 0
 
@@ -316,7 +348,10 @@ class LocalEngine:
         if not self._waiting and not self._running:
             return
         self._admit()
-        if not self._flash:
+        if not self._running:
+            return
+        # With a limit sequences stay in their slots, because two slots in exchange need the memory of both.
+        if not self._flash and self._page_limit is None:
             self._close_gaps()
         layout, ordered = self._schedule()
         spans = [(s, segment.start, segment.start + segment.count) for s, segment in ordered]
@@ -331,6 +366,7 @@ class LocalEngine:
                 self._decoder = decoder_of(self._source.model)
             hidden = self._decoder.hidden(upload(ids, device), upload(positions, device), layout)
             self.counters.forwards += 1
+            self.counters.cache_bytes = max(self.counters.cache_bytes, self._cache.bytes)
             for sequence, _, end in spans:
                 sequence.computed = end
                 if end <= sequence.prompt:
@@ -374,7 +410,10 @@ class LocalEngine:
         kept_waiting = []
         free = len(self._slots.free)
         for index, sequence in enumerate(self._waiting):
-            if not free:
+            if self._page_limit is not None and sequence.pages > self._page_limit:
+                sequence.future.set_exception(self._too_long(sequence))
+                continue
+            if not free or not self._has_pages(sequence):
                 kept_waiting += self._waiting[index:]
                 break
             prompt = sequence.tokens[: sequence.prompt]
@@ -390,6 +429,8 @@ class LocalEngine:
 
     def _start(self, sequence: _Sequence, placement: Placement) -> None:
         """Start `sequence` in the slot of `placement`."""
+        if self._page_limit is not None:
+            placement = self._make_room(sequence, placement)
         if placement.source != placement.slot:
             self._cache.copy_prefix(placement.source, placement.slot, placement.shared)
         self._slots.acquire(placement, sequence.tokens[: sequence.prompt], self._clock)
@@ -397,6 +438,44 @@ class LocalEngine:
         self.counters.reused += placement.shared
         self.counters.prefilled += sequence.prompt - placement.shared
         self._running.append(sequence)
+
+    def _has_pages(self, sequence: _Sequence) -> bool:
+        """Whether the limit leaves room for `sequence` at its greatest length beside the running ones at theirs."""
+        if self._page_limit is None:
+            return True
+        return sum(s.pages for s in self._running) + sequence.pages <= self._page_limit
+
+    def _make_room(self, sequence: _Sequence, placement: Placement) -> Placement:
+        """Drop cached tokens of free slots, least recently used first, until `sequence` fits; returns where to start it.
+
+        If the tokens that it shares with a free slot do not fit twice, it starts in that slot.
+        """
+        assert self._page_limit is not None
+        room = self._page_limit - sequence.pages - sum(s.pages for s in self._running)
+        kept = [i for i in self._slots.free if i not in (placement.slot, placement.source)]
+        kept.sort(key=lambda i: (self._slots[i].last_used, i))
+        source = placement.source if not self._slots[placement.source].busy else placement.slot
+        copied = source != placement.slot
+        resident = self._cache.resident
+        while kept and resident[kept].sum() + copied * resident[source] > room:
+            self._evict(kept.pop(0))
+        if copied and resident[kept].sum() + resident[source] > room:
+            self._evict(placement.slot)
+            placement = Placement(source, source, placement.shared)
+        self._cache.drop(placement.slot, min(sequence.pages, int(resident[placement.slot])))
+        return placement
+
+    def _evict(self, index: int) -> None:
+        """Discard the cached tokens of a free slot, and return its memory."""
+        self._slots[index].ids, self._slots[index].prefix = np.empty(0, dtype=np.int64), None
+        self._cache.drop(index)
+
+    def _too_long(self, sequence: _Sequence) -> RunError:
+        size = page_bytes(self.policy)
+        return RunError(
+            f"a request of {len(sequence.tokens):,} tokens, answer included, needs {sequence.pages * size:,} bytes of cache and "
+            f"engine.cache_bytes is {self.recipe.cache_bytes:,}; raise it, or lower rollout.tokens_per_episode"
+        )
 
     def _close_gaps(self) -> None:
         """Move running sequences to the first slots, so that decoding reads contiguous memory."""

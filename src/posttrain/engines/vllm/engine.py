@@ -376,7 +376,7 @@ class VllmEngine:
         return self.policy.recipe.path
 
     def _stored_bytes(self) -> int:
-        """Bytes of weights that lie in files at a time."""
+        """Largest number of bytes of weights in files at a time."""
         bucket = self.recipe.bucket_megabytes * MIB
         if self.recipe.max_restarts == 0 and not self.recipe.urls:
             return 2 * bucket

@@ -92,7 +92,7 @@ class InProcessReplica:
     def __init__(self, settings: Settings) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise InputError(
-                "engine.mode: in_process needs vLLM, which this interpreter does not have; install it as docs/vllm.md "
+                "engine.mode: in_process needs vLLM, which this interpreter does not have; install it as docs/how-to/vllm.md "
                 "describes, or set engine.mode=servers and engine.python to an interpreter that has vLLM"
             )
         self.settings = settings

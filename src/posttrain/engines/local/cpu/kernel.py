@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,19 @@ ROWS = 32
 # -- the compiled kernel ----------------------------------------------------------------------------------------------
 
 
+def _named(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` under the name `kernel METHOD` where a profiler of torch records; calls through ctypes have no name there."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any) -> Any:
+        if not torch.autograd.profiler._is_profiler_enabled:
+            return method(*arguments)
+        with torch.autograd.profiler.record_function(f"kernel {method.__name__}"):
+            return method(*arguments)
+
+    return call
+
+
 class DecodingKernel:
     """The compiled functions for one head size, group size and dtype."""
 
@@ -64,6 +77,7 @@ class DecodingKernel:
         for function in (self._attend, self._normalize, self._store):
             function.restype = None
 
+    @_named
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scaling: float
     ) -> torch.Tensor:
@@ -88,6 +102,7 @@ class DecodingKernel:
         )
         return out
 
+    @_named
     def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """weight * x / sqrt(mean(x^2) + epsilon) over the last dimension of `x` [T, size], a multiple of 32."""
         out = torch.empty_like(x)
@@ -95,6 +110,7 @@ class DecodingKernel:
         self._normalize(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *sizes)
         return out
 
+    @_named
     def rotate_and_store(
         self,
         heads: torch.Tensor,

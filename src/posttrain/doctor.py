@@ -1,0 +1,268 @@
+"""What this machine is, what posttrain selects on it, what would make it faster, and a measured speed."""
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from posttrain.errors import PosttrainError
+from posttrain.runs.directory import describe_machine
+
+T = TypeVar("T")
+
+VECTORS = (
+    "avx2",
+    "avx_vnni",
+    "avx_ne_convert",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+    "amx_int8",
+    "sve",
+    "i8mm",
+    "bf16",
+)
+"""Flags of processors that decide which kernels are used."""
+VARIABLES = (
+    "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
+    "POSTTRAIN_KERNEL", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+DEMO_MODEL = "packaged:smollm2-135m"
+DEMO_LAKE: dict[str, Any] = {"slippery": False, "observation": "local", "max_turns": 6}
+DEMO_TOKENS, DEMO_EPISODES, DEMO_EVALUATED = 11_750, 1_280, 728
+"""What `demo/pipeline` trains on in its warm-up, its training episodes, and those of its evaluations."""
+DEMO_RL_MINUTES = 6.0
+"""Its `max_minutes`."""
+SEEDS, GROUP = range(4), 8
+"""Episodes of the measurement: tasks, and episodes of each."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A measurement of sampling and training on the demo's task."""
+
+    dtype: str
+    episodes: float
+    """Episodes per second, sampled with 32 in flight."""
+    tokens: float
+    """Tokens per second of an update."""
+    updated: float
+    """Episodes per second of an update."""
+
+    def demo_minutes(self) -> float:
+        """Estimated minutes of `demo/pipeline`, without loading models."""
+        learning = DEMO_EPISODES * (1 / self.episodes + 1 / self.updated) / 60
+        return DEMO_TOKENS / self.tokens / 60 + DEMO_EVALUATED / self.episodes / 60 + min(learning, DEMO_RL_MINUTES)
+
+
+def machine() -> Iterator[tuple[str, str]]:
+    """Pairs of a name and a fact about this machine."""
+    import torch
+
+    from posttrain.engines.local.cpu.kernel import compiler
+    from posttrain.models.cpu.threads import busy_processors
+
+    about = describe_machine()
+    packages = about["packages"]
+    yield "posttrain", f"{_version()}, Python {about['python']}, {about['platform']}"
+    yield (
+        "torch",
+        f"{torch.__version__}, CUDA {torch.version.cuda or 'not in this build'}, transformers {packages['transformers']}",
+    )
+    yield (
+        "processor",
+        f"{about['processor']}, {about['cpus_allowed']} of {about['cpu_count']} logical processors may be used",
+    )
+    yield "vector units", ", ".join(vector_units()) or "none known"
+    total, free = memory()
+    if total:
+        yield "memory", f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
+    yield "other busy threads", f"{busy_processors():.0f}"
+    yield "GPU", _gpus()
+    command = compiler()
+    yield "C++ compiler", f"{command} ({_first_line([command, '--version'])})" if command else "none"
+    if given := [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]:
+        yield "variables", " ".join(given)
+
+
+def choices() -> Iterator[tuple[str, str]]:
+    """Pairs of a name and what posttrain selects on this machine by default."""
+    import torch
+
+    from posttrain.engines.local.cpu.kernel import decoding_kernel
+    from posttrain.models.cpu.backend import prefers_onednn
+    from posttrain.models.load import has_bfloat16, resolve_device, resolve_dtype
+
+    device = resolve_device("auto")
+    yield "model.device", str(device)
+    names = [str(resolve_dtype(dtype, device)).removeprefix("torch.") for dtype in (None, "auto")]
+    native = "has" if has_bfloat16(device) else "has no"
+    yield "model.dtype", f"{names[0]}; {names[1]} with `auto` (the device {native} bfloat16 instructions)"
+    if device.type == "cpu":
+        yield "threads", f"{torch.get_num_threads()}; fewer if other processes are busy and fewer are faster"
+        yield (
+            "float32 products",
+            "oneDNN" if prefers_onednn() else "MKL" if torch.backends.mkl.is_available() else "torch",
+        )
+        kernel = decoding_kernel(torch.float32, 64, 1)
+        yield (
+            "engine",
+            "local; attention by " + ("a compiled kernel" if kernel else "torch, since no kernel could be compiled"),
+        )
+        yield "training attention", "one product per sequence and prefix, in blocks"
+        return
+    yield "engine", "local; `engine.type: vllm` if vllm is installed"
+    yield "attention", "variable-length flash kernel where the GPU and the head size allow it, else torch"
+
+
+def remedies() -> Iterator[str]:
+    """Sentences about what would make this machine faster."""
+    import torch
+
+    from posttrain.engines.local.cpu.kernel import compiler
+    from posttrain.models.cpu.threads import busy_processors
+    from posttrain.models.load import has_bfloat16, resolve_device
+    from posttrain.training.stage import unused_gpu
+
+    device = resolve_device("auto")
+    yield from unused_gpu("auto")
+    if device.type == "cpu":
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if has_bfloat16(device):
+            yield "set model.dtype=auto for bfloat16, which this processor computes about twice as fast as float32"
+        if compiler() is None:
+            yield "install a C++ compiler (g++ or clang++) for the decoding kernel"
+        if os.environ.get("POSTTRAIN_KERNEL") == "0":
+            yield "unset POSTTRAIN_KERNEL to use the decoding kernel"
+        if torch.get_num_threads() < allowed:
+            yield f"unset OMP_NUM_THREADS to use {allowed} processors instead of {torch.get_num_threads()}"
+        if os.environ.get("OMP_WAIT_POLICY"):
+            yield "unset OMP_WAIT_POLICY: its values are slower beside other processes (active) or alone (passive)"
+    if (busy := busy_processors()) >= 1:
+        yield f"end the other {busy:.0f} busy threads of this machine"
+    total, free = memory()
+    if total and free < 3 * 2**30:
+        yield f"free memory: {free / 2**30:.1f} GiB are left, and the demo needs about 3 GiB"
+
+
+def measure(model: str = DEMO_MODEL, seconds: float = 5.0) -> Speed:
+    """Sample and train on the demo's task for `seconds` each, after a warm-up. InputError if the model is not installed."""
+    import posttrain
+    from posttrain.models.packing import row_length
+
+    policy = posttrain.Policy(model, dtype="auto")
+    engine = posttrain.LocalEngine(policy)
+    lake = posttrain.make_env("frozen_lake", **DEMO_LAKE)
+    learner = posttrain.Learner(policy, learning_rate=1e-9)
+
+    def play(seeds: range, step: int, group: int = GROUP) -> list[Any]:
+        return posttrain.rollout(
+            engine, lake, seeds, episodes_per_group=group, max_tokens=12, tokens_per_episode=600, step=step
+        )
+
+    def update(episodes: list[Any]) -> None:
+        for episode in episodes:
+            episode.turns[-1].reward += float(episode.index % 2)  # every group has a signal
+        learner.update(episodes, posttrain.advantages(episodes, "rloo"))
+
+    update(play(range(1), 0, 2))
+    played, sampling = timed(lambda step: play(SEEDS, step), seconds)
+    batch = played[-1]
+    updates, updating = timed(lambda step: update(batch), seconds)
+    tokens = sum(
+        row_length([stream.ids for episode in batch if episode.group == group for stream in episode.streams])
+        for group in {episode.group for episode in batch}
+    )
+    dtype = str(next(policy.model.parameters()).dtype).removeprefix("torch.")
+    return Speed(
+        dtype,
+        episodes=sum(map(len, played)) / sampling,
+        tokens=tokens * len(updates) / updating,
+        updated=len(batch) * len(updates) / updating,
+    )
+
+
+def timed(work: Callable[[int], T], seconds: float) -> tuple[list[T], float]:
+    """The results of `work(1)`, `work(2)`, ... until `seconds` are over, at least one, and the seconds they took."""
+    began = time.perf_counter()
+    results = [work(1)]
+    while time.perf_counter() - began < seconds:
+        results.append(work(len(results) + 1))
+    return results, time.perf_counter() - began
+
+
+def report(speed: bool = True) -> Iterator[str]:
+    """The lines of `posttrain doctor`, as soon as they are known."""
+    yield from ("Machine", *_lines(machine()), "", "posttrain selects", *_lines(choices()), "", "Faster")
+    yield from [f"  - {sentence}" for sentence in remedies()] or ["  nothing that is known here"]
+    if speed:
+        yield from ("", "Speed")
+        yield from (f"  {line}" for line in _speed_lines())
+
+
+def _speed_lines() -> list[str]:
+    try:
+        found = measure()
+    except PosttrainError as error:
+        return [f"not measured: {error}"]
+    return [
+        f"{DEMO_MODEL} in {found.dtype}: {found.episodes:.2f} episodes of FrozenLake sampled per second with 32 in flight; "
+        f"updates at {found.tokens:,.0f} tokens per second",
+        f"expected time of `posttrain pipeline demo/pipeline`: about {found.demo_minutes():.0f} minutes at this speed",
+    ]
+
+
+def _lines(pairs: Iterator[tuple[str, str]]) -> list[str]:
+    found = list(pairs)
+    width = max(len(name) for name, _ in found)
+    return [f"  {name:<{width}}  {value}" for name, value in found]
+
+
+def vector_units(file: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """The `VECTORS` that the first processor in `file` has."""
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return []
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return [name for name in VECTORS if name in flags]
+
+
+def memory(file: Path = Path("/proc/meminfo")) -> tuple[int, int]:
+    """Total and available bytes of memory; 0 where unknown."""
+    try:
+        lines = file.read_text().splitlines()
+        sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+    except (OSError, ValueError, IndexError):
+        return 0, 0
+    return sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
+
+
+def _gpus() -> str:
+    import torch
+
+    driver = _first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    if not torch.cuda.is_available():
+        return f"none that torch can use (NVIDIA driver {driver})" if driver else "none"
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    names = [f"{one.name}, {one.total_memory / 2**30:.0f} GiB, sm_{one.major}{one.minor}" for one in found]
+    return "; ".join(names) + f"; driver {driver or 'unknown'}"
+
+
+def _first_line(command: list[str]) -> str:
+    """The first line that `command` prints; empty if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().partition("\n")[0]
+
+
+def _version() -> str:
+    from posttrain import __version__
+
+    return __version__

@@ -1,0 +1,116 @@
+"""The memory of the key/value cache: taken page by page, returned, and limited by `engine.cache_bytes`."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.engines.local.cache import KeyValuePages
+from posttrain.engines.local.cpu.kernel import PAGE
+from posttrain.engines.local.engine import LocalEngine, page_bytes
+from posttrain.engines.protocol import Request
+from posttrain.errors import RunError
+from posttrain.recipe.rollout import SamplingRecipe
+
+HEADS, SIZE = 4, 64
+BLOCK = HEADS * PAGE * SIZE * 4
+"""Bytes of a page of keys."""
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_is_taken_by_writing_and_returned_by_dropping():
+    cache = KeyValuePages(64)
+    cache.reserve(64 * PAGE)
+    like = torch.ones(1, HEADS, SIZE)
+    before = resident_bytes()
+    keys, values = cache.layer(0, like)
+    assert keys.nbytes == 64 * 64 * BLOCK > 500e6
+    assert resident_bytes() - before < 20e6
+    cache.fill(3, 40 * PAGE)
+    keys[:40, 3] = values[:40, 3] = 1.0
+    assert cache.bytes == 40 * 2 * BLOCK
+    assert resident_bytes() - before == pytest.approx(cache.bytes, abs=4e6)
+    keys[:1, 4] = 2.0
+    cache.drop(3, 2)
+    assert cache.bytes == 2 * 2 * BLOCK
+    assert resident_bytes() - before < 8e6
+    assert (keys[:2, 3] == 1).all()
+    assert (keys[2:40, 3] == 0).all()
+    assert (keys[0, 4] == 2).all()
+
+
+def test_growth_keeps_tokens_and_what_was_not_written_is_trimmed():
+    cache = KeyValuePages(3)
+    cache.reserve(PAGE)
+    keys, _ = cache.layer(0, torch.ones(1, HEADS, SIZE))
+    cache.fill(1, PAGE)
+    keys[0, 1] = 5.0
+    cache.reserve(4 * PAGE)
+    assert (cache.keys[0][0, 1] == 5).all()
+    cache.fill(0, 3 * PAGE)
+    cache.trim()
+    assert list(cache.resident) == [3, 1, 0]
+    cache.trim()  # nothing was written: an engine that was not used keeps its memory
+    assert list(cache.resident) == [3, 1, 0]
+    cache.fill(0, PAGE)
+    cache.trim()
+    assert list(cache.resident) == [1, 0, 0]
+
+
+def requests(count, prompt=150, answer=60):
+    """Four kinds of prompts, each asked several times."""
+    rng = np.random.default_rng(0)
+    kinds = [tuple(int(t) for t in rng.integers(3, 260, prompt)) for _ in range(4)]
+    return [Request(kinds[i % 4], SamplingRecipe(), i, answer) for i in range(count)]
+
+
+def answers(engine, asked):
+    seen = []
+
+    async def run():
+        return await asyncio.gather(*(engine.generate(request) for request in asked), return_exceptions=True)
+
+    step = engine._step
+
+    def watched():
+        step()
+        seen.append(engine._cache.bytes)
+
+    engine._step = watched
+    return asyncio.run(run()), seen
+
+
+@pytest.mark.parametrize("pages", [2, 3, 5, 8])
+def test_a_limit_is_honored_and_changes_no_answer(tiny_policy, pages):
+    asked = requests(12)
+    free, _ = answers(LocalEngine(tiny_policy, slots=8), asked)
+    limit = pages * page_bytes(tiny_policy)
+    engine = LocalEngine(tiny_policy, slots=8, cache_bytes=limit)
+    limited, seen = answers(engine, asked)
+    assert [answer.ids for answer in limited] == [answer.ids for answer in free]
+    assert 0 < max(seen) <= limit
+    assert max(seen) == engine.counters.cache_bytes
+    if pages == 8:
+        assert engine.counters.reused > 0
+
+
+def test_a_page_has_the_size_that_is_reserved_for_it(tiny_policy):
+    engine = LocalEngine(tiny_policy, slots=2)
+    answers(engine, requests(1, prompt=20, answer=3))
+    assert engine._cache.bytes == page_bytes(tiny_policy)
+
+
+def test_a_request_that_never_fits_fails_alone(tiny_policy):
+    engine = LocalEngine(tiny_policy, slots=2, cache_bytes=2 * page_bytes(tiny_policy))
+    short, long = requests(1)[0], requests(1, prompt=150, answer=200)[0]
+    (first, second), _ = answers(engine, [short, long])
+    assert len(first.ids) >= 1
+    assert isinstance(second, RunError)
+    assert "needs" in str(second)
+    assert "engine.cache_bytes" in str(second)
