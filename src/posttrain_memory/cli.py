@@ -149,9 +149,10 @@ def mcp(
     from contextlib import ExitStack
 
     from posttrain.errors import InputError
+    from posttrain.loopback import open_listener
     from posttrain_memory.agent.opening import live_settings, open_chat_client
     from posttrain_memory.mcp.answers import Answers
-    from posttrain_memory.mcp.http import open_listener, read_token, serve_http
+    from posttrain_memory.mcp.http import read_token, serve_http
     from posttrain_memory.mcp.notes import SharedNotes
     from posttrain_memory.mcp.server import memory_server, private_wire, serve_stdio
 
@@ -164,7 +165,7 @@ def mcp(
         notes.check(writable=not read_only)
         settings = live_settings(max_turns, not no_thinking, prompt.value, opened_by.value)
         token = read_token(token_variable) if http is not None else ""
-        on = stack.enter_context(open_listener(http)) if http is not None else None
+        on = stack.enter_context(open_listener(http, "--http")) if http is not None else None
         answers = None
         if model is not None or url is not None:
             chat_client = open_chat_client(model, url, key, temperature, settings.thinking)

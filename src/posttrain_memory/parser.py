@@ -222,7 +222,7 @@ class Parser:
         if name in TAGS:
             return f"</{name}> without <{name}>; write {self._format_hint()}"
         if name:
-            return f"<{name}> is no block; write {self._format_hint()}"
+            return f"<{name}> is not a block; write {self._format_hint()}"
         return f"text outside the blocks; write {self._format_hint()}"
 
     def _format_hint(self) -> str:

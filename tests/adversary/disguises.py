@@ -1,6 +1,6 @@
 """Spellings that hide a value from a pattern but not from a reader, and the share of them that the privacy filter finds.
 
-`python -m tests.adversary.disguises` prints the table of docs/memory.md.
+`python -m tests.adversary.disguises` prints the table of docs/how-to/memory_agent.md.
 """
 
 import html
@@ -125,7 +125,7 @@ UNCOVERED: dict[str, Callable[[str], str]] = {
 """Codes that the filter does not undo."""
 
 KNOWN = {("glued to letters", "text"), ("table cells", "email"), ("a list item for each group", "email")}
-"""Pairs of a disguise and a kind that the filter does not always find, as docs/memory.md says. `attack` leaves them out."""
+"""Pairs of a disguise and a kind that the filter does not always find, as docs/how-to/memory_agent.md says. `attack` leaves them out."""
 
 
 def applicable(value: str, disguise: Callable[[str], str]) -> bool:

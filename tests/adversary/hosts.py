@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from posttrain.errors import PosttrainError
 
@@ -238,44 +239,48 @@ def _under_a_jumping_clock(draw: random.Random, folder: Path) -> None:
             client.ask(port, seconds=1.0)
 
 
-class FoldingStorage:
-    """Notes on a file system that ignores case: names that differ only in case are one file, with its first spelling."""
+class FoldingOs:
+    """The module `os` as on a file system that ignores case: a name also finds the entry with other case."""
 
-    read_only = False
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
 
-    def __init__(self) -> None:
-        self._files: dict[str, tuple[str, str]] = {}
-
-    def _key(self, path: str) -> str:
+    @staticmethod
+    def _listed(name: str, folder: int) -> str:
         from posttrain_memory.vault.paths import case_key
 
-        return case_key(path)
+        if name == ".":
+            return name
+        # A descriptor of its own: a copy would move the position of a listing that the storage is at.
+        listing = os.open(".", os.O_RDONLY, dir_fd=folder)
+        entries = os.listdir(listing)
+        os.close(listing)
+        return next((entry for entry in entries if case_key(entry) == case_key(name)), name)
 
-    def sizes(self) -> dict[str, int]:
-        return {path: len(text.encode()) for path, text in self._files.values()}
+    def open(self, name: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        return os.open(name if dir_fd is None else self._listed(str(name), dir_fd), flags, mode, dir_fd=dir_fd)
 
-    def read(self, path: str, limit: int) -> str | None:
-        return self._files.get(self._key(path), ("", None))[1]
+    def mkdir(self, name: str, mode: int, *, dir_fd: int) -> None:
+        os.mkdir(self._listed(name, dir_fd), mode, dir_fd=dir_fd)
 
-    def write(self, path: str, text: str) -> None:
-        spelling = self._files.get(self._key(path), (path, ""))[0]
-        self._files[self._key(path)] = (spelling, text)
+    def unlink(self, name: str, *, dir_fd: int) -> None:
+        os.unlink(self._listed(name, dir_fd), dir_fd=dir_fd)
 
-    def remove(self, path: str) -> None:
-        del self._files[self._key(path)]
+    def rmdir(self, name: str, *, dir_fd: int) -> None:
+        os.rmdir(self._listed(name, dir_fd), dir_fd=dir_fd)
 
-    def close(self) -> None:
-        pass
+    def replace(self, old: str, new: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        os.replace(old, self._listed(new, dst_dir_fd), src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
 
 def letter_case(seed: int, folder: Path) -> None:
     """Notes whose names differ only in case: a vault on a file system that ignores case holds what another one holds."""
+    from posttrain_memory.vault import storage
     from posttrain_memory.vault.limits import VaultError
-    from posttrain_memory.vault.storage import MemoryStorage
     from posttrain_memory.vault.vault import Vault
 
     draw = random.Random(seed)
-    vaults = [Vault(MemoryStorage()), Vault(FoldingStorage())]
+    (folder / "notes").mkdir()
     names = [
         "a.md",
         "A.md",
@@ -290,21 +295,24 @@ def letter_case(seed: int, folder: Path) -> None:
         "ﬁ.md",
         "fi.md",
     ]
-    done = []
-    for _ in range(draw.randrange(4, 30)):
-        call = draw.choice(["create", "append", "delete", "move", "undo"])
-        words = {"delete": 1, "move": 2, "undo": 0}.get(call, 1)
-        arguments = [draw.choice(names) for _ in range(words)] + (["x"] if call in ("create", "append") else [])
-        done.append(f"{call} {' '.join(arguments)}")
-        outcomes = []
-        for vault in vaults:
-            try:
-                getattr(vault.journal if call == "undo" else vault, call)(*arguments)
-                outcomes.append("done")
-            except (VaultError, PosttrainError) as error:
-                outcomes.append(str(error))
-        notes = [{path: vault.read(path) for path in vault._storage.sizes()} for vault in vaults]
-        assert (notes[0], outcomes[0]) == (notes[1], outcomes[1]), f"{done}: {outcomes}, {notes}"
+    with mock.patch.object(storage, "os", FoldingOs()):
+        vaults = [Vault(storage.MemoryStorage()), Vault(storage.DiskStorage(folder / "notes", sync=False))]
+        done = []
+        for _ in range(draw.randrange(4, 30)):
+            call = draw.choice(["create", "append", "delete", "move", "undo"])
+            words = {"delete": 1, "move": 2, "undo": 0}.get(call, 1)
+            arguments = [draw.choice(names) for _ in range(words)] + (["x"] if call in ("create", "append") else [])
+            done.append(f"{call} {' '.join(arguments)}")
+            outcomes = []
+            for vault in vaults:
+                try:
+                    getattr(vault.journal if call == "undo" else vault, call)(*arguments)
+                    outcomes.append("done")
+                except (VaultError, PosttrainError) as error:
+                    outcomes.append(str(error))
+            notes = [{path: vault.read(path) for path in vault._storage.sizes()} for vault in vaults]
+            assert (notes[0], outcomes[0]) == (notes[1], outcomes[1]), f"{done}: {outcomes}, {notes}"
+        vaults[1].close()
 
 
 def quietly(command: list[str]) -> tuple[int, str, str]:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import yaml
@@ -274,6 +275,110 @@ def episode_file(seed: int, folder: Path) -> None:
             read()
 
 
+def live_page(seed: int, folder: Path) -> None:
+    """A stranger's run with changed files, and random addresses: pages are sentences and text, and none of its code runs."""
+    from starlette.testclient import TestClient
+
+    from posttrain.rollout.store import write_episodes
+    from posttrain.view.server import HEADERS, Pages
+    from tests.rollout.episodes import played
+
+    draw = random.Random(seed)
+    attack = "<script>alert(1)</script>"
+    run = folder / "runs" / draw.choice(["run", "a b", "ü&x", attack.replace("/", "")])
+    run.mkdir(parents=True)
+    (folder / "secret").mkdir()
+    (folder / "secret" / "recipe.yaml").write_text(SECRET)
+    (folder / "secret" / "environment.json").write_text("{}")
+    (run.parent / "link").symlink_to(folder / "secret")
+    code = folder / "own.py"
+    code.write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
+    line = {"step": 1, "kind": "train", "rollout/return": 0.5, "optimizer/skipped": 1, "time/step": 2.0}
+    held_out = {"step": 1, "kind": "evaluation", "success": 0.5, "success_low": 0.4, "success_high": 0.6, "n": 3}
+    files = {
+        "recipe.yaml": f"stage: rl\nname: {attack!r}\nenvironment:\n  type: {code}:Own\n",
+        "environment.json": json.dumps({"posttrain_run": 1, "id": attack}),
+        "metrics.jsonl": "".join(json.dumps(one) + "\n" for one in (line, held_out, {**line, "kind": attack})),
+        "notes.json": json.dumps({"tags": [attack], "note": attack}),
+        "failure.txt": attack,
+        "lineage.json": json.dumps({"inputs": {"run": attack}}),
+    }
+    write_episodes(run / "episodes", 1, "train", [played(failure=attack)])
+    pieces = [
+        "null",
+        "[]",
+        "-1",
+        '"',
+        "9" * 400,
+        "\n",
+        "[" * 3_000,
+        "NaN",
+        "1e999",
+        "{}",
+        "\0",
+        "&a [*a]",
+        attack,
+        "{{7*7}}",
+    ]
+    changed = draw.choice([*files, "episodes"])
+    for _ in range(draw.randrange(4) if changed in files else 0):
+        place = draw.randrange(len(files[changed]) + 1)
+        files[changed] = files[changed][:place] + draw.choice(pieces) + files[changed][place + draw.randrange(9) :]
+    for name, text in files.items():
+        (run / name).write_bytes(text.encode("utf-8", "surrogatepass"))
+    if changed == "episodes":
+        stored = next((run / "episodes").iterdir())
+        data = bytearray(stored.read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        stored.write_bytes(data)
+    words = [
+        "1",
+        "-1",
+        "train",
+        "final",
+        "x" * 300,
+        attack,
+        "../secret",
+        "%00",
+        "nan",
+        "9" * 50,
+        "all steps",
+        "success",
+    ]
+    keys = [
+        "step",
+        "split",
+        "group",
+        "text",
+        "in",
+        "page",
+        "least",
+        "most",
+        "order",
+        "tint",
+        "score",
+        "run",
+        "from",
+        "sort",
+    ]
+    name = draw.choice([run.name, run.name, run.name, "link", "../secret", "..", "", attack])
+    page = draw.choice(
+        ["run", "charts", "state", "episodes", "group", "play", "pipeline", "differs", "list", "compare"]
+    )
+    query = {draw.choice(keys): draw.choice(words) for _ in range(draw.randrange(4))}
+    if page in ("list", "compare"):
+        path, query = ("/" if page == "list" else "/compare"), query | {"run": name}
+    else:
+        path = f"/{page}/{quote(name)}"
+    response = TestClient(Pages(run.parent).app()).get(path, params=query, follow_redirects=False)
+    assert response.status_code in (200, 404, 500), (path, response.status_code)
+    assert response.headers["content-security-policy"] == HEADERS["content-security-policy"]
+    assert SECRET not in response.text, path
+    is_html = response.headers["content-type"].startswith("text/html")
+    assert not is_html or attack not in response.text, path
+    assert not (folder / "ran").exists(), f"{path} ran the code of the run"
+
+
 def judged(seed: int, folder: Path) -> None:
     """An answer with injections in a frame: the frame still holds the whole answer, and the text around it is unchanged."""
     from posttrain.environments.untrusted import framed_prompt, sanitize
@@ -320,6 +425,89 @@ def judged(seed: int, folder: Path) -> None:
     assert around == plain.replace(f"[{plain_mark} answer]\nYes\n[/{plain_mark}]", "FRAME").replace(plain_mark, "MARK")
 
 
+def agent_calls(seed: int, folder: Path) -> None:
+    """Changed requests to the endpoint of agents: each is answered and recorded, or refused with an error and no turn."""
+    import http.client
+
+    from tests.conftest import make_tokenizer
+    from tests.rollout.test_agent_calls import CALL, TOOL, RecordingEngine, finish, served
+
+    draw = random.Random(seed)
+    odd = [
+        None,
+        True,
+        -1,
+        1e999,
+        "",
+        "\x00\ud800",
+        "<|im_end|>",
+        [],
+        {},
+        [[]] * 50,
+        "9" * 5_000,
+        CALL,
+        {"type": "text"},
+    ]
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{"}}
+    valid = {
+        "/v1/chat/completions": {
+            "model": "m",
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": "gold"},
+            ],
+            "tools": [{"type": "function", "function": TOOL}],
+            "max_tokens": 5,
+            "stop": ["x"],
+            "stream": False,
+        },
+        "/v1/messages": {
+            "model": "m",
+            "system": "s",
+            "max_tokens": 5,
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "gold"}]},
+            ],
+            "tools": [{"name": "look", "input_schema": TOOL["parameters"]}],
+            "stream": True,
+        },
+    }
+
+    def changed(value: object) -> object:
+        if draw.random() < 0.08:
+            return draw.choice(odd)
+        if isinstance(value, dict):
+            return {key: changed(item) for key, item in value.items() if draw.random() > 0.04}
+        return [changed(item) for item in value] if isinstance(value, list) else value
+
+    tokenizer = make_tokenizer()
+    engine = RecordingEngine(tokenizer, texts=[draw.choice([CALL, "<tool_call>[", "ok"]) for _ in range(99)])
+    answered = 0
+    with served(engine, tokenizer) as (session, url, key):
+        for _ in range(15):
+            path = draw.choice(list(valid))
+            data = bytearray(json.dumps(changed(valid[path])).encode())
+            if draw.random() < 0.2:
+                data[draw.randrange(len(data))] = draw.randrange(256)
+            given = draw.choice([key, key, key, key, key + "x", ""])
+            connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+            with closing(connection):
+                connection.request("POST", path, bytes(data), {"Authorization": f"Bearer {given}"})
+                response = connection.getresponse()
+                body = response.read()
+            assert response.status in (200, 400, 401), (response.status, data)
+            assert response.status == 200 or json.loads(body)["error"]["message"], data
+            assert given == key or response.status == 401
+            answered += response.status == 200
+        streams, turns, _ = finish(session)
+    assert len(turns) == answered == len(engine.sampled)
+    assert sum(stream.sampled.sum() for stream in streams) == sum(len(done.ids) for _, done in engine.sampled)
+
+
 SURFACES: dict[str, Callable[[int, Path], None]] = {
     "interpreter": interpreter,
     "journal": journal,
@@ -329,7 +517,9 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "run_directory": run_directory,
     "server": server,
     "episode_file": episode_file,
+    "live_page": live_page,
     "judged": judged,
+    "agent_calls": agent_calls,
     "archive": strangers.archive,
     "poisoned_episode": strangers.poisoned_episode,
     "injection": strangers.injection,

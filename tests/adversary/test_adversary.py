@@ -13,6 +13,7 @@ CASES = {
     "journal": 80,
     "judged": 200,
     "poisoned_episode": 3,
+    "agent_calls": 4,
     "clock": 2,
     "letter_case": 200,
     "injection": 200,

@@ -82,7 +82,7 @@ REJECTED = {
     "text after the thought": ("<think>t</think>So: <python>a</python>", "text outside the blocks"),
     "end of thought twice": ("<think>a</think> b </think><python>c</python>", "text outside the blocks"),
     "second thought": ("<think>a</think><think>b</think><python>c</python>", "a second <think>"),
-    "unknown block": ("<think>a</think><answer>b</answer>", "<answer> is no block"),
+    "unknown block": ("<think>a</think><answer>b</answer>", "<answer> is not a block"),
     "lone end": ("<think>a</think></python>", "</python> without <python>"),
     "code not closed": ("<think>a</think><python>b = 1", "no </python> after the code; end"),
     "string not closed": ("<think>a</think><python>b = '''1</python>", "a string in the code is not closed"),

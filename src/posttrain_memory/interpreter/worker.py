@@ -158,7 +158,7 @@ def confine(settings: dict[str, Any]) -> None:
 def turn(pool: Any, job: dict[str, Any], settings: dict[str, Any], channel: Channel) -> dict[str, Any]:
     """Run the code of a job. Returns a dict with `values`, `printed` and `error` (type, message, line)."""
     printed = PrintBuffer(settings["output_chars"])
-    # Failing to get an interpreter process is a fault of ours. Everything after that depends on the code.
+    # Failing to get an interpreter process is an internal fault. Everything after that depends on the code.
     with pool.checkout(limits=settings["limits"], os_policy=settings["policy"]) as session:
         values, error = _run_job(session, job, settings, printed, channel)
     text = printed.text + (f"… ({printed.left_out} more characters)" if printed.left_out else "")

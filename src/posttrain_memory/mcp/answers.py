@@ -33,7 +33,7 @@ class Work:
         self.status = "waiting for earlier questions"
         """The current activity, in words that reveal nothing about the notes."""
         self.cancelled = threading.Event()
-        """Set when nobody waits for the answer any more; work then ends after the current turn."""
+        """Set when no client waits for the answer any more; work then ends after the current turn."""
 
 
 class Answers:

@@ -96,7 +96,7 @@ def memory_server(notes: SharedNotes, answer_question: AnswerQuestion | None, re
             async with turn:
                 text, failed = await anyio.to_thread.run_sync(_call_safely, partial(answer_question, question, work))
             group.cancel_scope.cancel()
-        # The thread may finish before the cancellation is delivered; nobody waits for its result then.
+        # The thread may finish before the cancellation is delivered; its result is then dropped.
         await anyio.lowlevel.checkpoint_if_cancelled()
         return _result(text, failed)
 

@@ -34,7 +34,7 @@ def parse_link(text: str) -> Link:
     if inner.startswith("[[") and inner.endswith("]]"):
         inner = inner[2:-2]
     if not inner.strip() or len(inner) > 400 or any(c in inner for c in "[]\n"):
-        raise VaultError(f"{quoted(text)} is no link: write [[note]]")
+        raise VaultError(f"{quoted(text)} is not a link: write [[note]]")
     return _parts(inner)
 
 

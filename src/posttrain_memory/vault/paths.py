@@ -30,7 +30,7 @@ def note_path(path: object, limits: VaultLimits) -> str:
     """The normalized path of a note. Raises VaultError if the path is not valid."""
     clean = _checked(path, limits)
     if not clean.endswith(SUFFIX) or clean.rpartition("/")[2] == SUFFIX:
-        raise VaultError(f"{quoted(path)} is no note: the path of a note ends in .md")
+        raise VaultError(f"{quoted(path)} is not a note: the path of a note ends in .md")
     return clean
 
 

@@ -38,7 +38,7 @@ class Storage(Protocol):
         """Path -> size in bytes of UTF-8, for every note."""
 
     def read(self, path: str, limit: int) -> str | None:
-        """The text of a note, or None if it does not exist. Raises VaultError if it is larger than `limit` bytes or
+        """The text of a note, or None if none has exactly this path. Raises VaultError if it is larger than `limit` bytes or
         is not UTF-8.
         """
 
@@ -84,7 +84,8 @@ class DiskStorage:
 
     Paths are opened component by component from the folder's file descriptor without following links, so neither a
     symbolic link nor a folder replaced meanwhile leads outside. Only regular files with one hard link count. A note
-    is written to a temporary file that is then renamed.
+    is written to a temporary file that is then renamed. On a file system that ignores case, a note has only the spelling
+    that its folders list.
 
     Writing requires a lock, held until `close`; InputError if another process holds it. With `read_only`, no lock is
     taken and nothing can be written. With `sync`, writes are flushed to disk before they count and survive a power
@@ -109,12 +110,13 @@ class DiskStorage:
 
     def sizes(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        self._walk(self._root, "", sizes, 0)
+        with _listing(self._root) as root:
+            self._walk(root, "", sizes, 0)
         return sizes
 
     def read(self, path: str, limit: int) -> str | None:
         try:
-            with self._parent(path) as (folder, name):
+            with self._parent(path, exact=True) as (folder, name):
                 file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except FileNotFoundError:
             return None
@@ -123,7 +125,7 @@ class DiskStorage:
         facts = os.fstat(file)
         if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
             os.close(file)
-            raise VaultError(f"{quoted(path)} is no plain file", "PermissionError")
+            raise VaultError(f"{quoted(path)} is not a plain file", "PermissionError")
         with open(file, "rb") as stream:
             data = stream.read(limit + 1)
         if len(data) > limit:
@@ -219,10 +221,11 @@ class DiskStorage:
         return file
 
     @contextmanager
-    def _parent(self, path: str, make: bool = False) -> Iterator[tuple[int, str]]:
+    def _parent(self, path: str, make: bool = False, exact: bool = False) -> Iterator[tuple[int, str]]:
         """The file descriptor of the parent folder of `path`, and the last path component.
 
-        Raises OSError like the system calls. Raises VaultError for a path that could lead out of the folder, even
+        Raises OSError like the system calls; with `exact`, FileNotFoundError if a component is listed with different
+        case only. Raises VaultError for a path that could lead out of the folder, even
         though the vault has validated it: refusing links does not stop `..`.
         """
         *folders, name = path.split("/")
@@ -233,9 +236,13 @@ class DiskStorage:
             for part in folders:
                 if make:
                     _make_folder(part, here)
+                if exact:
+                    _check_spelling(part, here)
                 inner = os.open(part, _FOLDER, dir_fd=here)
                 os.close(here)
                 here = inner
+            if exact:
+                _check_spelling(name, here)
             yield here, name
         finally:
             os.close(here)
@@ -297,6 +304,24 @@ def _make_folder(name: str, parent: int) -> None:
         os.mkdir(name, 0o755, dir_fd=parent)
 
 
+@contextmanager
+def _listing(folder: int) -> Iterator[int]:
+    """Another file descriptor of a folder: those of one `open`, copies included, share the position of a listing."""
+    other = os.open(".", _FOLDER, dir_fd=folder)
+    try:
+        yield other
+    finally:
+        os.close(other)
+
+
+def _check_spelling(name: str, parent: int) -> None:
+    """Raise FileNotFoundError unless the folder lists `name` in exactly this spelling."""
+    with _listing(parent) as folder:
+        known = name in os.listdir(folder)
+    if not known:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+
+
 @lru_cache(maxsize=16_384)
 def is_note(path: str) -> bool:
     """Whether `path` is a normalized note path."""
@@ -308,7 +333,7 @@ def is_note(path: str) -> bool:
 
 def _refused(path: str, error: OSError) -> VaultError:
     if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
-        return VaultError(f"{quoted(path)} is no plain file in plain folders", "PermissionError")
+        return VaultError(f"{quoted(path)} is not a plain file in plain folders", "PermissionError")
     if error.errno == errno.ENOENT:
         return VaultError(f"there is no note {quoted(path)}", "FileNotFoundError")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -40,8 +40,7 @@ class Vault:
         """The text of a note."""
         clean = note_path(path, self.limits)
         text = self._storage.read(clean, self.limits.file_bytes)
-        # A file system that ignores case also has the note under other spellings of its name.
-        if text is None or clean not in self._storage.sizes():
+        if text is None:
             raise VaultError(f"there is no note {quoted(clean)}{self._hint(clean)}", "FileNotFoundError")
         return text
 
@@ -189,7 +188,7 @@ class Vault:
         other = collision(path, (other for other in known if other != without))
         if other:
             raise VaultError(
-                f"{quoted(path)} cannot stand beside {quoted(other)}, which it differs from too little",
+                f"{quoted(path)} cannot exist beside {quoted(other)}, which it differs from too little",
                 "FileExistsError",
             )
         # On disk, something other than a note may have this path; reading it raises.

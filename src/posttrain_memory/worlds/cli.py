@@ -36,7 +36,7 @@ def worlds(
     """Write generated worlds of notes and tasks about them: facts to find, to change, to ask about, and to keep
     private.
 
-    No world is in two splits, and no question occurs twice. See docs/worlds.md for the keys and the columns.
+    No world is in two splits, and no question occurs twice. See docs/reference/worlds.md for the keys and the columns.
 
     Examples:
 

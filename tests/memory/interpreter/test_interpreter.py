@@ -79,7 +79,7 @@ def test_only_the_functions_of_this_turn_can_be_called(interpreter, functions):
     [
         ("x = 1\ny = 1 / 0", "line 2: ZeroDivisionError: division by zero"),
         ("read_file('no.md')", "line 1: FileNotFoundError: there is no note 'no.md'"),
-        ("read_file('a')", "line 1: ValueError: 'a' is no note: the path of a note ends in .md"),
+        ("read_file('a')", "line 1: ValueError: 'a' is not a note: the path of a note ends in .md"),
         ("read_file(1)", "line 1: TypeError: a path is a text"),
         ("read_file(['a'])", "line 1: TypeError: read_file takes texts only"),
         ("read_file(float('nan'))", "line 1: TypeError: read_file takes texts only"),

@@ -19,7 +19,8 @@ from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
 from posttrain.errors import InputError
-from posttrain_memory.mcp.http import Guard, open_listener, read_token
+from posttrain.loopback import open_listener
+from posttrain_memory.mcp.http import Guard, read_token
 from tests.memory.agent.scripts import NOTES, code, reply
 from tests.memory.agent.servers import serving, turns
 from tests.memory.mcp.mcp_served import written
@@ -180,6 +181,27 @@ def test_half_open_connections_lock_nobody_out(server):
     assert sent(server)[0] == 200
 
 
+def test_a_flood_of_connections_locks_nobody_out(server):
+    """Connections are made faster than a client sends its headers: without a grace, each client's was replaced before."""
+    flood = (
+        "import socket\n"
+        "while True:\n"
+        f"    one = socket.socket(); one.settimeout(0.5); one.connect_ex(('127.0.0.1', {server})); one.close()\n"
+    )
+    strangers = [subprocess.Popen([sys.executable, "-c", flood]) for _ in range(2)]
+    answered = 0
+    try:
+        time.sleep(1)
+        for _ in range(8):
+            with contextlib.suppress(OSError):
+                answered += sent(server)[0] == 200
+    finally:
+        for one in strangers:
+            one.kill()
+            one.wait()
+    assert answered >= 5
+
+
 def test_a_client_with_the_token_stays_connected(server):
     connection = http.client.HTTPConnection("127.0.0.1", server, timeout=PATIENCE)
     head = {
@@ -312,7 +334,7 @@ def test_tokens_from_the_environment(monkeypatch):
 
 
 def test_it_listens_on_localhost_only():
-    with open_listener(0) as found:
+    with open_listener(0, "--http") as found:
         assert found.getsockname()[0] == "127.0.0.1"
 
 

@@ -86,7 +86,7 @@ def test_notes_are_listed_searched_and_read(folder):
         ("read", {"path": "../notes/user.md"}, "outside of the memory"),
         ("read", {"path": ".posttrain/journal.md"}, "hidden"),
         ("read", {"path": "entities/bo.md"}, "there is no note"),
-        ("read", {"path": "link.md"}, "no plain file"),
+        ("read", {"path": "link.md"}, "not a plain file"),
         ("read", {"path": "user.md", "start": 10_000}, "begin before its end"),
         ("read", {"path": "user.md", "start": -1}, "integer"),
         ("read", {"path": "user.md", "start": True}, "integer"),

@@ -1,4 +1,4 @@
-"""Values in disguise: percent-encoded, in entities, split by Markdown, glued to letters. docs/memory.md has the rates."""
+"""Values in disguise: percent-encoded, in entities, split by Markdown, glued to letters. docs/how-to/memory_agent.md has the rates."""
 
 import pytest
 

@@ -53,7 +53,7 @@ def test_errors_are_short_and_name_the_remedy(vault):
     assert refuses(vault.read, "no.md", kind=missing) == "there is no note 'no.md'"
     assert refuses(vault.read, "bob.md", kind=missing) == "there is no note 'bob.md'; there is 'entities/bob.md'"
     assert refuses(vault.read, "User.md", kind=missing) == "there is no note 'User.md'; there is 'user.md'"
-    assert refuses(vault.read, "user") == "'user' is no note: the path of a note ends in .md"
+    assert refuses(vault.read, "user") == "'user' is not a note: the path of a note ends in .md"
     exists = "'user.md' exists already; use update_file or append_file"
     assert refuses(vault.create, "user.md", "", kind="FileExistsError") == exists
     assert "'user.md'" in refuses(vault.create, "USER.md", "", kind="FileExistsError")
@@ -131,7 +131,7 @@ def test_following_links(vault):
     assert refuses(vault.follow, "[[bob#Nope]]") == "'entities/bob.md' has no heading 'Nope'"
     assert refuses(vault.follow, "[[nobody]]", kind="FileNotFoundError") == "no note fits the link '[[nobody]]'"
     assert refuses(vault.follow, "[[#Work]]") == "'[[#Work]]' names no note"
-    assert refuses(vault.follow, "[[]]").endswith("is no link: write [[note]]")
+    assert refuses(vault.follow, "[[]]").endswith("is not a link: write [[note]]")
     vault.create("people/bob.md", "another")
     assert refuses(vault.follow, "[[bob]]") == "2 notes fit the link '[[bob]]'; write its whole path"
 
