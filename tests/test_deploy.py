@@ -1,8 +1,15 @@
-"""The files under deploy/ name what exists. What they do needs Docker."""
+"""The files under deploy/ name what exists, and the Slurm script starts runs. Building the image needs Docker."""
 
+import os
 import re
+import socket
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -38,3 +45,71 @@ def test_the_extras_of_the_image_exist():
 
 def test_the_container_does_not_run_as_root():
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["1000"]
+
+
+# -- schedulers --------------------------------------------------------------------------------------------------------------
+
+
+def run_under_slurm(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run deploy/slurm.sh with two processes on this machine; stand-ins for Slurm's commands start what they are given."""
+    for name, script in (("srun", 'exec "$@"'), ("scontrol", "echo localhost")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    variables = {"SLURM_JOB_NODELIST": "one", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "7"}
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", str(ROOT / "deploy" / "slurm.sh"), *words],
+        env={**os.environ, **variables, "PATH": path, "VENV": str(tmp_path), "PORT": str(port)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.slow
+def test_the_slurm_script_starts_a_run_and_then_continues_it(tiny_model, tmp_path):
+    run = tmp_path / "runs" / "mine"
+    short = [
+        "environment.type=bandit",
+        f"model.path={tiny_model}",
+        "rollout.groups_per_step=2",
+        "rollout.tokens_per_turn=8",
+    ]
+    short += ["evaluation.seeds.count=2", "evaluation.final_seeds.count=2", "checkpoint.keep_state=always"]
+    first = run_under_slurm(tmp_path, str(run), "rl", *short, "steps=1")
+    assert first.returncode == 0, first.stderr[-2000:]
+    assert (run / "checkpoints" / "step_000001").is_dir()
+    second = run_under_slurm(tmp_path, str(run), "rl", *short)
+    assert second.returncode == 0, second.stderr[-2000:]
+    assert "step 1 of 1" in second.stdout + second.stderr
+
+
+@pytest.mark.slow
+def test_a_dry_run_under_slurm_is_printed_once(tiny_model, tmp_path):
+    shown = run_under_slurm(
+        tmp_path, str(tmp_path / "run"), "rl", "environment.type=bandit", f"model.path={tiny_model}", "--dry-run"
+    )
+    assert shown.returncode == 0, shown.stderr[-2000:]
+    assert shown.stdout.count("groups x") == 1
+
+
+def test_the_slurm_script_explains_how_it_is_used():
+    shown = subprocess.run(["bash", str(ROOT / "deploy" / "slurm.sh"), "runs/mine"], capture_output=True, text=True)
+    assert shown.returncode == 2
+    assert "RUN STAGE" in shown.stderr
+
+
+def test_the_skypilot_task_is_complete_and_its_scripts_are_valid():
+    task = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())
+    assert (ROOT / task["envs"]["RECIPE"]).is_file()
+    assert set(task["envs"]) <= set(re.findall(r"\$(\w+)", task["run"]))
+    for part in ("setup", "run"):
+        checked = subprocess.run(["bash", "-n"], input=task[part], capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stderr

@@ -1,14 +1,17 @@
 """The commands of the README work."""
 
 import io
+import json
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from posttrain.cli.main import main
+from tests.docs.walk import blocks
 from tests.journeys import dry
 
 ROOT = Path(__file__).parent.parent
@@ -20,36 +23,19 @@ COMMANDS = [
 
 
 @pytest.fixture(autouse=True)
-def in_a_copy(tmp_path, monkeypatch, finished_run, reward_model, rationales):
-    """Run outside of the checkout, with the runs and the data that the README names."""
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "rationales").symlink_to(rationales)
-    for name in ("demo/rl", "first", "credit", "memory/rl"):
+def in_a_copy(tmp_path, monkeypatch, finished_run):
+    """Run outside of the checkout, with the runs, rows and files that the README names."""
+    for name in ("bandit/rl", "mine"):
         (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / name).symlink_to(finished_run)
-    for name in ("sft", "rm", "rlhf"):
-        (tmp_path / "runs" / name).mkdir()
-        (tmp_path / "runs" / name / "model").symlink_to(reward_model if name == "rm" else finished_run / "model")
+    rows = [{"prompt": f"Say {number}.", "completion": str(number), "word": "cat"} for number in range(30)]
+    for name in ("rows", "prompts"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for language, file, text in blocks("README.md"):
+        if file:
+            assert language == "python"
+            (tmp_path / file).write_text(text)
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def rationales(tmp_path_factory):
-    """The data that the README's commands make and read."""
-    from posttrain.data.rationales.dataset import write_dataset
-
-    write_dataset(out := tmp_path_factory.mktemp("data") / "rationales", 0, {"train": 400, "val": 50, "test": 50})
-    return out
-
-
-@pytest.fixture(scope="module")
-def reward_model(tiny_model, tmp_path_factory):
-    from posttrain.models.reward import RewardModel
-    from posttrain.recipe.model import ModelRecipe
-
-    RewardModel(ModelRecipe(path=str(tiny_model)), seed=0).export(out := tmp_path_factory.mktemp("reward") / "model")
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +55,6 @@ def finished_run(tiny_model, tmp_path_factory):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("posttrain")])
 def test_a_command_of_the_readme_runs(command, monkeypatch, capsys):
     words = shlex.split(dry(command))[1:]
-    if words[:2] == ["env", "list"]:
-        words += ["--seeds", "5"]
-    if words[:2] == ["env", "play"]:
-        answers = iter(["right", "down", "left", "up", "right", "down"])
-        monkeypatch.setattr("builtins.input", lambda *_: next(answers))
-    if words[:2] == ["memory", "chat"]:
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/notes\n")))
     if words[0] == "chat":
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert main(words) == 0, capsys.readouterr()
@@ -88,8 +67,15 @@ def test_a_target_of_the_readme_exists(command):
 
 
 def test_every_command_is_tested():
-    assert all(command.startswith(("posttrain", "make")) for command in COMMANDS)
+    assert all(command.startswith(("posttrain", "make", "pip install")) for command in COMMANDS)
     assert len(COMMANDS) > 10
+
+
+def test_the_installation_of_the_readme_names_extras_that_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (named,) = [re.search(r"\.\[([\w,]+)\]", command) for command in COMMANDS if "pip install -e" in command]
+    assert named is not None
+    assert set(named[1].split(",")) <= set(extras)
 
 
 def test_the_links_lead_somewhere():

@@ -9,6 +9,7 @@ Importing the package is light: torch, transformers and optional packages are im
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,7 +54,12 @@ if TYPE_CHECKING:
     from posttrain.verbs import rl as rl
     from posttrain.verbs import sft as sft
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    # Read when torch loads OpenMP. Threads that wait for each other spin this often before they sleep. The default of 300,000
+    # occupies a processor that the awaited thread needs when other processes are busy; never spinning is slower when none is.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _PUBLIC = {
     "Advantages": "posttrain.episode",

@@ -95,6 +95,8 @@ class Episode:
     failure: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     """The conversation as text, for display."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Facts about the episode: how its agent ended, and counts of its calls. Empty without an agent."""
 
     @property
     def total_reward(self) -> float:

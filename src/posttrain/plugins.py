@@ -124,7 +124,7 @@ def require_trust(path: Path) -> None:
     if words is None or path.resolve().is_relative_to(Path.cwd().resolve()) or any(str(path) in word for word in words):
         return
     raise InputError(
-        f"{path} lies outside the current folder and no argument names it, so it is not executed; read it, and add --trust "
+        f"{path} is outside the current folder and no argument names it, so it is not executed; read it, and add --trust "
         "to execute it"
     )
 

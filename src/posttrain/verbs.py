@@ -26,12 +26,17 @@ from posttrain.runs.directory import RunDirectory
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from posttrain.engines.protocol import Engine
+    from posttrain.models.policy import Policy
+    from posttrain.recipe.engines import LocalEngineRecipe
     from posttrain.training.trainer import Callback
+
+    MakeEngine = Callable[[Policy, LocalEngineRecipe], Engine]
 
 RecipeLike = str | Path | Mapping[str, Any] | BaseConfig | Layer
 """The path of a YAML file, a mapping, a typed recipe or an override of the command line."""
 Reward = Callable[..., Any] | Sequence[Callable[..., Any] | tuple[Callable[..., Any], float]]
-"""`reward(prompt, answer, **row)`, or a list of functions or of tuples of a function and its weight, see `docs/python.md`."""
+"""`reward(prompt, answer, **row)`, or a list of functions or of tuples of a function and its weight, see `docs/reference/python.md`."""
 
 
 def sft(
@@ -98,6 +103,7 @@ def dpo(
 def rl(
     *recipe: RecipeLike,
     reward: Reward | Mapping[str, Any] | None = None,
+    engine: "MakeEngine | Mapping[str, Any] | BaseConfig | None" = None,
     callbacks: Sequence["Callback"] = (),
     resume: str | Path | None = None,
     fall_back: bool = False,
@@ -112,8 +118,10 @@ def rl(
     Args:
         reward: a function `(prompt, answer, **row) -> float | dict[str, float]`, which scores the answers of the
             environment `text_task`; a list of functions or of tuples of a function and its weight; or the `reward` section of the recipe, which names a reward model.
+        engine: a function `(policy, recipe) -> Engine` that makes the engine of this process, such as a subclass of
+            `LocalEngine`; or the `engine` section of the recipe.
     """
-    return _run("rl", recipe, overrides, callbacks, resume, overwrite, console, reward, fall_back)
+    return _run("rl", recipe, overrides, callbacks, resume, overwrite, console, reward, fall_back, engine)
 
 
 def distill(
@@ -261,6 +269,7 @@ def _run(
     console: "Console | None",
     reward: Reward | Mapping[str, Any] | None = None,
     fall_back: bool = False,
+    engine: "MakeEngine | Mapping[str, Any] | BaseConfig | None" = None,
 ) -> Result:
     if resume is not None and overwrite:
         raise InputError("`resume` continues a run and `overwrite` deletes it; give one of them")
@@ -280,14 +289,33 @@ def _run(
         if resume is None:
             recipe = [{"environment": {"type": "text_task"}}, *recipe]
             overrides = {**overrides, "environment.reward": name}
+    make_engine = engine if callable(engine) else None
+    if engine is not None and make_engine is None:
+        overrides = {**overrides, "engine": engine}
     typed = read_recipe(stage, *recipe, resume=resume, **overrides)
     from posttrain.stages import run_stage
 
     if resume is not None and fall_back:
         _fall_back(RunDirectory.open(resume), typed)
-    with original_folder(resume):
+    with original_folder(resume), _engines_made_by(make_engine, typed):
         run = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
     return Result.open(run.path)
+
+
+@contextmanager
+def _engines_made_by(make: "MakeEngine | None", recipe: Any) -> Iterator[None]:
+    """Inside, `make` makes the engines of this process; None keeps those of recipes."""
+    if make is None:
+        yield
+        return
+    if recipe.hardware.ray is not None or recipe.hardware.processes > 1:
+        raise InputError(
+            "`engine` is a function of this process; set hardware.processes to 1 and leave hardware.ray out"
+        )
+    from posttrain.engines.factory import open_engine
+
+    with open_engine.placed_by(lambda policy, engine, *rest: make(policy, engine)):
+        yield
 
 
 def _fall_back(run: RunDirectory, recipe: Any) -> None:

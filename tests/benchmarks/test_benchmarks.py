@@ -196,3 +196,26 @@ def test_the_learning_benchmark_runs_once_and_reports_again(tmp_path):
     table = (tmp_path / "learning.md").read_text()
     assert table.count("| bandit |") == 2
     assert "<svg" in (tmp_path / "learning.svg").read_text()
+
+
+def test_a_side_over_its_limit_is_left_out_and_the_others_go_on(harness, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "sleeper.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    timing, said = harness.timing, []
+    sides = {"slow": lambda number: timing.run_side("sleeper", {}, 1, limit=0.5), "quick": lambda number: number}
+    assert timing.in_turn(sides, rounds=2, say=said.append) == {"quick": [0, 1]}
+    assert said[0] == "slow is left out: not done after 0.5 s; raise --limit to run it"
+    with pytest.raises(RuntimeError, match="every side is over the limit"):
+        timing.in_turn({"slow": sides["slow"]}, rounds=1, say=said.append)
+
+
+def test_emulated_bfloat16_is_left_out_with_a_sentence(harness, monkeypatch):
+    from harness import models
+
+    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: False)
+    assert models.computing_dtype("auto") == "float32"
+    assert "no instructions for it" in models.emulates_bfloat16()
+    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: True)
+    assert models.computing_dtype("auto") == "bfloat16"
+    assert models.emulates_bfloat16() is None

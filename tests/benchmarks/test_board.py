@@ -64,8 +64,8 @@ def test_the_line_of_a_finished_run_and_its_row(tiny_model, tmp_path, monkeypatc
 def test_the_pages_have_the_tables_of_the_stored_lines():
     lines = board.read(FOLDER / "docs" / "results" / "board.jsonl")
     reached, spent = board.tables(lines).split("\n\n")
-    assert reached in (FOLDER / "docs" / "results.md").read_text()
-    page = (FOLDER / "docs" / "board.md").read_text()
+    assert reached in (FOLDER / "docs" / "results" / "index.md").read_text()
+    page = (FOLDER / "docs" / "results" / "board.md").read_text()
     assert reached in page
     assert spent in page
     for line in lines:

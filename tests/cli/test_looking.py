@@ -6,7 +6,7 @@ import pytest
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
-from posttrain.recipe.sources import read_overrides, read_text
+from posttrain.recipe.sources import read_file, read_overrides, read_text
 from posttrain.runs.directory import RunDirectory
 from tests.training import small
 
@@ -77,12 +77,16 @@ def bomb(levels, width):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (bomb(12, 9), "its aliases stand for more than 100,000 values"),
+        (bomb(12, 9), "its aliases expand to more than 100,000 values"),
         ("a: " + "[" * 3000 + "]" * 3000, "nested too deep"),
         ("a: " + "{b: " * 3000 + "}" * 3000, "nested too deep"),
-        ("steps: " + "9" * 10_000, "a number cannot be read"),
+        ("steps: " + "9" * 10_000, "a value cannot be read .Exceeds the limit"),
+        ("seed: 0x" + "f" * 6_000, "a whole number of 24,000 bits"),
+        ("name: !!timestamp soon", "a value cannot be read"),
+        ("name: !!bool soon", "a value cannot be read"),
+        ('name: "\\ud800"', "a lone surrogate"),
     ],
-    ids=["aliases", "lists", "sections", "digits"],
+    ids=["aliases", "lists", "sections", "digits", "hexadecimal", "timestamp", "bool", "surrogate"],
 )
 def test_a_small_text_cannot_stand_for_a_huge_recipe(text, message, tmp_path):
     with pytest.raises(InputError, match=message):
@@ -91,6 +95,12 @@ def test_a_small_text_cannot_stand_for_a_huge_recipe(text, message, tmp_path):
         read_overrides(
             [f"rollout={text.partition(': ')[2]}" if "&" not in text else f"x={{{text.replace(chr(10), ', ')}}}"]
         )
+
+
+def test_a_huge_recipe_file_is_not_read(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("#" * 2**21)
+    with pytest.raises(InputError, match="is larger than 1 MiB"):
+        read_file(str(tmp_path / "recipe.yaml"))
 
 
 def test_a_bomb_in_a_run_directory_is_one_sentence(strangers, tmp_path):
@@ -113,7 +123,7 @@ def test_a_resumed_run_executes_a_file_elsewhere_only_with_trust(strangers, tmp_
         recipe = copy / "recipe.yaml"
         recipe.write_text(recipe.read_text().replace(str(run.parents[1] / "own.py"), str(own)))
         assert main([*RESUMED, str(copy)]) == 2
-        assert f"{own} lies outside the current folder and no argument names it" in capsys.readouterr().err
+        assert f"{own} is outside the current folder and no argument names it" in capsys.readouterr().err
         assert not mark.exists()
         assert main([*RESUMED, str(copy), "--trust"]) == 0, capsys.readouterr()
         assert mark.exists()
@@ -131,7 +141,7 @@ def test_files_of_this_folder_and_of_the_command_need_no_trust(strangers, tiny_m
     monkeypatch.chdir(here.parent)
     for file in ("own.py", str(elsewhere)):
         main(["env", "validate", file])
-        assert "lies outside" not in capsys.readouterr().err
+        assert "is outside" not in capsys.readouterr().err
         assert mark.exists()
         mark.unlink()
     recipe = tmp_path / "recipe.yaml"

@@ -5,19 +5,24 @@ import json
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 
-from posttrain.data.examples import conversation
+from posttrain.data.examples import conversation, pair, unpaired
 from posttrain.data.messages import ConversationExample, TextExample
 from posttrain.data.problems import Problems
-from posttrain.data.rendering import Renderer
-from posttrain.data.tokens import load_rows, tokenize
+from posttrain.data.rendering import Renderer, TokenStream
+from posttrain.data.tokens import TokenRow, load_rows, tokenize
 from posttrain.errors import InputError
 from posttrain.models.forward import TokenScores
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.data import ColumnsRecipe, DataRecipe
-from posttrain.training.objectives import SupervisedObjective
+from posttrain.recipe.loss import KtoLoss, PreferenceLossRecipe, RewardLossRecipe
+from posttrain.recipe.units import UnitRewardsRecipe
+from posttrain.training.objectives import PairObjective, RewardObjective, SupervisedObjective, UnpairedObjective
 from posttrain.training.rows import samples_of_row
+from posttrain.training.unit_rewards import UnitRewardObjective, UnitValues
 
+LOSSES = TypeAdapter(PreferenceLossRecipe)
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
@@ -101,11 +106,74 @@ def test_the_loss_is_the_weighted_mean_over_tokens_for_any_split(renderer, file,
     assert np.isclose(count, tokens)
 
 
-@pytest.mark.parametrize("stage", ["dpo", "reward", "rl", "ptx"])
+PAIR = {"prompt": "Hi", "chosen": "Hello", "rejected": "No", "w": 3}
+
+
+def test_pairs_and_labeled_answers_have_weights(renderer, tmp_path):
+    file, columns = tmp_path / "pairs.jsonl", {"weight": "w"}
+    file.write_text(json.dumps(PAIR))
+    recipe = DataRecipe(train=[str(file)], columns=columns, cache=str(tmp_path / "cache"))
+    for kind in ("pair", "unpaired"):
+        (rows,) = load_rows(kind, recipe, recipe.train, None, renderer, "assistant", Problems())
+        assert {sample.weight for row in rows for sample in samples_of_row(row)} == {3.0}
+    labeled = {"prompt": "Hi", "completion": "Hello", "label": True, "w": 0.5}
+    assert unpaired(labeled, "r", ColumnsRecipe(weight="w")).weight == 0.5
+    assert "weight is not a number above 0" in pair(PAIR | {"w": -1}, "r", ColumnsRecipe(weight="w"))
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward", "kto", "units"])
+def test_the_loss_of_preferences_is_the_weighted_mean_over_rows_for_any_split(name):
+    """Closed form: sum of w x loss / sum of w, with each row's loss from an update on this row alone."""
+    values, weights_of_rows = [0.3, -0.2, 0.9, 0.1], [2.0, 0.5]
+
+    def samples_of(rows):
+        stream = TokenStream(np.arange(4), np.arange(4) > 1)
+        streams = [stream] if name == "kto" else [stream] * 2
+        made = [one for row in rows for one in samples_of_row(TokenRow(streams, "r", weight=weights_of_rows[row]), row)]
+        for sample in made:
+            sample.ref_logprobs = np.full(2, -0.7, dtype=np.float32)
+        return made
+
+    def loss_of(rows, divisor=None):
+        samples = samples_of(rows)
+        of_rows = [
+            value for row in rows for value in (values[row : row + 1] if name == "kto" else values[2 * row :][:2])
+        ]
+        if name == "units":
+            objective = UnitRewardObjective(
+                RewardLossRecipe(), UnitRewardsRecipe(segmenter={"type": "token"}, entropy_coefficient=0.5)
+            )
+            rewards = torch.tensor([value + shift for value in of_rows for shift in (0.0, 0.4)])
+            stream = torch.arange(len(of_rows)).repeat_interleave(2)
+            output = UnitValues(rewards, stream, len(of_rows))
+        elif name == "reward":
+            objective, output = RewardObjective(RewardLossRecipe()), torch.tensor(of_rows)
+        else:
+            flat = -torch.tensor(of_rows).abs().repeat_interleave(2)
+            output = TokenScores(flat, torch.ones_like(flat))
+            objective = (
+                UnpairedObjective(KtoLoss(), torch.tensor(0.1), 1)
+                if name == "kto"
+                else PairObjective(LOSSES.validate_python({"type": "dpo"}), 0.3)
+            )
+        loss, metrics = objective(output, samples, [])
+        assert metrics["loss/preference"][1] == sum(weights_of_rows[row] for row in rows)
+        return float(loss) / (divisor or objective.weigh(samples)[1])
+
+    first, second = loss_of([0]), loss_of([1])
+    expected = (2.0 * first + 0.5 * second) / 2.5
+    assert first != pytest.approx(second, rel=1e-3)
+    assert loss_of([0, 1]) == pytest.approx(expected, rel=1e-6)
+    assert loss_of([0], 2.5) + loss_of([1], 2.5) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", ["rl", "ptx"])
 def test_a_stage_that_weighs_no_rows_refuses_the_key(stage, file):
     words = {
         "rl": ["environment.type=text_task", f"environment.prompts={file}", "environment.columns.weight=w"],
         "ptx": [f"ptx.data.train={file}", "ptx.data.columns.weight=w"],
-    }.get(stage, [f"data.train={file}", "data.columns.weight=w"])
-    with pytest.raises(InputError, match=r"columns\.weight` would have no effect: only stage sft weighs rows"):
-        load_recipe([], words, "rl" if stage == "ptx" else stage)
+    }[stage]
+    with pytest.raises(
+        InputError, match=r"columns\.weight` would have no effect: only the rows of sft, dpo and reward"
+    ):
+        load_recipe([], words, "rl")

@@ -228,7 +228,7 @@ def test_a_custom_rubric(file, tmp_path, capsys):
 
 
 def test_the_rubric_of_the_guide_is_valid(tmp_path):
-    guide = (Path(__file__).parents[2] / "docs" / "judges.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "judges.md").read_text()
     path = tmp_path / "politeness.yaml"
     path.write_text(guide.split("```yaml\n")[1].split("```")[0])
     assert load_rubric(str(path)).name == "politeness"

@@ -65,7 +65,7 @@ def test_the_command_writes_every_format_and_all_agree(tmp_path, capsys):
     models = [str(tmp_path / "results" / "a_1"), f"new={tmp_path / 'results' / 'b'}"]
     assert main(["table", *models, *(word for out in outs for word in ("--out", out))]) == 0
     said = capsys.readouterr().out
-    assert "other.json: skipped, it is no results file" in said
+    assert "other.json: skipped, it is not a results file" in said
     markdown, page, latex = ((tmp_path / "out" / f"table.{kind}").read_text() for kind in ("md", "html", "tex"))
     rows = list(csv.DictReader((tmp_path / "out" / "table.csv").open()))
     kept = json.loads((tmp_path / "results" / "a_1" / "text.json").read_text())["metrics"]

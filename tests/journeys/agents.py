@@ -1,4 +1,4 @@
-"""The journey of docs/ragen.md: three games, traces and reinforcement learning, a search group, sizes of models, pictures."""
+"""The journey of docs/migrating/ragen.md: three games, traces and reinforcement learning, a search group, sizes of models, pictures."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from posttrain.recipe.sources import read_file
 from posttrain.runs.metrics import read_metrics
 from tests.journeys import commands, dry, place_model, place_recipes, run, with_values
 
-PAGE = "docs/ragen.md"
+PAGE = "docs/migrating/ragen.md"
 SMALL = "On a small machine"
 HUB = [f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B", "7B")]
 READ_RUNS = ("episodes", "report", "evaluate", "pipeline recipes/ragen/scaling.yaml")

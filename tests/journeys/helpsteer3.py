@@ -1,4 +1,4 @@
-"""The journey of docs/helpsteer3.md: from the published files to a reward model and a policy, in one command."""
+"""The journey of docs/migrating/helpsteer3.md: from the published files to a reward model and a policy, in one command."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from posttrain.runs.metrics import read_metrics
 from tests.conftest import save_tiny_model
 from tests.journeys import commands, dry, place_model, place_recipes, run, with_values
 
-PAGE = "docs/helpsteer3.md"
+PAGE = "docs/migrating/helpsteer3.md"
 SMALL = "On a small machine"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -1,4 +1,4 @@
-"""The memory agent's journey: docs/memory_gspo.md, "Your own records", on records in the format of the published run.
+"""The memory agent's journey: docs/migrating/memory_gspo.md, "Your own records", on records in the format of the published run.
 
 The judge is a local server that refuses what o3 refuses. The model is tiny and knows four messages, one token each, of which
 it samples one at every turn. So each kind of task is solved sometimes, and the rewards of all episodes are known.
@@ -18,7 +18,7 @@ from tests.conftest import make_tokenizer, tiny_config
 from tests.evaluation.judge_server import serving
 from tests.journeys import ROOT, commands, dry, place_recipes, run, with_values
 
-PAGE, SECTION = "docs/memory_gspo.md", "Your own records"
+PAGE, SECTION = "docs/migrating/memory_gspo.md", "Your own records"
 MODEL = "Qwen/Qwen3-4B-Thinking-2507"
 LINE = "\n\n~/~/~/~/~/~/~/~/~/~/~/~\n\n"
 FIRST = ("Ada", "Bruno", "Carla", "Daniel", "Elif", "Farid", "Greta", "Hana", "Ivo", "Jonna", "Kofi", "Lena")

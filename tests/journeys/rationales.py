@@ -1,4 +1,4 @@
-"""The journey of docs/rlhf.md and docs/rlhf_evaluation.md: from rows in the author's columns to one table of all models."""
+"""The journey of docs/migrating/openrlhf.md and docs/migrating/openrlhf_evaluation.md: from rows in the author's columns to one table of all models."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ from tests.evaluation.judge_server import serving as judging
 from tests.journeys import commands, dry, place_model, place_recipes, run, with_values
 from tests.rollout.chat_server import Reply, serving
 
-TRAINING, EVALUATION = "docs/rlhf.md", "docs/rlhf_evaluation.md"
+TRAINING, EVALUATION = "docs/migrating/openrlhf.md", "docs/migrating/openrlhf_evaluation.md"
 SIZES = {"train": 24, "val": 6, "test": 8}
 STAGES = ["sft", "dpo", "reward", "ppo", "drca", "unit_reward", "unit_ppo", "unit_ppo_outcome"]
 PLAYED = ["ppo", "drca", "unit_ppo", "unit_ppo_outcome"]

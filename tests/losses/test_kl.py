@@ -55,7 +55,7 @@ def test_the_default_estimator_follows_the_place(given):
     ("given", "words"),
     [
         ({"apply_to": "reward", "estimator": "k3"}, r"-0.99 at KL 0.16 for k3, and \+1.00 for k1; use k1"),
-        ({"apply_to": "reward", "estimator": "k2"}, "k2` in the reward is no KL penalty"),
+        ({"apply_to": "reward", "estimator": "k2"}, "k2` in the reward is not a KL penalty"),
         ({"apply_to": "reward", "importance_weighted": True}, "`importance_weighted` has no effect"),
         ({"coefficient": 0.1, "estimator": "k1"}, "zero on average"),
         ({"importance_weighted": True, "estimator": "k2"}, "k2 has not the gradient"),

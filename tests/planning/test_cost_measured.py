@@ -1,4 +1,4 @@
-"""The model against recorded measurements, and the tables of docs/scaling.md."""
+"""The model against recorded measurements, and the tables of docs/results/scaling_tables.md."""
 
 import sys
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_predictions_are_near_recorded_measurements(planned):
 
 
 def test_recorded_measurements_are_those_of_the_page(planned):
-    page = (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "results" / "speed.md").read_text()
     for record in planned.measured.RECORDS:
         spelt = {f"{record.measured:,.0f}", f"{record.measured:g}"}
         assert any(f"| {number} |" in page or f" {number} ms" in page for number in spelt), record.what
@@ -85,7 +85,7 @@ def test_the_page_contains_the_tables_that_the_script_prints(planned, monkeypatc
     tables = "measured,published,baseline,best,PPO,DRCA,memory-agent,SFT,DPO,reward-model,search"
     monkeypatch.setattr(sys, "argv", ["scaling", "--markdown", "--tables", tables])
     scaling.main()
-    page = (ROOT / "docs" / "scaling.md").read_text()
+    page = (ROOT / "docs" / "results" / "scaling_tables.md").read_text()
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(rows) > 50
     assert [row for row in rows if row not in page] == []

@@ -1,4 +1,4 @@
-"""Commands and overrides of docs/choosing.md resolve, and its links lead somewhere."""
+"""Commands and overrides of docs/how-to/choose_an_algorithm.md resolve, and its links lead somewhere."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from posttrain.recipe.credit import CREDITS
 from posttrain.recipe.loss import LOSSES
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "choosing.md").read_text()
+PAGE = (DOCS / "how-to" / "choose_an_algorithm.md").read_text()
 COMMANDS = [line.removeprefix("$ ") for line in PAGE.splitlines() if line.startswith("$ ")]
 PROSE = re.sub(r"^```.*?^```$", "", PAGE, flags=re.M | re.S)
 OVERRIDES = [words for words in re.findall(r"`([^`]+)`", PROSE) if re.match(r"\w+(\.\w+)+=", words)]
@@ -37,4 +37,4 @@ def test_the_page_has_overrides():
 
 def test_the_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)", PAGE):
-        assert (DOCS / target).exists(), target
+        assert (DOCS / "how-to" / target).exists(), target

@@ -227,6 +227,14 @@ def test_files_and_overrides_merge_left_to_right(recipe_file):
     assert (recipe.kl.coefficient, recipe.kl.apply_to) == (0.01, "reward")
 
 
+def test_an_override_may_be_longer_than_a_file_name(capsys):
+    """A long text, such as a system message."""
+    assert main(["rl", "environment.type=bandit", f"name={'a b ' * 200}", "--dry-run"]) == 2
+    assert "name is" in capsys.readouterr().err
+    assert main(["rl", "a" * 5000, "--dry-run"]) == 2
+    assert "there is no recipe file aaa" in capsys.readouterr().err
+
+
 def test_a_part_of_a_default_keeps_the_rest_of_it():
     recipe = load_recipe([], ["evaluation.seeds.count=5", "evaluation.sampling.top_p=0.9", "loss.clip_high=0.3"], "rl")
     assert recipe.evaluation.seeds.of_generated("evaluation.seeds") == range(1_000_000, 1_000_005)

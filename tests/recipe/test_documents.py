@@ -33,14 +33,17 @@ STAGES = {
     "recipes/rlhf/unit_ppo.yaml": "rl",
     "recipes/rlhf/unit_ppo_outcome.yaml": "rl",
 }
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("helpsteer3", "rlhf")}
+PAGES = {
+    name: (ROOT / "docs" / "migrating" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("helpsteer3", "openrlhf")
+}
 SECTIONS = {
     found[1]: found[2]
     for page in PAGES.values()
     for found in re.finditer(r"^## [^\n]*`(recipes/\S+)`\n(.*?)(?=^## |\Z)", page, re.M | re.S)
 }
 """Path of a recipe -> the section of a page about it."""
-FIT = re.search(r"^## [^\n]*`posttrain fit-normalizer`\n(.*?)(?=^## |\Z)", PAGES["rlhf"], re.M | re.S)[1]
+FIT = re.search(r"^## [^\n]*`posttrain fit-normalizer`\n(.*?)(?=^## |\Z)", PAGES["openrlhf"], re.M | re.S)[1]
 """The section about a command that has no recipe of its own."""
 FLAGS = "| flag | value | our key | our value | what differs and why |"
 POSITIONS = "| position | name | value | our key | our value | note |"

@@ -27,5 +27,5 @@ def test_keys_have_bounds_defaults_and_types():
 
 
 def test_the_page_is_up_to_date():
-    written = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    assert written == markdown_reference(), "run `posttrain recipe --markdown > docs/recipes.md`"
+    written = (ROOT / "docs" / "reference" / "recipes.md").read_text(encoding="utf-8")
+    assert written == markdown_reference(), "run `posttrain recipe --markdown > docs/reference/recipes.md`"

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from posttrain.runs.comparison import Source, bundles_of
 from posttrain.runs.evaluated import checkpoint_at, evaluated_checkpoints
 from posttrain.runs.plots import compare, draw_evaluated, lines_until, plot_files
 from posttrain.runs.results import draw_scores, result_table
+from posttrain.runs.sources import Source, bundles_of
 from posttrain.runs.tables import checkpoint_scores, evaluated_table, score_table
 from tests.runs.comparing import make_run
 

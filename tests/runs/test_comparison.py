@@ -10,21 +10,12 @@ import pytest
 from scipy import stats
 
 from posttrain.errors import InputError
-from posttrain.runs.comparison import (
-    MOST_CURVES,
-    Source,
-    bundles_of,
-    draw_metric,
-    looks,
-    mean_over_seeds,
-    open_sources,
-    shared_metrics,
-    t_interval,
-)
+from posttrain.runs.comparison import MOST_CURVES, draw_metric, looks
 from posttrain.runs.figures import encode
 from posttrain.runs.panels import DOMAINS, Series, known_metrics, metric_of
 from posttrain.runs.plots import compare, plot_files
 from posttrain.runs.results import draw_results, result_table
+from posttrain.runs.sources import Source, bundles_of, mean_over_seeds, open_sources, shared_metrics, t_interval
 from tests.runs.comparing import make_run
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from posttrain.errors import InputError
 from posttrain.recipe.stages import RlRecipe
-from posttrain.runs.comparison import event_directories, open_sources, read_events
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 from posttrain.runs.panels import keys_of, series_of
 from posttrain.runs.plots import compare, plot_files
+from posttrain.runs.sources import event_directories, open_sources, read_events
 from tests.runs.comparing import make_run
 
 

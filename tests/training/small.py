@@ -173,9 +173,9 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """Metrics without what depends on the clock."""
+    """Metrics without what depends on the clock or on the process."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "speed/"))} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "speed/", "memory/"))} for line in lines]
 
 
 def episodes(run: Path) -> dict[str, list]:

@@ -16,8 +16,8 @@ from posttrain.recipe.loss import EntropyRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.stages import run_stage
-from posttrain.training.checkpoint import random_states, set_random_states
 from posttrain.training.objectives import PolicyObjective, token_forward
+from posttrain.training.trainer import random_states, set_random_states
 from posttrain.training.updater import Optimizer, Updater
 from tests.conftest import make_tokenizer
 

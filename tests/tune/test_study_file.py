@@ -56,8 +56,8 @@ def objective(metric, **more):
         ({"retest": {"seeds": [1]}}, "retest.seeds"),
         ({"retest": {"best": 9}}, "`retest.best` is 9, but there are 6 trials"),
         ({"objective": objective("return", within={"policy/kl": {}})}, "exactly one of `max` and `min`"),
-        ({"objective": objective("policy/kl")}, "policy/kl is no held-out metric.*use success or return"),
-        ({"objective": objective("rollout/return")}, "rollout/return is no held-out metric"),
+        ({"objective": objective("policy/kl")}, "policy/kl is not a held-out metric.*use success or return"),
+        ({"objective": objective("rollout/return")}, "rollout/return is not a held-out metric"),
         ({"objective": objective("validation/loss")}, "validation/loss is not measured by stage rl"),
         (
             {"keys": ROWS, "objective": objective("test/loss")},
@@ -216,7 +216,7 @@ def test_the_ready_studies_start_from_the_values_of_the_recipes(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["tuning"])
+@pytest.mark.parametrize("page", ["how-to/tune"])
 def test_every_command_of_the_page_resolves(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace("\\\n", " ")

@@ -55,7 +55,7 @@ def _scripts(folder: Path) -> dict[str, Path]:
     scripts = {file.stem: file for file in sorted(folder.glob("*.py")) if not file.stem.startswith("_")}
     if not scripts:
         raise InputError(
-            "benchmarks are no part of an installation; run `posttrain benchmark` of a checkout that is installed with `pip install -e .`"
+            "benchmarks are not part of an installed package; run `posttrain benchmark` of a checkout that is installed with `pip install -e .`"
         )
     return scripts
 

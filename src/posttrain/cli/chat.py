@@ -35,6 +35,7 @@ def chat(
     from posttrain.recipe.compose import section
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.rollout import SamplingRecipe
+    from posttrain.rollout.view import visible
     from posttrain.seeds import derive_seed
 
     sampling = section(SamplingRecipe, temperature=temperature)
@@ -42,9 +43,24 @@ def chat(
     engine, renderer = LocalEngine(policy), Renderer(policy.tokenizer, policy.end_tokens)
 
     async def answer(prompt: list[int], turn: int) -> tuple[int, ...]:
+        """The tokens of an answer. Its text is printed as they are sampled."""
+        ids: list[int] = []
+        shown = ""
+
+        def show(token: int) -> None:
+            nonlocal shown
+            ids.append(token)
+            text = renderer.answer_text(ids)
+            # A character of several tokens is shown once it is whole.
+            if text.startswith(shown) and not text.endswith("\ufffd"):
+                typer.echo(visible(text[len(shown) :]), nl=False)
+                shown = text
+
         request = Request(tuple(prompt), sampling, derive_seed(seed, "chat", turn), max_tokens)
         with engine.episode():
-            return (await engine.generate(request)).ids
+            sampled = (await engine.generate(request, show)).ids
+        typer.echo(visible(renderer.answer_text(sampled)[len(shown) :]), nl=False)
+        return sampled
 
     start = [{"role": "system", "content": system}] if system else []
     messages, turn = list(start), 0
@@ -62,9 +78,8 @@ def chat(
         messages.append({"role": "user", "content": text})
         ids = asyncio.run(answer(renderer.prompt(messages), turn))
         turn += 1
-        said = renderer.answer_text(ids)
-        messages.append({"role": "assistant", "content": said})
-        typer.echo(f"{said}\n" if ids[-1] in policy.end_tokens else f"{said} [cut off at {max_tokens} tokens]\n")
+        messages.append({"role": "assistant", "content": renderer.answer_text(ids)})
+        typer.echo("\n" if ids[-1] in policy.end_tokens else f" [cut off at {max_tokens} tokens]\n")
 
 
 def _model_path(model: str) -> str:

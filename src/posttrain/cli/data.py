@@ -70,7 +70,7 @@ def rationales(
 ) -> None:
     """Generate policies with their procedures: conversations for `sft`, pairs for `dpo` and `reward`, and prompts.
 
-    Every procedure is then run on all cases of its policy, and the mean scores are printed. See docs/rationales.md.
+    Every procedure is then run on all cases of its policy, and the mean scores are printed. See docs/reference/rationales.md.
 
     Example:
 

@@ -1,14 +1,16 @@
-"""`posttrain env`: list, play and check environments."""
+"""`posttrain env`: list, play, check and audit environments."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from posttrain.environments.audit import Audit
     from posttrain.environments.protocol import Environment, Message, Step
     from posttrain.recipe.components import EnvironmentRecipe
 
-app = typer.Typer(help="List, play and check environments.", no_args_is_help=True)
+app = typer.Typer(help="List, play, check and audit environments.", no_args_is_help=True)
 
 _TYPES = "[TYPE ...] [key=value ...]"
 _WORDS_HELP = (
@@ -19,6 +21,9 @@ _WORDS_HELP = (
 
 @app.command("list")
 def list_environments(
+    type_name: Annotated[
+        str | None, typer.Argument(metavar="[TYPE]", help="List the tasks of this environment.")
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Number of seeds for the baseline policies.", min=1)] = 100,
 ) -> None:
     """List the environments with the success of the random and the optimal policy."""
@@ -28,6 +33,10 @@ def list_environments(
     from posttrain.errors import PosttrainError
     from posttrain.recipe.components import environment_class, environment_names
 
+    if type_name is not None:
+        for words in _variants(type_name, []):
+            typer.echo(" ".join(words))
+        return
     table = Table(
         "environment", "turns", "what it is", "random", "optimal", caption=f"success on seeds 0 to {seeds - 1}"
     )
@@ -104,6 +113,103 @@ def validate(
             failures.append(f"{recipe.type}: {error}")
     if failures:
         raise RunError("; ".join(failures) + "; correct the environment")
+
+
+@app.command()
+def audit(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar=_TYPES, help=f"{_WORDS_HELP} Default: all environments that need no keys."),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Audit every task that `env list TYPE` shows.")] = False,
+    first: Annotated[int, typer.Option(help="First seed.", min=0)] = 0,
+    seeds: Annotated[int, typer.Option(help="Number of seeds.", min=1)] = 5,
+    player: Annotated[list[str] | None, typer.Option(help="A player; may be repeated. Default: all.")] = None,
+    show: Annotated[bool, typer.Option(help="Print the episodes.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds for one environment.", min=1)] = 300,
+    out: Annotated[Path | None, typer.Option(help="Append one line of JSON per environment to this file.")] = None,
+) -> None:
+    """Play environments with players that use no model, and report defects.
+
+    The players are nothing (an empty answer), random, echo (the newest message), repeat (the prompt), injection (a claim that the
+    task is solved) and oracle (the environment's expert). Each plays every seed twice, and once more in another process. The
+    audit checks that a seed repeats its episode, rewards without work, the oracle's success, exceptions, time, answers in
+    prompts, and the protocol. A finding has the command that shows it again. Exit status 1: there are defects.
+    """
+    from posttrain.environments.audit import AuditProcesses, require_sound
+    from posttrain.environments.audit import audit as audited
+    from posttrain.environments.players import PLAYERS
+    from posttrain.errors import InputError
+    from posttrain.recipe.components import environment_class, environment_classes
+
+    types, overrides = _split(words or [])
+    players = player or list(PLAYERS)
+    if unknown := sorted(set(players) - set(PLAYERS)):
+        raise InputError(f"--player {unknown[0]}: use {', '.join(PLAYERS)}")
+    whole = [name for name, environment in environment_classes().items() if every or environment.self_contained]
+    wanted = [
+        variant
+        for name in types or whole
+        for variant in (_variants(name, overrides) if every else [[name, *overrides]])
+    ]
+    audits = []
+    with AuditProcesses(timeout) as processes:
+        for name, *keys in wanted:
+            recipe = environment_of(name, keys)
+            chosen = range(first, first + seeds)
+            rows = environment_class(recipe.type).task_rows(recipe)
+            chosen = chosen if rows is None else chosen[: max(1, len(rows) - first)]
+            if show:
+                for each in players:
+                    _show_episode(recipe, first, each)
+            audits.append(audited(_quoted([name, *keys]), recipe, chosen, players, processes))
+            _show_audit(audits[-1])
+            if out is not None:
+                with out.open("a", encoding="utf-8") as file:
+                    file.write(audits[-1].as_json() + "\n")
+    require_sound(audits)
+
+
+def _variants(name: str, overrides: list[str]) -> list[list[str]]:
+    """The words of every complete task of an environment."""
+    from posttrain.environments.audit import overrides_of
+    from posttrain.recipe.components import environment_class
+
+    return [[name, *overrides_of(keys), *overrides] for keys in environment_class(name).variants()]
+
+
+def _quoted(words: list[str]) -> str:
+    import shlex
+
+    return " ".join(map(shlex.quote, words))
+
+
+def _show_audit(audit: "Audit") -> None:
+    typer.echo(typer.style(audit.name, bold=True) + ("" if audit.findings else ": no findings"))
+    for name, score in audit.players.items():
+        success = "" if score.successes is None else f"success {score.successes} of {score.n}, "
+        rewards = f"rewards {score.lowest:g} to {score.highest:g}"
+        typer.echo(f"  {name:9} {success}mean return {score.mean_return:.3g}, {rewards}")
+    typer.echo(f"  reset {audit.reset_ms:.2g} ms, step {audit.step_ms:.2g} ms, at most {audit.turns} steps")
+    for finding in audit.findings:
+        kind = typer.style("defect", fg="red") if finding.defect else "note"
+        typer.echo(f"  {kind}, {finding.check}: {finding.text}\n    {finding.command}")
+
+
+def _show_episode(recipe: "EnvironmentRecipe", seed: int, player: str) -> None:
+    from posttrain.environments.check import step_limit
+    from posttrain.environments.players import PLAYERS, play_episode
+    from posttrain.recipe.components import environment_class
+
+    played = play_episode(environment_class(recipe.type)(recipe), seed, PLAYERS[player], step_limit(recipe, 20))
+    typer.echo(typer.style(f"\n{player} on seed {seed}", underline=True))
+    if played.first is not None:
+        _show(played.first.messages)
+    for answer, step in zip(played.answers, played.steps, strict=False):
+        _show([{"role": player, "content": answer}, *step.messages])
+        typer.echo(f"reward {step.reward:+.3g}, info {step.info}")
+    if played.error is not None:
+        typer.echo(f"{played.where} raised {type(played.error).__name__}: {played.error}")
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:

@@ -14,14 +14,18 @@ from posttrain.cli.benchmark import PASSED_ON, benchmark
 from posttrain.cli.chat import chat
 from posttrain.cli.cluster import app as cluster
 from posttrain.cli.data import app as data
+from posttrain.cli.doctor import doctor
 from posttrain.cli.env import app as env
 from posttrain.cli.evaluate import app as evaluate
+from posttrain.cli.imports import import_
 from posttrain.cli.plugins import PluginGroup
+from posttrain.cli.publish import export, push
 from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report, table
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.storage import app as runs
 from posttrain.cli.tune import tune
+from posttrain.cli.view import view, watch
 from posttrain.distributed.stopping import second_signal_ends
 from posttrain.errors import PosttrainError
 from posttrain.plugins import trusting
@@ -38,12 +42,26 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 _TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, distill, generate, pipeline, tune)
-_PLAIN: tuple[Callable[..., None], ...] = (chat, compare, table, plot, report, episodes, recipe)
+_PLAIN: tuple[Callable[..., None], ...] = (
+    chat,
+    compare,
+    table,
+    plot,
+    report,
+    view,
+    watch,
+    episodes,
+    recipe,
+    doctor,
+    export,
+    push,
+)
 for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)
 for verb in _PLAIN:
     app.command()(verb)
 app.command("fit-normalizer")(fit_normalizer)
+app.command("import")(import_)
 app.command(context_settings=PASSED_ON)(benchmark)
 app.add_typer(cluster, name="cluster", cls=PluginGroup)
 app.add_typer(data, name="data", cls=PluginGroup)

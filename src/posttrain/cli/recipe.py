@@ -16,7 +16,9 @@ def recipe(
     stage: Annotated[
         str, typer.Option(help="The stage whose keys are shown: rl, sft, reward, dpo, evaluate or generate.")
     ] = "rl",
-    markdown: Annotated[bool, typer.Option("--markdown", help="All keys of all stages, as docs/recipes.md.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="All keys of all stages, as docs/reference/recipes.md.")
+    ] = False,
 ) -> None:
     """Show the keys of a recipe: what they may be, their default, and what they do.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def only_looking(command: Callable[..., None]) -> Callable[..., None]:
-    """Run `command` so that it imports no code that a run directory names: the run may be a stranger's."""
+    """Run `command` without importing code that the run directory names, because the run may come from someone else."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """The commands that run stages and pipelines, and the options that they share."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -75,6 +76,8 @@ def run(
         from posttrain.planning.model_sizes import model_sizes
 
         recipe = read_recipe(stage, *sources, *read_overrides(overrides), resume=resume)
+        if os.environ.get("RANK", "0") != "0":  # torchrun starts the command once for each process
+            return
         sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
         console = Console()
         show_plan(recipe, sizes, console, device, full)
@@ -164,7 +167,7 @@ def split_words(words: list[str]) -> tuple[list[str], list[str]]:
             sources.append(word.removeprefix("--recipe="))
         elif word.startswith("--") and "=" not in word:
             overrides += [word, *[value for value in [next(remaining, None)] if value is not None]]
-        elif word.startswith("--") or ("=" in word and not Path(word).is_file()):
+        elif word.startswith("--") or ("=" in word and not os.path.isfile(word)):
             overrides.append(word)
         else:
             sources.append(word)

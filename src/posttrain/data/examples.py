@@ -181,7 +181,7 @@ def pair(row: Any, origin: str, columns: ColumnsRecipe) -> PairExample | str:
         for side in (chosen, rejected):
             _check_trained(side)
         margin, domain, tools = _margin(row, columns), _domain(row, columns), _tools(row, columns)
-        return PairExample(prompt, chosen, rejected, origin, margin, domain, tools)
+        return PairExample(prompt, chosen, rejected, origin, margin, domain, tools, _weight(row, columns))
     except UnusableRow as problem:
         return str(problem)
 
@@ -198,8 +198,8 @@ def unpaired(row: Any, origin: str, columns: ColumnsRecipe) -> UnpairedExample |
         completion = _answer(row, columns.completion, prompt)
         check_conversation([*prompt, *completion])
         _check_trained(completion)
-        label = _label(row, columns)
-        return UnpairedExample(prompt, completion, label, origin, _domain(row, columns), _tools(row, columns))
+        label, domain, tools = _label(row, columns), _domain(row, columns), _tools(row, columns)
+        return UnpairedExample(prompt, completion, label, origin, domain, tools, _weight(row, columns))
     except UnusableRow as problem:
         return str(problem)
 
@@ -222,7 +222,7 @@ def prompt(row: Any, origin: str, columns: ColumnsRecipe) -> PromptExample | str
 def _labeled_answers(example: PairExample) -> tuple[UnpairedExample, UnpairedExample]:
     """Return the chosen answer of a pair as a good one, and the rejected answer as a bad one."""
     good, bad = (
-        UnpairedExample(example.prompt, answer, label, example.origin, example.domain, example.tools)
+        UnpairedExample(example.prompt, answer, label, example.origin, example.domain, example.tools, example.weight)
         for answer, label in ((example.chosen, True), (example.rejected, False))
     )
     return good, bad

@@ -34,7 +34,7 @@ _FREE = 64 * _MIB
 """Compressed content up to this size is read whatever its compressed size is, in bytes."""
 _BOM = b"\xef\xbb\xbf"
 """The byte order mark that some editors write."""
-_NOT_UNICODE = "broken UTF-8: a byte or an escape of the row is no character"
+_NOT_UNICODE = "broken UTF-8: a byte or an escape of the row is not a character"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$", re.ASCII)
 _SPLITS = {
     "train": ("train", "training"),
@@ -273,7 +273,7 @@ class _JsonText:
         self._text, self._position, self._ended = "", 0, False
 
     def next_sign(self) -> str:
-        """The next character that is no space, which is not taken; empty at the end of the file."""
+        """The next character that is not a space, without consuming it; empty at the end of the file."""
         while True:
             self._position = _SPACE.match(self._text, self._position).end()  # type: ignore[union-attr]
             if self._position < len(self._text) or self._ended:

@@ -45,6 +45,7 @@ class PairExample:
     margin: float | None = None
     domain: str | None = None
     tools: list[Any] | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class UnpairedExample:
     origin: str
     domain: str | None = None
     tools: list[Any] | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)

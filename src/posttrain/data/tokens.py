@@ -131,14 +131,14 @@ def _row(example: Example, renderer: Renderer, loss_on: LossOn) -> TokenRow:
         return TokenRow([stream], example.origin, example.domain, prompt_digest=digest, weight=example.weight)
     if isinstance(example, UnpairedExample):
         streams = _answers(renderer, example.prompt, example.completion, example.tools)
-        return TokenRow(streams, example.origin, example.domain, chosen=example.label)
+        return TokenRow(streams, example.origin, example.domain, chosen=example.label, weight=example.weight)
     assert isinstance(example, PairExample)
     streams = [
         stream
         for side in (example.chosen, example.rejected)
         for stream in _answers(renderer, example.prompt, side, example.tools)
     ]
-    return TokenRow(streams, example.origin, example.domain, margin=example.margin or 0.0)
+    return TokenRow(streams, example.origin, example.domain, margin=example.margin or 0.0, weight=example.weight)
 
 
 def plain_text(renderer: Renderer, text: str) -> TokenStream:

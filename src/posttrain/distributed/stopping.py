@@ -99,7 +99,7 @@ def _runs(process: int) -> bool:
         os.kill(process, 0)
     except OSError:
         return False
-    # A zombie does not run. Systems without /proc cannot tell.
+    # A zombie does not run. Systems without /proc do not show this.
     known = False
     for file in Path("/proc").glob(f"{process}/stat" if process > 0 else "[0-9]*/stat"):
         with suppress(OSError):

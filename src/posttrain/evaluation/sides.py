@@ -77,7 +77,7 @@ def read_sides(words: Sequence[str], metrics: Sequence[str] | None = None) -> li
 def read_models(words: Sequence[str]) -> list[Run]:
     """Parse and read models: `PATH`, `PATH,PATH` for several files with different metrics, `name=PATH`.
 
-    The path of the result is the name of the model. A directory that is no run stands for the results files in it.
+    The path of the result is the name of the model. A directory that is not a run means the results files in it.
     Raises `InputError` for anything that cannot be read, and for a metric that a model has twice.
     """
     columns = column_names([word for word in words if word.startswith("columns.")])
@@ -93,7 +93,7 @@ def read_models(words: Sequence[str]) -> list[Run]:
 
 
 def _results_in(path: str, details: list[str]) -> list[str]:
-    """The results files of a directory that is no run; else `path` itself. Other JSON files are noted in `details`."""
+    """The results files of a directory that is not a run, otherwise `path` itself. Other JSON files are noted in `details`."""
     folder = Path(path).expanduser()
     if not folder.is_dir() or (folder / "recipe.yaml").is_file():
         return [path]
@@ -106,7 +106,7 @@ def _results_in(path: str, details: list[str]) -> list[str]:
         if isinstance(values, dict) and {"format", "metrics"} <= set(values):
             files.append(str(file))
         else:
-            details.append(f"{file}: skipped, it is no results file")
+            details.append(f"{file}: skipped, it is not a results file")
     if not files:
         raise InputError(
             f"{path} contains no results file; write results there with `--out`, for example `posttrain evaluate text "
@@ -139,7 +139,7 @@ def _merged(name: str, runs: Sequence[Run], details: Sequence[str]) -> Run:
 
 
 def _named_paths(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(name, paths) of each word that is no column setting."""
+    """(name, paths) of each word that is not a column setting."""
     named = []
     for word in [word for word in words if not word.startswith("columns.")]:
         name, separator, listed = word.partition("=")

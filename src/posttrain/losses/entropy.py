@@ -73,6 +73,8 @@ class EntropyController:
 
     def __init__(self, recipe: EntropyRecipe) -> None:
         self.recipe = recipe
+        self.used = recipe.has_bonus
+        """Whether the bonus ever has a coefficient above 0."""
         self._adapted = recipe.coefficient
         self._below = True
 

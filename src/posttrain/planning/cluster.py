@@ -334,7 +334,9 @@ def _phases_table(recipe: PlacedRecipe, phases: Sequence[Phase], total: int, gpu
     for phase in phases:
         busy = [f"{phase.devices:.3g} of {total}"] if gpus else []
         table.add_row(phase.what, duration(phase.seconds), f"{phase.seconds / step:.0%}", *busy, phase.how)
-    table.add_row("[bold]step[/bold]", duration(step), "", *([""] if gpus else []), "an estimate; see docs/scaling.md")
+    table.add_row(
+        "[bold]step[/bold]", duration(step), "", *([""] if gpus else []), "an estimate; see docs/results/scaling.md"
+    )
     for column in table.columns[1:3]:
         column.justify = "right"
     return table

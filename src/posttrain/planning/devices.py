@@ -1,7 +1,7 @@
 """Peak performance of devices, and the fraction of it that each kind of work reaches.
 
 GPU peaks are the vendor's (dense, SXM modules). GPU fractions are assumptions, each with its reason. CPU peaks and
-fractions were measured; see docs/performance.md.
+fractions were measured; see docs/results/speed.md.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -134,7 +134,7 @@ DEVICES = {
         ),
     )
 }
-"""Name -> device. `a100` is the 80 GB SXM module with 200 Gbit/s per GPU; `epyc-zen5-2` the two cores of docs/performance.md
+"""Name -> device. `a100` is the 80 GB SXM module with 200 Gbit/s per GPU; `epyc-zen5-2` the two cores of docs/results/speed.md
 (float32 is oneDNN's 250 GFLOP/s per core, which training and engine use)."""
 _NAMES = ", ".join(DEVICES)
 

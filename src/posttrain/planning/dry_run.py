@@ -56,7 +56,7 @@ def show_times(recipe: Recipe, sizes: ModelSizes, device: Device | None, console
         console.print(_table(recipe, sizes, device, phases))
         said = (
             "Upper bounds: rows and episodes have their maximum length. Environments, judges, files and start-up are not "
-            "included. docs/scaling.md describes the model and compares it with measurements"
+            "included. docs/results/scaling.md describes the model and compares it with measurements"
         )
     show_line(console, said, 2)
 

@@ -88,6 +88,9 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
             how.replace("engine.slots", "answers in flight")
             + "; less where engine.gpu_memory_utilization, or 2 GiB, is less"
         )
+    limit = getattr(recipe.engine, "cache_bytes", None)
+    if limit is not None and limit < slots * tokens * cache:
+        return rows | {"key/value cache, at most": (limit, f"engine.cache_bytes {limit:,}")}
     rows["key/value cache, at most"] = (slots * tokens * cache, how)
     return rows
 

@@ -13,6 +13,7 @@ Its recipes are then called `maze/NAME`.
 
 import difflib
 import importlib.util
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -54,10 +55,11 @@ def recipe_file(name: str) -> Path:
     Raises:
         InputError: there is neither. The message has the nearest names.
     """
+    # Unlike those of Path, these functions return False for a name that no file can have.
     local = Path(name)
-    if local.is_dir() and _without_suffix(name) not in recipe_names():
+    if os.path.isdir(local) and _without_suffix(name) not in recipe_names():
         raise InputError(f"{name} is a directory; name a recipe file in it")
-    if local.is_file():
+    if os.path.isfile(local):
         return local
     names = recipe_names()
     if _without_suffix(name) in names:

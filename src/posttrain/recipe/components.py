@@ -62,7 +62,7 @@ _looking: ContextVar[bool] = ContextVar("looking", default=False)
 @contextmanager
 def looking() -> Iterator[None]:
     """Inside, environments that are neither games of this package nor plug-ins have no code: `environment_class` returns one that
-    takes all keys and cannot be played. Run directories may come from strangers, and looking at one must not run what it
+    takes all keys and cannot be played. Run directories may come from other people, and looking at one must not run what it
     names."""
     before = _looking.set(True)
     try:

@@ -37,7 +37,7 @@ class ColumnsRecipe(BaseConfig):
     domain: str = "domain"
     """Domain of a row. Metrics are also reported per domain."""
     weight: str | None = None
-    """For `sft`: weight of a row in the training loss, a number above 0. The loss is the weighted mean over the tokens of the update. Null: all rows have weight 1."""
+    """Weight of a row in the training loss, a number above 0. The loss of an update is the weighted mean over its tokens (`sft`), pairs (`dpo`, `reward`) or answers (`kto`). Null: all rows have weight 1."""
 
 
 class SourceRecipe(BaseConfig):
@@ -67,9 +67,11 @@ class TaskSourceRecipe(SourceRecipe):
 
 
 def refuse_weights(columns: ColumnsRecipe, key: str) -> None:
-    """ValueError if `columns` names a column of weights, for rows that no supervised loss is computed on."""
+    """ValueError if `columns` names a column of weights, for rows whose loss is not weighted."""
     if columns.weight is not None:
-        raise ValueError(f"`{key}.weight` would have no effect: only stage sft weighs rows; remove it")
+        raise ValueError(
+            f"`{key}.weight` would have no effect: only the rows of sft, dpo and reward are weighed; remove it"
+        )
 
 
 def _sources(value: Any) -> Any:

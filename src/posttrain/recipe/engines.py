@@ -33,6 +33,8 @@ class LocalEngineRecipe(BaseConfig):
     """Number of sequences in the key/value cache, which is the largest number decoded at the same time."""
     tokens_per_forward: int = Field(2048, ge=16)
     """Token budget of one forward pass, prefill and decoding together. Longer prompts are prefilled in chunks."""
+    cache_bytes: int | None = Field(None, ge=1)
+    """CPU only: largest size of the key/value cache in bytes. Requests wait until their prompt and longest answer fit. Null: as much as `slots` sequences need. Memory is taken page by page as sequences grow, and returned when new weights arrive if it was not used since the last ones."""
 
 
 class OpenAIEngineRecipe(BaseConfig):
@@ -99,7 +101,7 @@ def no_primer(environment: EnvironmentRecipe, primer: str) -> str:
     else:
         remedy = f"{environment.type} has to leave its `primer` empty"
     return (
-        f"{environment.type} begins every answer with {primer}, and a chat server lets nobody write in its model's name; "
+        f"{environment.type} begins every answer with {primer}, and a chat server cannot continue an answer that has begun; "
         f"{remedy}"
     )
 

@@ -92,7 +92,7 @@ _REMARKS = {
 
 
 def native_key(name: str, keys: list[str]) -> str | None:
-    """The one of `keys` that TRL or OpenRLHF call `name`, with a remark on what it counts; None if there is none."""
+    """The one of `keys` that TRL or OpenRLHF call `name`, with a note on what it counts; None if there is none."""
     for native in FOREIGN_KEYS.get(name, ()):
         if native in keys:
             remark = f" ({_REMARKS[native]})" if native in _REMARKS else ""

@@ -288,7 +288,7 @@ class KlRecipe(BaseConfig):
             )
         if self.apply_to == "reward" and self.estimator not in (None, "k1"):
             raise ValueError(
-                f"`estimator: {self.estimator}` in the reward is no KL penalty: the cosine of its expected gradient with that of "
+                f"`estimator: {self.estimator}` in the reward is not a KL penalty: the cosine of its expected gradient with that of "
                 "the KL is +0.05 near KL 0 and -0.99 at KL 0.16 for k3, and +1.00 for k1; use k1, or `apply_to: loss`"
             )
         if self.apply_to == "reward" and self.importance_weighted:

@@ -35,7 +35,7 @@ def thinking_of(template: str) -> Literal["on", "off"] | None:
 
 
 def stored_thinking(path: str) -> Literal["on", "off"] | None:
-    """`thinking_of` the chat template in the model directory `path`; None if `path` is no directory with one."""
+    """`thinking_of` the chat template in the model directory `path`; None if `path` is not a directory with one."""
     file = Path(path).expanduser() / "chat_template.jinja"
     try:
         return thinking_of(file.read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ class ModelRecipe(BaseConfig):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of torch. Null: torch's default."""
+    """CPU threads of torch. Null: one per processor, or as many as processors are free if a short test at the start of the run shows that fewer are faster. The number is stored with the run. `OMP_NUM_THREADS` takes precedence over null."""
 
 
 class RewardSource(BaseConfig):

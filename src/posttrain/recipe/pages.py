@@ -1,6 +1,7 @@
-"""The reference of recipe keys, as Markdown (docs/recipes.md) and in the terminal (`posttrain recipe`)."""
+"""The reference of recipe keys, as Markdown (docs/reference/recipes.md) and in the terminal (`posttrain recipe`)."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -38,7 +39,7 @@ files from a data set, which later stages read as `stage:NAME/FILE`; `data` of t
 
 
 def markdown_reference() -> str:
-    """The text of docs/recipes.md: all keys of `rl`, then the additional keys of the other stages."""
+    """The text of docs/reference/recipes.md: all keys of `rl`, then the additional keys of the other stages."""
     load_plugins()
     schemas = {**STAGES, "convert": ConvertRecipe}
     keys = {stage: list(keys_of(schema)) for stage, schema in schemas.items()}
@@ -127,6 +128,7 @@ def _markdown_tables(keys: list[Key]) -> str:
 def _markdown_table(keys: list[Key]) -> str:
     rows = ["", "| key | for type | must be | default | what it does |", "|---|---|---|---|---|"]
     for key in keys:
-        cells = (f"`{key.path}`", key.variant, key.allowed, f"`{key.default}`", key.description)
+        allowed = re.sub(r"\^\S+\$", r"`\g<0>`", key.allowed)  # a pattern has brackets, which Markdown reads as links
+        cells = (f"`{key.path}`", key.variant, allowed, f"`{key.default}`", key.description)
         rows.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"

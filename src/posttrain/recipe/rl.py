@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.credit import (
     CreditRecipe,
@@ -36,6 +37,8 @@ class RlRecipe(SampledRecipe):
     """Which stage the recipe is for; `posttrain rl` takes this one."""
     reward: RewardSource | None = None
     """Reward model whose score is added to the environment's reward. Null: none."""
+    agent: AgentRecipe | None = None
+    """Program that plays the episodes. Null: the environment is played turn by turn."""
     credit: CreditRecipe = GroupCredit(type="rloo")
     teacher: RewardTeacherRecipe | None = None
     """Teacher whose distance from the policy is subtracted from the reward of each sampled token. Null: none."""
@@ -96,6 +99,12 @@ class RlRecipe(SampledRecipe):
     def moves_reference(self) -> bool:
         """Whether the reference model of the KL penalty is updated during training."""
         return self.kl.coefficient > 0 and self.kl.reference.update_every is not None
+
+    @model_validator(mode="after")
+    def _agent_fits(self):
+        if self.agent is not None:
+            refuse_with_agent(self, self.agent)
+        return self
 
     @model_validator(mode="after")
     def _units_fit(self):

@@ -17,6 +17,10 @@ from posttrain.recipe.catalogue import recipe_file
 
 MAX_VALUES = 100_000
 """Values of a recipe, those that aliases repeat included."""
+MAX_MIB = 1
+"""Size of a recipe file. YAML is read at less than 1 MiB per second."""
+_MAX_BITS = 8192
+"""Size of a whole number. Python prints numbers of up to 4,300 digits, and messages contain values."""
 
 KeyPath = tuple[str, ...]
 """A dotted key, split at its dots."""
@@ -29,6 +33,22 @@ _FLOAT = re.compile(
 
 class RecipeLoader(yaml.SafeLoader):
     """YAML in which `1e-6` is a float and `2026-01-01` is text."""
+
+    def construct_yaml_int(self, node: Any) -> int:
+        number: int = super().construct_yaml_int(node)
+        if number.bit_length() > _MAX_BITS:
+            raise ValueError(f"a whole number of {number.bit_length():,} bits")
+        return number
+
+    def construct_text(self, node: Any) -> str:
+        text: str = self.construct_scalar(node)
+        if any("\ud800" <= sign <= "\udfff" for sign in text):
+            raise ValueError("a text with half a character, a lone surrogate")
+        return text
+
+
+RecipeLoader.add_constructor("tag:yaml.org,2002:int", RecipeLoader.construct_yaml_int)
+RecipeLoader.add_constructor("tag:yaml.org,2002:str", RecipeLoader.construct_text)
 
 
 class RecipeDumper(yaml.SafeDumper):
@@ -84,7 +104,11 @@ def read_file(path: str) -> Layer:
     file = recipe_file(path)
     path = str(file)
     try:
-        text = file.read_text(encoding="utf-8")
+        with file.open("rb") as stream:
+            data = stream.read(MAX_MIB * 2**20 + 1)
+        if len(data) > MAX_MIB * 2**20:
+            raise InputError(f"{path} is larger than {MAX_MIB} MiB; name a recipe, or write a smaller one")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not a recipe: byte {error.start} is not UTF-8 text; name a YAML file") from None
     except OSError as error:
@@ -169,7 +193,7 @@ def _override(key: str, text: str) -> Layer:
 
 def _bounded_node(loader: RecipeLoader, where: str) -> yaml.Node | None:
     """The document of `loader`; InputError where its aliases expand to more than MAX_VALUES values, or where it is nested
-    deeper than Python can read. A few hundred bytes can stand for billions of values."""
+    deeper than Python can read. A few hundred bytes can expand to billions of values."""
     try:
         node = loader.get_single_node()
         sizes: dict[int, int] = {}
@@ -184,7 +208,7 @@ def _bounded_node(loader: RecipeLoader, where: str) -> yaml.Node | None:
             return sizes[id(node)]
 
         if node is not None and size(node) > MAX_VALUES:
-            raise InputError(f"{where}: its aliases stand for more than {MAX_VALUES:,} values; write a smaller recipe")
+            raise InputError(f"{where}: its aliases expand to more than {MAX_VALUES:,} values; write a smaller recipe")
     except RecursionError:
         raise InputError(f"{where}: it is nested too deep; write a flatter recipe") from None
     return node
@@ -193,8 +217,8 @@ def _bounded_node(loader: RecipeLoader, where: str) -> yaml.Node | None:
 def _constructed(loader: RecipeLoader, node: yaml.Node, where: str) -> Any:
     try:
         return loader.construct_document(node)
-    except ValueError as error:  # Python reads no whole number of more than 4,300 digits
-        raise InputError(f"{where}: a number cannot be read ({error}); write a smaller one") from None
+    except (AttributeError, KeyError, ValueError) as error:  # of explicit tags and of numbers that Python does not read
+        raise InputError(f"{where}: a value cannot be read ({error}); correct it, or quote it if it is text") from None
 
 
 def _walk(node: yaml.Node, path: KeyPath, file: str, above: tuple[yaml.Node, ...]) -> Iterator[tuple[KeyPath, str]]:

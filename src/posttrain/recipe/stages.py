@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.data import ColumnsRecipe, Sources
 from posttrain.recipe.distill import DistillRecipe
@@ -67,6 +68,8 @@ class EvaluateRecipe(PlayedRecipe):
     rollout: RolloutRecipe = RolloutRecipe()
     reward: RewardSource | None = None
     """Reward model whose score is added to the environment's reward. Null: none."""
+    agent: AgentRecipe | None = None
+    """Program that plays the episodes. Null: the environment is played turn by turn."""
     evaluation: FinalEvaluation = FinalEvaluation()
 
     @property
@@ -77,6 +80,8 @@ class EvaluateRecipe(PlayedRecipe):
     @model_validator(mode="after")
     def _what_an_engine_can_do(self):
         refuse_lone_adapters(self.engine, self.model)
+        if self.agent is not None:
+            refuse_with_agent(self, self.agent)
         if self.remote is not None:
             refuse_unknown_sampling(self.evaluation.sampling, "evaluation.sampling")
             if self.reward is not None:

@@ -395,7 +395,7 @@ def _why_not(metric: str, stage: str, base: Mapping[str, Any], known: list[str])
         return why, f"the nearest is {near}" if near else remedy
     if near and "/" not in metric:
         return f"is not measured by stage {stage} of this recipe", f"the nearest is {near}"
-    return "is no held-out metric; what training measures of itself chooses nothing", remedy
+    return "is not a held-out metric; choose one that is measured on held-out data", remedy
 
 
 def _counts_rows(metric: str) -> bool:

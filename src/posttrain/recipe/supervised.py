@@ -1,12 +1,12 @@
 """The recipes of the supervised stages: sft, dpo and reward."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
-from posttrain.recipe.data import DataRecipe, refuse_weights
+from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe, refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import (
@@ -69,14 +69,6 @@ class PreferenceEvaluation(BaseConfig):
     """Steps between evaluations. 0: only before and after training."""
     metric: Literal["accuracy", "loss"] = "accuracy"
     """Metric that selects the best checkpoint: the share of correctly ranked pairs, or the loss."""
-
-
-def _without_weights(data: DataRecipe) -> DataRecipe:
-    refuse_weights(data.columns, "columns")
-    return data
-
-
-UnweightedData = Annotated[DataRecipe, AfterValidator(_without_weights)]
 
 
 class _Rows(StageRecipe):
@@ -151,7 +143,7 @@ class DpoRecipe(_Rows):
 
     stage: Literal["dpo"] = "dpo"
     """Which stage the recipe is for; `posttrain dpo` takes this one."""
-    data: UnweightedData
+    data: DataRecipe
     """Pairs of answers; for `loss.type: kto`, rows with `label`, or pairs, which are two rows each."""
     loss: PreferenceLossRecipe = DpoLoss()
     nll_coefficient: float = Field(0.0, ge=0)
@@ -197,7 +189,7 @@ class RewardRecipe(_Rows):
 
     stage: Literal["reward"] = "reward"
     """Which stage the recipe is for; `posttrain reward` takes this one."""
-    data: UnweightedData
+    data: DataRecipe
     loss: RewardLossRecipe = RewardLossRecipe()
     units: UnitRewardsRecipe | None = None
     """Unit-level rewards. Null: one reward at the end of the answer."""

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -26,12 +26,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from posttrain import __version__
-from posttrain.errors import InputError, RunError
+from posttrain.errors import InputError, PosttrainError, RunError
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
 
 
+_LONGEST_FAILURE = 4_000
+"""Characters of a sentence in `RunDirectory.failure`."""
 FORMAT = 1
 """Version of the layout. It is stored in `environment.json` and marks a directory as a run."""
 
@@ -77,6 +79,11 @@ class RunDirectory:
     def report(self) -> Path:
         return self.path / "report.md"
 
+    @property
+    def failure(self) -> Path:
+        """The sentence of the error that ended the run; absent if none did, or once it runs again."""
+        return self.path / "failure.txt"
+
     @classmethod
     def create(cls, recipe: "Recipe", overwrite: bool = False) -> "RunDirectory":
         """Atomically create `<recipe.runs>/<recipe.name>` with its recipe and environment files.
@@ -116,7 +123,7 @@ class RunDirectory:
     def load_recipe(self, to_run: bool = False) -> "Recipe":
         """The recipe of the run; raises `InputError` if recipe.yaml is damaged or from another version.
 
-        `to_run`: import the environment that it names, except inside `looking`. Otherwise an environment of one's own is
+        `to_run`: import the environment that it names, except inside `looking`. Otherwise a custom environment is
         `environments.unknown`, and no code that the run names is executed.
         """
         from pydantic import TypeAdapter, ValidationError
@@ -176,6 +183,34 @@ class RunDirectory:
             yield
         finally:
             os.close(descriptor)
+
+    @contextmanager
+    def recording_failure(self) -> Iterator[None]:
+        """Write the sentence of an error that leaves the block to `failure`. An interrupted run has not failed."""
+        self.failure.unlink(missing_ok=True)
+        try:
+            yield
+        except Exception as error:
+            sentence = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
+            with suppress(RunError):  # the error itself says more than a second one about a full disk
+                write_atomically(self.failure, f"{sentence[:_LONGEST_FAILURE]}\n".encode("utf-8", "backslashreplace"))
+            raise
+
+    def is_running(self) -> bool:
+        """Whether a process of this machine holds the lock. Takes no lock itself, so looking at a run never stops it."""
+        file = self.path / ".lock"
+        try:
+            with file.open("rb") as opened:
+                pid, inode = int(opened.read(32)), os.fstat(opened.fileno()).st_ino
+        except (OSError, ValueError):
+            return False
+        if not process_runs(pid):
+            return False
+        try:
+            held = Path("/proc/locks").read_text()
+        except OSError:  # outside Linux, the process id must do
+            return True
+        return any(f" {pid} " in line and f":{inode} " in line for line in held.splitlines() if "FLOCK" in line)
 
     def _fill(self, recipe: "Recipe") -> None:
         for directory in (self.episodes, self.checkpoints, self.plots, self.logs):

@@ -175,6 +175,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}; make it readable") from error
+    return parse_metrics(path, content)
+
+
+def parse_metrics(path: Path, content: bytes) -> list[dict[str, Any]]:
+    """The complete lines in `content`, which is from the file `path`; errors as for `read_metrics`."""
     return [line for _, line in _parse(path, content)]
 
 
@@ -274,7 +279,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs to W&B as `tracking` says. W&B itself reads its environment variables for what is left to it."""
+    """Logs to W&B as `tracking` says. W&B reads its environment variables for unset keys."""
 
     def __init__(self, run: RunDirectory) -> None:
         module, recipe = _load("wandb", "wandb"), run.load_recipe()
@@ -419,7 +424,7 @@ class Progress:
         return duration((time.monotonic() - self._started) / done * max(0, self.total_steps - self.step))
 
     def _fitted(self, cells: Sequence[str]) -> list[str]:
-        """`cells` in lines that are no wider than the terminal; lines after the first are indented."""
+        """`cells` in lines not wider than the terminal; lines after the first are indented."""
         if self._live is None:
             return ["  ".join(cells)]
         lines = [cells[0]]

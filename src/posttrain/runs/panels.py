@@ -17,6 +17,16 @@ KINDS = ("train", "evaluation")
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
 GREY = "#6E6E6E"
 HELD_OUT, TRAINING, BETTER, WORSE = BLUE, ORANGE, GREEN, RED
+PHASES = {
+    "rollout": BLUE,
+    "waited_for_rollout": BLUE,
+    "rows": RED,
+    "credit": SKY,
+    "update": ORANGE,
+    "evaluation": GREEN,
+    "checkpoint": PURPLE,
+}
+"""Phases of a step, in the order of their bars, and their colors."""
 DOMAINS = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY)
 """Colors of the domains in a panel."""
 

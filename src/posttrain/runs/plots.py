@@ -12,15 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from posttrain.errors import InputError
-from posttrain.runs.comparison import (
-    MOST_CURVES,
-    Bundle,
-    Source,
-    bundles_of,
-    draw_metric,
-    open_sources,
-    shared_metrics,
-)
+from posttrain.runs.comparison import MOST_CURVES, draw_metric
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.evaluated import evaluated_checkpoints
 from posttrain.runs.figures import (
@@ -43,14 +35,9 @@ from posttrain.runs.figures import (
 )
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.panels import (
-    BLUE,
-    GREEN,
     GREY,
     HELD_OUT,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
+    PHASES,
     TITLES,
     TRAINING,
     Curve,
@@ -65,17 +52,9 @@ from posttrain.runs.panels import (
     series_of,
 )
 from posttrain.runs.results import SCORES_AGAINST, draw_results, draw_scores, draw_scores_of_runs, result_table
+from posttrain.runs.sources import Bundle, Source, bundles_of, open_sources, shared_metrics
 from posttrain.runs.tables import Table, evaluated_table, plain_numbers, scores_of_runs
 
-PHASES = {
-    "rollout": BLUE,
-    "waited_for_rollout": BLUE,
-    "rows": RED,
-    "credit": SKY,
-    "update": ORANGE,
-    "evaluation": GREEN,
-    "checkpoint": PURPLE,
-}
 MOST_BARS = 40
 """Bars in the plot of times; more steps are averaged."""
 _FINAL = {"validation/loss": ("test/loss", "{:.4f}"), "validation/accuracy": ("test/accuracy", "{:.1%}")}

@@ -15,10 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from posttrain.recipe.rollout import SCORES
-from posttrain.runs.comparison import Bundle, Look, Source, looks, t_interval
+from posttrain.runs.comparison import Look, looks
 from posttrain.runs.evaluated import checkpoint_of
 from posttrain.runs.figures import STYLE, entitle, new_figure, plain
 from posttrain.runs.panels import DOMAINS, GREY, ORANGE, Line, metric_of
+from posttrain.runs.sources import Bundle, Source, t_interval
 from posttrain.runs.tables import (
     Checkpoint,
     Interval,

@@ -28,24 +28,6 @@ _WHOLE = 2
 """Latest checkpoints that `keep: all` keeps whole."""
 
 
-def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of torch's global generators, by device: of the CPU, and of every accelerator of the type of `device`."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        states |= {f"{device.type}:{i}": module.get_rng_state(i) for i in range(module.device_count())}
-    return states
-
-
-def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Set what `random_states` returned."""
-    for name, state in states.items():
-        if name == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.get_device_module(torch.device(name)).set_rng_state(state, torch.device(name))
-
-
 class Checkpoints:
     """The checkpoints of one run, in `directory`. `run_id` identifies the run in each of them."""
 

@@ -53,7 +53,10 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
     """The evaluator of the model at `model.path` or behind the server, and warnings about tasks and prompts."""
     evaluation = recipe.evaluation
     tasks = replace(task_split(recipe.environment, evaluation, None), validation=())
-    warnings = [*recipe_warnings(recipe), *check_tasks(recipe.environment, tasks, recipe.reward is not None)]
+    warnings = [
+        *recipe_warnings(recipe),
+        *check_tasks(recipe.environment, tasks, recipe.reward is not None, None, recipe.agent),
+    ]
     left_out = LeftOut()
     manager: WorkerSource
     if recipe.remote is not None:
@@ -74,6 +77,7 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
             open_scorer(recipe.reward, policy),
             evaluation.sampling,
             directory.logs,
+            recipe.agent,
         )
         left_out, summary = too_long(recipe.environment, recipe.rollout, local.renderer, tasks)
         warnings = [*warnings, *summary]

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def quiet(done: int, total: int) -> None:
-    """Tell nobody how many episodes have ended."""
+    """Report no progress."""
 
 
 class Evaluator(Protocol):

@@ -1,10 +1,10 @@
 """A small model that is made on this machine: `model.path=made:small`.
 
 A decoder of 1.0 million weights learns, from scratch and in half a minute on one core, to continue episodes of the
-built-in games in which every answer is drawn at random. It knows the form of an answer and has the success rate of the
+built-in games in which every answer is drawn at random. It gives answers of the right form with the success rate of the
 random policy, so whatever a run adds to it was learned in that run.
 
-It is no language model: it has seen a few hundred words, and only the settings of `GAMES`.
+It is not a language model: it has seen a few hundred words, and only the settings of `GAMES`.
 """
 
 import hashlib

@@ -46,19 +46,20 @@ class Comparisons:
 
 
 class _PerRow:
-    """A mean over the rows of the optimizer step, whatever its micro-batches."""
+    """A mean over the rows of the optimizer step weighted by `Sample.weight`, whatever its micro-batches."""
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        return [1.0] * len(samples), float(len({_row(sample) for sample in samples}) or 1)
+        return [sample.weight for sample in samples], float(sum(_weights_of_rows(samples).values()) or 1.0)
 
     def has_signal(self, sample: Sample) -> bool:
         return True
 
-    def totals(self, compared: Comparisons) -> Totals:
-        """Metrics of a training batch."""
-        count = float(len(compared.rows))
+    def loss_and_totals(self, compared: Comparisons, samples: Sequence[Sample]) -> tuple[torch.Tensor, Totals]:
+        """Weighted sum of the losses, and metrics of a training batch. Rewards are not weighted."""
+        losses = compared.losses * row_weights(compared, samples)
+        count = sum(_weights_of_rows(samples).values())
         chosen, rejected = torch.stack([compared.chosen, compared.rejected]).cpu()
-        totals: Totals = {"loss/preference": (number(compared.losses.detach().sum()), count)}
+        totals: Totals = {"loss/preference": (number(losses.detach().sum()), count)}
         for name, rewards in (("chosen", chosen), ("rejected", rejected)):
             numbers = rewards[~rewards.isnan()]
             totals[f"preference/{name}"] = (float(numbers.sum()), float(len(numbers)))
@@ -66,7 +67,7 @@ class _PerRow:
         margins = (chosen - rejected)[both]
         totals["preference/margin"] = (float(margins.sum()), float(len(margins)))
         totals["preference/accuracy"] = (float(((margins.sign() + 1) / 2).sum()), float(len(margins)))
-        return totals
+        return losses.sum(), totals
 
 
 class PairObjective(_PerRow):
@@ -106,17 +107,17 @@ class PairObjective(_PerRow):
         logps, lengths = stream_sums(output, samples)
         _, chosen, rejected = pair_places(samples, output.logprobs.device)
         per_token = logps / lengths
-        totals = self.totals(compared) | {
+        loss, totals = self.loss_and_totals(compared, samples)
+        totals |= {
             f"policy/{name}_logprob": (number(per_token[places].detach().sum()), float(len(places)))
             for name, places in (("chosen", chosen), ("rejected", rejected))
         }
         if self.shift is not None:
             totals["preference/shift"] = (self.shift, 1.0)
-        loss = compared.losses.sum()
         if self.supervised:
-            nll = -per_token[chosen].sum()
+            nll = -(per_token[chosen] * row_weights(compared, samples)).sum()
             loss = loss + self.supervised * nll
-            totals["loss/nll"] = (number(nll), float(len(chosen)))
+            totals["loss/nll"] = (number(nll), sum(_weights_of_rows(samples).values()))
         return loss, totals
 
 
@@ -143,9 +144,9 @@ class UnpairedObjective(_PerRow):
     def __call__(
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
-        compared = self.compare(output, samples)
+        loss, totals = self.loss_and_totals(self.compare(output, samples), samples)
         of_step = {"preference/kl": (number(self.kl), 1.0), "preference/mismatched": (float(self.mismatched), 1.0)}
-        return compared.losses.sum(), self.totals(compared) | of_step
+        return loss, totals | of_step
 
 
 class RewardObjective(_PerRow):
@@ -166,12 +167,11 @@ class RewardObjective(_PerRow):
     def __call__(
         self, output: torch.Tensor, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
-        compared = self.compare(output, samples)
-        return compared.losses.sum(), self.totals(compared)
+        return self.loss_and_totals(self.compare(output, samples), samples)
 
 
 def pair_places(samples: Sequence[Sample], device: torch.device) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """Rows, and where among `samples` the chosen and the rejected answer of each stand, [P] int64 on `device`."""
+    """Rows, and the positions in `samples` of the chosen and the rejected answer of each, [P] int64 on `device`."""
     places: dict[int, dict[bool, int]] = {}
     for place, sample in enumerate(samples):
         assert sample.side is not None
@@ -191,6 +191,16 @@ def stream_sums(output: TokenScores, samples: Sequence[Sample]) -> tuple[torch.T
 def _reference_sums(samples: Sequence[Sample], device: torch.device) -> torch.Tensor:
     references = [sample.ref_logprobs for sample in samples]
     return upload(torch.tensor([float(r.sum()) for r in references if r is not None], dtype=torch.float32), device)
+
+
+def row_weights(compared: Comparisons, samples: Sequence[Sample]) -> torch.Tensor:
+    """Weights [P] float32 of the rows of `compared`."""
+    weights = _weights_of_rows(samples)
+    return upload(torch.tensor([weights[row] for row in compared.rows], dtype=torch.float32), compared.losses.device)
+
+
+def _weights_of_rows(samples: Sequence[Sample]) -> dict[int, float]:
+    return {_row(sample): sample.weight for sample in samples}
 
 
 def _row(sample: Sample) -> int:

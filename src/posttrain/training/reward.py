@@ -16,8 +16,7 @@ from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.objectives import RewardObjective, reward_forward
 from posttrain.training.row_evaluators import PreferenceEvaluator, choice_of
-from posttrain.training.rows import check_margins, load_data, samples_of_row
-from posttrain.training.supervised import Batches, train_on
+from posttrain.training.rows import Batches, check_margins, load_data, samples_of_row, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
 from posttrain.training.unit_normalizer import fit_run
 from posttrain.training.unit_rewards import UnitReader, UnitRewardObjective, unit_reward_forward

@@ -43,7 +43,7 @@ class RewardScorer:
     """
 
     def __init__(self, source: RewardSource, policy: Policy, device: Literal["auto", "cpu", "cuda"] = "auto") -> None:
-        """Load the model. Raises InputError if `source` is no reward model, or lacks the statistics for `normalize: stored`."""
+        """Load the model. Raises InputError if `source` is not a reward model, or lacks the statistics for `normalize: stored`."""
         self.source = source
         self.lock = threading.Lock()
         """Held while the reward model is in use: with async rollouts, another thread scores episodes."""

@@ -120,7 +120,7 @@ def train(
                     if c.reference is not None:
                         metrics["reference/updates"] = float(c.reference.updates)
                     c.kl.update(metrics.get("policy/kl"), len(batch.episodes))
-                    if recipe.entropy.has_bonus:
+                    if c.entropy.used:
                         metrics["entropy/coefficient"] = c.entropy.coefficient
                     c.entropy.update_from(metrics)
                     fired = c.guards.check(metrics)
@@ -284,6 +284,7 @@ def make_components(
             tasks,
             recipe.reward is not None or recipe.teacher is not None,
             recipe.evaluation.environment,
+            recipe.agent,
         ),
     ]
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
@@ -291,7 +292,9 @@ def make_components(
     policy = Policy(recipe.model, recipe.seed)
     # An engine on the same GPU starts before the optimizers' state takes its memory.
     scorer = open_scorer(recipe.reward, policy)
-    manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, scorer, logs=run.logs)
+    manager = RolloutManager(
+        policy, recipe.engine, recipe.environment, recipe.rollout, scorer, logs=run.logs, agent=recipe.agent
+    )
     critic = None
     if isinstance(recipe.credit, CriticCredit):
         stored = recipe.reward is not None and recipe.reward.normalize == "stored"

@@ -22,9 +22,12 @@ from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError
 from posttrain.evaluation.summary import environment_scores, reports_success
 from posttrain.models.policy import Policy
+from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.rollout.agents.endpoint import AgentEndpoint
+from posttrain.rollout.agents.worker import AgentWorker
 from posttrain.rollout.driver import (
     EpisodeRequest,
     EpisodeSharding,
@@ -62,6 +65,7 @@ class RolloutManager:
         scorer: Scorer | None = None,
         sampling: SamplingRecipe | None = None,
         logs: Path | None = None,
+        agent: AgentRecipe | None = None,
     ) -> None:
         """Start the engine.
 
@@ -69,11 +73,13 @@ class RolloutManager:
             scorer: adds a reward model's rewards to the episodes.
             sampling: the settings for which log-probabilities must be exact; default `rollout.sampling`.
             logs: directory for the logs of an engine in another process.
+            agent: the program that plays the episodes.
         """
         self.policy = policy
         self.environment = EnvironmentFactory(environment)
         self.rollout = rollout
         self.scorer = scorer
+        self.agent = agent
         self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
         self.engine_settings = engine
         ahead = rollout.async_rollouts > 0
@@ -103,7 +109,7 @@ class RolloutManager:
         """
         with self.lock:
             self.engine.load_weights(self.policy.version)
-            yield RolloutWorker(
+            worker = RolloutWorker(
                 engine=self.engine,
                 renderer=self.renderer,
                 environment=environment or self.environment,
@@ -113,6 +119,11 @@ class RolloutManager:
                 scorer=self.scorer,
                 sharding=sharding_of(self.engine),
             )
+            if self.agent is None:
+                yield worker
+            else:
+                with AgentEndpoint() as endpoint:
+                    yield AgentWorker(**vars(worker), agent=self.agent, endpoint=endpoint)
             self.engine.sleep()
 
 
@@ -120,7 +131,7 @@ class RolloutManager:
 
 
 class TaskOrder:
-    """Environment seeds in an order that is shuffled anew for each pass. `drawn` counts the seeds taken so far."""
+    """Environment seeds shuffled again for each pass. `drawn` counts the seeds taken so far."""
 
     def __init__(
         self, seeds: Sequence[int], run_seed: int, drawn: int = 0, left_out: frozenset[int] = frozenset()
@@ -292,6 +303,18 @@ class SyncRollouts:
 # -- metrics ------------------------------------------------------------------------------------------------------------
 
 
+AGENT_ENDINGS = (
+    *("agent/finished", "agent/timed_out", "agent/crashed", "agent/not_started"),
+    *("agent/never_called", "agent/no_report", "agent/no_reward"),
+)
+"""Episodes by how their agent ended, see `AgentEnding`."""
+AGENT_COUNTS = (
+    *("agent/calls", "agent/streams", "agent/retried", "agent/abandoned", "agent/refused", "agent/late"),
+    "agent/malformed_calls",
+)
+"""Sums over the episodes of agents."""
+
+
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Success, return, lengths, spread and speed over all sampled episodes, including those that a filter removed."""
     episodes = batch.sampled
@@ -316,6 +339,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "tokens/reused": float(batch.counters.reused),
         "speed/tokens_per_second": batch.counters.sampled / batch.seconds if batch.seconds else 0.0,
     }
+    if batch.counters.cache_bytes:
+        metrics["memory/key_value_cache"] = float(batch.counters.cache_bytes)
     if reports_success(episodes):
         metrics["rollout/success"] = _mean([e.success for e in episodes])
     by_name: dict[str, list[float]] = defaultdict(list)
@@ -327,6 +352,9 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["rollout/return"] = _mean([e.total_reward for e in played])
     if spreads:
         metrics["reward/group_spread"] = _mean(spreads)
+    if agents := [e.info for e in episodes if "ending" in e.info]:
+        metrics |= {key: float(sum(i["ending"] == key.partition("/")[2] for i in agents)) for key in AGENT_ENDINGS}
+        metrics |= {key: float(sum(i[key.partition("/")[2]] for i in agents)) for key in AGENT_COUNTS}
     return metrics | batch.metrics
 
 

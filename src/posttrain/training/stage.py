@@ -26,7 +26,7 @@ def precision_notes(recipe: Recipe) -> list[str]:
     bfloat16 is emulated. Before them, one for `device: auto` on a machine whose GPU torch cannot use."""
     if recipe.remote is not None:
         return []
-    notes = _unused_gpu(recipe.model.device)
+    notes = unused_gpu(recipe.model.device)
     dtypes: dict[str, str | None] = {"model": recipe.model.dtype}
     if isinstance(recipe, RlRecipe):
         if recipe.reward is not None:
@@ -64,7 +64,7 @@ def precision_notes(recipe: Recipe) -> list[str]:
     return notes
 
 
-def _unused_gpu(device: str) -> list[str]:
+def unused_gpu(device: str) -> list[str]:
     """A sentence if `device` falls back to the CPU although this machine has an NVIDIA driver."""
     if device != "auto" or not NVIDIA_DRIVER.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return []
@@ -92,6 +92,40 @@ def _finish_ended(recipe: Recipe, run: RunDirectory, console: Console) -> None:
     console.print(f"{run.path} has ended; its report is {run.report}", highlight=False, markup=False, soft_wrap=True)
 
 
+def with_threads(recipe: Recipe, resume: bool, console: Console) -> Recipe:
+    """The recipe with the number of threads that is fastest beside the other processes of this machine, decided once.
+
+    The number is stored with the run, because results on another number of threads differ in their last bits.
+    """
+    if recipe.model.threads is not None or recipe.remote is not None:
+        return recipe
+    if resume:
+        threads = RunDirectory.open(f"{recipe.runs}/{recipe.name}").load_recipe().model.threads
+    else:
+        threads = _threads_of(recipe, console)
+    model = recipe.model.model_copy(update={"threads": threads})
+    return recipe if threads is None else recipe.model_copy(update={"model": model})
+
+
+def _threads_of(recipe: Recipe, console: Console) -> int | None:
+    from posttrain.models.cpu.threads import busy_processors, threads_beside
+    from posttrain.models.load import resolve_device
+
+    if resolve_device(recipe.model.device).type != "cpu":
+        return None
+    busy = busy_processors()
+    threads = threads_beside(busy)
+    if threads is not None:
+        console.print(
+            f"model.threads is {threads}: {busy:.0f} other threads are busy on this machine, and fewer threads are faster "
+            "beside them; set model.threads to override",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    return threads
+
+
 def run_in_process(
     recipe: Recipe,
     resume: bool = False,
@@ -109,10 +143,13 @@ def run_in_process(
     def opened() -> RunDirectory:
         run = RunDirectory.open(f"{recipe.runs}/{recipe.name}") if resume else RunDirectory.create(recipe, overwrite)
         held.enter_context(run.lock())
+        held.enter_context(run.recording_failure())
         return run
 
     # Each stage is imported when it runs, to start quickly.
     with join_world(hardware, recipe.model.device) as world, ExitStack() as held:
+        if world.is_single_process:
+            recipe = with_threads(recipe, resume, console)
         run = world.on_rank0(opened)
         if resume and not has_state(run):
             world.on_rank0(lambda: _finish_ended(recipe, run, console))

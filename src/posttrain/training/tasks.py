@@ -7,25 +7,34 @@ from posttrain.data.held_out import TaskSplit
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
 from posttrain.environments.protocol import Environment
+from posttrain.environments.rewards import load_reward
 from posttrain.errors import InputError
+from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.rollout import RolloutRecipe
 
 
 def check_tasks(
-    environment: EnvironmentRecipe, tasks: TaskSplit, reward_model: bool, evaluated: EnvironmentRecipe | None = None
+    environment: EnvironmentRecipe,
+    tasks: TaskSplit,
+    reward_model: bool,
+    evaluated: EnvironmentRecipe | None = None,
+    agent: AgentRecipe | None = None,
 ) -> list[str]:
     """Check the tasks of a run before a model is loaded; returns the environments' warnings.
 
-    `evaluated`: the environment of the held-out tasks, if it is another one.
+    `evaluated`: the environment of the held-out tasks, if it is another one. `agent`: who plays them.
 
     Raises:
         InputError: a task cannot be played, or nothing rewards the answers.
     """
     warnings = []
+    if agent is not None and agent.function is not None:
+        load_reward(agent.function, "agent.reward")
+    scored = reward_model or (agent is not None and agent.reward != "environment")
     for one, key, training, held_out in parts_of(environment, tasks, evaluated):
         kind = environment_class(one.type)
-        if not reward_model and not kind.has_reward(one):
+        if not scored and not kind.has_reward(one):
             raise InputError(
                 f"nothing scores the answers; name a function in {key}.reward, a judge in {key}.judge, or a reward model in "
                 "reward.path"

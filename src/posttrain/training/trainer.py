@@ -28,7 +28,7 @@ from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, ta
 from posttrain.runs.storage import free_space, share_equal_files
 from posttrain.runs.tables import START, TRAINED, UNIMPROVED
 from posttrain.seeds import derive_seed
-from posttrain.training.checkpoint import Checkpoints, random_states, set_random_states
+from posttrain.training.checkpoint import Checkpoints
 from posttrain.training.evaluators import Evaluator
 from posttrain.training.results import report_results
 from posttrain.training.updater import Updater
@@ -249,7 +249,9 @@ class Trainer(Generic[Output]):
                 with self.interrupts.critical():
                     saved = "" if self._finished or not self._state else f", saved as {self.save().name}"
                 command = f"posttrain {self.settings.stage} --resume {self.run.path}"
-                self.progress.message(f"stopped by {stop} after step {self.step}{saved}; continue with `{command}`")
+                sentence = f"stopped by {stop} after step {self.step}{saved}; continue with `{command}`"
+                self.progress.message(sentence)
+                stop.add_note(sentence)  # for a launcher that this process's output may not reach any more
                 raise
             finally:
                 self.warn(take_events())
@@ -260,7 +262,7 @@ class Trainer(Generic[Output]):
         )
 
     def begin(self) -> None:
-        """Evaluate before the first step. A resumed run makes the evaluation that the interrupted one still owed."""
+        """Evaluate before the first step. A resumed run makes the evaluation that the interrupted one did not make."""
         if self.evaluated < 0:
             self._measure_start()
         evaluated = self.evaluated
@@ -500,8 +502,8 @@ class Guards:
     def check(self, metrics: dict[str, float]) -> list[str]:
         """One sentence for each guard that fires at this step, usually none.
 
-        A metric that is missing or NaN is no evidence and leaves the count as it is. A guard that has fired counts
-        anew, so it speaks again every `patience` steps.
+        A metric that is missing or NaN leaves the count unchanged. A guard that has fired starts
+        counting again, so it fires at most once in `patience` steps.
         """
         fired = []
         for guard in _GUARDS:
@@ -527,3 +529,21 @@ class Guards:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""
         self._in_a_row |= state["in_a_row"]
+
+
+def random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """The state of torch's global generators, by device: of the CPU, and of every accelerator of the type of `device`."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        states |= {f"{device.type}:{i}": module.get_rng_state(i) for i in range(module.device_count())}
+    return states
+
+
+def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Set what `random_states` returned."""
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(torch.device(name)).set_rng_state(state, torch.device(name))

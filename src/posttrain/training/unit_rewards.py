@@ -165,7 +165,7 @@ class UnitRewardObjective(RewardObjective):
         self, output: UnitValues, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
         compared = self.compare(output, samples)
-        loss, totals = compared.losses.sum(), self.totals(compared)
+        loss, totals = self.loss_and_totals(compared, samples)
         parts = (output.rewards, output.stream, output.streams)
         with torch.no_grad():
             answers = float(output.streams)
@@ -173,7 +173,8 @@ class UnitRewardObjective(RewardObjective):
             totals["units/effective"] = (number(unit_entropies(*parts).exp().sum()), answers)
             totals["units/spread"] = (number(unit_stds(*parts).sum()), answers)
         if self.units.entropy_coefficient:
-            uneven = unit_entropy_penalty(*parts, self.units.entropy_form).sum()
+            of_answers = torch.tensor([sample.weight for sample in samples], device=output.rewards.device)
+            uneven = (unit_entropy_penalty(*parts, self.units.entropy_form) * of_answers).sum()
             loss = loss + self.units.entropy_coefficient * uneven
-            totals["loss/unevenness"] = (number(uneven), float(len(compared.rows)))
+            totals["loss/unevenness"] = (number(uneven), totals["loss/preference"][1])
         return loss, totals

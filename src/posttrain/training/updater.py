@@ -1,6 +1,6 @@
 """From samples to one optimizer step: samples, micro-batches, the optimizer, and the updater that connects them.
 
-The updater knows neither the algorithm nor what the model computes. A micro-batch has at most `tokens_per_batch` tokens,
+The updater is independent of the algorithm and of what the model computes. A micro-batch has at most `tokens_per_batch` tokens,
 and a stream is never divided. The loss is divided once, by a divisor that is global over the optimizer step, so gradients
 are equal to float rounding for any split into micro-batches. Several processes divide the micro-batches among them. Each
 process sees all samples of an update. A process without a micro-batch computes one of the others' with weight 0, so that

@@ -1,4 +1,4 @@
-"""The worked example of docs/units.md prints what the page shows, and the page names every key."""
+"""The worked example of docs/concepts/units.md prints what the page shows, and the page names every key."""
 
 import re
 from pathlib import Path
@@ -11,14 +11,14 @@ from posttrain.data.rationales.dataset import samples
 from posttrain.data.rationales.procedures import write
 from posttrain.recipe.units import EntropyUnits, StepUnits, TextUnits
 
-GUIDE = (Path(__file__).parents[3] / "docs" / "units.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[3] / "docs" / "concepts" / "units.md").read_text(encoding="utf-8")
 
 
 def test_the_example_prints_what_the_page_shows(capsys, monkeypatch, smollm):
     monkeypatch.setattr("posttrain.models.load.load_tokenizer", lambda recipe: smollm)  # loaded once is enough
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.M | re.S)
     code, shown = (block for language, block in blocks if language in ("python", ""))
-    exec(compile(code, "docs/units.md", "exec"), {})
+    exec(compile(code, "docs/concepts/units.md", "exec"), {})
     assert capsys.readouterr().out == shown
     assert shown.count("step ") == 4
 

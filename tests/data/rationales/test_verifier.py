@@ -190,5 +190,5 @@ def test_the_guide_shows_the_best_procedure_of_its_policy():
         (Rule(((3, False), (0, True)), False, "ESCALATE"), Rule(((2, True), (1, True)), True, "DENY")),
         "APPROVE",
     )
-    guide = (Path(__file__).parents[3] / "docs" / "rationales.md").read_text()
+    guide = (Path(__file__).parents[3] / "docs" / "reference" / "rationales.md").read_text()
     assert f"```\n{write(best_procedure(policy))}\n```" in guide

@@ -98,7 +98,7 @@ class _Graph:
                 )
                 count += 2
             elif self._question[label] is None:
-                fault("unknown question", f"the policy knows no question {step.question!r}")
+                fault("unknown question", f"the policy has no question {step.question!r}")
                 count += 2
             else:
                 count += sum(self._unsound(step, answer, arriving[label], after, fault) for answer in (True, False))

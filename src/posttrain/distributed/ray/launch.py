@@ -332,7 +332,10 @@ class ClusterRun:
 
     def _raise_errors(self, ended: list[LearnerExit]) -> None:
         """Raise the error of the stage, if there was one."""
-        if any(end.code == INTERRUPTED for end in ended):
+        stopped = [end.message for end in ended if end.code == INTERRUPTED]
+        if stopped:
+            # The learner prints it as well, but Ray may not relay the last lines of a process that ends.
+            self.console.print(next(filter(None, stopped), "stopped"), markup=False, soft_wrap=True)
             raise KeyboardInterrupt
         for end in ended:
             if end.code and end.message:

@@ -78,8 +78,8 @@ class LearnerWorker(Worker):
             with ExitStack() as stack:
                 self._use_workers(recipe, job.workers, stack)
                 run_in_process(recipe, job.resume, job.overwrite)
-        except KeyboardInterrupt:
-            return LearnerExit(INTERRUPTED)
+        except KeyboardInterrupt as stop:
+            return LearnerExit(INTERRUPTED, *getattr(stop, "__notes__", [])[:1])
         except AlreadyReported as error:
             return LearnerExit(error.exit_code)
         except RankLost as error:

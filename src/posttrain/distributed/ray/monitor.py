@@ -136,7 +136,7 @@ class WorkerMonitor:
     counted: set[tuple[str, int]] = field(default_factory=set)
     """Name and process id of the workers whose death was counted."""
     unreported: list[str] = field(default_factory=list)
-    """Deaths of idle workers, which no caller noticed and nobody has reported yet."""
+    """Deaths of idle workers, which no caller noticed and which have not been reported yet."""
 
     def heartbeat(self, heartbeat: Heartbeat) -> tuple[str, list[str]]:
         """Receive a heartbeat. Returns a command for the worker (`stop` or none) and, for learner 0, unreported deaths."""

@@ -1,0 +1,330 @@
+"""Runs and TensorBoard logs as they are read for a comparison, and their means over seeds."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from scipy.special import stdtrit
+
+from posttrain.errors import InputError
+from posttrain.plugins import require_module
+from posttrain.recipe.run import LOGGED_IN
+from posttrain.recipe.sources import read_text
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import read_metrics
+from posttrain.runs.panels import (
+    Line,
+    Metric,
+    Series,
+    keys_of,
+    known_metrics,
+    metric_of,
+)
+from posttrain.runs.tables import Table
+
+_DRAWN = ("train", "evaluation")
+"""Kinds of lines whose metrics are drawn. A sink names its tags `kind/metric`."""
+_NOT_DRAWN = ("baseline", "final", "warning")
+"""Kinds of lines that an event file holds without their text fields, such as the name of the policy."""
+
+
+def event_directories(path: Path) -> list[Path]:
+    """One path per run in TensorBoard's sense: the file `path`, or every directory below `path` that has event files."""
+    if path.is_file():
+        return [path]
+    return sorted({file.parent for file in path.rglob("*tfevents*") if file.is_file()})
+
+
+def read_events(path: Path) -> list[Line]:
+    """The scalars of an event file, or of the event files in one directory, in order of step.
+
+    Tags written by the `tensorboard` sink get their names in metrics.jsonl. Any other tag becomes a training metric
+    under its own name. If a step occurs twice, as after a resumption, the later value wins. Raises `InputError` if
+    tensorboard is not installed or `path` has no scalars.
+    """
+    values = _scalars(path)
+    if not values:
+        raise InputError(
+            f"{path} holds no scalars; give a TensorBoard event file (its name contains `tfevents`), a directory of "
+            "event files, or the directory of a posttrain run"
+        )
+    from_sink = all(tag.partition("/")[0] in (*_DRAWN, *_NOT_DRAWN) for tag in values)
+    lines: dict[tuple[str, int], Line] = {}
+    for tag, points in values.items():
+        kind, key = tag.split("/", 1) if from_sink else ("train", tag)
+        if kind in _NOT_DRAWN:
+            continue
+        for step, value in points.items():
+            line = lines.setdefault((kind, step), {"step": step, "kind": kind})
+            line[key] = value if math.isfinite(value) else None
+            if line[key] is None:
+                line.setdefault("nonfinite", []).append(key)
+    return [lines[key] for key in sorted(lines, key=lambda key: (key[1], key[0]))]
+
+
+def _scalars(path: Path) -> dict[str, dict[int, float]]:
+    """Tag -> step -> value."""
+    purpose = f"{path}: an event file"
+    accumulator = require_module("tensorboard.backend.event_processing.event_accumulator", purpose)
+    tensor_util = require_module("tensorboard.util.tensor_util", purpose)
+    everything = {"scalars": 0, "tensors": 0, "images": 1, "audio": 1, "histograms": 1}
+    events = accumulator.EventAccumulator(str(path), size_guidance=everything)
+    try:
+        events.Reload()
+    except Exception as error:  # the readers of event files raise exceptions of any type
+        raise InputError(f"{path} cannot be read as event files ({error}); give TensorBoard event files") from error
+    tags = events.Tags()
+    scalars = {tag: {point.step: float(point.value) for point in events.Scalars(tag)} for tag in tags["scalars"]}
+    for tag in tags["tensors"]:
+        # TensorFlow 2 writes scalars as 0-dimensional tensors.
+        points = {point.step: tensor_util.make_ndarray(point.tensor_proto) for point in events.Tensors(tag)}
+        scalars[tag] = {s: float(v) for s, v in points.items() if v.shape == () and v.dtype.kind in "fiu"}
+    return {tag: points for tag, points in scalars.items() if points}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One run, or one TensorBoard log."""
+
+    name: str
+    """Unique among the sources of a figure."""
+    path: Path
+    lines: list[Line]
+    recipe: Mapping[str, Any] | None = None
+    """Content of recipe.yaml, not validated because an older version may have written it; None if unknown."""
+    run: RunDirectory | None = None
+    """None for a TensorBoard log."""
+
+    @property
+    def stage(self) -> str | None:
+        return None if self.recipe is None else self.recipe.get("stage")
+
+    @property
+    def seed(self) -> int | None:
+        return None if self.recipe is None else self.recipe.get("seed")
+
+    @property
+    def steps(self) -> int:
+        """The last training step logged so far."""
+        return max((line["step"] for line in self.lines if line["kind"] == "train"), default=0)
+
+    @property
+    def unfinished(self) -> str | None:
+        """Progress of an unfinished run, such as `3 of 60 steps`; None for a finished run or if unknown."""
+        steps = None if self.recipe is None else self.recipe.get("steps")
+        ended = any(line["kind"] == "final" for line in self.lines)
+        return f"{self.steps} of {steps} steps" if isinstance(steps, int) and not ended else None
+
+
+def open_sources(paths: Sequence[Path]) -> list[Source]:
+    """Open every run and log in `paths`; a directory of logs may hold several.
+
+    Raises `InputError` for a path that is neither, or that is given twice; `RunError` for damaged metrics.
+    """
+    expanded: list[Path] = []
+    for path in paths:
+        expanded += [path] if _may_be_run(path) else event_directories(path) or [path]
+    absolute = [path.resolve() for path in expanded]
+    for path, resolved in zip(expanded, absolute, strict=True):
+        if absolute.count(resolved) > 1:
+            raise InputError(f"{path} is given twice; give every run once")
+    return [_open(path, name) for path, name in zip(expanded, _names(absolute), strict=True)]
+
+
+def _may_be_run(path: Path) -> bool:
+    return (path / "recipe.yaml").is_file() or (path / "environment.json").is_file()
+
+
+def _open(path: Path, name: str) -> Source:
+    if path.is_file() or (not _may_be_run(path) and event_directories(path)):
+        return Source(name, path, read_events(path))
+    run = RunDirectory.open(path)
+    return Source(name, path, read_metrics(run.metrics), _recipe(run), run)
+
+
+def _recipe(run: RunDirectory) -> Mapping[str, Any] | None:
+    try:
+        return read_text(run.recipe_file.read_text(encoding="utf-8"), str(run.recipe_file)).values
+    except (OSError, UnicodeDecodeError, InputError):
+        return None
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest suffix of each path, in whole components and the same number for all, that makes the names unique."""
+    most = max((len(path.parts) for path in paths), default=1)
+    for parts in range(1, most + 1):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names if paths else []
+
+
+PER_RUN_KEYS = ("seed", "name", *LOGGED_IN)
+"""Recipe keys in which the runs of a bundle may differ."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The runs behind one curve: one recipe with several seeds, or a single run."""
+
+    label: str
+    sources: tuple[Source, ...]
+
+    @property
+    def title(self) -> str:
+        """The label in a legend, with the number of seeds of a mean."""
+        return self.label if len(self.sources) == 1 else f"{self.label}, mean of n = {len(self.sources)} seeds"
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """Means over seeds and their 95% limits, at the steps that all seeds have."""
+
+    steps: list[int]
+    values: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def bundles_of(sources: Sequence[Source]) -> tuple[list[Bundle], list[str]]:
+    """Group runs by recipe, in order of each recipe's first run; returns the bundles and warnings for the user.
+
+    Runs that share both recipe and seed are not a sample over seeds, so each of them gets its own bundle.
+    """
+    by_recipe: dict[str, list[Source]] = {}
+    for number, source in enumerate(sources):
+        shared = None if source.recipe is None else {k: v for k, v in source.recipe.items() if k not in PER_RUN_KEYS}
+        key = f"run {number}" if shared is None else json.dumps(shared, sort_keys=True, default=str)
+        by_recipe.setdefault(key, []).append(source)
+    bundles: list[Bundle] = []
+    warnings = []
+    for runs in by_recipe.values():
+        seeds = {source.seed for source in runs}
+        if len(runs) > 1 and len(seeds) == len(runs) and None not in seeds:
+            bundles.append(Bundle(_label(runs, bundles), tuple(runs)))
+            if len({source.steps for source in runs}) > 1:
+                progress = ", ".join(f"{source.name} {source.steps}" for source in runs)
+                warnings.append(f"the mean over seeds covers the steps that all runs have; steps so far: {progress}")
+            continue
+        if len(runs) > 1:
+            names = " and ".join(source.name for source in runs)
+            warnings.append(f"{names} have the same recipe and seed, so they are not averaged over seeds")
+        bundles += [Bundle(source.name, (source,)) for source in runs]
+    return bundles, warnings
+
+
+def mean_over_seeds(series: Sequence[Series], geometric: bool = False) -> Averaged:
+    """Mean over n >= 2 runs with Student's t interval, mean ± t(0.975, n - 1) s / sqrt(n), at each common step.
+
+    `geometric`: geometric mean, with the interval computed on the logarithms; all values must be positive.
+    """
+    by_step = [dict(zip(one.steps, one.values, strict=True)) for one in series]
+    steps = sorted(set.intersection(*(set(values) for values in by_step)))
+    columns = [[math.log(values[step]) if geometric else values[step] for values in by_step] for step in steps]
+    limits = [t_interval(column) for column in columns]
+    means, low, high = ([math.exp(one[i]) if geometric else one[i] for one in limits] for i in range(3))
+    return Averaged(steps, means, low, high)
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and its 95% Student's t interval; the limits are NaN for fewer than two values."""
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n < 2:
+        return mean, math.nan, math.nan
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    half = float(stdtrit(n - 1, 0.975)) * spread / math.sqrt(n)
+    return mean, mean - half, mean + half
+
+
+def common_name(names: Sequence[str]) -> str:
+    """What the names of runs with several seeds begin with, without a trailing `seed`; the first name if that is nothing."""
+    common = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    shared = "".join(letters[0] for letters in common)
+    if all(name[len(shared) :][:1] in tuple("0123456789") or name == shared for name in names):
+        shared = shared.rstrip("0123456789")  # a digit that starts several numbers is not part of the name
+    shared = shared.rstrip("-_./ ")
+    for word in ("seed", "s"):
+        if shared.endswith((f"-{word}", f"_{word}", f".{word}", f"/{word}")):
+            shared = shared[: -len(word) - 1]
+    return shared.rstrip("-_./ ") or names[0]
+
+
+def _label(runs: Sequence[Source], others: Sequence[Bundle]) -> str:
+    """The common name of the runs; the first name if it is taken."""
+    label = common_name([source.name for source in runs])
+    return runs[0].name if label in {bundle.label for bundle in others} else label
+
+
+_MAX_LISTED = 6
+
+
+def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[Metric], list[str]]:
+    """The metrics that are drawn by default, and warnings on those left out.
+
+    Runs of posttrain contribute the metrics of a report, other logs contribute all of their metrics. With several bundles, at least two
+    must have the metric. With several stages, metrics that each stage defines differently are left out.
+    """
+    per_bundle = [
+        {key for source in bundle.sources for key in _default_keys(source.lines, source.run is None)}
+        for bundle in bundles
+    ]
+    present = set().union(*per_bundle)
+    known = known_metrics(present)
+    metrics = [metric_of(key) for key in [*known, *sorted(present.difference(known))]]
+    stages = {source.stage for bundle in bundles for source in bundle.sources} - {None}
+    warnings = []
+    single = [metric for metric in metrics if sum(metric.key in keys for keys in per_bundle) < 2]
+    if len(bundles) > 1 and single:
+        warnings.append(f"left out because only one run has them: {_listed(single)}; draw them with --metric")
+        metrics = [metric for metric in metrics if metric not in single]
+    differing = [metric for metric in metrics if metric.differs_by_stage]
+    if len(stages) > 1 and differing:
+        names = ", ".join(sorted(str(stage) for stage in stages))
+        warnings.append(f"left out because the stages ({names}) define them differently: {_listed(differing)}")
+        metrics = [metric for metric in metrics if metric not in differing]
+    return metrics, warnings
+
+
+def _default_keys(lines: list[Line], foreign: bool) -> list[str]:
+    keys = keys_of(lines)
+    known = known_metrics(keys)
+    return known if known or not foreign else [key for key in keys if key != "time/run"]
+
+
+def _listed(metrics: Sequence[Metric]) -> str:
+    first = ", ".join(metric.key for metric in metrics[:_MAX_LISTED])
+    return first if len(metrics) <= _MAX_LISTED else f"{first} and {len(metrics) - _MAX_LISTED} more"
+
+
+def differing_keys(sources: Sequence[Source]) -> Table | None:
+    """Recipe keys in which the runs differ, limited to common keys if their stages differ; None if there are none."""
+    flat = [dict(_flat(source.recipe or {})) for source in sources]
+    everywhere = set.intersection(*(set(keys) for keys in flat)) if flat else set()
+    stages = {source.stage for source in sources}
+    keys = [
+        key
+        for key in dict.fromkeys(key for one in flat for key in one)
+        if (len(stages) == 1 or key in everywhere) and len({one.get(key, "–") for one in flat}) > 1
+    ]
+    keys = [key for key in keys if key not in ("name", "runs", "stage")]
+    if not keys:
+        return None
+    rows = [(key, *(one.get(key, "–") for one in flat)) for key in keys]
+    names = tuple(source.name for source in sources)
+    note = "" if len(stages) == 1 else "Limited to keys that the recipes of all these stages have."
+    return Table("Recipe keys that differ", ("key", *names), rows, note, words=("key", *names))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    flat = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat += _flat(value, f"{prefix}{key}.")
+        else:
+            flat.append((f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str)))
+    return flat

@@ -1,0 +1,109 @@
+"""Every script of `benchmarks/` runs at its smallest size: here, or in the test named beside it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+ELSEWHERE = {
+    "contention": "test_contention",
+    "coverage": "test_coverage",
+    "credit_quality": "test_credit_quality",
+    "crosscheck": "test_crosscheck",
+    "dpo": "test_benchmarks",
+    "generation": "test_engine_benchmarks",
+    "gpu": "test_gpu_script",
+    "growth": "test_engine_benchmarks",
+    "house": "test_house",
+    "learning": "test_benchmarks",
+    "limits": "test_engine_benchmarks",
+    "memory_turns": "test_memory_turns",
+    "profiles": "test_profiles",
+    "reward": "test_benchmarks",
+    "rl": "test_benchmarks",
+    "sft": "test_benchmarks",
+    "turns": "test_engine_benchmarks",
+}
+"""Script -> the file of the test that runs it."""
+HERE = {
+    "async_rollouts": "--waits 0 --async-rollouts 0,1 --steps 4 --rounds 1 --passes 1 --threads 1",
+    # A run of its smallest entry takes four minutes of the 135M model; its recipes have tests of their own.
+    "board": "--table {docs}/results/board.jsonl",
+    "credit_toy": "--seeds 1 --steps 2 --rewards 5 --tasks additive",
+    "distillation": "--seeds 1 --steps 1 --rows 64 --out {out}",
+    "helpsteer3_rows": "{pairs} {out}",
+    "learning_trl": "--tasks bandit --seeds 1 --learning-rates 1e-3 --out {out}",
+    "prefixes": "{run} --model {model} --rounds 1 --threads 1 --dtype float32",
+    "processes": "--width 64 --processes 1 2 --updates 2",
+    "scaling": "--tables published",
+}
+PRINTED = {
+    "async_rollouts": "staleness, updates",
+    "board": "| after RL",
+    "credit_toy": "additive",
+    "distillation": "| method | held-out success",
+    "helpsteer3_rows": "",
+    "learning_trl": "posttrain",
+    "prefixes": "times as fast",
+    "processes": "processes",
+    "scaling": "Predicted",
+}
+"""Text of the output."""
+
+
+def test_every_script_is_run_by_a_test():
+    assert {file.stem for file in FOLDER.glob("*.py")} == {*ELSEWHERE, *HERE}
+    assert not set(ELSEWHERE) & set(HERE)
+    assert set(PRINTED) == set(HERE)
+    for name in set(ELSEWHERE.values()):
+        assert "pytest.mark.slow" in Path(__file__).with_name(f"{name}.py").read_text()
+
+
+@pytest.fixture(scope="module")
+def places(tiny_model, tmp_path_factory):
+    """What the options name."""
+    place = tmp_path_factory.mktemp("scripts")
+    pairs = place / "pairs"
+    pairs.mkdir()
+    said = {"chosen": [{"role": "assistant", "content": "2 + 2 = 4\nA: 4"}]}
+    row = {"prompt": [{"role": "user", "content": "2 + 2?"}], "rejected": [{"role": "assistant", "content": "A: 5"}]}
+    for name in ("pairs_train", "pairs_val"):
+        (pairs / f"{name}.jsonl").write_text(json.dumps(row | said) + "\n")
+    return {"docs": FOLDER.parent / "docs", "model": tiny_model, "pairs": pairs, "place": place}
+
+
+@pytest.fixture(scope="module")
+def run(places):
+    """A run with stored episodes."""
+    import posttrain
+
+    posttrain.rl(
+        name="run",
+        runs=str(places["place"]),
+        steps=1,
+        model={"path": str(places["model"])},
+        environment={"type": "bandit"},
+        rollout={"groups_per_step": 1, "episodes_per_group": 2, "tokens_per_turn": 4},
+        evaluation={
+            "every": 0,
+            "seeds": {"start": 1_000_000, "count": 1},
+            "final_seeds": {"start": 2_000_000, "count": 1},
+        },
+    )
+    return places["place"] / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", HERE)
+def test_a_script_runs_at_its_smallest_size(name, places, run, tmp_path):
+    options = [word.format(**places, run=run, out=tmp_path) for word in HERE[name].split()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert PRINTED[name] in done.stdout
