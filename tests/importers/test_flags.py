@@ -56,7 +56,7 @@ def test_shell_scripts_are_read_like_a_shell():
         ("python -m openrlhf.cli.train_sft --beta $BETA", "$BETA has no value in the command; add BETA=VALUE after it"),
         ("trl sft --name $(date)", "is the output of another command; write its value instead"),
         ("trl sft --name 'x", "has no second one; close the quotation"),
-        ("ls -l", "'ls -l' is no command that the importer knows"),
+        ("ls -l", "'ls -l' is not a command that the importer knows"),
         ("trl chat", "trl chat has no importer"),
         ("python -m openrlhf.cli.serve_rm", "openrlhf.cli.serve_rm has no importer"),
         ("missing.sh", "missing.sh: there is no such file; name a script, or quote the whole command"),

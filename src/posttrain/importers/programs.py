@@ -49,7 +49,7 @@ class Program:
             rule = self.rules.get(name)
             answer = self._unknown(name) if rule is None else rule.apply(value, flags)
             if name in repeated:
-                note = "; ".join(part for part in (answer.note, "given twice, the last one counts") if part)
+                note = "; ".join(part for part in (answer.note, "given twice; the last one is used") if part)
                 answer = Answer(answer.outcome, answer.keys, note)
             taken |= set(answer.keys)
             found.append(Row(f"{self.prefix}{written[name]}", value, answer))

@@ -163,7 +163,7 @@ _RL: dict[str, Rule] = {
     "training.use_kl_loss": without_effect("in `optimization.kl_coef`"),
     "training.no_think_rl": Rule(_thinking),
     "training.state_masking": without_effect("only sampled tokens have a loss, always"),
-    **{f"training.{name}": without_effect("the original declares it and never reads it") for name in (
+    **{f"training.{name}": without_effect("the original declares it but does not use it") for name in (
         "use_sft", "binary_reward", "mask_state", "length_penalty",
     )},
     "optimization.actor_lr": equal("optimizer.learning_rate"),
@@ -225,7 +225,7 @@ def _of_rl(_: Flags) -> Iterator[Row]:
     yield _row("precision", "bfloat16 autocast", {"model.dtype": "bfloat16"}, "float32 master weights")
     yield _row(
         "evaluation",
-        "sampled, although greedy was meant",
+        "sampled, although greedy was intended",
         {"evaluation.sampling.temperature": 0},
         "greedy, each seed once",
     )
@@ -326,7 +326,7 @@ def _of_sft(_: Flags) -> Iterator[Row]:
     yield _row("precision", "bfloat16 autocast", {"model.dtype": "bfloat16"}, "float32 master weights")
     yield _row(
         "evaluation",
-        "sampled, although greedy was meant",
+        "sampled, although greedy was intended",
         {"evaluation.sampling.temperature": 0},
         "greedy, each seed once",
     )

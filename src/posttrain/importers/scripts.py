@@ -419,7 +419,7 @@ _PIPELINE = Script(
 )
 _PLOTS = Script(Program("the experiment", "plot", {}), "posttrain plot RUN")
 _INCLUDED = Script(
-    _evaluation("evaluate", {"input": without_effect("the file that the judge has written")}),
+    _evaluation("evaluate", {"input": without_effect("the file that the judge wrote")}),
     "posttrain table NAME=FOLDER",
 )
 _SCRIPTS = {

@@ -50,7 +50,7 @@ def write_gguf(directory: Path, file: Path, kind: str = "f16", name: str = "mode
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if kind not in TYPES:
-        raise InputError(f"--type {kind} is not offered; use {', '.join(TYPES)}")
+        raise InputError(f"--type {kind} is not supported; use {', '.join(TYPES)}")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     config = model.config

@@ -161,7 +161,7 @@ class TaskOrder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("tasks", self._digest) != self._digest:
             raise InputError(
-                "the tasks to train on are no longer those that this run began with, because its files have changed; restore "
+                "the training tasks differ from those at the start of this run, because its files have changed; restore "
                 "the files, or start a run with another name"
             )
         self.drawn = state["drawn"]

@@ -217,7 +217,7 @@ class PreferenceEvaluator(Generic[Output]):
         assert self.renderer is not None
         order = np.argsort(chosen - rejected)
         picked = dict.fromkeys(int(order[place]) for place in (-1, len(order) // 2, 0))
-        lines = ["scored pairs (most surely right, middle, most surely wrong):"]
+        lines = ["scored pairs (largest, median and smallest margin):"]
         for number in list(picked)[:_SHOWN_PAIRS]:
             lines.append(f"  {rows[number].origin}: margin {chosen[number] - rejected[number]:+.3f}")
             for name, stream, reward in zip(

@@ -60,7 +60,7 @@ def test_several_operations_are_undone_or_none(notes):
     with pytest.raises(InputError, match="has 4 operations"):
         undo(notes, 5)
     (notes / "entities/bob.md").write_text("by hand")
-    with pytest.raises(InputError, match=r"'entities/bob\.md' was changed from outside since; nothing is undone"):
+    with pytest.raises(InputError, match=r"'entities/bob\.md' was changed outside of the journal; nothing is undone"):
         undo(notes, 4)
     (notes / "entities/bob.md").write_text(before["entities/bob.md"])
     assert files(notes) == before
