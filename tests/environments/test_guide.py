@@ -44,6 +44,9 @@ def test_the_guide_names_every_key():
     from posttrain.recipe.components import environment_names
 
     guide = (ROOT / "docs/reference/environments.md").read_text()
-    for name in environment_names():
+    # The keys of other packages' environments are in the generated page of recipes.
+    own = [name for name in environment_names() if ".adapters." not in environment_class(name).__module__]
+    assert len(own) > 6
+    for name in own:
         for key in set(environment_class(name).Recipe.model_fields) - {"type"}:
             assert f"`{key}`" in guide or f"`{key}." in guide, f"{name}: {key}"
