@@ -112,9 +112,13 @@ class Renderer:
         return self.text(later, shown).startswith(self.text(first, shown) + answer)
 
     def _keeps_calls(self, thought: bool) -> bool:
-        first, shown = [{"role": "user", "content": "first"}], [schema(_PROBE, "A probe.", {})]
+        first: list[Message] = [{"role": "user", "content": "first"}]
+        shown = [schema(_PROBE, "A probe.", {})]
         call = ToolCall(_PROBE, {}).message(call_id(0, 0))
-        called = [*first, {"role": "assistant", "content": _THOUGHT if thought else "", "tool_calls": [call]}]
+        called: list[Message] = [
+            *first,
+            {"role": "assistant", "content": _THOUGHT if thought else "", "tool_calls": [call]},
+        ]
         result = {"role": "tool", "name": _PROBE, "tool_call_id": call["id"], "content": "second"}
         before = self.text(called, shown, answering=False)
         after = self.text([*called, result], shown)
