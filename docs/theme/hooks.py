@@ -9,7 +9,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "posttrain"
 
 METRIC = re.compile(
     r"(?:rollout|policy|loss|kl|entropy|critic|units|optimizer|tokens|time|reward|preference|validation|test|correction"
-    r"|credit|agent|teacher|ptx|reference|generate|speed)/[a-z_0-9]+"
+    r"|credit|agent|teacher|ptx|reference|generate|speed)/[a-z_0-9]+|memory/key_value_cache"
 )
 """A metric of `metrics.jsonl`, as the source spells it."""
 NOT_METRICS = {"tokens/s"}
