@@ -69,7 +69,7 @@ class Program:
 
     def _unknown(self, name: str) -> Answer:
         near = nearest_type(name, [*self.rules, *self.other_names])
-        return Answer("unknown", {}, f"{self.framework} has no such flag that the importer knows{near}")
+        return Answer("unknown", {}, f"{self.framework} has no such flag, or the importer does not support it{near}")
 
 
 def values_of(rows: Iterable[Row]) -> dict[str, Any]:

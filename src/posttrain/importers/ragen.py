@@ -78,7 +78,7 @@ def _held_out(flags: Flags) -> tuple[Mapping[str, Any], str]:
 def _environment(value: str, flags: Flags) -> Answer:
     if value not in _SEEDS:
         return Answer(
-            "not supported", {}, f"the importer knows {', '.join(_SEEDS)}; `posttrain env list` has all environments"
+            "not supported", {}, f"the importer supports {', '.join(_SEEDS)}; `posttrain env list` has all environments"
         )
     keys: dict[str, Any] = {
         "sokoban": {"environment.type": "sokoban", "environment.dim_x": 6, "environment.dim_y": 6, "environment.num_boxes": 1,
@@ -356,7 +356,7 @@ def _tags(value: str, _: Flags) -> Answer:
 
 def _config_name(value: str, flags: Flags) -> Answer:
     if value not in _NAMES:
-        return Answer("not supported", {}, f"the importer knows {', '.join(_NAMES)}; files of hydra are not read")
+        return Answer("not supported", {}, f"the importer supports {', '.join(_NAMES)}; files of hydra are not read")
     if "es_manager.train.env_configs.tags" in flags:
         return Answer("no effect", {}, "`es_manager.train.env_configs.tags` wins")
     return Answer("converted", _TAGS[_NAMES[value]])

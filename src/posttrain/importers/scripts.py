@@ -66,7 +66,7 @@ def _results(option: str, suffix: str) -> Rule:
 
     def apply(value: str, _: Flags) -> Answer:
         return Answer(
-            "converted", {option: f"{Path(value).with_suffix('')}/{suffix}"}, "each command has a file of its own here"
+            "converted", {option: f"{Path(value).with_suffix('')}/{suffix}"}, "each command has its own file here"
         )
 
     return Rule(apply)

@@ -1,4 +1,4 @@
-"""A pipeline: stages in order, each a recipe of its own, chained by the files and models that they make."""
+"""A pipeline: stages in order, each its own recipe, chained by the files and models that they make."""
 
 import json
 from collections.abc import Sequence

@@ -91,7 +91,7 @@ class RolloutManager:
         """What the chat template does to system messages and to earlier turns."""
         warnings = self.renderer.warnings()
         if self.renderer.rewrites_answers:
-            warnings.append("the chat template rewrites earlier answers, so every turn becomes a stream of its own")
+            warnings.append("the chat template rewrites earlier answers, so every turn becomes its own stream")
         elif self.renderer.rewrites_thoughts:
             warnings.append(
                 "the chat template drops earlier thinking, so the turn after a thinking answer starts a new stream"

@@ -37,8 +37,8 @@ def test_the_last_operations_are_listed_with_time_and_notes(notes):
     found = last_operations(notes, 3)
     assert len(found) == 3
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
-    assert re.fullmatch(rf"   4  {when}  delete  user\.md \(taken away\)", found[0])
-    assert re.fullmatch(rf"   3  {when}  move    entities/bo\.md \(taken away\), entities/bob\.md \(made\)", found[1])
+    assert re.fullmatch(rf"   4  {when}  delete  user\.md \(removed\)", found[0])
+    assert re.fullmatch(rf"   3  {when}  move    entities/bo\.md \(removed\), entities/bob\.md \(made\)", found[1])
     assert last_operations(notes, 99)[3].endswith("update  user.md (+1 -2 lines)")
 
 

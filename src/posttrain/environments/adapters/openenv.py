@@ -26,7 +26,7 @@ class OpenEnvRecipe(AdapterRecipe):
     type: str = "openenv"
     """An environment of OpenEnv."""
     url: str | None = None
-    """Base URL of a running server, for example `http://localhost:8000`. Every episode is a session of its own."""
+    """Base URL of a running server, for example `http://localhost:8000`. Every episode has its own session."""
     in_process: str | None = None
     """`module:Class` of an environment that runs in this process, instead of `url`."""
     keys: dict[str, bool | int | float | str] = {}
