@@ -17,7 +17,7 @@ from rich.console import Console
 
 from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import Interrupts, current_world
-from posttrain.episode import Episode
+from posttrain.episode import Advantages, Episode
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
 from posttrain.recipe.run import CheckpointRecipe, ExportedStep, GuardRecipe, SinkName
@@ -90,6 +90,8 @@ class LoopSettings:
     sinks: Sequence[SinkName] = ()
     plots: bool = True
     """Whether figures are drawn at the end."""
+    completions: int = 0
+    """Episodes per step in the sinks' tables of completions."""
 
     @classmethod
     def of(cls, recipe: RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe, steps: int) -> "LoopSettings":
@@ -105,6 +107,7 @@ class LoopSettings:
             recipe.export,
             recipe.sinks,
             recipe.draws_plots,
+            recipe.tracking.completions,
         )
 
 
@@ -305,6 +308,10 @@ class Trainer(Generic[Output]):
     def sampled(self, step: int, episodes: Sequence[Episode]) -> None:
         """Pass the episodes of a step's rollouts to the callbacks."""
         self._call(lambda callback: callback.on_episodes(step, episodes))
+
+    def show_completions(self, step: int, episodes: Sequence[Episode], advantages: Advantages | None = None) -> None:
+        """Send the first `tracking.completions` of the step's episodes to the sinks."""
+        self._log.completions(step, episodes[: self.settings.completions], advantages)
 
     def finish_step(self, metrics: dict[str, Any]) -> None:
         """Count the step, log its metrics, and keep its state for the next checkpoint. Call it inside `critical()`."""
