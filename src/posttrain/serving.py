@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from posttrain.data.rendering import Renderer
-from posttrain.data.tools import ToolFormat
+from posttrain.data.tools import call_id
 from posttrain.engines.protocol import Completion, Engine, Request
 from posttrain.episode import CUT_OFF, StopReason
 from posttrain.errors import InputError, PosttrainError
@@ -90,7 +90,6 @@ class Server:
         self.engine = engine
         self.name = name
         self.renderer = Renderer(engine.policy.tokenizer, engine.policy.end_tokens)
-        self.tools = ToolFormat(self.renderer)
         self.context = int(getattr(engine.policy.model.config, "max_position_embeddings", None) or 1 << 20)
         self._seed = seed
         self._count = 0
@@ -205,7 +204,7 @@ class Server:
             raise CallRefused("top_logprobs must be 0; the engine returns the log-probability of the sampled token")
         read = ("messages", "tools", "tool_choice", "response_format", "functions")
         call = formats.openai_call({key: values[key] for key in read if key in values}, False)
-        prompt = self.renderer.encode(self.tools.text(call.messages, call.tools))
+        prompt = self.renderer.prompt(call.messages, tools=call.tools)
         self._require_room(prompt)
         return prompt, bool(call.tools)
 
@@ -251,8 +250,8 @@ class Server:
         yield "data: [DONE]\n\n"
 
     def _answer(self, choice: _Choice, tools: bool, prompt_tokens: int) -> ChatAnswer:
-        parsed = self.tools.parse(choice.text) if tools else None
-        calls = [(f"call{number:05d}", call) for number, call in enumerate(parsed.calls)] if parsed else []
+        parsed = self.renderer.parse(choice.text) if tools else None
+        calls = [(call_id(0, number), call) for number, call in enumerate(parsed.calls)] if parsed else []
         text = parsed.text if parsed else choice.text
         return ChatAnswer(0, text, calls, choice.reason, None, prompt_tokens, choice.sampled)
 
