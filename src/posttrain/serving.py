@@ -280,7 +280,7 @@ class Server:
             raise CallRefused("logprobs must be at most 1; the engine returns the log-probability of the sampled token")
         tokenizer = self.engine.policy.tokenizer
         prompts = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
-        found = [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else list(one) for one in prompts]  # type: ignore[arg-type]
+        found = [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else list(one) for one in prompts]
         if bad := [id for ids in found for id in ids if not 0 <= id < len(tokenizer)]:
             raise CallRefused(f"the prompt has token {bad[0]}, and the model has {len(tokenizer)} tokens")
         for ids in found:

@@ -49,8 +49,8 @@ def serve(
 
     with open_listener(port, "--port") as on:
         policy = Policy(section(ModelRecipe, path=exported_model(model)))
-        kind = LocalEngineRecipe if engine == "local" else VllmEngineRecipe
-        server = Server(open_engine(policy, section(kind), weights_change=False), Path(model).name, seed)
+        recipe = section(LocalEngineRecipe) if engine == "local" else section(VllmEngineRecipe)
+        server = Server(open_engine(policy, recipe, weights_change=False), Path(model).name, seed)
         found = on.getsockname()[1]
         app, admitted = guarded(server.app(), found, key)
         typer.echo(f"{server.name} at http://{ADDRESS}:{found}/v1\nCtrl-C ends it")
