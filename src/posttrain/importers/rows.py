@@ -94,7 +94,7 @@ def literal(text: str) -> Any:
     """The value of `text` as YAML reads it: numbers, true, false, null, lists; otherwise the text."""
     try:
         value = yaml.load(text, RecipeLoader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # also of numbers with too many digits
         return text
     if value is None and text.strip().lower() not in ("null", "~"):
         return None if text.strip().lower() == "none" or not text.strip() else text
