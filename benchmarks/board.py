@@ -63,6 +63,7 @@ ENTRIES = {
     "sokoban": Entry("Sokoban, 6 x 6 rooms with one box, six turns", 0.80),
     "countdown": Entry("countdown: a number from two or three small ones", 0.50),
     "json_answer": Entry("JSON with given keys and types, unseen schemas", 0.95),
+    "tools": Entry("shop questions with a lookup tool and a calculator", 0.95),
 }
 
 

@@ -16,7 +16,7 @@ from tests.journeys import dry
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = [
-    line.removeprefix("$ ")
+    re.sub(r"\s+# .*", "", line.removeprefix("$ "))
     for block in re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     for line in block.splitlines()
 ]

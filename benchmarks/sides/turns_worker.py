@@ -98,7 +98,7 @@ def play_theirs(model: Any, tokenizer: Any, job: dict[str, Any], round_number: i
 
     from posttrain.data.rendering import Renderer
     from posttrain.episode import StopReason
-    from posttrain.rollout.driver import TokenTranscript
+    from posttrain.rollout.transcript import TokenTranscript
 
     torch.manual_seed(round_number + 1)
     environment = _environment(job)

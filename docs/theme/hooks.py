@@ -9,7 +9,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "posttrain"
 
 METRIC = re.compile(
     r"(?:rollout|policy|loss|kl|entropy|critic|units|optimizer|tokens|time|reward|preference|validation|test|correction"
-    r"|credit|agent|teacher|ptx|reference|generate|speed)/[a-z_0-9]+"
+    r"|credit|agent|tools|teacher|ptx|reference|generate|speed)/[a-z_0-9]+|memory/key_value_cache"
 )
 """A metric of `metrics.jsonl`, as the source spells it."""
 NOT_METRICS = {"tokens/s"}
@@ -110,6 +110,9 @@ MEANINGS = {
     "tokens/reused": "prompt tokens taken from the cache",
     "tokens/sampled": "tokens sampled",
     "tokens/trained": "tokens in the loss",
+    "tools/calls": "well-formed tool calls per episode",
+    "tools/failed_share": "share of the well-formed calls of unknown tools, with wrong arguments, or that raised an error",
+    "tools/malformed_share": "share of all calls that could not be parsed",
     "units/clipped": "reward-model values at the limit of `reward.clip`",
     "units/credit": "mean credit of a unit",
     "units/forwards": "texts that the reward model read to compute the credit",

@@ -68,7 +68,7 @@ def test_end_of_input_stops_cleanly():
 
 def test_validate_checks_all_or_one_with_keys():
     result = _run("validate", "--seeds", "5")
-    whole = ("bandit", "frozen_lake", "json_answer", "memory", "sokoban", "word_sort")
+    whole = ("bandit", "frozen_lake", "json_answer", "memory", "sokoban", "tool_use", "word_sort")
     assert [line.partition(";")[0] for line in result.output.splitlines()] == [f"{n}: valid on 5 seeds" for n in whole]
     assert _run("validate", "sokoban", "num_boxes=2", "--seeds", "3").output == "sokoban: valid on 3 seeds\n"
 

@@ -175,11 +175,15 @@ def test_expert_rows_by_turn_end_with_one_answer():
     assert all(row["completion"][0]["role"] == "assistant" and row["prompt"][-1]["role"] == "user" for row in rows)
 
 
-def test_content_that_a_template_omits_is_refused():
+def test_a_template_without_tools_shows_them_as_text():
     """ChatML knows neither tools nor calls; an empty answer would be learned in their place."""
     subject, asked = renderer(CHATML), {"role": "user", "content": "u0x"}
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    with pytest.raises(InputError, match="does not show message 2"):
-        render_conversation(subject, [asked, call], "assistant")
-    with pytest.raises(InputError, match="does not show the tools"):
-        render_conversation(subject, [asked, {"role": "assistant", "content": "a0x"}], "assistant", [{"name": "add"}])
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    rest = [{"role": "tool", "content": "r0x"}, {"role": "assistant", "content": "a0x"}]
+    (stream,) = render_conversation(subject, [asked, called, *rest], "assistant", [{"name": "add"}])
+    assert subject.tokenizer.decode(stream.ids[stream.trained]) == (
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>a0x<|im_end|>'
+    )
+    assert '<tools>\n{"name": "add"}\n</tools>' in subject.tokenizer.decode(stream.ids)
+    with pytest.raises(InputError, match="a tool call has no function"):
+        render_conversation(subject, [asked, {**called, "tool_calls": [{}]}], "assistant")

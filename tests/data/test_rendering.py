@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from posttrain.data.rendering import Renderer
 from posttrain.episode import StopReason
 from posttrain.errors import InputError
-from posttrain.rollout.driver import TokenTranscript
+from posttrain.rollout.transcript import TokenTranscript
 
 from ..conftest import CHATML, make_tokenizer
 
@@ -93,9 +93,9 @@ def test_a_primer_is_not_sampled():
 
 
 def test_a_template_that_refuses_a_role_is_named():
-    refusing = renderer("{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m['content'] }}{% endfor %}")  # fmt: skip
-    with pytest.raises(InputError, match="roles system, user, tool"):
-        refusing.prompt([*FIRST, {"role": "tool", "content": "x"}])
+    refusing = renderer("{% for m in messages %}{% if m['role'] == 'critic' %}{{ raise_exception('no critics') }}{% endif %}{{ m['content'] }}{% endfor %}")  # fmt: skip
+    with pytest.raises(InputError, match="roles system, user, critic"):
+        refusing.prompt([*FIRST, {"role": "critic", "content": "x"}])
 
 
 WITHOUT_SYSTEM = (

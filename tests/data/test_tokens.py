@@ -324,9 +324,9 @@ def test_the_cache_key_includes_everything_the_tokens_depend_on(loader, change):
 def test_the_order_of_keys_in_tools_is_content(loader):
     one = {"name": "add", "parameters": {}}
     rows = [{**ROWS[0], "tools": [one]}]
-    first, _, _ = loader(rows, template=WITH_TOOLS, max_tokens=100)
+    first, _, _ = loader(rows, template=WITH_TOOLS, max_tokens=200)
     turned = [{**ROWS[0], "tools": [dict(reversed(one.items()))]}]
-    second, _, cached = loader(turned, template=WITH_TOOLS, max_tokens=100)
+    second, _, cached = loader(turned, template=WITH_TOOLS, max_tokens=200)
     assert not cached
     assert plain(first) != plain(second)
 

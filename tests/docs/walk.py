@@ -27,9 +27,9 @@ def blocks(page: str) -> Iterator[tuple[str, str, str]]:
 
 
 def commands_of(text: str) -> list[str]:
-    """The commands of a console block, each in one line."""
+    """The commands of a console block, each in one line and without its comment."""
     lines = re.sub(r"\s*\\\n\s*", " ", text).splitlines()
-    return [line.removeprefix("$ ") for line in lines if line.startswith("$ posttrain ")]
+    return [re.sub(r"\s+# .*", "", line.removeprefix("$ ")) for line in lines if line.startswith("$ posttrain ")]
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from posttrain.environments.game import Game, play
-from posttrain.recipe.components import environment_class, environment_names, environment_recipe
+from posttrain.recipe.components import ENVIRONMENTS, environment_class, environment_recipe
 from posttrain.seeds import random_stream
 
-WHOLE = [name for name in environment_names() if issubclass(environment_class(name), Game)]
+WHOLE = [name for name in ENVIRONMENTS if issubclass(environment_class(name), Game)]
 
 VARIANTS = [
     {"type": "bandit"},

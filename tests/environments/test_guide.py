@@ -40,10 +40,12 @@ def test_the_guide_shows_that_file():
     assert (ROOT / EXAMPLE).read_text() in (ROOT / "docs/tutorials/own_environment.md").read_text()
 
 
-def test_the_guide_names_every_key():
+def test_the_reference_names_every_environment_and_key():
     from posttrain.recipe.components import environment_names
 
-    guide = (ROOT / "docs/reference/environments.md").read_text()
+    guide = "".join((ROOT / f"docs/{page}.md").read_text() for page in ("reference/environments", "how-to/adapters"))
+    keys = (ROOT / "docs/reference/recipes.md").read_text()
     for name in environment_names():
+        assert f"`{name}`" in guide
         for key in set(environment_class(name).Recipe.model_fields) - {"type"}:
-            assert f"`{key}`" in guide or f"`{key}." in guide, f"{name}: {key}"
+            assert f"`environment.{key}`" in keys or f"`environment.{key}." in keys, f"{name}: {key}"

@@ -207,6 +207,15 @@ def test_batches_of_grpo():
     assert recipe.environment.reward == "rewards:good"
 
 
+def test_names_in_wandb_reach_the_recipe():
+    command = one("python -m openrlhf.cli.train_sft --pretrain m --dataset x.jsonl --use_wandb KEY --wandb_project p "
+                  "--wandb_org lab --wandb_group seeds --wandb_run_name third")  # fmt: skip
+    recipe = command.recipe()
+    assert recipe.sinks == ["wandb"]
+    tracking = recipe.tracking
+    assert (tracking.project, tracking.entity, tracking.group, tracking.run_name) == ("p", "lab", "seeds", "third")
+
+
 def test_verl_and_later_versions_of_ragen():
     text = (
         "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$HOME/gsm8k/train.parquet "

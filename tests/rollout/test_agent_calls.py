@@ -13,7 +13,6 @@ import openai
 import pytest
 
 from posttrain.data.rendering import Renderer
-from posttrain.data.tools import ToolFormat
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Completion, EngineCounters
 from posttrain.episode import StopReason
@@ -66,7 +65,7 @@ def served(engine, tokenizer, limit=2048):
     async def make():
         return AgentSession(
             engine,
-            ToolFormat(Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))),
+            Renderer(tokenizer, frozenset({tokenizer.eos_token_id})),
             RolloutRecipe(tokens_per_turn=24, tokens_per_episode=limit),
             SamplingRecipe(),
             EpisodeRequest(5, 0, 0, (0, "test")),
@@ -358,7 +357,7 @@ def test_random_agents_record_every_token(tiny_policy):
         engine = RecordingEngine(tiny_policy.tokenizer, inner)
         session = AgentSession(
             engine,
-            ToolFormat(Renderer(tiny_policy.tokenizer, tiny_policy.end_tokens)),
+            Renderer(tiny_policy.tokenizer, tiny_policy.end_tokens),
             RolloutRecipe(tokens_per_turn=6, tokens_per_episode=2048),
             SamplingRecipe(),
             EpisodeRequest(seed, 0, 0, (0, "test", seed)),

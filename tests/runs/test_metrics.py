@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from posttrain.errors import InputError, RunError
-from posttrain.runs import metrics
+from posttrain.runs import sinks
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 
@@ -125,13 +125,17 @@ class Recorder:
         self.fails_at = fails_at
         self.calls: list[Any] = []
 
-    def write(self, step: int, kind: str, values: Any) -> None:
-        self.calls.append((step, kind, dict(values)))
+    def write(self, step: int, values: Any) -> None:
+        self.calls.append((step, dict(values)))
         if len(self.calls) >= self.fails_at:
             raise ConnectionError("the service is away")
 
-    def rewind(self, step: int) -> None:
+    def completions(self, step: int, rows: Any) -> None:
+        raise NotImplementedError
+
+    def rewind(self, step: int) -> bool:
         self.calls.append(("rewind", step))
+        return False
 
     def close(self) -> None:
         self.calls.append("close")
@@ -141,8 +145,8 @@ def test_a_failing_sink_is_reported_once_and_dropped(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad, good = Recorder(fails_at=2), Recorder(fails_at=99)
-    monkeypatch.setitem(metrics._SINKS, "wandb", lambda run: bad)
-    monkeypatch.setitem(metrics._SINKS, "trackio", lambda run: good)
+    monkeypatch.setitem(sinks._SINKS, "wandb", lambda run: bad)
+    monkeypatch.setitem(sinks._SINKS, "trackio", lambda run: good)
     with MetricsLog(run, ["wandb", "trackio"]) as log:
         for step in range(1, 5):
             log.write(step, "train", {"x": 1.0})
@@ -152,22 +156,22 @@ def test_a_failing_sink_is_reported_once_and_dropped(
     assert "the service is away" in warning["message"]
     assert capsys.readouterr().err.count("wandb") == 1
     assert len(bad.calls) == 2
-    assert [call[0] for call in good.calls if call != "close" and call[1] == "train"] == [1, 2, 3, 4]
+    assert [call[0] for call in good.calls if call != "close" and call[1] == {"train/x": 1.0}] == [1, 2, 3, 4]
     assert good.calls[-1] == "close"
 
 
 def test_a_sink_that_cannot_start_or_stop_is_dropped_too(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def start(run: RunDirectory) -> metrics.Sink:
+    def start(run: RunDirectory) -> sinks.Sink:
         raise OSError("not logged in")
 
     class Stuck(Recorder):
         def close(self) -> None:
             raise RuntimeError("cannot send")
 
-    monkeypatch.setitem(metrics._SINKS, "wandb", start)
-    monkeypatch.setitem(metrics._SINKS, "trackio", lambda run: Stuck(99))
+    monkeypatch.setitem(sinks._SINKS, "wandb", start)
+    monkeypatch.setitem(sinks._SINKS, "trackio", lambda run: Stuck(99))
     with MetricsLog(run, ["wandb", "trackio"]) as log:
         log.write(1, "train", {"x": 1.0})
     assert [line["kind"] for line in read_metrics(run.metrics)] == ["warning", "train", "warning"]
@@ -185,8 +189,8 @@ def test_a_sink_that_is_not_installed_is_an_input_error(
 
 def test_rewinding_reaches_the_sinks(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = Recorder(99)
-    monkeypatch.setitem(metrics._SINKS, "wandb", lambda run: sink)
+    monkeypatch.setitem(sinks._SINKS, "wandb", lambda run: sink)
     with MetricsLog(run, ["wandb"]) as log:
-        log.write(1, "train", {"x": math.nan})
+        log.write(1, "train", {"x": math.nan, "y": 2.0})
         log.truncate_after(0)
-    assert sink.calls == [(1, "train", {"x": None}), ("rewind", 0), "close"]
+    assert sink.calls == [(1, {"train/y": 2.0}), ("rewind", 0), "close"]

@@ -15,7 +15,8 @@ from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.rollout import FailureRecipe
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.driver import TokenTranscript, without_failures
+from posttrain.rollout.driver import without_failures
+from posttrain.rollout.transcript import TokenTranscript
 from posttrain.training.reward_scorer import (
     RAW,
     RewardScorer,

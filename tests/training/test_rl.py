@@ -215,6 +215,11 @@ def test_the_time_limit_ends_a_run_like_its_last_step(tiny_model, tmp_path):
     assert (run.path / "model" / "model.safetensors").is_file()
 
 
+def test_a_run_with_a_time_limit_says_once_how_many_steps_fit(tiny_model, tmp_path):
+    _, printed = train(tiny_model, tmp_path, steps=3, max_minutes=60)
+    assert printed.count("all 2 steps left fit in max_minutes = 60") == 1
+
+
 def test_a_used_name_is_refused(tiny_model, tmp_path):
     train(tiny_model, tmp_path, steps=1)
     recipe = TypeAdapter(Recipe).validate_python(small.recipe_values(tiny_model, tmp_path))

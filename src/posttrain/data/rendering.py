@@ -11,13 +11,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from posttrain.data.tools import SYNTAXES, ParsedAnswer, ToolCall, call_id, schema, tools_as_text, uses_tools
 from posttrain.errors import InputError
 from posttrain.recipe.model import thinking_of
 
 Message = dict[str, Any]
+Tool = dict[str, Any]
+"""The description of a tool in the form of OpenAI."""
 
 _ANSWER = "POSTTRAIN-ANSWER"
 _THOUGHT = "<think>\nfirst thought\n</think>\n\n"
+_PROBE = "posttrain_probe"
 
 
 class Renderer:
@@ -32,25 +36,37 @@ class Renderer:
                 f"the chat template of {tokenizer.name_or_path} omits messages that are plain text (it may be a template for "
                 "images); set another template in model.chat_template"
             )
-        self.rewrites_answers = not self._keeps_history("a plain answer")
+        self.rewrites_answers = not self._keeps_history("a plain answer", False)
         """The template changes earlier answers, so every turn needs its own stream."""
-        self.rewrites_thoughts = not self._keeps_history(_THOUGHT + "an answer")
+        self.rewrites_thoughts = not self._keeps_history(_THOUGHT + "an answer", False)
         """The template changes earlier answers that contain thinking (Qwen3 and DeepSeek drop it)."""
+        self._kept: dict[tuple[bool, str, bool], bool] = {}
         self.thinking = thinking_of(tokenizer.get_chat_template())
         """`model.thinking` of this run or of the run that exported the model; None if neither set it."""
 
-    def prompt(self, messages: Sequence[Message], primer: str = "") -> list[int]:
+    def prompt(self, messages: Sequence[Message], primer: str = "", tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of a conversation up to the policy's answer; `primer` is text that starts the answer."""
-        return self.encode(self.text(messages) + primer)
+        return self.encode(self.text(messages, tools) + primer)
 
-    def continuation(self, messages: Sequence[Message], ended: bool, primer: str = "") -> list[int]:
+    def continuation(
+        self, messages: Sequence[Message], ended: bool, primer: str = "", tools: Sequence[Tool] = ()
+    ) -> list[int]:
         """Return the tokens between two answers: the end of the first, `messages`, and the start of the second.
 
         `ended`: the first answer's last token was an end token, which is then not repeated.
         """
-        text = self.text([{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}, *messages])
+        text = self.text(
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}, *messages], tools
+        )
         ids = self.encode(text.partition(_ANSWER)[2] + primer)
         return ids[1:] if ended and ids and ids[0] in self.end_tokens else ids
+
+    def message_ids(
+        self, messages: Sequence[Message], answer: Message, primer: str = "", tools: Sequence[Tool] = ()
+    ) -> list[int]:
+        """Return the tokens of an assistant message, as the template shows it after `messages`, with its end token."""
+        prompt = self.text(messages, tools) + primer
+        return _answer(self, [*messages, answer], tools, prompt, primer)[0]
 
     def answer(self, text: str) -> list[int]:
         """Return the tokens of an answer text, with the end token that a policy would sample."""
@@ -76,19 +92,97 @@ class Renderer:
             return "without thinking although model.thinking is on"
         return None
 
-    def must_split(self, answer: str) -> bool:
-        """Whether the template changes `answer` in later turns, so that the next turn starts a new stream."""
-        return self.rewrites_answers or (self.rewrites_thoughts and "</think>" in answer)
+    def must_split(self, thought: bool, role: str = "user", tools: bool = False) -> bool:
+        """Whether the template changes earlier text as a message of `role` follows an answer, so that the next turn starts a
+        new stream.
 
-    def _keeps_history(self, answer: str) -> bool:
+        `thought`: an answer of the stream contains thinking; where the result of a tool follows, the last answer does. `tools`: the conversation has tools, which some templates
+        move (Mistral shows them before the last user message).
+        """
+        key = thought, role, tools
+        if key not in self._kept:
+            plain = (_THOUGHT if thought else "") + "a plain answer"
+            self._kept[key] = self._keeps_calls(thought) if role == "tool" else self._keeps_history(plain, tools)
+        return not self._kept[key]
+
+    def _keeps_history(self, answer: str, tools: bool) -> bool:
         first = [{"role": "user", "content": "first"}]
+        shown = [schema(_PROBE, "A probe.", {})] if tools else []
         later = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "second"}]
-        return self.text(later).startswith(self.text(first) + answer)
+        return self.text(later, shown).startswith(self.text(first, shown) + answer)
 
-    def text(self, messages: Sequence[Message], tools: list[Any] | None = None, answering: bool = True) -> str:
-        """Return the rendered text of `messages`; `answering`: up to the start of the policy's next answer."""
+    def _keeps_calls(self, thought: bool) -> bool:
+        first: list[Message] = [{"role": "user", "content": "first"}]
+        shown = [schema(_PROBE, "A probe.", {})]
+        call = ToolCall(_PROBE, {}).message(call_id(0, 0))
+        called: list[Message] = [
+            *first,
+            {"role": "assistant", "content": _THOUGHT if thought else "", "tool_calls": [call]},
+        ]
+        result = {"role": "tool", "name": _PROBE, "tool_call_id": call["id"], "content": "second"}
+        before = self.text(called, shown, answering=False)
+        after = self.text([*called, result], shown)
+        kept = before.startswith(self.text(first, shown)) and after.startswith(before)
+        return kept and (not thought or _THOUGHT.strip() in after)
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), answering: bool = True) -> str:
+        """Return the rendered text of `messages`; `answering`: up to the start of the policy's next answer.
+
+        `tools` are descriptions in the form of OpenAI. A template without tools gets them, their calls and results as text.
+        """
+        if (tools or uses_tools(messages)) and not self.native_tools:
+            messages, tools = tools_as_text(messages, tools), ()
         rendered = _fold_system(messages) if self.folds_system else list(messages)
-        return self._templated(rendered, tools, answering)
+        return self._templated(rendered, list(tools) or None, answering)
+
+    # -- tools ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def native_tools(self) -> bool:
+        """Whether the template shows tools, calls and results itself."""
+        return self._shows_calls(1)
+
+    @cached_property
+    def several_calls(self) -> bool:
+        """Whether an answer may have several calls in the template (not so in Llama 3)."""
+        return not self.native_tools or self._shows_calls(2)
+
+    def _shows_calls(self, count: int) -> bool:
+        calls = [ToolCall(_PROBE, {"x": f"{_PROBE}_argument_{i}"}).message(call_id(0, i)) for i in range(count)]
+        messages: list[Message] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+        ]
+        for index, call in enumerate(calls):
+            result = f"{_PROBE}_result_{index}"
+            messages.append({"role": "tool", "name": _PROBE, "tool_call_id": call["id"], "content": result})
+        try:
+            shown = self._templated(messages, [schema(f"{_PROBE}_tool", "A probe.", {})], True)
+        except InputError:
+            return False
+        parts = [f"{_PROBE}_{part}_{index}" for part in ("argument", "result") for index in range(count)]
+        return all(part in shown for part in (f"{_PROBE}_tool", *parts))
+
+    @cached_property
+    def tool_syntax(self) -> str:
+        """The syntax of calls, a key of `SYNTAXES`."""
+        template = self.tokenizer.get_chat_template() if self.native_tools else ""
+        if "[TOOL_CALLS]" in template:
+            return "mistral"
+        if "<tool_call>" not in template and '"parameters"' in template:
+            return "llama"
+        return "hermes"
+
+    def parse(self, answer: str) -> ParsedAnswer:
+        """Return the text and the calls of an answer."""
+        return SYNTAXES[self.tool_syntax](answer)
+
+    def call_message(self, answer: str, parsed: ParsedAnswer, turn: int) -> Message:
+        """Return an answer as a message: with `tool_calls` where the template can show all of them, else as text."""
+        if not parsed.calls or parsed.errors or (len(parsed.calls) > 1 and not self.several_calls):
+            return {"role": "assistant", "content": answer}
+        calls = [call.message(call_id(turn, index)) for index, call in enumerate(parsed.calls)]
+        return {"role": "assistant", "content": parsed.text, "tool_calls": calls}
 
     @cached_property
     def folds_system(self) -> bool:
@@ -146,7 +240,11 @@ class TokenStream:
 
 
 def render_conversation(
-    renderer: Renderer, messages: Sequence[Message], loss_on: LossOn, tools: list[Any] | None = None, first: int = 0
+    renderer: Renderer,
+    messages: Sequence[Message],
+    loss_on: LossOn,
+    tools: Sequence[Tool] | None = None,
+    first: int = 0,
 ) -> list[TokenStream]:
     """Return the streams of a conversation, in order. Each has at least one trained token.
 
@@ -159,14 +257,13 @@ def render_conversation(
         first: index of the first message that may be trained. Messages with `"train": false` are never trained.
 
     Raises:
-        InputError: the template refuses the conversation, or does not show its tools or tool calls.
+        InputError: the template refuses the conversation, or does not show its tool calls as answers.
     """
+    tools = tools or ()
     plain = [{key: value for key, value in message.items() if key not in ("train", "primer")} for message in messages]
     if loss_on == "all":
         ids = renderer.encode(renderer.text(plain, tools, answering=False))
         return _token_streams([(ids, [index > 0 for index in range(len(ids))])])
-    if tools and renderer.text(plain, tools) == renderer.text(plain):
-        raise InputError("the template does not show the tools")
     trained = [
         index
         for index, message in enumerate(messages)
@@ -187,15 +284,13 @@ def render_conversation(
             before = renderer.encode(prompt)
         ids, mask = streams[-1]
         answer, rendered, after_end = _answer(renderer, plain[: index + 1], tools, prompt, primer)
-        if len(answer) < 2 and messages[index].get("tool_calls"):
-            raise InputError(f"the template does not show message {index + 1}; it may not support tool calls")
         ids += [*before, *answer]
         mask += [False] * len(before) + [True] * len(answer)
     return _token_streams(streams)
 
 
 def _answer(
-    renderer: Renderer, messages: Sequence[Message], tools: list[Any] | None, prompt: str, primer: str
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool], prompt: str, primer: str
 ) -> tuple[list[int], str | None, str]:
     """Return the tokens of the last message as an answer to `prompt`, the rendered text so far, and the part of that
     text after the end token.
@@ -206,6 +301,10 @@ def _answer(
     rendered = renderer.text(messages, tools, answering=False)
     if not rendered.startswith(prompt):
         # The template changes this answer, so its text is used as written.
+        if messages[-1].get("tool_calls"):
+            raise InputError(
+                f"the template does not show the tool calls of message {len(messages)} as an answer to the messages before it"
+            )
         text = _without_open_thought(messages[-1].get("content") or "", prompt).removeprefix(primer)
         end = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
         return renderer.answer(text), prompt + text + end, ""

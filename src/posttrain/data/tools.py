@@ -1,21 +1,20 @@
-"""Tool calls: how a chat template shows tools, and how its answers are parsed into calls.
+"""Tool calls: the syntaxes of chat templates, and their parsers.
 
-The template of a model decides the syntax. A template without tools gets them as text in the syntax of Hermes: their
-schemas in the system message, calls between `<tool_call>` tags, results in a user message.
+The template of a model decides the syntax, see `posttrain.data.rendering`. A template without tools gets them as text in the
+syntax of Hermes: their schemas in the system message, calls between `<tool_call>` tags, results in a user message.
 """
 
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from posttrain.data.messages import UnusableRow, check_value
-from posttrain.data.rendering import Message, Renderer
 from posttrain.errors import InputError
 
-_PROBE = "posttrain_probe"
+Message = dict[str, Any]
+
 _INSTRUCTIONS = (
     "You can call these tools:\n<tools>\n{tools}\n</tools>\n"
     'Call a tool with <tool_call>{{"name": "tool", "arguments": {{"key": "value"}}}}</tool_call>.'
@@ -28,10 +27,12 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any]
+    id: str = ""
+    """The id that the policy gave the call, as in the syntax of Mistral; empty if it gave none."""
 
     def message(self, id: str) -> dict[str, Any]:
-        """The call as an entry of `tool_calls` in a message for a chat template."""
-        return {"id": id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        """The call as an entry of `tool_calls` in a message for a chat template. `id` is used if the policy gave none."""
+        return {"id": self.id or id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class ParsedAnswer:
 # -- syntaxes -----------------------------------------------------------------------------------------------------------
 
 _JSON = json.JSONDecoder()
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""Ids of calls that Mistral's templates accept."""
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*|\Z)\Z", re.DOTALL)
 # A value ends where the next parameter starts, and quantifiers are possessive, so that the time is linear in the length.
@@ -174,7 +177,8 @@ def _call_of(value: Any, errors: list[str]) -> ToolCall | None:
     if not isinstance(arguments, dict):
         errors.append(f"the arguments of {value['name']} are not an object")
         return None
-    return ToolCall(value["name"], arguments)
+    given = value.get("id")
+    return ToolCall(value["name"], arguments, given if isinstance(given, str) and _ID.fullmatch(given) else "")
 
 
 def json_or_text(text: str) -> Any:
@@ -186,49 +190,7 @@ def json_or_text(text: str) -> Any:
     return text if text.strip()[end:] else value
 
 
-# -- the format of a chat template --------------------------------------------------------------------------------------
-
-
-class ToolFormat:
-    """How the chat template of a renderer shows tools, and how answers to it are parsed."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
-
-    @cached_property
-    def native(self) -> bool:
-        """Whether the template shows tools, calls and results itself."""
-        call = ToolCall(f"{_PROBE}_call", {}).message("probe0001")
-        messages: list[Message] = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "name": f"{_PROBE}_call", "tool_call_id": "probe0001", "content": f"{_PROBE}_result"},
-        ]
-        try:
-            shown = self.renderer.text(messages, [schema(f"{_PROBE}_tool", "A probe.", {})])
-        except InputError:
-            return False
-        return all(f"{_PROBE}_{part}" in shown for part in ("tool", "call", "result"))
-
-    @cached_property
-    def syntax(self) -> str:
-        """The syntax of calls, a key of `SYNTAXES`."""
-        template = self.renderer.tokenizer.get_chat_template() if self.native else ""
-        if "[TOOL_CALLS]" in template:
-            return "mistral"
-        if "<tool_call>" not in template and '"parameters"' in template:
-            return "llama"
-        return "hermes"
-
-    def text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), answering: bool = True) -> str:
-        """The rendered text of a conversation with `tools` in the form of OpenAI."""
-        if not self.native:
-            return self.renderer.text(_as_text(messages, tools), None, answering)
-        return self.renderer.text(messages, list(tools) or None, answering)
-
-    def parse(self, answer: str) -> ParsedAnswer:
-        """The text and the calls of an answer."""
-        return SYNTAXES[self.syntax](answer)
+# -- tools in a conversation --------------------------------------------------------------------------------------------
 
 
 def schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -237,11 +199,28 @@ def schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str,
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def _as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """The conversation for a template without tools: schemas, calls and results as text."""
+def call_id(turn: int, index: int) -> str:
+    """The id of call `index` of turn `turn`, both from 0. Mistral's templates take exactly nine letters and digits."""
+    return f"call{turn % 1000:03d}{index % 100:02d}"
+
+
+def hermes_text(answer: ParsedAnswer) -> str:
+    """An answer in the syntax of Hermes."""
+    calls = [f"<tool_call>{_compact(call.name, call.arguments)}</tool_call>" for call in answer.calls]
+    return "\n".join(part for part in (answer.text, *calls) if part)
+
+
+def uses_tools(messages: Sequence[Message]) -> bool:
+    """Whether a conversation has calls or results of tools."""
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+
+
+def tools_as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """The conversation for a template without tools: schemas, calls and results as text. InputError for a call without a
+    function."""
     plain: list[Message] = []
     if tools:
-        listed = "\n".join(json.dumps(tool.get("function", tool)) for tool in tools)
+        listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
         plain.append({"role": "system", "content": _INSTRUCTIONS.format(tools=listed)})
     for message in messages:
         content = message.get("content") or ""
@@ -254,13 +233,21 @@ def _as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> li
             else:
                 plain.append({"role": "user", "content": result, "results": True})
         elif message.get("tool_calls"):
-            calls = [call["function"] for call in message["tool_calls"]]
-            parts = [content, *(f"<tool_call>{_compact(call)}</tool_call>" for call in calls)]
+            calls = [_function_of(call) for call in message["tool_calls"]]
+            parts = [content, *(f"<tool_call>{_compact(name, arguments)}</tool_call>" for name, arguments in calls)]
             plain.append({"role": "assistant", "content": "\n".join(part for part in parts if part)})
         else:
             plain.append({"role": message["role"], "content": content})
     return [{"role": message["role"], "content": message["content"]} for message in plain]
 
 
-def _compact(call: dict[str, Any]) -> str:
-    return json.dumps({"name": call["name"], "arguments": call["arguments"]})
+def _function_of(call: Any) -> tuple[str, Any]:
+    """The name and the arguments of an entry of `tool_calls`."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InputError("a tool call has no function with a name; give each entry of `tool_calls` a `function`")
+    return function["name"], function.get("arguments", {})
+
+
+def _compact(name: str, arguments: Any) -> str:
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)

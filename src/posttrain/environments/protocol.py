@@ -6,11 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks, training_tasks
+from posttrain.data.tools import ParsedAnswer
 from posttrain.recipe.components import EnvironmentRecipe, Factory, environment_class
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange, same_tasks
 
 Message = dict[str, str]
-"""A chat message: `{"role": "system" | "user", "content": text}`."""
+"""A chat message: `{"role": "system" | "user", "content": text}`, or the result of a tool, see `ToolEnvironment`."""
+
+Action = str | ParsedAnswer
+"""What the policy does: the text of its answer, or the text and the calls of an answer where it has tools."""
 
 Cells = list[list[str]]
 """A grid by rows. A cell is named after the symbol that shows it: `wall`, `floor`, `player_on_goal`."""
@@ -24,6 +28,8 @@ class Observation:
     state: str | None = None
     """A name of the state. Two episodes of one task have the same name exactly when they are in the same state, for
     credit that compares actions taken in one state (`gigpo`). None: states are compared by their observation tokens."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """The tools that the policy may call in this episode, in the form of OpenAI. With tools, answers go to `act`."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,17 @@ class Environment(ABC):
     @abstractmethod
     def step(self, action: str) -> Step:
         """Apply an action: the text of the policy's answer, as sampled. RuntimeError after the last step."""
+
+    def act(self, answer: ParsedAnswer) -> Step:
+        """Apply an answer that was parsed by the syntax of the policy's chat template. Called in place of `step` where the
+        observation has tools."""
+        raise NotImplementedError(
+            f"{type(self).__name__} offers tools and has no `act`; derive it from ToolEnvironment"
+        )
+
+    def take(self, action: Action) -> Step:
+        """Apply an action of either kind."""
+        return self.step(action) if isinstance(action, str) else self.act(action)
 
     @classmethod
     def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow] | None:

@@ -64,7 +64,7 @@ LOGGED_IN = ("runs", "sinks", "tracking", "plots")
 
 
 class TrackingRecipe(BaseConfig):
-    """Where and under which name the sinks W&B and trackio record the run."""
+    """Where, under which name and with how many completions the sinks record the run."""
 
     project: str | None = Field(None, min_length=1)
     """Project. Null: for W&B the environment variable `WANDB_PROJECT`, else `posttrain`."""
@@ -72,6 +72,10 @@ class TrackingRecipe(BaseConfig):
     """W&B user or team that owns the project. Null: the environment variable `WANDB_ENTITY`, else the account's default."""
     run_name: str | None = Field(None, min_length=1)
     """Name of the run in the project. Null: for W&B the environment variable `WANDB_NAME`, else `name`."""
+    group: str | None = Field(None, min_length=1)
+    """Group of runs in the project, as for the seeds of one recipe. Null: for W&B the environment variable `WANDB_RUN_GROUP`, else none."""
+    completions: int = Field(0, ge=0)
+    """Training episodes per step that the sinks show as a table, with their texts, from the first groups of the step. 0: none."""
     tags: list[str] = []
     """W&B tags of the run. Empty: the environment variable `WANDB_TAGS`."""
 

@@ -172,10 +172,19 @@ def _thinking_key(environment: EnvironmentRecipe) -> str | None:
 
 def _tracking(recipe: Recipe) -> list[str]:
     """Keys of `tracking` that no sink reads."""
-    used = {"wandb": ("project", "entity", "run_name", "tags"), "trackio": ("project", "run_name")}
-    read = {key for sink in recipe.sinks for key in used.get(sink, ())}
-    given = [key for key in used["wandb"] if _given(recipe.tracking, key) and key not in read]
-    return [_without_effect(f"tracking.{key}", f"sinks is {json.dumps(recipe.sinks)}") for key in given]
+    used = {
+        "wandb": ("project", "entity", "run_name", "group", "tags", "completions"),
+        "trackio": ("project", "run_name", "group", "completions"),
+        "tensorboard": ("completions",),
+    }
+    read = {key for sink in recipe.sinks for key in used[sink]}
+    given = [key for key in used["wandb"] if _given(recipe.tracking, key)]
+    warnings = [
+        _without_effect(f"tracking.{key}", f"sinks is {json.dumps(recipe.sinks)}") for key in given if key not in read
+    ]
+    if "completions" in given and "completions" in read and recipe.stage not in ("rl", "distill"):
+        warnings.append(_without_effect("tracking.completions", f"{recipe.stage} has no training episodes"))
+    return warnings
 
 
 def _vllm(engine: BaseConfig) -> list[str]:

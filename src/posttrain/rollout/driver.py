@@ -1,7 +1,6 @@
 """The episode driver: the policy answers, the environment steps, until the episode ends.
 
-An `EpisodeRequest` is one episode to play, a `Transcript` its tokens and messages while it is played, and an `EpisodeWorker`
-plays it. `collect_episodes` plays those of a step, and `rollout` is the same for a loop of your own.
+An `EpisodeRequest` is one episode to play, and an `EpisodeWorker` plays it with a `Transcript`. `collect_episodes` plays those of a step, and `rollout` is the same for a loop of your own.
 """
 
 import asyncio
@@ -16,17 +15,16 @@ from enum import Enum
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-
-from posttrain.data.rendering import Message, Renderer
+from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current_world
 from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
-from posttrain.environments.protocol import Environment, EnvironmentFactory
-from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
+from posttrain.environments.protocol import Action, Environment, EnvironmentFactory, Observation
+from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError, RunError, WorkersLost
 from posttrain.recipe.compose import section
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
+from posttrain.rollout.transcript import TokenTranscript, Transcript
 from posttrain.seeds import derive_seed
 
 T = TypeVar("T")
@@ -73,143 +71,6 @@ class _EpisodeInterrupted(Exception):
         self.interrupt = interrupt
 
 
-# -- the transcript of an episode -------------------------------------------------------------------------------------
-
-
-class Transcript(Protocol):
-    """What an episode worker records of one episode."""
-
-    turns: list[Turn]
-    messages: list[dict[str, Any]]
-    """The conversation as text, answers included."""
-
-    def reward(self, reward: float, info: dict[str, Any]) -> None:
-        """Set the reward and the `info` of the last turn."""
-        ...
-
-    def observe(
-        self, messages: Sequence[dict[str, Any]], state: str | None = None, new_conversation: bool = False
-    ) -> None:
-        """Append the environment's next messages. The other arguments are those of `Step`."""
-        ...
-
-    def streams(self) -> list[Stream]:
-        """The token streams; empty if the token ids are unknown."""
-        ...
-
-
-class TokenTranscript:
-    """Builds the token streams of an episode turn by turn. Tokens are only ever appended.
-
-    If the chat template would rewrite earlier turns, the next turn starts a new stream whose prompt is the rewritten
-    history.
-    """
-
-    def __init__(
-        self, renderer: Renderer, messages: Sequence[Message], primer: str = "", state: str | None = None
-    ) -> None:
-        self.renderer = renderer
-        self.primer = primer
-        self.messages: list[Message] = list(messages)
-        self.turns: list[Turn] = []
-        self._state = state
-        self._first = 0
-        """Index in `messages` of the first message that the policy still sees."""
-        self._streams = [StreamBuilder()]
-        self._streams[0].append(renderer.prompt(self.messages, primer))
-
-    @property
-    def context(self) -> list[int]:
-        """Token ids that the next answer continues."""
-        return self._streams[-1].ids
-
-    def answer(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        stop_reason: StopReason,
-        versions: Sequence[int] | None = None,
-    ) -> str:
-        """Append the policy's answer as a turn; returns its text, which starts with the primer.
-
-        `ids`, `logprobs` (nats) and `versions` (of the weights) have one entry per sampled token. `versions` None means
-        that no policy of the run sampled the tokens.
-        """
-        stream = self._streams[-1]
-        text = self.primer + self.renderer.answer_text(ids)
-        start = len(stream.ids)
-        stream.append(ids, logprobs, len(self.turns), versions)
-        self.turns.append(
-            Turn(len(self._streams) - 1, start, len(stream.ids), 0.0, stop_reason, text, state=self._state)
-        )
-        self.messages.append({"role": "assistant", "content": text})
-        return text
-
-    def reward(self, reward: float, info: dict) -> None:
-        """Set the reward and the `info` of the last turn. The reward sits on its last sampled token."""
-        turn = self.turns[-1]
-        turn.reward = reward
-        turn.info = info
-        self._streams[turn.stream].rewards[turn.stop - 1] += reward
-
-    def observe(self, messages: Sequence[Message], state: str | None = None, new_conversation: bool = False) -> None:
-        """Append the environment's next messages and the start of the next answer.
-
-        `state` names the state in which that answer is given. `new_conversation` starts a new conversation in a new stream.
-        """
-        self._state = state
-        answer = self.messages[-1]["content"]
-        if new_conversation:
-            self._first = len(self.messages)
-        self.messages.extend(messages)
-        if new_conversation or self.renderer.must_split(answer):
-            self._streams.append(StreamBuilder())
-            self._streams[-1].append(self.renderer.prompt(self.messages[self._first :], self.primer))
-        else:
-            ended = self.turns[-1].stop_reason is StopReason.END_TOKEN
-            self._streams[-1].append(self.renderer.continuation(messages, ended, self.primer))
-
-    def streams(self) -> list[Stream]:
-        """The streams up to their last sampled token. Streams without sampled tokens are left out."""
-        return [stream.build() for stream in self._streams if any(turn >= 0 for turn in stream.turn)]
-
-
-class StreamBuilder:
-    """A stream under construction."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.rewards: list[float] = []
-        self.turn: list[int] = []
-        self.versions: list[int] = []
-
-    def append(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float] | None = None,
-        turn: int = -1,
-        versions: Sequence[int] | None = None,
-    ) -> None:
-        self.ids.extend(ids)
-        self.logprobs.extend(logprobs if logprobs is not None else [0.0] * len(ids))
-        self.rewards.extend([0.0] * len(ids))
-        self.turn.extend([turn] * len(ids))
-        self.versions.extend(versions if versions is not None else [-1] * len(ids))
-
-    def build(self) -> Stream:
-        length = max(i for i, turn in enumerate(self.turn) if turn >= 0) + 1
-        turn = np.array(self.turn[:length], dtype=np.int32)
-        return Stream(
-            ids=np.array(self.ids[:length], dtype=np.int64),
-            sampled=turn >= 0,
-            rollout_logprobs=np.array(self.logprobs[:length], dtype=np.float32),
-            rewards=np.array(self.rewards[:length], dtype=np.float32),
-            turn=turn,
-            versions=np.array(self.versions[:length], dtype=np.int32),
-        )
-
-
 # -- playing one episode ----------------------------------------------------------------------------------------------
 
 
@@ -245,14 +106,14 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
         """Number of episodes to keep in flight."""
 
     @abstractmethod
-    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> TranscriptT:
-        """A new transcript that opens with `messages`. Every answer starts with the text `primer`."""
+    def begin(self, observation: Observation, primer: str) -> TranscriptT:
+        """A new transcript that opens with `observation`. Every answer starts with the text `primer`."""
 
     @abstractmethod
-    async def answer(self, transcript: TranscriptT, request: EpisodeRequest, attempt: int) -> str | None:
+    async def answer(self, transcript: TranscriptT, request: EpisodeRequest, attempt: int) -> Action | None:
         """Generate the next answer and append it to `transcript` as a turn.
 
-        Returns its text, or None if the token budget leaves no room for one. Raises ChatRequestError if a remote model
+        Returns it for the environment, or None if the token budget leaves no room for one. Raises ChatRequestError if a remote model
         does not answer.
         """
 
@@ -275,13 +136,13 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
         outcome, failure = Outcome.FAILED, None
         try:
             observation = await self._call(environment, partial(environment.reset, request.seed))
-            transcript = self.begin(observation.messages, environment.primer, observation.state)
+            transcript = self.begin(observation, environment.primer)
             while True:
                 answer = await self.answer(transcript, request, attempt)
                 if answer is None:
                     outcome = Outcome.TRUNCATED
                     break
-                step = await self._call(environment, partial(environment.step, answer))
+                step = await self._call(environment, partial(environment.take, answer))
                 if not math.isfinite(step.reward):
                     name = self.environment.recipe.type
                     raise EnvironmentFailure(f"{name} gave the reward {step.reward} for seed {request.seed}")
@@ -342,15 +203,15 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
         """Number of episodes that fit in the engine's cache."""
         return self.engine.capacity
 
-    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> TokenTranscript:
-        return TokenTranscript(self.renderer, messages, primer, state)
+    def begin(self, observation: Observation, primer: str) -> TokenTranscript:
+        return TokenTranscript(self.renderer, observation.messages, primer, observation.state, observation.tools)
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
         """Play one episode. The engine keeps its cache entry until the episode ends."""
         with self.engine.episode(request.group):
             return await super().run_episode(request)
 
-    async def answer(self, transcript: TokenTranscript, request: EpisodeRequest, attempt: int) -> str | None:
+    async def answer(self, transcript: TokenTranscript, request: EpisodeRequest, attempt: int) -> Action | None:
         """Generate the next answer and append its tokens. InputError if the first prompt already fills the context."""
         limit = self.rollout.tokens_per_episode
         room = limit - len(transcript.context)
@@ -370,7 +231,8 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
                 stop_strings=tuple(self.rollout.stop_strings),
             )
         )
-        return transcript.answer(completion.ids, completion.logprobs, completion.stop_reason, completion.versions)
+        transcript.answer(completion.ids, completion.logprobs, completion.stop_reason, completion.versions)
+        return transcript.action
 
 
 # -- playing the episodes of a step -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from threading import Thread
 from typing import Any, Protocol
 
 from posttrain.engines.openai import ChatCompletion, complete
-from posttrain.environments.protocol import EnvironmentFactory, Message
+from posttrain.environments.protocol import EnvironmentFactory, Message, Observation
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.engines import OpenAIEngineRecipe, has_thinking, no_primer
@@ -118,11 +118,11 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
     def capacity(self) -> int:
         return self.engine.max_concurrent
 
-    def begin(self, messages: Sequence[Message], primer: str, state: str | None) -> TextTranscript:
+    def begin(self, observation: Observation, primer: str) -> TextTranscript:
         """InputError for an environment with a primer: chat servers cannot continue a started answer."""
         if primer:
             raise InputError(no_primer(self.environment.recipe, primer))
-        return TextTranscript(messages, state)
+        return TextTranscript(observation.messages, observation.state)
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
         """Play one episode; raises what `failure_monitor` raises."""

@@ -1,6 +1,6 @@
 """What a run reports while it works: the metrics log `metrics.jsonl`, its sinks, the live display, and events.
 
-The log has append-only JSON lines. The optional sinks TensorBoard, W&B and trackio get a copy of each line.
+The log has append-only JSON lines. The sinks of `runs/sinks.py` get a copy of each line.
 """
 
 import io
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -20,9 +20,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError, RunError
-from posttrain.plugins import require_module
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
+from posttrain.runs.sinks import SentRecord, Sink, completion_rows, numbers, open_sink
 
 RESERVED = ("step", "kind", "nonfinite", "time/run")
 """Keys that the log sets itself."""
@@ -44,14 +45,8 @@ class MetricsLog:
         self._file = self._open()
         self._cut_torn_line()
         self._start_clock()
-        for name in sinks:
-            try:
-                self._sinks[name] = open_sink(name, run)
-            except InputError:
-                self.close()
-                raise
-            except Exception as error:
-                self._drop(name, error, self._last_step())
+        if sinks:
+            self._open_sinks(sinks)
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line. Values are numbers, strings, None or lists of these; NumPy scalars are converted."""
@@ -64,11 +59,15 @@ class MetricsLog:
         if nonfinite:
             line["nonfinite"] = sorted(set(nonfinite))
         self._append((json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
-        for name, sink in list(self._sinks.items()):
-            try:
-                sink.write(line["step"], kind, plain)
-            except Exception as error:
-                self._drop(name, error, line["step"])
+        if sent := numbers(kind, plain):
+            # Baseline policies have a line each at step 0.
+            self._send(line["step"], f"{kind}/{plain.get('policy', '')}", lambda sink: sink.write(line["step"], sent))
+
+    def completions(self, step: int, episodes: Sequence[Episode], advantages: Advantages | None = None) -> None:
+        """Send the sinks a table of `episodes`: prompt, completion, reward, mean advantage, group."""
+        if self._sinks and episodes:
+            rows = completion_rows(episodes, advantages)
+            self._send(step, "completions", lambda sink: sink.completions(step, rows))
 
     def truncate_after(self, step: int) -> None:
         """Atomically drop the final line and all lines after `step`, and rewind the sinks: a resumed run writes them again."""
@@ -83,7 +82,7 @@ class MetricsLog:
         self._start_clock()
         for name, sink in list(self._sinks.items()):
             try:
-                sink.rewind(step)
+                self._sent.rewind(name, step, discarded=sink.rewind(step))
             except Exception as error:
                 self._drop(name, error, step)
 
@@ -105,6 +104,31 @@ class MetricsLog:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _open_sinks(self, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                self._sinks[name] = open_sink(name, self.run)
+            except InputError:
+                self.close()
+                raise
+            except Exception as error:
+                self._drop(name, error, self._last_step())
+        try:
+            self._sent = SentRecord(self.run)
+        except RunError as error:
+            for name in list(self._sinks):
+                self._drop(name, error, self._last_step())
+
+    def _send(self, step: int, kind: str, send: Callable[[Sink], None]) -> None:
+        """Call `send` with each sink that has not received lines of `kind` at `step` from an earlier process."""
+        for name, sink in list(self._sinks.items()):
+            try:
+                if self._sent.is_new(name, kind, step):
+                    send(sink)
+                    self._sent.add(name, kind, step)
+            except Exception as error:
+                self._drop(name, error, step)
 
     def _open(self) -> io.FileIO:
         with storage_errors(self.run.metrics):
@@ -152,6 +176,9 @@ class NoLog:
     seconds = 0.0
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def completions(self, step: int, episodes: Sequence[Episode], advantages: Advantages | None = None) -> None:
         """Do nothing."""
 
     def truncate_after(self, step: int) -> None:
@@ -212,133 +239,6 @@ def _plain(value: Any, key: str, nonfinite: list[str]) -> Any:
     if isinstance(value, (float, bool, int)):
         return value
     raise ValueError(f"metric {key!r} is a {type(value).__name__}; give a number, a string, None or a list of these")
-
-
-# -- sinks ------------------------------------------------------------------------------------------------------------
-
-
-class Sink(Protocol):
-    """Receives a copy of every line of the metrics log, which drops a sink that raises."""
-
-    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """Record one line; `values` are JSON values, None for NaN and infinity."""
-
-    def rewind(self, step: int) -> None:
-        """Discard everything after `step` if the sink can: a resumed run writes it again."""
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
-def open_sink(name: str, run: RunDirectory) -> Sink:
-    """Open the sink `name` for `run`; raises `InputError` with the pip command if it is not installed."""
-    return _SINKS[name](run)
-
-
-def _load(module: str, sink: str) -> Any:
-    return require_module(module, f"sinks: {sink}")
-
-
-def _numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """The scalars of a line under their names in all sinks, `kind/key`."""
-    return {
-        f"{kind}/{key}": value
-        for key, value in values.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
-
-
-class TensorBoardSink:
-    """Writes event files to `logs/tensorboard`."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        _load("tensorboard", "tensorboard")
-        self._writer_class = _load("torch.utils.tensorboard", "tensorboard").SummaryWriter
-        self._directory = str(run.logs / "tensorboard")
-        self._writer = self._writer_class(self._directory)
-        self._second = int(time.time())
-
-    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        for key, value in _numbers(kind, values).items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
-
-    def rewind(self, step: int) -> None:
-        # Event files are append-only; TensorBoard hides entries of earlier files from `purge_step` on.
-        self._writer.close()
-        # TensorBoard reads files in the order of their names, which contain the second of their creation. A clock that was
-        # set back cannot be waited for.
-        deadline = time.monotonic() + 1.5
-        while int(time.time()) <= self._second and time.monotonic() < deadline:
-            time.sleep(0.02)
-        self._writer = self._writer_class(self._directory, purge_step=step + 1)
-        self._second = int(time.time())
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """Logs to W&B as `tracking` says. W&B reads its environment variables for unset keys."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        module, recipe = _load("wandb", "wandb"), run.load_recipe()
-        tracking = recipe.tracking
-        self._run = module.init(
-            project=tracking.project or os.environ.get("WANDB_PROJECT") or "posttrain",
-            entity=tracking.entity,
-            name=tracking.run_name or os.environ.get("WANDB_NAME") or run.path.name,
-            tags=tracking.tags or None,
-            id=run.load_environment()["id"],
-            resume="allow",
-            dir=str(run.logs),
-            config=recipe.model_dump(mode="json"),
-        )
-        # W&B's built-in step cannot decrease; a custom axis lets a resumed run repeat steps.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        numbers = _numbers(kind, values)
-        if numbers:
-            self._run.log({"step": step, **numbers})
-
-    def rewind(self, step: int) -> None:
-        """W&B cannot delete entries, so repeated steps appear twice."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TrackioSink:
-    """Logs to the local trackio project of `tracking`."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        module, recipe = _load("trackio", "trackio"), run.load_recipe()
-        self._run = module.init(
-            project=recipe.tracking.project or "posttrain",
-            name=f"{recipe.tracking.run_name or run.path.name}-{run.load_environment()['id']}",
-            resume="allow",
-            config=recipe.model_dump(mode="json"),
-        )
-
-    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        numbers = _numbers(kind, values)
-        if numbers:
-            self._run.log(numbers, step=step)
-
-    def rewind(self, step: int) -> None:
-        """Trackio cannot delete entries, so repeated steps appear twice."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-_SINKS: dict[str, Callable[[RunDirectory], Sink]] = {
-    "tensorboard": TensorBoardSink,
-    "wandb": WandbSink,
-    "trackio": TrackioSink,
-}
 
 
 # -- the live display -------------------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ class Components:
             samples = samples_of_episodes(batch.episodes, step)
             episodes, samples, warnings, metrics = self.teacher.score_episodes(batch.episodes, samples)
         write_episodes(self.run.episodes, step, "train", batch.episodes, None)
+        self.trainer.show_completions(step, batch.episodes)
         groups = [episode.group for episode in episodes for _ in episode.streams]
         return ScoredBatch(samples, [*groups], rollout_metrics(batch) | metrics, [*batch.warnings, *warnings])
 

@@ -17,7 +17,7 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.data import SourceRecipe
 from posttrain.recipe.rollout import SeedRange, shown_seeds
 from posttrain.recipe.stages import SftRecipe
-from posttrain.rollout.driver import TokenTranscript
+from posttrain.rollout.transcript import TokenTranscript
 from posttrain.seeds import random_stream
 
 Expert = Literal["optimal", "random"]
@@ -53,7 +53,8 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int, group: int
         """Systematic sampling: uniform for each trace, and evenly spread over the traces of a seed."""
         return (draws.random() + index / recipe.experts.per_seed) % 1.0
 
-    transcript = TokenTranscript(renderer, environment.reset(seed).messages, environment.primer)
+    first = environment.reset(seed)
+    transcript = TokenTranscript(renderer, first.messages, environment.primer, first.state, first.tools)
     while True:
         try:
             share = recipe.experts.random_share
@@ -65,9 +66,9 @@ def _expert_episode(recipe: SftRecipe, renderer: Renderer, seed: int, group: int
             raise RunError(
                 f"the expert of {recipe.environment.type} does not start its answer with {environment.primer!r}"
             )
-        ids = renderer.answer(text.removeprefix(environment.primer))
-        answer = transcript.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
-        step = environment.step(answer)
+        ids = transcript.written(text)
+        transcript.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
+        step = environment.take(transcript.action)
         transcript.reward(step.reward, dict(step.info))
         if step.terminated or step.truncated:
             return Episode(

@@ -108,6 +108,7 @@ def train(
                     credit = c.credit(batch, samples, step)
                     set_advantages(samples, credit.advantages)
                 write_episodes(run.episodes, step, "train", batch.episodes, credit.advantages, credit.units)
+                trainer.show_completions(step, batch.episodes, credit.advantages)
                 with trainer.interrupts.critical():
                     with trainer.phase("update"):
                         totals = c.update(batch.episodes, samples, step)

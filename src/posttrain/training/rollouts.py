@@ -352,6 +352,11 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["rollout/return"] = _mean([e.total_reward for e in played])
     if spreads:
         metrics["reward/group_spread"] = _mean(spreads)
+    if counted := [turn.info for turn in turns if "tool_calls" in turn.info]:
+        calls, malformed = (sum(info[key] for info in counted) for key in ("tool_calls", "malformed_calls"))
+        metrics["tools/calls"] = calls / max(len(played), 1)
+        metrics["tools/malformed_share"] = malformed / max(calls + malformed, 1)
+        metrics["tools/failed_share"] = sum(info.get("failed_calls", 0) for info in counted) / max(calls, 1)
     if agents := [e.info for e in episodes if "ending" in e.info]:
         metrics |= {key: float(sum(i["ending"] == key.partition("/")[2] for i in agents)) for key in AGENT_ENDINGS}
         metrics |= {key: float(sum(i[key.partition("/")[2]] for i in agents)) for key in AGENT_COUNTS}

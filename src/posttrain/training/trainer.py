@@ -17,7 +17,7 @@ from rich.console import Console
 
 from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import Interrupts, current_world
-from posttrain.episode import Episode
+from posttrain.episode import Advantages, Episode
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
 from posttrain.recipe.run import CheckpointRecipe, ExportedStep, GuardRecipe, SinkName
@@ -90,6 +90,8 @@ class LoopSettings:
     sinks: Sequence[SinkName] = ()
     plots: bool = True
     """Whether figures are drawn at the end."""
+    completions: int = 0
+    """Episodes per step in the sinks' tables of completions."""
 
     @classmethod
     def of(cls, recipe: RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe, steps: int) -> "LoopSettings":
@@ -105,6 +107,7 @@ class LoopSettings:
             recipe.export,
             recipe.sinks,
             recipe.draws_plots,
+            recipe.tracking.completions,
         )
 
 
@@ -173,6 +176,8 @@ class Trainer(Generic[Output]):
         """Time of each phase of the current step."""
         self._world = current_world()
         self._log: MetricsLog | NoLog = NoLog()
+        self._before_first_step: float | None = None
+        self._fit_announced = False
         self._world.on_rank0(self._open_log)
         self._finished = False
         """Whether all steps are made. The newest checkpoint is then the last one, and the weights may be the best ones."""
@@ -304,6 +309,10 @@ class Trainer(Generic[Output]):
         """Pass the episodes of a step's rollouts to the callbacks."""
         self._call(lambda callback: callback.on_episodes(step, episodes))
 
+    def show_completions(self, step: int, episodes: Sequence[Episode], advantages: Advantages | None = None) -> None:
+        """Send the first `tracking.completions` of the step's episodes to the sinks."""
+        self._log.completions(step, episodes[: self.settings.completions], advantages)
+
     def finish_step(self, metrics: dict[str, Any]) -> None:
         """Count the step, log its metrics, and keep its state for the next checkpoint. Call it inside `critical()`."""
         self.step += 1
@@ -391,8 +400,19 @@ class Trainer(Generic[Output]):
         }
 
     def out_of_time(self, minutes: float | None) -> bool:
-        """Whether the run has worked for `minutes`, interruptions excluded."""
-        if minutes is None or not self._world.broadcast(self._log.seconds >= 60 * minutes):
+        """Whether the run has worked for `minutes`, interruptions excluded. Says after the first step how many will fit."""
+        if minutes is None:
+            return False
+        now, left = self._log.seconds, self.settings.steps - self.step
+        if self._before_first_step is None:
+            self._before_first_step = now
+        elif left and not self._fit_announced:
+            self._fit_announced = True
+            took = now - self._before_first_step
+            fit = max(0, min(left, math.ceil((60 * minutes - now) / took)))
+            fits = f"all {left} steps left fit" if fit == left else f"about {fit} of the {left} steps left fit"
+            self.progress.message(f"a step takes {took:.0f} s here: {fits} in max_minutes = {minutes:g}")
+        if not self._world.broadcast(now >= 60 * minutes):
             return False
         self.progress.message(f"max_minutes = {minutes:g} are over after step {self.step}")
         return True

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from posttrain.data.rendering import Renderer
     from posttrain.engines.local.engine import LocalEngine
     from posttrain.models.policy import Policy
-    from posttrain.rollout.driver import TokenTranscript
+    from posttrain.rollout.transcript import TokenTranscript
 
 _MOST_SESSIONS = 8
 _POSITIONS = 512
@@ -103,7 +103,8 @@ class Player:
                     raise InputError(f"{run.path} has no environment; choose a chat")
                 session.environment = EnvironmentFactory(environment)()
                 seen = session.environment.reset(seed)
-                session.transcript = self._transcript(session, seen.messages, session.environment.primer, seen.state)
+                primer = session.environment.primer
+                session.transcript = self._transcript(session, seen.messages, primer, seen.state, seen.tools)
             self._sessions[session.key] = session
             while len(self._sessions) > _MOST_SESSIONS:
                 self._sessions.popitem(last=False)
@@ -134,12 +135,11 @@ class Player:
             raise InputError("this episode has ended; start another one")
         with self._lock:
             if text:
-                renderer = self._model(session.path).renderer
-                ids = renderer.answer(text)
+                ids = transcript.written(transcript.primer + text)
                 transcript.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
             else:
                 self._answer(session)
-            step = environment.step(transcript.turns[-1].answer)
+            step = environment.take(transcript.action)
             transcript.reward(step.reward, dict(step.info))
             if step.terminated or step.truncated:
                 won = bool(step.info.get("success"))
@@ -197,11 +197,11 @@ class Player:
         transcript.answer(done.ids, done.logprobs, done.stop_reason, done.versions)
 
     def _transcript(
-        self, session: Session, messages: Any, primer: str = "", state: str | None = None
+        self, session: Session, messages: Any, primer: str = "", state: str | None = None, tools: Any = ()
     ) -> "TokenTranscript":
-        from posttrain.rollout.driver import TokenTranscript
+        from posttrain.rollout.transcript import TokenTranscript
 
-        return TokenTranscript(self._model(session.path).renderer, messages, primer, state)
+        return TokenTranscript(self._model(session.path).renderer, messages, primer, state, tools)
 
     def _model(self, path: Path) -> Loaded:
         with self._lock:

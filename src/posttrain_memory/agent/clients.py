@@ -61,7 +61,7 @@ class LocalChatClient:
         from posttrain.data.rendering import Renderer
         from posttrain.engines.local.engine import LocalEngine
         from posttrain.models.policy import Policy
-        from posttrain.rollout.driver import TokenTranscript
+        from posttrain.rollout.transcript import TokenTranscript
 
         policy = Policy(model)
         self.renderer = Renderer(policy.tokenizer, policy.end_tokens)
@@ -76,7 +76,7 @@ class LocalChatClient:
         self._begun = 0
 
     def begin(self, messages: Sequence[Message], primer: str) -> None:
-        from posttrain.rollout.driver import TokenTranscript
+        from posttrain.rollout.transcript import TokenTranscript
 
         self.conversation = TokenTranscript(self.renderer, messages, primer)
         self._begun += 1

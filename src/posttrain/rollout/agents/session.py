@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.data.rendering import Message
-from posttrain.data.tools import ToolCall, ToolFormat
+from posttrain.data.rendering import Message, Renderer
+from posttrain.data.tools import ToolCall, call_id
 from posttrain.engines.protocol import Completion, Engine, Request
 from posttrain.episode import StopReason, Stream, Turn
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import EpisodeRequest, StreamBuilder
+from posttrain.rollout.driver import EpisodeRequest
+from posttrain.rollout.transcript import StreamBuilder
 from posttrain.seeds import derive_seed
 
 _ANSWER = "POSTTRAIN-ANSWER"
@@ -80,7 +81,7 @@ class AgentSession:
     def __init__(
         self,
         engine: Engine,
-        tools: ToolFormat,
+        renderer: Renderer,
         rollout: RolloutRecipe,
         sampling: SamplingRecipe,
         request: EpisodeRequest,
@@ -88,8 +89,7 @@ class AgentSession:
         lockstep: bool,
     ) -> None:
         self.engine = engine
-        self.tools = tools
-        self.renderer = tools.renderer
+        self.renderer = renderer
         self.rollout = rollout
         self.sampling = sampling
         self.request = request
@@ -178,8 +178,8 @@ class AgentSession:
             # Servers leave out the stop string.
             place, stop_string = min((answer.find(stop), stop) for stop in stops if stop in answer)
             shown = answer[:place]
-        parsed = self.tools.parse(shown) if call.tools else None
-        calls = [(f"call{number:03d}{i:02d}", one) for i, one in enumerate(parsed.calls)] if parsed else []
+        parsed = self.renderer.parse(shown) if call.tools else None
+        calls = [(call_id(number, i), one) for i, one in enumerate(parsed.calls)] if parsed else []
         content = parsed.text if parsed else shown
         info: dict[str, Any] = {"call": number}
         if parsed and parsed.errors:
@@ -207,7 +207,7 @@ class AgentSession:
             {"role": "assistant", "content": self._recorded[key][-1].answer} if key in self._recorded else message
             for message, key in zip(call.messages, keys, strict=True)
         ]
-        text = self.tools.text(messages, call.tools)
+        text = self.renderer.text(messages, call.tools)
         for place in reversed(range(len(messages))):
             for recorded in reversed(self._recorded.get(keys[place], [])):
                 after = self._after(recorded, messages, place, text, call.tools)
@@ -228,7 +228,7 @@ class AgentSession:
             return None
         # The template may trim an answer; its sampled ids stand for it all the same.
         marked = [*messages[:place], {"role": "assistant", "content": _ANSWER}, *messages[place + 1 :]]
-        start, found, after = self.tools.text(marked, tools).partition(_ANSWER)
+        start, found, after = self.renderer.text(marked, tools).partition(_ANSWER)
         return after if found and start == recorded.prompt else None
 
     def _stream(self, prompt: list[int]) -> int:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.tools import ToolFormat
 from posttrain.environments.protocol import Environment, Observation
 from posttrain.environments.rewards import SCORE, RewardFailure, RewardFunction, finite_scores, load_reward
 from posttrain.episode import Episode, Outcome, Stream, Turn
@@ -75,7 +74,7 @@ class AgentWorker(RolloutWorker):
         environment = self.environment()
         session = AgentSession(
             self.engine,
-            ToolFormat(self.renderer),
+            self.renderer,
             self.rollout,
             self.sampling,
             request,

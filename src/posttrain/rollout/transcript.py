@@ -1,0 +1,185 @@
+"""The transcript of an episode while it is played: its messages, and its tokens as streams."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from posttrain.data.rendering import Message, Renderer, Tool
+from posttrain.data.tools import parse_hermes
+from posttrain.environments.protocol import Action
+from posttrain.episode import StopReason, Stream, Turn
+
+
+class Transcript(Protocol):
+    """What an episode worker records of one episode."""
+
+    turns: list[Turn]
+    messages: list[dict[str, Any]]
+    """The conversation as text, answers included."""
+
+    def reward(self, reward: float, info: dict[str, Any]) -> None:
+        """Set the reward and the `info` of the last turn."""
+        ...
+
+    def observe(
+        self, messages: Sequence[dict[str, Any]], state: str | None = None, new_conversation: bool = False
+    ) -> None:
+        """Append the environment's next messages. The other arguments are those of `Step`."""
+        ...
+
+    def streams(self) -> list[Stream]:
+        """The token streams; empty if the token ids are unknown."""
+        ...
+
+
+class TokenTranscript:
+    """Builds the token streams of an episode turn by turn. Tokens are only ever appended.
+
+    If the chat template would rewrite earlier turns, the next turn starts a new stream whose prompt is the rewritten
+    history.
+    """
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        messages: Sequence[Message],
+        primer: str = "",
+        state: str | None = None,
+        tools: Sequence[Tool] = (),
+    ) -> None:
+        self.renderer = renderer
+        self.primer = primer
+        self.tools = tools
+        self.messages: list[Message] = list(messages)
+        self.action: Action = ""
+        """The last answer, as the environment takes it: with its calls parsed if there are tools."""
+        self.turns: list[Turn] = []
+        self._state = state
+        self._first = 0
+        """Index in `messages` of the first message that the policy still sees."""
+        self._shown: list[Message] = list(messages)
+        """`messages` with answers as the chat template takes them: calls in `tool_calls`."""
+        self._thought = False
+        """Whether an answer of the current stream contains thinking."""
+        self._streams = [StreamBuilder()]
+        self._streams[0].append(renderer.prompt(self.messages, primer, tools))
+
+    @property
+    def context(self) -> list[int]:
+        """Token ids that the next answer continues."""
+        return self._streams[-1].ids
+
+    def answer(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        stop_reason: StopReason,
+        versions: Sequence[int] | None = None,
+    ) -> str:
+        """Append the policy's answer as a turn; returns its text, which starts with the primer.
+
+        `ids`, `logprobs` (nats) and `versions` (of the weights) have one entry per sampled token. `versions` None means
+        that no policy of the run sampled the tokens. `action` is the answer for the environment.
+        """
+        stream = self._streams[-1]
+        text = self.primer + self.renderer.answer_text(ids)
+        start = len(stream.ids)
+        stream.append(ids, logprobs, len(self.turns), versions)
+        self.turns.append(
+            Turn(len(self._streams) - 1, start, len(stream.ids), 0.0, stop_reason, text, state=self._state)
+        )
+        self.messages.append({"role": "assistant", "content": text})
+        self._shown.append(self.messages[-1])
+        self.action = text
+        if self.tools:
+            self.action = parsed = self.renderer.parse(text)
+            self._shown[-1] = self.renderer.call_message(text, parsed, len(self.turns) - 1)
+        self._thought = self._thought or "</think>" in text
+        return text
+
+    def written(self, text: str) -> list[int]:
+        """The tokens of an answer that no model sampled, with its end token. Calls in the syntax of Hermes become those of
+        the chat template."""
+        if self.tools and not self.primer:
+            parsed = parse_hermes(text)
+            message = self.renderer.call_message(text, parsed, len(self.turns))
+            return self.renderer.message_ids(self._shown[self._first :], message, self.primer, self.tools)
+        return self.renderer.answer(text.removeprefix(self.primer))
+
+    def reward(self, reward: float, info: dict) -> None:
+        """Set the reward and the `info` of the last turn. The reward sits on its last sampled token."""
+        turn = self.turns[-1]
+        turn.reward = reward
+        turn.info = tool_counts(self.action) | info
+        self._streams[turn.stream].rewards[turn.stop - 1] += reward
+
+    def observe(self, messages: Sequence[Message], state: str | None = None, new_conversation: bool = False) -> None:
+        """Append the environment's next messages and the start of the next answer.
+
+        `state` names the state in which that answer is given. `new_conversation` starts a new conversation in a new stream.
+        """
+        self._state = state
+        if new_conversation:
+            self._first = len(self.messages)
+        self.messages.extend(messages)
+        self._shown.extend(messages)
+        roles = {"tool" if message["role"] == "tool" else "user" for message in messages} or {"user"}
+        # The result of a call leaves earlier thinking where it is; a question may remove all thinking before it.
+        thought = {"tool": "</think>" in self.turns[-1].answer, "user": self._thought}
+        rewritten = [self.renderer.must_split(thought[role], role, bool(self.tools)) for role in sorted(roles)]
+        if new_conversation or any(rewritten):
+            self._thought = False
+            self._streams.append(StreamBuilder())
+            prompt = self.renderer.prompt(self._shown[self._first :], self.primer, self.tools)
+            self._streams[-1].append(prompt)
+        else:
+            ended = self.turns[-1].stop_reason is StopReason.END_TOKEN
+            self._streams[-1].append(self.renderer.continuation(messages, ended, self.primer, self.tools))
+
+    def streams(self) -> list[Stream]:
+        """The streams up to their last sampled token. Streams without sampled tokens are left out."""
+        return [stream.build() for stream in self._streams if any(turn >= 0 for turn in stream.turn)]
+
+
+def tool_counts(action: Action) -> dict[str, Any]:
+    """The numbers of tool calls and of malformed ones in an answer, for the `info` of its turn; empty without tools."""
+    if isinstance(action, str):
+        return {}
+    return {"tool_calls": len(action.calls), "malformed_calls": len(action.errors)}
+
+
+class StreamBuilder:
+    """A stream under construction."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.rewards: list[float] = []
+        self.turn: list[int] = []
+        self.versions: list[int] = []
+
+    def append(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        turn: int = -1,
+        versions: Sequence[int] | None = None,
+    ) -> None:
+        self.ids.extend(ids)
+        self.logprobs.extend(logprobs if logprobs is not None else [0.0] * len(ids))
+        self.rewards.extend([0.0] * len(ids))
+        self.turn.extend([turn] * len(ids))
+        self.versions.extend(versions if versions is not None else [-1] * len(ids))
+
+    def build(self) -> Stream:
+        length = max(i for i, turn in enumerate(self.turn) if turn >= 0) + 1
+        turn = np.array(self.turn[:length], dtype=np.int32)
+        return Stream(
+            ids=np.array(self.ids[:length], dtype=np.int64),
+            sampled=turn >= 0,
+            rollout_logprobs=np.array(self.logprobs[:length], dtype=np.float32),
+            rewards=np.array(self.rewards[:length], dtype=np.float32),
+            turn=turn,
+            versions=np.array(self.versions[:length], dtype=np.int32),
+        )

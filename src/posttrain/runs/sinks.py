@@ -1,0 +1,251 @@
+"""Copies of the metrics log in TensorBoard, W&B and trackio, with tables of completions.
+
+A sink that raises is dropped by `MetricsLog`, which owns the sinks of a run.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from posttrain.episode import Advantages, Episode, Outcome
+from posttrain.errors import RunError
+from posttrain.plugins import require_module
+from posttrain.runs.directory import RunDirectory, write_atomically
+
+Row = dict[str, str | int | float | bool | None]
+"""One row of a table of completions: column -> value."""
+
+
+class Sink(Protocol):
+    """Receives a copy of the metrics log, which drops a sink that raises."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers under their names `kind/key`."""
+
+    def completions(self, step: int, rows: Sequence[Row]) -> None:
+        """Record a table of completions. All rows have the same columns."""
+
+    def rewind(self, step: int) -> bool:
+        """Discard everything after `step` for a resumed run; False if the sink cannot, and must not get it again."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+def open_sink(name: str, run: RunDirectory) -> Sink:
+    """Open the sink `name` for `run`; raises `InputError` with the pip command if it is not installed."""
+    return _SINKS[name](run)
+
+
+def numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a line of the log under their names in all sinks: `kind/key`, for baselines `baseline/policy/key`."""
+    # A run has a line for each baseline policy at the same step.
+    prefix = f"{kind}/{values['policy']}" if kind == "baseline" and "policy" in values else kind
+    return {
+        f"{prefix}/{key}": value
+        for key, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+def completion_rows(episodes: Sequence[Episode], advantages: Advantages | None) -> list[Row]:
+    """One row per episode. `reward` is the return, None for a failed episode; `credit` is the mean advantage of its sampled
+    tokens, None without advantages."""
+    rows: list[Row] = []
+    for number, episode in enumerate(episodes):
+        prompt, completion = _conversation(episode)
+        credit = None
+        if advantages is not None and episode.sampled_tokens:
+            pairs = zip(advantages.values[number], episode.streams, strict=True)
+            credit = float(np.concatenate([values[stream.sampled] for values, stream in pairs]).mean())
+        failed = episode.outcome is Outcome.FAILED
+        rows.append(
+            {
+                "group": episode.group,
+                "task": episode.seed,
+                "prompt": prompt,
+                "completion": completion,
+                "reward": None if failed else episode.total_reward,
+                "credit": credit,
+                "success": episode.success,
+                "outcome": episode.failure or str(episode.outcome),
+            }
+        )
+    return rows
+
+
+def _conversation(episode: Episode) -> tuple[str, str]:
+    """What came before the first answer, and everything from it on. Roles are named where there are several messages."""
+    messages = episode.messages
+    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    if not messages:
+        return "", "\n\n".join(turn.answer for turn in episode.turns)
+
+    def text(part: Sequence[Mapping[str, str]]) -> str:
+        if len(part) == 1:
+            return part[0]["content"]
+        return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in part)
+
+    return text(messages[:first]), text(messages[first:])
+
+
+class SentRecord:
+    """`logs/sinks.json`: the last step of each kind of line that each sink has received, over all processes of the run."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._path: Path = run.logs / "sinks.json"
+        self._last: dict[str, dict[str, int]] = {}
+        if self._path.exists():
+            try:
+                stored = json.loads(self._path.read_text(encoding="utf-8"))
+                self._last = {sink: {kind: int(step) for kind, step in of.items()} for sink, of in stored.items()}
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                raise RunError(
+                    f"{self._path} is damaged ({error}); delete it, after which a resumed run sends repeated steps twice"
+                ) from error
+        self._earlier = self._copy()
+        """What the sinks had received when the run was resumed. Later lines of one kind may have the same step."""
+
+    def is_new(self, sink: str, kind: str, step: int) -> bool:
+        """Whether `sink` has not received lines of `kind` at `step` before the run was resumed."""
+        return step > self._earlier.get(sink, {}).get(kind, -1)
+
+    def add(self, sink: str, kind: str, step: int) -> None:
+        """Record that `sink` has received a line."""
+        of_sink = self._last.setdefault(sink, {})
+        if of_sink.get(kind) != step:
+            of_sink[kind] = step
+            write_atomically(self._path, json.dumps(self._last, indent=1) + "\n")
+
+    def rewind(self, sink: str, step: int, discarded: bool) -> None:
+        """The run continues after `step`; `discarded`: the sink has deleted what it received after it."""
+        of_sink = self._last.setdefault(sink, {})
+        if discarded:
+            of_sink |= {kind: min(last, step) for kind, last in of_sink.items()}
+        self._earlier[sink] = dict(of_sink)
+
+    def _copy(self) -> dict[str, dict[str, int]]:
+        return {sink: dict(of) for sink, of in self._last.items()}
+
+
+class TensorBoardSink:
+    """Writes event files to `logs/tensorboard`, and completions to the text tab."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        _load("tensorboard", "tensorboard")
+        self._writer_class = _load("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._directory = str(run.logs / "tensorboard")
+        self._writer = self._writer_class(self._directory)
+        self._second = int(time.time())
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def completions(self, step: int, rows: Sequence[Row]) -> None:
+        self._writer.add_text("completions", _markdown(rows), step)
+
+    def rewind(self, step: int) -> bool:
+        # Event files are append-only; TensorBoard hides entries of earlier files from `purge_step` on.
+        self._writer.close()
+        # TensorBoard reads files in the order of their names, which contain the second of their creation. A clock that was
+        # set back cannot be waited for.
+        deadline = time.monotonic() + 1.5
+        while int(time.time()) <= self._second and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._writer = self._writer_class(self._directory, purge_step=step + 1)
+        self._second = int(time.time())
+        return True
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Logs to W&B as `tracking` says. W&B reads its environment variables for unset keys."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._module, recipe = _load("wandb", "wandb"), run.load_recipe()
+        tracking = recipe.tracking
+        self._run = self._module.init(
+            project=tracking.project or os.environ.get("WANDB_PROJECT") or "posttrain",
+            entity=tracking.entity,
+            group=tracking.group,
+            name=tracking.run_name or os.environ.get("WANDB_NAME") or run.path.name,
+            tags=tracking.tags or None,
+            id=run.load_environment()["id"],
+            resume="allow",
+            dir=str(run.logs),
+            config=recipe.model_dump(mode="json"),
+        )
+        # W&B's built-in step cannot decrease; an axis of its own takes evaluations that are logged late.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def completions(self, step: int, rows: Sequence[Row]) -> None:
+        table = self._module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"step": step, "completions": table})
+
+    def rewind(self, step: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TrackioSink:
+    """Logs to the local trackio project of `tracking`."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._module, recipe = _load("trackio", "trackio"), run.load_recipe()
+        self._run = self._module.init(
+            project=recipe.tracking.project or "posttrain",
+            group=recipe.tracking.group,
+            name=f"{recipe.tracking.run_name or run.path.name}-{run.load_environment()['id']}",
+            resume="allow",
+            config=recipe.model_dump(mode="json"),
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def completions(self, step: int, rows: Sequence[Row]) -> None:
+        table = self._module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"completions": table}, step=step)
+
+    def rewind(self, step: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _load(module: str, sink: str) -> Any:
+    return require_module(module, f"sinks: {sink}")
+
+
+def _markdown(rows: Sequence[Row]) -> str:
+    """A table for TensorBoard, which renders Markdown and drops HTML."""
+
+    def cell(value: object) -> str:
+        text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+        return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").splitlines())
+
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+_SINKS: dict[str, Callable[[RunDirectory], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "trackio": TrackioSink,
+}

@@ -1,0 +1,200 @@
+"""Tools of environments: their descriptions, calls that work and calls that fail, and episodes with them."""
+
+from contextlib import nullcontext
+from typing import Annotated, Literal
+
+import pytest
+
+from posttrain.data.rendering import Renderer
+from posttrain.engines.protocol import Completion, EngineCounters
+from posttrain.environments.make import make_env
+from posttrain.environments.tool_use import ToolUse, calculate
+from posttrain.environments.tools import ToolFailure, calling, tool
+from posttrain.episode import Outcome, StopReason
+from posttrain.errors import InputError
+from posttrain.recipe.components import environment_recipe
+from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
+from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
+from posttrain.training.rollouts import RolloutBatch, rollout_metrics
+
+from ..conftest import make_tokenizer
+
+
+def weather(
+    city: Annotated[str, "as in English"], days: int = 1, unit: Literal["C", "F"] = "C"
+) -> dict[str, int | str]:
+    """The weather of the next
+    days.
+
+    More text.
+    """
+    if city == "Atlantis":
+        raise ValueError("no such city")
+    if city == "Hell":
+        raise OSError("hot")
+    return {"city": city, "days": days, "unit": unit}
+
+
+def test_a_function_becomes_a_tool():
+    made = tool(weather)
+    assert made.schema == {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of the next days.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"description": "as in English", "type": "string"},
+                    "days": {"default": 1, "type": "integer"},
+                    "unit": {"default": "C", "enum": ["C", "F"], "type": "string"},
+                },
+                "required": ["city"],
+            },
+        },
+    }
+    assert made.call({"city": "Bern", "days": "2"}) == '{"city": "Bern", "days": 2, "unit": "C"}'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, "`city`: Field required"),
+        ({"city": "Bern", "days": "many"}, "`days`: Input should be a valid integer"),
+        ({"city": "Bern", "hour": 3}, "`hour`: Extra inputs are not permitted"),
+        ({"city": "Bern", "unit": "K"}, "`unit`: Input should be 'C' or 'F'"),
+        ({"city": "Atlantis"}, "no such city"),
+    ],
+)
+def test_a_wrong_call_fails_with_its_reason(arguments, reason):
+    with pytest.raises(ToolFailure, match=reason):
+        tool(weather).call(arguments)
+
+
+def test_errors_of_a_tool_are_not_hidden_and_tools_need_types():
+    with pytest.raises(OSError, match="hot"):
+        tool(weather).call({"city": "Hell"})
+    with pytest.raises(InputError, match="`place` of the tool find has no type"):
+        tool(_untyped())
+    with pytest.raises(InputError, match="named parameters only"):
+        tool(print)
+
+
+def _untyped():
+    def find(place):
+        """Find."""
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("2 * 3 + 4", 10), ("-(7 - 9)", 2), ("2 ** 3", None), ("1 / 2", None), ("+", None), ("a", None)],
+)
+def test_the_calculator(expression, value):
+    if value is None:
+        with pytest.raises(ValueError, match="expression"):
+            calculate(expression)
+    else:
+        assert calculate(expression) == value
+
+
+# -- answers ------------------------------------------------------------------------------------------------------------
+
+
+def environment(seed=1, **keys):
+    made = ToolUse(environment_recipe({"type": "tool_use", **keys}))
+    made.reset(seed)
+    return made
+
+
+def test_several_calls_are_run_in_order_and_failed_ones_are_reported():
+    step = environment().step(
+        calling(("calculator", {"expression": "2 * 3"}), ("price", {"item": "cow"}), ("sell", {}))
+    )
+    assert [(m["role"], m["name"], m["content"]) for m in step.messages] == [
+        ("tool", "calculator", "6"),
+        ("tool", "price", "Error: there is no item 'cow'"),
+        ("tool", "sell", "Error: there is no tool 'sell'; use price, calculator"),
+    ]
+    assert len({message["tool_call_id"] for message in step.messages}) == 3
+    assert (step.reward, step.info["failed_calls"]) == (-0.1, 2)
+    assert "there is no item" in step.info["rejected"]
+
+
+def test_an_answer_with_a_malformed_call_runs_none_of_its_calls():
+    made = environment()
+    step = made.step(calling(("price", {"item": "lamp"})) + "<tool_call>{'name': 1}</tool_call>")
+    (message,) = step.messages
+    assert message["role"] == "user"
+    assert message["content"].startswith("No tool was called: a tool call is not valid JSON")
+    assert step.info == {"rejected": message["content"].removeprefix("No tool was called: ").removesuffix(".")}
+    assert (step.reward, made._seen) == (-0.1, set())
+
+
+def test_the_turns_are_limited_and_the_end_is_final():
+    made = environment(max_turns=2)
+    assert not made.step(calling(("price", {"item": "lamp"}))).truncated
+    last = made.step(calling(("price", {"item": "lamp"})))
+    assert (last.truncated, last.info["success"]) == (True, False)
+    with pytest.raises(RuntimeError):
+        made.step("1")
+
+
+# -- episodes -----------------------------------------------------------------------------------------------------------
+
+TOKENIZER = make_tokenizer()
+RENDERER = Renderer(TOKENIZER, frozenset({TOKENIZER.eos_token_id}))
+
+
+class Script:
+    """An engine whose policy writes these answers."""
+
+    def __init__(self, *answers):
+        self.answers, self.requests = list(answers), []
+        self.counters, self.capacity = EngineCounters(), 1
+
+    async def generate(self, request):
+        self.requests.append(request)
+        ids = tuple(RENDERER.answer(self.answers.pop(0)))
+        return Completion(ids, (-0.5,) * len(ids), (0,) * len(ids), StopReason.END_TOKEN)
+
+    def episode(self, group=0):
+        return nullcontext()
+
+
+def played(*answers, seed=1):
+    engine = Script(*answers)
+    worker = RolloutWorker(
+        engine=engine,
+        renderer=RENDERER,
+        environment=make_env("tool_use"),
+        rollout=RolloutRecipe(tokens_per_turn=400, tokens_per_episode=8000),
+        sampling=SamplingRecipe(),
+        version=0,
+    )
+    (episode,) = collect_episodes(worker, [EpisodeRequest(seed, 0, 0, (0, "test"))])
+    return episode, engine
+
+
+def test_an_episode_keeps_the_sampled_calls_and_counts_them():
+    """The spaces of a sampled call are not those of the template, and stay."""
+    spaced = '<tool_call>\n{"name":"calculator",  "arguments":{"expression":"2*3"}}</tool_call>'
+    made = environment()
+    right = str(made._right)
+    episode, engine = played(spaced, "<tool_call>{}</tool_call>", calling(("price", {"item": "cow"})), right)
+    assert (episode.outcome, episode.success) == (Outcome.TERMINATED, True)
+    assert episode.total_reward == pytest.approx(0.8)
+    (stream,) = episode.streams
+    text = TOKENIZER.decode(stream.ids)
+    assert spaced in text
+    assert '"name": "price", "description": "The price of an item."' in text
+    assert "<tool_response>\n6\n</tool_response>" in text
+    for turn, request in zip(episode.turns, engine.requests, strict=True):
+        assert tuple(stream.ids[: turn.start]) == request.prompt_ids
+    assert [turn.info["tool_calls"] for turn in episode.turns] == [1, 0, 1, 0]
+    metrics = rollout_metrics(RolloutBatch([episode], [episode]))
+    assert metrics["tools/calls"] == 2
+    assert metrics["tools/malformed_share"] == pytest.approx(1 / 3)
+    assert metrics["tools/failed_share"] == 0.5
+    assert metrics["rollout/rejected_share"] == 0.5
