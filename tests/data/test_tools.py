@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.data.rendering import Renderer, render_conversation
-from posttrain.data.tools import ParsedAnswer, ToolCall, call_id, hermes_text, schema
+from posttrain.data.tools import SYNTAXES, ParsedAnswer, ToolCall, call_id, hermes_text, schema
 from posttrain.episode import StopReason
 from posttrain.rollout.transcript import TokenTranscript
 
@@ -136,3 +136,27 @@ def test_a_conversation_with_tools_has_the_tokens_of_the_template(family, data):
     streams = transcript.streams()
     if len(rows) == len(streams) == 1:
         assert rows[0].trained[: len(streams[0])].tolist() == streams[0].sampled.tolist()
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 900 + "]" * 900,
+        f'{{"name": "look", "arguments": {{"x": {"[" * 900}{"]" * 900}}}}}',
+        '{"name": "look", "arguments": {"x": "\\ud800"}}',
+        '{"name": "look", "arguments": {"x": 1e999}}',
+    ],
+)
+def test_a_call_that_cannot_be_written_again_is_an_error(syntax, content):
+    texts = {"hermes": f"<tool_call>{content}</tool_call>", "mistral": f"[TOOL_CALLS]{content}"}
+    parsed = SYNTAXES[syntax](texts.get(syntax, f'{{"name": "look", "parameters": {content}}}'))
+    assert parsed.calls == []
+    assert len(parsed.errors) == 1
+
+
+@pytest.mark.timeout(20)
+def test_parsing_takes_linear_time():
+    repeated = "<parameter=a>" * 20_000
+    assert SYNTAXES["hermes"](f"<tool_call><function=look>{repeated}</function></tool_call>").calls[0].arguments == {}
+    assert SYNTAXES["mistral"](f"[TOOL_CALLS]look[CALL_ID]{' ' * 20_000}").calls == []
