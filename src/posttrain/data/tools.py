@@ -44,6 +44,13 @@ class ParsedAnswer:
     errors: list[str] = field(default_factory=list)
     """One sentence for each malformed call."""
 
+    def message(self, turn: int) -> dict[str, Any]:
+        """The answer as an assistant message with `tool_calls`, where it has calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.calls:
+            message["tool_calls"] = [call.message(call_id(turn, index)) for index, call in enumerate(self.calls)]
+        return message
+
 
 # -- syntaxes -----------------------------------------------------------------------------------------------------------
 
@@ -122,6 +129,14 @@ SYNTAXES: dict[str, Callable[[str], ParsedAnswer]] = {
 """Name of a syntax -> its parser."""
 
 
+def parse_served(text: str, calls: Sequence[tuple[str, Any]]) -> ParsedAnswer:
+    """An answer whose calls a server or transformers has parsed: their names, and arguments as an object or as JSON text."""
+    parsed = ParsedAnswer(text)
+    for name, arguments in calls:
+        parsed.calls.extend(_calls_of_value({"name": name, "arguments": arguments}, parsed.errors))
+    return parsed
+
+
 def _first_json(text: str, errors: list[str]) -> tuple[Any, str]:
     """The JSON value at the start of `text` and the rest; None and nothing with an error where there is none."""
     try:
@@ -152,6 +167,8 @@ def _calls_of_value(value: Any, errors: list[str]) -> list[ToolCall]:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments, _ = _first_json(arguments or "{}", errors)
+        if arguments is None:
+            return []
     if not isinstance(arguments, dict):
         errors.append(f"the arguments of {value['name']} are not an object")
         return []
