@@ -10,7 +10,8 @@ from accelerator.shapes import RandomPolicy, Shape
 from accelerator.training import TokenLoss, samples_of
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.training.objectives import token_forward
-from posttrain.training.updater import Optimizer, Updater
+from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Updater
 
 UPDATES = 20
 

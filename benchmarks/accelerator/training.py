@@ -17,7 +17,8 @@ from posttrain.models.forward import TokenScores, logits_of, token_scores
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.objectives import token_batch, token_forward
-from posttrain.training.updater import Optimizer, Sample, Totals, Updater
+from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Sample, Totals, Updater
 
 MICRO_BATCHES = 4
 """Forward passes for one optimizer step."""

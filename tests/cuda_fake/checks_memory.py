@@ -1,9 +1,15 @@
 """Memory plans against what an update allocates on the fake device, for layers of published shapes."""
 
+import gc
+
 import pytest
 from transformers import AutoConfig
 
+from posttrain.distributed import world
+from posttrain.models.policy import Policy
 from posttrain.planning.memory import ModelSizes, kept_activations
+from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.training.objectives import SupervisedObjective, logprobs
 from tests.cuda_fake import made
 
 TOKENS = 2048
@@ -57,3 +63,26 @@ def test_activations_of_a_layer(device, thin_model, shape, lora):
     hidden, intermediate, heads, key_heads, size = numbers
     sizes = ModelSizes(1, 2, hidden, intermediate, heads, key_heads, size, 1000, head_norms=family == "qwen3")
     assert counted == pytest.approx(2 * kept_activations(sizes), rel=0.05)
+
+
+def test_an_offloaded_optimizer_leaves_weights_alone_on_the_device(device, thin_model, monkeypatch):
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload="optimizer")))
+    gc.collect()
+    before = device.live
+    policy = Policy(made.recipe(thin_model))
+    weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    learner = made.policy_updater(policy)
+    made.updated(learner, made.samples(2), SupervisedObjective())
+    state = [*learner.optimizer.masters, *learner.optimizer.tensors().values()]
+    assert {tensor.device.type for tensor in state} == {"cpu"}
+    with policy.as_reference():
+        gc.collect()
+        inside = device.live - before
+        assert policy.device.type == "cuda"
+        assert len(logprobs(learner, made.samples(2))) == 2
+    gc.collect()
+    held = device.live - before
+    assert weights <= held < 1.2 * weights
+    reference = policy.reference_parameters().values()
+    assert {p.device.type for p in reference} == {"cpu"}
+    assert inside - held >= sum(p.numel() * p.element_size() for p in reference)

@@ -50,7 +50,8 @@ from posttrain.training.objectives import (
     reward_forward,
     token_energies,
 )
-from posttrain.training.updater import Optimizer, Updater
+from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Updater
 from tests.cuda_fake import made
 
 

@@ -14,7 +14,8 @@ from posttrain.models.cpu.backend import use_fused_layers
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.training.objectives import token_forward
-from posttrain.training.updater import Optimizer, PreferenceSide, Sample, Updater
+from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import PreferenceSide, Sample, Updater
 
 LENGTH, PROMPT = 24, 8
 

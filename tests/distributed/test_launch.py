@@ -100,7 +100,7 @@ def test_input_errors_are_reported_once(tiny_model, tmp_path):
 def test_mismatched_settings_are_refused(monkeypatch):
     with (
         pytest.raises(InputError, match=r"hardware.offload .* the device here is a CPU; remove it"),
-        world.join_world(HardwareRecipe(offload=True), "cpu"),
+        world.join_world(HardwareRecipe(offload="all"), "cpu"),
     ):
         pass
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():

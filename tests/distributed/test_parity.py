@@ -92,8 +92,9 @@ def given_updates(tiny, out, lora):
     from posttrain.recipe.loss import EntropyRecipe, PpoLoss
     from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
     from posttrain.training.objectives import PolicyObjective, token_forward
+    from posttrain.training.optimizer import Optimizer
     from posttrain.training.rows import stream_of
-    from posttrain.training.updater import Optimizer, Sample, Updater
+    from posttrain.training.updater import Sample, Updater
 
     policy = Policy(str(tiny), threads=1, lora=lora)
     # Two micro-batches, one with the long episode; no number of processes divides them further.

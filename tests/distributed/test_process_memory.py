@@ -23,7 +23,7 @@ def test_state_is_divided_and_whole_gradients_are_not():
     assert found["activations, roughly"] == alone["activations, roughly"]
     assert "whole gradients" not in rows(processes=4, gradient_sync="per_forward")[0]
     # Offloaded gradients are accumulated in CPU memory, whatever the number of processes.
-    assert "whole gradients" not in rows(processes=4, offload=True)[0]
+    assert "whole gradients" not in rows(processes=4, offload="all")[0]
 
 
 def test_in_bfloat16_the_shares_are_the_masters():
@@ -38,5 +38,5 @@ def test_adapters_and_offload():
     adapters = found["gradients"] * 2 // 4
     assert 0 < adapters < 1000
     assert found["weights"] == (2 * 1000 + 4 * adapters) / 2
-    away, _ = rows("bfloat16", processes=2, offload=True)
+    away, _ = rows("bfloat16", processes=2, offload="all")
     assert [away[what] for what in ("weights", "gradients", "AdamW state")] == [0, 0, 0]

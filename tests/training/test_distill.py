@@ -21,9 +21,10 @@ from posttrain.recipe.rollout import RolloutRecipe
 from posttrain.recipe.teacher import TeacherRecipe
 from posttrain.rollout.driver import rollout
 from posttrain.training.distillation import DistillationObjective, distillation_forward
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.reward_scorer import RewardShaping, RunningStatistics
 from posttrain.training.teacher import WHOLE, open_teacher
-from posttrain.training.updater import Optimizer, Updater, samples_of_episodes
+from posttrain.training.updater import Updater, samples_of_episodes
 
 from ..conftest import make_tokenizer, save_tiny_model
 from . import small

@@ -17,8 +17,9 @@ from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.stages import run_stage
 from posttrain.training.objectives import PolicyObjective, token_forward
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.trainer import random_states, set_random_states
-from posttrain.training.updater import Optimizer, Updater
+from posttrain.training.updater import Updater
 from tests.conftest import make_tokenizer
 
 from .preferences import recipe_values, unpaired_rows, write_jsonl

@@ -17,8 +17,9 @@ from posttrain.recipe.stages import Recipe
 from posttrain.stages import run_stage
 from posttrain.training.learner import Learner
 from posttrain.training.objectives import PairObjective, logprobs, token_forward
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import MovingReference, move_towards
-from posttrain.training.updater import Optimizer, Updater
+from posttrain.training.updater import Updater
 from tests.training import small
 from tests.training.preferences import recipe_values, unpaired_rows, write_jsonl
 from tests.training.test_preferences import LOSSES, pair_samples

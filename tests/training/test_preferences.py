@@ -21,8 +21,9 @@ from posttrain.stages import run_stage
 from posttrain.training import dpo as references_module
 from posttrain.training.dpo import ReferenceLogprobs
 from posttrain.training.objectives import PairObjective, RewardObjective, logprobs, reward_forward, token_forward
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.rows import samples_of_row
-from posttrain.training.updater import Optimizer, Updater, pack
+from posttrain.training.updater import Updater, pack
 from tests.training.preferences import pair_rows, recipe_values, unpaired_rows, write_jsonl
 
 LOSSES = TypeAdapter(PreferenceLossRecipe)

@@ -10,7 +10,8 @@ from posttrain.recipe.loss import EntropyRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.objectives import MixedObjective, PolicyObjective, SupervisedObjective, token_forward
-from posttrain.training.updater import Optimizer, Updater, means
+from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Updater, means
 
 from . import small
 from .preferences import write_jsonl

@@ -3,7 +3,7 @@
 import pytest
 
 from posttrain.recipe.model import OptimizerRecipe
-from posttrain.training.updater import learning_rate_factor
+from posttrain.training.optimizer import learning_rate_factor
 
 
 def factors(total, updates, **keys):

@@ -22,7 +22,8 @@ from posttrain.training.objectives import (
     scores,
     token_forward,
 )
-from posttrain.training.updater import Optimizer, Updater, means, pack
+from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Updater, means, pack
 
 from . import small
 from .test_critic import foretold

@@ -11,7 +11,8 @@ from posttrain.recipe.loss import EntropyRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective, logprobs, token_forward
-from posttrain.training.updater import Optimizer, Updater, decayed, pack
+from posttrain.training.optimizer import Optimizer, decayed
+from posttrain.training.updater import Updater, pack
 from tests.conftest import save_tiny_model
 
 from .test_batches import sample

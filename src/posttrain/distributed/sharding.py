@@ -49,7 +49,7 @@ class ShardedModel:
             reduce_dtype=torch.float32 if lower else None,
             cast_forward_inputs=False,
         )
-        offload = CPUOffloadPolicy() if hardware.offload else OffloadPolicy()
+        offload = CPUOffloadPolicy() if hardware.offload == "all" else OffloadPolicy()
         mesh = torch.distributed.init_device_mesh(device.type, (current_world().size,))
         self._reshards = hardware.reshard_after_forward
         self._reduces_each = hardware.reduces_per_forward

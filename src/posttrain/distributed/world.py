@@ -66,7 +66,7 @@ class World:
     @property
     def sharded(self) -> bool:
         """Whether models are sharded with FSDP: over several processes, or in one process for its CPU offload."""
-        return self.size > 1 or self.hardware.offload
+        return self.size > 1 or self.hardware.offload == "all"
 
     def gather(self, items: Sequence[T]) -> list[T]:
         """The items of all ranks, in rank order, on every rank. Items must be picklable."""
@@ -185,14 +185,18 @@ def join_world(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World
         )
     else:
         world = World(hardware)
-    if not world.sharded:
-        yield world
-        return
-    on_gpu = _on_gpu(device)
-    if hardware.offload and not on_gpu:
+    if hardware.offload != "none" and not _on_gpu(device):
         raise InputError(
             "hardware.offload moves state from a GPU to CPU memory, but the device here is a CPU; remove it"
         )
+    if not world.sharded:
+        _state["world"] = world
+        try:
+            yield world
+        finally:
+            _state["world"] = _SINGLE_PROCESS
+        return
+    on_gpu = _on_gpu(device)
     store = _connect(world, on_gpu)
     _divide_threads(world)
     _state["world"] = world

@@ -193,7 +193,9 @@ COMMON: dict[str, Rule] = {
     "wandb_group": equal("tracking.group", words=True),
     "zero_stage": without_effect(ONE_DEVICE),
     "zpg": without_effect(ONE_DEVICE),
-    "adam_offload": without_effect("memory only: `hardware.offload=true` keeps the optimizer in CPU memory", flag=True),
+    "adam_offload": without_effect(
+        "memory only: `hardware.offload=optimizer` keeps the optimizer in CPU memory", flag=True
+    ),
     "bf16": switch("model.dtype", "bfloat16", "float32 master weights in both"),
     "param_dtype": choice("model.dtype", {"bf16": "bfloat16"}, "float32 master weights in both"),
     "flash_attn": without_effect("attention to packed rows needs no flag", flag=True),

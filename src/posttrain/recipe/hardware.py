@@ -56,11 +56,11 @@ class HardwareRecipe(BaseConfig):
     processes: int = Field(1, ge=1)
     """Learner processes, each with one GPU or an equal share of the CPU threads. They split the micro-batches of each update, the groups of each step, and the model state (FSDP2). Under `torchrun` this must be the number of processes it started."""
     gradient_sync: Literal["per_update", "per_forward"] = "per_update"
-    """When processes reduce their gradients. `per_update`: once per update; least communication, but every process holds a full float32 gradient. `per_forward`: after every micro-batch; each process holds only its shard. With `offload`, always after every micro-batch: gradients are accumulated in CPU memory."""
+    """When processes reduce their gradients. `per_update`: once per update; least communication, but every process holds a full float32 gradient. `per_forward`: after every micro-batch; each process holds only its shard. With `offload: all`, always after every micro-batch: gradients are accumulated in CPU memory."""
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer after its forward pass and gather them again for the backward pass: less memory, 50% more communication."""
-    offload: bool = False
-    """Keep weights, gradients and optimizer state in CPU memory and run AdamW there. The GPU holds only the weights in use and activations."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What is kept in CPU memory instead of a GPU's. `optimizer`: float32 masters, their gradients and the moments, with AdamW on the CPU, and the reference model between its passes; during rollouts the GPU then holds only the weights of the policy. `all`: also weights, one layer of which is on the GPU at a time. Settings other than `none` are an error on a CPU."""
     ray: str | None = None
     """Ray cluster to run on. `auto` connects to the cluster on this machine, or starts one; otherwise an address (`host:port` or `ray://host:port`). Null: run without Ray."""
     cpus: float = Field(1.0, gt=0)
@@ -79,7 +79,7 @@ class HardwareRecipe(BaseConfig):
     @property
     def reduces_per_forward(self) -> bool:
         """Whether gradients are reduced after every micro-batch."""
-        return self.offload or self.gradient_sync == "per_forward"
+        return self.offload == "all" or self.gradient_sync == "per_forward"
 
     @model_validator(mode="after")
     def _placed_on_ray(self):

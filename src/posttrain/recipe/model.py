@@ -115,6 +115,8 @@ class RewardSource(BaseConfig):
 class OptimizerRecipe(BaseConfig):
     """AdamW, its schedule, and gradient clipping."""
 
+    type: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw`: moments in float32, 8 bytes per trained weight. `adamw_8bit`: moments in blocks of 8-bit numbers, 2 bytes (bitsandbytes); for one process."""
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate, after warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)

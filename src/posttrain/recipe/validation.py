@@ -69,6 +69,8 @@ RENAMED_KEYS = {
 RENAMED_VALUES = {
     ("*data.overlong", "cut"): "truncate",
     ("critic.backbone", "own"): "separate",
+    ("hardware.offload", True): "all",
+    ("hardware.offload", False): "none",
     ("hardware.gradient_sync", "each"): "per_forward",
     ("hardware.gradient_sync", "once"): "per_update",
     ("loss.aggregation", "sequence"): "sequence_mean",

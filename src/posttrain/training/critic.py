@@ -20,7 +20,8 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CriticCredit, CriticRecipe
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.objectives import ValueObjective
-from posttrain.training.updater import Optimizer, Sample, Totals, Updater, computed, on_stream
+from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Sample, Totals, Updater, computed, on_stream
 
 
 class CriticLearner:

@@ -24,12 +24,13 @@ from posttrain.runs.evaluated import start_values
 from posttrain.seeds import random_stream
 from posttrain.training.distillation import DistillationObjective, distillation_forward
 from posttrain.training.evaluators import EpisodeEvaluator
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.rollouts import RolloutManager, SyncRollouts, TaskOrder, rollout_metrics
 from posttrain.training.rows import FixedRows
 from posttrain.training.tasks import check_tasks, too_long
 from posttrain.training.teacher import WHOLE, Teacher, open_teacher
 from posttrain.training.trainer import Callback, Guards, LoopSettings, Trainer
-from posttrain.training.updater import Optimizer, Sample, Totals, Updater, add_totals, means, samples_of_episodes
+from posttrain.training.updater import Sample, Totals, Updater, add_totals, means, samples_of_episodes
 
 
 def train(

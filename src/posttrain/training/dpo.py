@@ -26,11 +26,12 @@ from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import random_stream
 from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import MovingReference
 from posttrain.training.row_evaluators import PreferenceEvaluator, choice_of
 from posttrain.training.rows import Batches, load_data, samples_of_row, stream_of, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
-from posttrain.training.updater import Optimizer, Sample, Totals, Updater
+from posttrain.training.updater import Sample, Totals, Updater
 
 
 class ReferenceLogprobs:

@@ -27,10 +27,11 @@ from posttrain.training.objectives import (
     token_energies,
     token_forward,
 )
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import MovingReference
 from posttrain.training.rl import rounds_or_drops, set_advantages
 from posttrain.training.token_rules import set_bonus_tokens
-from posttrain.training.updater import Optimizer, Sample, Updater, add_totals, means, samples_of_episodes
+from posttrain.training.updater import Sample, Updater, add_totals, means, samples_of_episodes
 
 
 def advantages(

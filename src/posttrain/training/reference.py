@@ -8,7 +8,7 @@ import torch
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.loss import ADAPTERS_OFF, ReferenceRecipe
-from posttrain.training.updater import Optimizer
+from posttrain.training.optimizer import Optimizer
 
 
 def move_towards(averages: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], mix: float) -> None:

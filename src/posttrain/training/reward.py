@@ -15,12 +15,13 @@ from posttrain.recipe.units import stored_units
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.directory import RunDirectory
 from posttrain.training.objectives import RewardObjective, reward_forward
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.row_evaluators import PreferenceEvaluator, choice_of
 from posttrain.training.rows import Batches, check_margins, load_data, samples_of_row, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
 from posttrain.training.unit_normalizer import fit_run
 from posttrain.training.unit_rewards import UnitReader, UnitRewardObjective, unit_reward_forward
-from posttrain.training.updater import Optimizer, Sample, Updater
+from posttrain.training.updater import Sample, Updater
 
 
 def train(

@@ -41,6 +41,7 @@ from posttrain.training.objectives import (
     token_energies,
     token_forward,
 )
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import MovingReference
 from posttrain.training.reward_scorer import RewardShaping, RunningStatistics, open_scorer
 from posttrain.training.rollouts import (
@@ -57,16 +58,7 @@ from posttrain.training.teacher import Teacher, open_teacher, reverse_kl
 from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.trainer import Callback, Checkpointable, Guards, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
-from posttrain.training.updater import (
-    Objective,
-    Optimizer,
-    Sample,
-    Totals,
-    Updater,
-    add_totals,
-    means,
-    samples_of_episodes,
-)
+from posttrain.training.updater import Objective, Sample, Totals, Updater, add_totals, means, samples_of_episodes
 
 MakeRollouts = Callable[[RlRecipe, RolloutManager, TaskOrder, RunDirectory], Rollouts]
 

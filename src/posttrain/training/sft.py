@@ -20,12 +20,13 @@ from posttrain.seeds import random_stream
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator
 from posttrain.training.experts import expert_episodes, settings_warnings
 from posttrain.training.objectives import SupervisedObjective, token_forward
+from posttrain.training.optimizer import Optimizer
 from posttrain.training.rollouts import RolloutManager
 from posttrain.training.row_evaluators import LossEvaluator
 from posttrain.training.rows import Batches, SampleBatches, load_data, samples_of_row, train_on
 from posttrain.training.tasks import check_tasks
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
-from posttrain.training.updater import Optimizer, Sample, Updater, samples_of_episodes
+from posttrain.training.updater import Sample, Updater, samples_of_episodes
 
 
 def train(

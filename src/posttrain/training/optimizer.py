@@ -1,0 +1,209 @@
+"""The optimizer: AdamW on float32 masters, its schedule, and where its state is kept."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shard, shard_like
+from posttrain.distributed.world import current_world
+from posttrain.errors import InputError
+from posttrain.models.cuda.memory import copied_to_cpu
+from posttrain.plugins import require_module
+from posttrain.recipe.model import OptimizerRecipe
+
+
+def learning_rate_factor(recipe: OptimizerRecipe, update: int, total: int) -> float:
+    """What the learning rate is multiplied by at `update` (0 is the first) of `total`.
+
+    Warm-up over W updates: (update + 1) / (W + 1), so the first is small and not lost. Then, with
+    x = (update - W) / (total - W) from 0 to 1 and final fraction f:
+    `constant`: 1; `linear`: 1 - (1 - f) x; `cosine`: f + (1 - f) (1 + cos(pi x)) / 2.
+    Source of cosine: Loshchilov and Hutter 2017, "SGDR", arXiv 1608.03983, without restarts.
+    """
+    if update < recipe.warmup_updates:
+        return (update + 1) / (recipe.warmup_updates + 1)
+    if recipe.schedule == "constant":
+        return 1.0
+    progress = min((update - recipe.warmup_updates) / max(total - recipe.warmup_updates, 1), 1.0)
+    remaining = 1 - progress if recipe.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return recipe.final_fraction + (1 - recipe.final_fraction) * remaining
+
+
+_NOT_DECAYED = re.compile(
+    r"bias|layernorm|rmsnorm|(^|[._])norm([.]|$)|(^|[._])(wpe|\w*position\w*|pos_emb\w*)([.]|$)", re.I
+)
+
+
+def decayed(name: str, parameter: torch.Tensor) -> bool:
+    """Whether weight decay applies to a parameter: to matrices, but not to norms, biases and embeddings of position.
+
+    As `Trainer.get_decay_parameter_names` of transformers, which decays embeddings of position and other vectors too.
+    """
+    return parameter.ndim > 1 and _NOT_DECAYED.search(name) is None
+
+
+class Optimizer:
+    """Steps the parameters of a policy. Parameters in bfloat16 have masters in float32, which are what is optimized; of
+    parameters that are divided among processes, the masters are this process's shares. With `hardware.offload: optimizer`,
+    masters, their gradients and the moments are in CPU memory, and AdamW runs there.
+
+    AdamW: Loshchilov and Hutter 2019, "Decoupled weight decay regularization".
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, torch.nn.Parameter]], recipe: OptimizerRecipe, updates: int
+    ) -> None:
+        """`parameters`: names and parameters; `updates`: optimizer steps of the whole run, for the schedule.
+
+        Raises:
+            InputError: the type of the optimizer does not fit the processes, or its package is missing.
+        """
+        self.recipe = recipe
+        self.total_updates = updates
+        self.updates = 0
+        self.names = [name for name, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self._offloads = current_world().hardware.offload == "optimizer"
+        self.masters = [_master(parameter, self._offloads) for parameter in self.parameters]
+        decays = [decayed(name, parameter) for name, parameter in parameters]
+        groups = [
+            {"params": [m for m, d in zip(self.masters, decays, strict=True) if d == decay], "weight_decay": rate}
+            for decay, rate in ((True, recipe.weight_decay), (False, 0.0))
+        ]
+        self._adamw: Any = self._made([group for group in groups if group["params"]])
+        self._divided = [is_sharded(parameter) for parameter in self.parameters]
+        self._counts: dict[str, torch.Tensor] = {}
+
+    def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The optimizer of the recipe, with the state that it would begin with, so that a checkpoint always has the same
+        tensors."""
+        recipe = self.recipe
+        settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.betas, "eps": recipe.epsilon}
+        if recipe.type == "adamw_8bit":
+            if self._offloads or not current_world().is_single_process or current_world().sharded:
+                raise InputError(
+                    "optimizer.type adamw_8bit keeps its state on the device of one process, whole; use adamw with "
+                    "hardware.offload or several processes, which need no smaller state"
+                )
+            bitsandbytes = require_module("bitsandbytes", "optimizer.type adamw_8bit")
+            eight = bitsandbytes.optim.AdamW8bit(groups, **settings)
+            for number, group in enumerate(eight.param_groups):
+                for index, master in enumerate(group["params"]):
+                    eight.init_state(group, master, number, index)
+            return eight
+        adamw = torch.optim.AdamW(groups, **settings, fused=True)
+        for master in self.masters:
+            zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            adamw.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
+        return adamw
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return self.recipe.learning_rate * learning_rate_factor(self.recipe, self.updates, self.total_updates)
+
+    def collect(self) -> None:
+        """Add the gradients of the last backward pass to those of the masters, in float32."""
+        pairs = [
+            (parameter, master)
+            for parameter, master in zip(self.parameters, self.masters, strict=True)
+            if master is not parameter and parameter.grad is not None
+        ]
+        if self._offloads:
+            copies = copied_to_cpu([local_shard(parameter.grad) for parameter, _ in pairs])  # type: ignore[arg-type]
+        for number, (parameter, master) in enumerate(pairs):
+            gradient = copies[number] if self._offloads else local_shard(parameter.grad)  # type: ignore[arg-type]
+            gradient = gradient.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+    def add_up(self) -> None:
+        """Add up the gradients of all processes, once the last of an update is collected; of divided parameters they are
+        added up already."""
+        pairs = zip(self._divided, self.masters, strict=True)
+        current_world().sum([m.grad for divided, m in pairs if m.grad is not None and not divided])
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for tensor in (*self.parameters, *self.masters):
+            tensor.grad = None
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of the collected gradients, a scalar; 0 where there are none."""
+        norms = []
+        for of_shares in (False, True):
+            gradients = [
+                m.grad
+                for m, d in zip(self.masters, self._divided, strict=True)
+                if d == of_shares and m.grad is not None
+            ]
+            norms.append(torch.nn.utils.get_total_norm(gradients))
+        if not any(self._divided):
+            return norms[0]
+        (squares,) = current_world().sum([norms[1].double() ** 2])
+        return (norms[0].to(squares.device).double() ** 2 + squares).sqrt().float()
+
+    def step(self) -> float:
+        """Clip and apply the collected gradients; returns their norm before clipping.
+
+        A norm that is not finite changes nothing. Gradients are forgotten in every case.
+        """
+        total = self.gradient_norm()
+        norm = float(total)
+        if norm > self.recipe.max_gradient_norm and math.isfinite(norm):
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self.recipe.max_gradient_norm, total)
+        if math.isfinite(norm):
+            for group in self._adamw.param_groups:
+                group["lr"] = self.learning_rate
+            self._adamw.step()
+            self.updates += 1
+            self._hand_out()
+        self.clear()
+        return norm
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything in tensors that resuming needs besides the parameters: moments, counts and masters. They are the
+        optimizer's own, to be written, or read into."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            for key, value in self._adamw.state[master].items():
+                if key.startswith("qmap"):  # the same constants for every parameter
+                    continue
+                if isinstance(value, int):  # bitsandbytes counts steps in plain numbers
+                    value = self._counts.setdefault(name, torch.zeros((), dtype=torch.int64)).fill_(value)
+                tensors[f"{name}/{key}"] = shard_like(value, parameter) if value.shape == master.shape else value
+            if compute_dtype(parameter) != torch.float32 or (self._offloads and is_sharded(parameter)):
+                tensors[f"{name}/master"] = shard_like(master.detach(), parameter)
+        return tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        """What else resuming needs, as plain JSON."""
+        return {"updates": self.updates, "names": self.names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`, once `tensors` were read; ValueError when it belongs to other parameters."""
+        if state["names"] != self.names:
+            raise ValueError("the optimizer state belongs to other parameters")
+        self.updates = state["updates"]
+        for name, master in zip(self.names, self.masters, strict=True):
+            if name in self._counts:
+                self._adamw.state[master]["step"] = int(self._counts[name])
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give parameters the values of masters that are copies of them."""
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                if master is not parameter and (self._offloads or not is_sharded(parameter)):
+                    local_shard(parameter).copy_(master)
+
+
+def _master(parameter: torch.nn.Parameter, offloads: bool) -> torch.Tensor:
+    if offloads:
+        return local_shard(parameter).detach().to("cpu", torch.float32, copy=True).requires_grad_()
+    if is_sharded(parameter):
+        return local_shard(parameter).requires_grad_()
+    return parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()

@@ -1,0 +1,93 @@
+"""Where the optimizer keeps its state, and 8-bit AdamW: the same on a CPU as on a GPU."""
+
+import pytest
+import torch
+
+from posttrain.distributed import world
+from posttrain.errors import InputError
+from posttrain.models.cuda.memory import copied_to
+from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.model import OptimizerRecipe
+from posttrain.training.optimizer import Optimizer
+
+
+def made(kind="adamw", dtype=torch.float32):
+    torch.manual_seed(0)
+    names = {
+        "wide.weight": (96, 128),
+        "norm.weight": (128,),
+    }  # the first has 8-bit state, the second is too small for it
+    parameters = [(name, torch.nn.Parameter(torch.randn(shape).to(dtype))) for name, shape in names.items()]
+    return Optimizer(parameters, OptimizerRecipe(type=kind, learning_rate=0.01, weight_decay=0.1), 10)
+
+
+def stepped(optimizer, first=0, last=4):
+    for number in range(first, last):
+        generator = torch.Generator().manual_seed(number)
+        for parameter in optimizer.parameters:
+            # Two backward passes, whose gradients add up.
+            for _ in range(2):
+                gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                optimizer.collect()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in optimizer.parameters]
+
+
+@pytest.fixture
+def offloading(monkeypatch):
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload="optimizer")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_offloaded_optimizer_makes_the_same_steps(dtype, monkeypatch):
+    expected = stepped(made(dtype=dtype))
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload="optimizer")))
+    offloaded = made(dtype=dtype)
+    assert all(
+        master is not parameter for master, parameter in zip(offloaded.masters, offloaded.parameters, strict=True)
+    )
+    assert all(map(torch.equal, stepped(offloaded), expected))
+
+
+def test_8_bit_state_resumes_to_the_same_bits():
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install posttrain[cuda]")
+    whole = stepped(made("adamw_8bit"))
+    first = made("adamw_8bit")
+    weights = stepped(first, 0, 2)
+    state, tensors = first.state_dict(), {name: tensor.clone() for name, tensor in first.tensors().items()}
+    assert tensors["wide.weight/state1"].dtype == torch.uint8
+    assert tensors["norm.weight/state1"].dtype == torch.float32
+    assert not any("qmap" in name for name in tensors)
+    again = made("adamw_8bit")
+    with torch.no_grad():
+        for parameter, saved in zip(again.parameters, weights, strict=True):
+            parameter.copy_(saved)
+        for name, target in again.tensors().items():
+            target.copy_(tensors[name])
+    again.load_state_dict(state)
+    assert all(map(torch.equal, stepped(again, 2, 4), whole))
+
+
+def test_8_bit_steps_are_close_to_those_of_float32():
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install posttrain[cuda]")
+    start = [parameter.detach().clone() for parameter in made().parameters]
+    of_8, of_32 = (
+        torch.cat([(new - old).flatten() for new, old in zip(stepped(made(kind)), start, strict=True)])
+        for kind in ("adamw_8bit", "adamw")
+    )
+    assert 0 < (of_8 - of_32).norm() / of_32.norm() < 0.1
+
+
+def test_8_bit_state_is_not_offloaded(offloading):
+    with pytest.raises(InputError, match="adamw_8bit keeps its state on the device of one process"):
+        made("adamw_8bit")
+
+
+def test_a_copy_on_another_device_keeps_weights_tied():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model[0].bias = model[1].bias
+    copy = copied_to(model, torch.device("meta"))
+    assert {tensor.device.type for tensor in copy.state_dict().values()} == {"meta"}
+    assert copy[0].bias is copy[1].bias
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
