@@ -47,10 +47,9 @@ if __name__ == "__main__":
         print(step.messages[-1]["role"], step.messages[-1]["content"])
     result = posttrain.sft(
         name="capitals",
-        epochs=2,
         rows_per_update=4,
         model={"path": model, "lora": {"rank": 8}},
-        environment={"type": Capitals},
+        environment={"type": Capitals, "max_turns": 3},
         experts={"seeds": {"start": 0, "count": 12}},
         rollout={"tokens_per_turn": 40, "tokens_per_episode": 600},
         evaluation={
