@@ -17,7 +17,7 @@ LAYERS = [
     {"recipe", "runs"},
     {"data", "models", "environments", "engines", "credit", "losses", "distributed", "planning", "importers"},
     {"rollout"},
-    {"training", "evaluation", "distributed.ray", "view", "publishing"},
+    {"training", "evaluation", "distributed.ray", "view", "publishing", "serving"},
     {"stages", "pipelines", "tune"},
     {"verbs", "result", "documents"},
     {"cli", "doctor", "posttrain"},

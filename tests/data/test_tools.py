@@ -184,6 +184,7 @@ def test_calls_of_each_syntax(syntax, answer, text, calls):
         ("hermes", "<tool_call>{'name': 1}</tool_call>", "not valid JSON"),
         ("hermes", '<tool_call>{"name": "price"', "has no </tool_call>"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "not an object with a `name`"),
+        ("hermes", "<tool_call>null</tool_call>", "not an object with a `name`"),
         (
             "hermes",
             '<tool_call>{"name": "price", "arguments": [1]}</tool_call>',
@@ -268,3 +269,27 @@ def test_expert_rows_with_tools_have_the_tokens_of_expert_episodes(family, tmp_p
         assert stream.ids.tolist() == played.ids.tolist()
         assert stream.trained.tolist() == played.sampled.tolist()
         assert episode.success
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 900 + "]" * 900,
+        f'{{"name": "look", "arguments": {{"x": {"[" * 900}{"]" * 900}}}}}',
+        '{"name": "look", "arguments": {"x": "\\ud800"}}',
+        '{"name": "look", "arguments": {"x": 1e999}}',
+    ],
+)
+def test_a_call_that_cannot_be_written_again_is_an_error(syntax, content):
+    texts = {"hermes": f"<tool_call>{content}</tool_call>", "mistral": f"[TOOL_CALLS]{content}"}
+    parsed = SYNTAXES[syntax](texts.get(syntax, f'{{"name": "look", "parameters": {content}}}'))
+    assert parsed.calls == []
+    assert len(parsed.errors) == 1
+
+
+@pytest.mark.timeout(20)
+def test_parsing_takes_linear_time():
+    repeated = "<parameter=a>" * 20_000
+    assert SYNTAXES["hermes"](f"<tool_call><function=look>{repeated}</function></tool_call>").calls[0].arguments == {}
+    assert SYNTAXES["mistral"](f"[TOOL_CALLS]look[CALL_ID]{' ' * 20_000}").calls == []

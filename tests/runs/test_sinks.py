@@ -126,7 +126,11 @@ def wandb_lines(run: RunDirectory, folder: Path) -> Iterator[tuple[int, dict[str
                 yield int(values["step"]), {k: json.loads(v) for k, v in values.items() if k.startswith("train/")}
 
 
-@pytest.mark.parametrize(("name", "stored"), [("wandb", wandb_lines), ("trackio", trackio_lines)])
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    # W&B starts a service of its own, which takes seconds.
+    [pytest.param("wandb", wandb_lines, marks=pytest.mark.slow), ("trackio", trackio_lines)],
+)
 def test_a_resumed_run_sends_no_step_twice(
     recipe: RlRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stored: Any
 ) -> None:

@@ -1,6 +1,5 @@
 """`posttrain chat`: talk to a model, or to the model that a run exported."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,10 +35,11 @@ def chat(
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.rollout import SamplingRecipe
     from posttrain.rollout.view import visible
+    from posttrain.runs.directory import exported_model
     from posttrain.seeds import derive_seed
 
     sampling = section(SamplingRecipe, temperature=temperature)
-    policy = Policy(section(ModelRecipe, path=_model_path(model)))
+    policy = Policy(section(ModelRecipe, path=exported_model(model)))
     engine, renderer = LocalEngine(policy), Renderer(policy.tokenizer, policy.end_tokens)
 
     async def answer(prompt: list[int], turn: int) -> tuple[int, ...]:
@@ -80,17 +80,3 @@ def chat(
         turn += 1
         messages.append({"role": "assistant", "content": renderer.answer_text(ids)})
         typer.echo("\n" if ids[-1] in policy.end_tokens else f" [cut off at {max_tokens} tokens]\n")
-
-
-def _model_path(model: str) -> str:
-    """The exported model of a run, or `model` itself; InputError for a run that has exported none."""
-    from posttrain.errors import InputError
-
-    run = Path(model)
-    if not (run / "recipe.yaml").is_file():
-        return model
-    if not (run / "model").is_dir():
-        raise InputError(
-            f"{run} has no model yet; wait for its end, or give the policy of a checkpoint in {run}/checkpoints"
-        )
-    return str(run / "model")

@@ -22,6 +22,7 @@ from posttrain.cli.plugins import PluginGroup
 from posttrain.cli.publish import export, push
 from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report, table
+from posttrain.cli.serve import serve
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.storage import app as runs
 from posttrain.cli.tune import tune
@@ -55,6 +56,7 @@ _PLAIN: tuple[Callable[..., None], ...] = (
     doctor,
     export,
     push,
+    serve,
 )
 for verb in _TAKING_ANY_KEY:
     app.command(context_settings=OPEN)(verb)

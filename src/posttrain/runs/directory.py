@@ -237,6 +237,18 @@ class RunDirectory:
                     path.unlink(missing_ok=True)
 
 
+def exported_model(model: str) -> str:
+    """The model that a run has exported, if `model` is the directory of one, or `model` itself; InputError where the run has none."""
+    run = Path(model)
+    if not (run / "recipe.yaml").is_file():
+        return model
+    if not (run / "model").is_dir():
+        raise InputError(
+            f"{run} has no model yet; wait for its end, or give the policy of a checkpoint in {run}/checkpoints"
+        )
+    return str(run / "model")
+
+
 def recipe_hash(recipe: "Recipe") -> str:
     """First 16 hex digits of the SHA-256 of the recipe as canonical JSON; equal recipes have equal hashes."""
     text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,57 @@
+"""`posttrain serve`: an OpenAI-compatible server for the model of a run."""
+
+from typing import Annotated, Literal
+
+import typer
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="Directory of a run, for example runs/run, or what `model.path` takes."),
+    ],
+    engine: Annotated[
+        Literal["local", "vllm"], typer.Option(help="local: in this process. vllm: on a GPU, needs the extra [vllm].")
+    ] = "local",
+    port: Annotated[
+        int, typer.Option(help="Port of the loopback address; 0 picks a free one.", min=0, max=65535)
+    ] = 8000,
+    key: Annotated[
+        str | None, typer.Option(envvar="POSTTRAIN_SERVE_KEY", help="API key that clients must send. Default: any key.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of requests that have none.", min=0)] = 0,
+) -> None:
+    """Serve a model to OpenAI clients of this machine: chat completions with tools, completions, models.
+
+    Answers stream token by token with the local engine, and whole with vLLM. Over SSH, forward the port.
+
+    Examples:
+
+    posttrain serve runs/run
+
+    posttrain serve packaged:smollm2-135m --port 0
+    """
+    from pathlib import Path
+
+    from posttrain.loopback import ADDRESS, open_listener
+    from posttrain.loopback import serve as serve_on
+    from posttrain.plugins import require_module
+
+    for module in ("fastapi", "uvicorn"):
+        require_module(module, "posttrain serve")
+    from posttrain.engines.factory import open_engine
+    from posttrain.models.policy import Policy
+    from posttrain.recipe.compose import section
+    from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
+    from posttrain.recipe.model import ModelRecipe
+    from posttrain.runs.directory import exported_model
+    from posttrain.serving import Server, guarded
+
+    with open_listener(port, "--port") as on:
+        policy = Policy(section(ModelRecipe, path=exported_model(model)))
+        recipe = section(LocalEngineRecipe) if engine == "local" else section(VllmEngineRecipe)
+        server = Server(open_engine(policy, recipe, weights_change=False), Path(model).name, seed)
+        found = on.getsockname()[1]
+        app, admitted = guarded(server.app(), found, key)
+        typer.echo(f"{server.name} at http://{ADDRESS}:{found}/v1\nCtrl-C ends it")
+        serve_on(app, on, admitted)

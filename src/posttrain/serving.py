@@ -1,0 +1,429 @@
+"""`posttrain serve`: an OpenAI-compatible server for one policy, on the loopback address.
+
+Chat completions (with tools and streaming), completions and models. Log-probabilities are those of the sampled tokens, at
+the request's temperature and before top-p, top-k and min-p, as the learner computes them.
+"""
+
+import asyncio
+import inspect
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from posttrain.data.rendering import Renderer
+from posttrain.data.tools import call_id
+from posttrain.engines.protocol import Completion, Engine, Request
+from posttrain.episode import CUT_OFF, StopReason
+from posttrain.errors import InputError, PosttrainError
+from posttrain.loopback import App, Receive, Scope, Send, header, names_this_server, refuse
+from posttrain.recipe.compose import section
+from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.rollout.agents import formats
+from posttrain.rollout.agents.session import CallRefused, ChatAnswer
+from posttrain.seeds import derive_seed
+
+MAX_BODY = 32 << 20
+"""Largest request in bytes."""
+_POLL_SECONDS = 0.25
+_UNSUPPORTED = ("echo", "suffix", "best_of", "logit_bias", "presence_penalty", "frequency_penalty", "functions")
+"""Fields that would change the answer. They are refused unless they are null, false or 0."""
+
+
+class _Body(BaseModel):
+    """The fields of both kinds of request that choose how tokens are sampled."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    n: int = Field(1, ge=1, le=64)
+    seed: int | None = Field(None, ge=0)
+    stop: str | list[str] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop or []))
+
+    def sampling(self) -> SamplingRecipe:
+        """InputError for a value that is not allowed."""
+        top_k = max(self.top_k, 0)  # other servers switch it off with -1
+        return section(SamplingRecipe, temperature=self.temperature, top_p=self.top_p, top_k=top_k, min_p=self.min_p)
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A finished completion as text."""
+
+    ids: tuple[int, ...]
+    """Without the end token."""
+    logprobs: tuple[float, ...]
+    text: str
+    """Without the stop string."""
+    reason: StopReason
+    sampled: int
+    """Number of sampled tokens, with the end token."""
+
+    @property
+    def finish(self) -> str:
+        return "length" if self.reason in CUT_OFF else "stop"
+
+
+class Server:
+    """Answers requests with one engine. The engine computes in the event loop of the HTTP server."""
+
+    def __init__(self, engine: Engine, name: str, seed: int = 0) -> None:
+        self.engine = engine
+        self.name = name
+        self.renderer = Renderer(engine.policy.tokenizer, engine.policy.end_tokens)
+        self.context = int(getattr(engine.policy.model.config, "max_position_embeddings", None) or 1 << 20)
+        self._seed = seed
+        self._count = 0
+        self._streams = "on_token" in inspect.signature(engine.generate).parameters
+
+    def app(self) -> App:
+        """The application."""
+        from fastapi import FastAPI
+        from starlette.requests import ClientDisconnect
+        from starlette.requests import Request as HttpRequest
+        from starlette.responses import JSONResponse, Response, StreamingResponse
+
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+        def route(path: str, answer: Callable[[dict[str, Any], _Body], Any]) -> None:
+            async def post(request: HttpRequest) -> Response:
+                try:
+                    values, body = await _read(request)
+                    made = answer(values, body)
+                    if body.stream:
+                        # The first event is made now, so that an error has a status of its own.
+                        events = made.__aiter__()
+                        first = await anext(events)
+                        return StreamingResponse(_after(first, events), media_type="text/event-stream")
+                    return JSONResponse(await _unless_gone(request, made))
+                except (CallRefused, PosttrainError) as error:
+                    default = (400, "invalid_request_error") if isinstance(error, InputError) else (500, "api_error")
+                    status, kind = (error.status, error.kind) if isinstance(error, CallRefused) else default
+                    return JSONResponse(formats.openai_error(str(error), status, kind), status)
+                except ClientDisconnect:
+                    return Response(status_code=499)
+
+            app.add_route(path, post, methods=["POST"])
+
+        route("/v1/chat/completions", lambda v, b: self._chat_stream(v, b) if b.stream else self._chat(v, b))
+        route("/v1/completions", lambda v, b: self._text_stream(v, b) if b.stream else self._texts(v, b))
+
+        async def models(request: HttpRequest) -> Response:
+            model = {"id": self.name, "object": "model", "created": 0, "owned_by": "posttrain"}
+            return JSONResponse({"object": "list", "data": [model]})
+
+        app.add_route("/v1/models", models, methods=["GET"])
+        return app
+
+    # -- sampling -------------------------------------------------------------------------------------------------------
+
+    async def _complete(
+        self,
+        prompt: Sequence[int],
+        body: _Body,
+        limit: int | None,
+        index: int,
+        show: Callable[[int], None] | None = None,
+    ) -> _Choice:
+        """One completion of `prompt`. `show` gets each token as it is sampled, from engines that can."""
+        if body.seed is None:
+            seed = derive_seed(self._seed, "serve", self._count)
+            self._count += 1
+        else:
+            seed = derive_seed(body.seed, "served", index)
+        room = self.context - len(prompt)
+        request = Request(tuple(prompt), body.sampling(), seed, min(limit or room, room), body.stops)
+        with self.engine.episode():
+            if show is not None and self._streams:
+                completion: Completion = await self.engine.generate(request, show)  # type: ignore[call-arg]
+            else:
+                completion = await self.engine.generate(request)
+        return self._choice(completion, body.stops)
+
+    def _choice(self, completion: Completion, stops: Sequence[str]) -> _Choice:
+        kept = len(completion.ids) - (completion.stop_reason is StopReason.END_TOKEN)
+        text = self.renderer.answer_text(completion.ids)
+        if completion.stop_reason is StopReason.STOP_STRING:
+            text = text[: min(text.find(stop) for stop in stops if stop in text)]
+        return _Choice(
+            completion.ids[:kept], completion.logprobs[:kept], text, completion.stop_reason, len(completion.ids)
+        )
+
+    async def _pieces(self, prompt: Sequence[int], body: _Body, limit: int | None) -> AsyncIterator[str | _Choice]:
+        """The text of a completion in pieces, then the completion. Text that may belong to a stop string waits."""
+        held = max((len(stop) - 1 for stop in body.stops), default=0)
+        tokens: asyncio.Queue[int | None] = asyncio.Queue()
+        task = asyncio.create_task(self._complete(prompt, body, limit, 0, tokens.put_nowait))
+        task.add_done_callback(lambda _: tokens.put_nowait(None))
+        ids: list[int] = []
+        shown = ""
+        try:
+            while (token := await tokens.get()) is not None:
+                # When the client leaves, anyio cancels only a task that does not wait for a finished future. With a token
+                # per pass of the event loop, the one of the queue always is.
+                await asyncio.sleep(0)
+                ids.append(token)
+                text = self.renderer.answer_text(ids)
+                ready = text[: len(text) - held] if held else text
+                # A character of several tokens is sent once it is whole.
+                stopped = any(stop in text for stop in body.stops)
+                if not stopped and ready.startswith(shown) and len(ready) > len(shown) and "\ufffd" not in ready[-1:]:
+                    yield ready[len(shown) :]
+                    shown = ready
+            choice = await task
+            if len(choice.text) > len(shown):
+                yield choice.text[len(shown) :]
+            yield choice
+        finally:
+            task.cancel()
+
+    # -- chat completions -----------------------------------------------------------------------------------------------
+
+    def _prompt(self, values: dict[str, Any], body: _Body) -> tuple[list[int], bool]:
+        """The prompt of a chat, and whether it has tools."""
+        if body.top_logprobs:
+            raise CallRefused("top_logprobs must be 0; the engine returns the log-probability of the sampled token")
+        read = ("messages", "tools", "tool_choice", "response_format", "functions")
+        call = formats.openai_call({key: values[key] for key in read if key in values}, False)
+        prompt = self.renderer.prompt(call.messages, tools=call.tools)
+        self._require_room(prompt)
+        return prompt, bool(call.tools)
+
+    async def _chat(self, values: dict[str, Any], body: _Body) -> dict[str, Any]:
+        prompt, tools = self._prompt(values, body)
+        limit = body.max_completion_tokens or body.max_tokens
+        choices = await _all(self._complete(prompt, body, limit, index) for index in range(body.n))
+        answers = [self._answer(choice, tools, len(prompt)) for choice in choices]
+        whole = self._head(values, "chatcmpl", "chat.completion")
+        whole["choices"] = [
+            formats.openai_answer(answer, values)["choices"][0]
+            | {"index": index, "logprobs": self._chat_logprobs(choice) if body.logprobs else None}
+            for index, (answer, choice) in enumerate(zip(answers, choices, strict=True))
+        ]
+        return whole | {"usage": _usage(len(prompt), choices)}
+
+    async def _chat_stream(self, values: dict[str, Any], body: _Body) -> AsyncIterator[str]:
+        _require_one(body)
+        prompt, tools = self._prompt(values, body)
+        head = self._head(values, "chatcmpl", "chat.completion.chunk")
+
+        def chunk(delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> str:
+            choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
+            return _event(head | {"choices": [choice]})
+
+        yield chunk({"role": "assistant", "content": ""})
+        async for piece in self._pieces(prompt, body, body.max_completion_tokens or body.max_tokens):
+            # With tools, what is text and what is a call is known at the end.
+            if isinstance(piece, str):
+                if not tools:
+                    yield chunk({"content": piece})
+                continue
+            answer = self._answer(piece, tools, len(prompt))
+            whole = formats.openai_answer(answer, values)["choices"][0]
+            if tools:
+                message = whole["message"]
+                calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls", []))]
+                yield chunk({"content": message["content"], **({"tool_calls": calls} if calls else {})})
+            logprobs = self._chat_logprobs(piece) if body.logprobs else None
+            yield chunk({}, whole["finish_reason"], logprobs)
+            if body.wants_usage:
+                yield _event(head | {"choices": [], "usage": _usage(len(prompt), [piece])})
+        yield "data: [DONE]\n\n"
+
+    def _answer(self, choice: _Choice, tools: bool, prompt_tokens: int) -> ChatAnswer:
+        parsed = self.renderer.parse(choice.text) if tools else None
+        calls = [(call_id(0, number), call) for number, call in enumerate(parsed.calls)] if parsed else []
+        text = parsed.text if parsed else choice.text
+        return ChatAnswer(0, text, calls, choice.reason, None, prompt_tokens, choice.sampled)
+
+    def _chat_logprobs(self, choice: _Choice) -> dict[str, Any]:
+        tokens = [self.renderer.answer_text([id]) for id in choice.ids]
+        return {
+            "content": [
+                {
+                    "token": token,
+                    "logprob": logprob,
+                    # Part of a character is no text.
+                    "bytes": None if "\ufffd" in token else list(token.encode()),
+                    "top_logprobs": [],
+                }
+                for token, logprob in zip(tokens, choice.logprobs, strict=True)
+            ]
+        }
+
+    # -- completions ----------------------------------------------------------------------------------------------------
+
+    def _prompts(self, body: _Body) -> list[list[int]]:
+        """The prompts as tokens. A text gets the tokenizer's special tokens, as in other servers."""
+        if body.prompt is None or body.prompt == []:
+            raise CallRefused("prompt is missing")
+        if isinstance(body.logprobs, int) and body.logprobs > 1:
+            raise CallRefused("logprobs must be at most 1; the engine returns the log-probability of the sampled token")
+        tokenizer = self.engine.policy.tokenizer
+        prompts = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
+        found = [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else list(one) for one in prompts]
+        if bad := [id for ids in found for id in ids if not 0 <= id < len(tokenizer)]:
+            raise CallRefused(f"the prompt has token {bad[0]}, and the model has {len(tokenizer)} tokens")
+        for ids in found:
+            self._require_room(ids)
+        return found
+
+    def _require_room(self, prompt: Sequence[int]) -> None:
+        if not 0 < len(prompt) < self.context:
+            limits = f"at least 1 and fewer than the model's {self.context}"
+            message = f"the prompt has {len(prompt)} tokens; it must have {limits}"
+            raise CallRefused(message, kind="context_length_exceeded")
+
+    async def _texts(self, values: dict[str, Any], body: _Body) -> dict[str, Any]:
+        prompts = self._prompts(body)
+        limit = body.max_tokens or 16
+        choices = await _all(self._complete(ids, body, limit, index) for ids in prompts for index in range(body.n))
+        whole = self._head(values, "cmpl", "text_completion")
+        whole["choices"] = [self._text_choice(choice, index, body) for index, choice in enumerate(choices)]
+        return whole | {"usage": _usage(sum(map(len, prompts)), choices)}
+
+    async def _text_stream(self, values: dict[str, Any], body: _Body) -> AsyncIterator[str]:
+        _require_one(body)
+        prompts = self._prompts(body)
+        if len(prompts) > 1:
+            raise CallRefused("stream takes one prompt; send several requests")
+        head = self._head(values, "cmpl", "text_completion")
+        async for piece in self._pieces(prompts[0], body, body.max_tokens or 16):
+            if isinstance(piece, str):
+                choice = {"index": 0, "text": piece, "finish_reason": None, "logprobs": None}
+                yield _event(head | {"choices": [choice]})
+                continue
+            yield _event(head | {"choices": [self._text_choice(piece, 0, body) | {"text": ""}]})
+            if body.wants_usage:
+                yield _event(head | {"choices": [], "usage": _usage(len(prompts[0]), [piece])})
+        yield "data: [DONE]\n\n"
+
+    def _text_choice(self, choice: _Choice, index: int, body: _Body) -> dict[str, Any]:
+        logprobs = None
+        if body.logprobs is not None and body.logprobs is not False:
+            tokens = [self.renderer.answer_text([id]) for id in choice.ids]
+            offsets = [len(self.renderer.answer_text(choice.ids[:place])) for place in range(len(tokens))]
+            pairs = zip(tokens, choice.logprobs, strict=True)
+            logprobs = {
+                "tokens": tokens,
+                "token_logprobs": list(choice.logprobs),
+                "text_offset": offsets,
+                "top_logprobs": [{token: value} for token, value in pairs] if body.logprobs else None,
+            }
+        return {"index": index, "text": choice.text, "finish_reason": choice.finish, "logprobs": logprobs}
+
+    def _head(self, values: dict[str, Any], prefix: str, kind: str) -> dict[str, Any]:
+        self._count += 1
+        model = str(values.get("model") or self.name)
+        return {"id": f"{prefix}-{self._count}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def guarded(app: App, port: int, key: str | None) -> tuple[App, Callable[[Scope], bool]]:
+    """`app` for requests of this machine's programs, with `key` if there is one; and whether a request is admitted.
+
+    A page in a browser sends the address of its site (`Origin`), and is refused.
+    """
+
+    def refusal(scope: Scope) -> tuple[int, str] | None:
+        if not names_this_server(scope, port) or header(scope, b"origin"):
+            return 403, f"only programs of this machine may use this server, under http://127.0.0.1:{port}/v1"
+        if key is not None and header(scope, b"authorization") != [f"Bearer {key}".encode()]:
+            return 401, "wrong API key; use the one that `posttrain serve` was started with"
+        return None
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (found := refusal(scope)) is not None:
+            status, why = found
+            body = json.dumps(formats.openai_error(why, status, "permission_error"))
+            await refuse(send, status, body)
+            return
+        await app(scope, receive, send)
+
+    return application, lambda scope: refusal(scope) is None
+
+
+async def _read(request: Any) -> tuple[dict[str, Any], _Body]:
+    """The JSON object of a request. CallRefused where it is too large, no object, or asks for what is not supported."""
+    received = bytearray()
+    async for part in request.stream():
+        received += part
+        if len(received) > MAX_BODY:
+            raise CallRefused(f"the request has more than {MAX_BODY >> 20} MiB", 413, "request_too_large")
+    try:
+        values = json.loads(received)
+        json.dumps(values, allow_nan=False).encode()
+        if not isinstance(values, dict):
+            raise CallRefused("the request must be a JSON object")
+        if given := [key for key in _UNSUPPORTED if values.get(key)]:
+            raise CallRefused(f"{given[0]} is not supported; leave it out")
+        body = _Body.model_validate({key: values[key] for key in _Body.model_fields if values.get(key) is not None})
+        body.sampling()
+        return values, body
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CallRefused(f"{first['loc'][0] if first['loc'] else 'the request'}: {first['msg']}") from error
+    except (ValueError, RecursionError) as error:
+        raise CallRefused(f"the request is not valid JSON ({type(error).__name__})") from error
+
+
+async def _all(coroutines: Any) -> list[_Choice]:
+    """Several completions at once; all are cancelled if one fails."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    return [task.result() for task in tasks]
+
+
+async def _unless_gone(request: Any, answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    """The answer, cancelled if the client closes the connection."""
+    from starlette.requests import ClientDisconnect
+
+    task = asyncio.ensure_future(answer)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=_POLL_SECONDS)
+            if not task.done() and await request.is_disconnected():
+                raise ClientDisconnect
+        return task.result()
+    except* (CallRefused, PosttrainError) as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        task.cancel()
+
+
+async def _after(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for event in events:
+        yield event
+
+
+def _require_one(body: _Body) -> None:
+    if body.n > 1:
+        raise CallRefused("n must be 1 in a stream; send several requests")
+
+
+def _usage(prompt_tokens: int, choices: Sequence[_Choice]) -> dict[str, int]:
+    sampled = sum(choice.sampled for choice in choices)
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": sampled, "total_tokens": prompt_tokens + sampled}
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"

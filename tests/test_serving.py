@@ -1,0 +1,186 @@
+"""`posttrain serve` as a process, and the real client of OpenAI."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.data.rendering import Renderer
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.protocol import Completion, Request
+from posttrain.models.policy import Policy
+from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.rollout import SamplingRecipe
+
+openai = pytest.importorskip("openai", reason="needs posttrain[remote]")
+pytest.importorskip("fastapi", reason="needs posttrain[agents]")
+
+MESSAGES: Any = [{"role": "user", "content": "Say something."}]
+TOOL: Any = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that needs the key `secret`."""
+    command = [sys.executable, "-m", "posttrain.cli.main", "serve", str(tiny_model), "--port", "0", "--key", "secret"]
+    folder = tmp_path_factory.mktemp("serve")
+    with (folder / "errors").open("w") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ})
+    assert process.stdout is not None
+    words = process.stdout.readline().split()
+    try:
+        assert words, (folder / "errors").read_text()
+        yield words[-1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (0, 130)
+        process.stdout.close()
+    assert (folder / "errors").read_text().replace("posttrain: interrupted", "").strip() == ""
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Any:
+    with openai.OpenAI(base_url=url, api_key="secret", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_model: Path) -> Policy:
+    return Policy(ModelRecipe(path=str(tiny_model)))
+
+
+def greedy(policy: Policy, prompt: list[int], tokens: int) -> Completion:
+    request = Request(tuple(prompt), SamplingRecipe(temperature=0), 0, tokens)
+
+    async def sample() -> Completion:
+        return await LocalEngine(policy).generate(request)
+
+    return asyncio.run(sample())
+
+
+def test_a_chat_is_the_engines_answer_to_the_rendered_prompt(client: Any, policy: Policy, tiny_model: Path) -> None:
+    renderer = Renderer(policy.tokenizer, policy.end_tokens)
+    prompt = renderer.prompt(MESSAGES)
+    expected = greedy(policy, prompt, 12)
+    answer = client.chat.completions.create(model="m", messages=MESSAGES, temperature=0, max_tokens=12, logprobs=True)
+    (choice,) = answer.choices
+    assert choice.message.content == renderer.answer_text(expected.ids)
+    assert choice.finish_reason == "length"
+    assert [one.logprob for one in choice.logprobs.content] == pytest.approx(expected.logprobs, abs=1e-5)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 12)
+    (model,) = client.models.list().data
+    assert model.id == tiny_model.name
+
+    parts = list(
+        client.chat.completions.create(
+            model="m",
+            messages=MESSAGES,
+            temperature=0,
+            max_tokens=12,
+            logprobs=True,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    deltas = [part.choices[0].delta.content for part in parts if part.choices and part.choices[0].delta.content]
+    assert len(deltas) > 3, "the answer comes in pieces"
+    assert "".join(deltas) == choice.message.content
+    assert parts[-2].choices[0].finish_reason == "length"
+    assert parts[-2].choices[0].logprobs.content == choice.logprobs.content
+    assert parts[-1].usage == answer.usage
+
+
+def test_seeds_and_several_answers(client: Any) -> None:
+    def sampled(**more: Any) -> list[str]:
+        answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=8, n=3, **more)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        return [choice.message.content for choice in answer.choices]
+
+    assert sampled(seed=5) == sampled(seed=5)
+    assert len(set(sampled(seed=5))) == 3
+    assert sampled() != sampled()
+
+
+def test_completions_of_text_and_tokens(client: Any, policy: Policy) -> None:
+    prompt = policy.tokenizer("one two")["input_ids"]
+    expected = greedy(policy, prompt, 6)
+    answer = client.completions.create(model="m", prompt=["one two", "one"], temperature=0, max_tokens=6, logprobs=1)
+    first = answer.choices[0]
+    assert len(answer.choices) == 2
+    assert first.text == policy.tokenizer.decode(list(expected.ids))
+    assert first.logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert first.logprobs.text_offset[0] == 0
+    again = client.completions.create(model="m", prompt=prompt, temperature=0, max_tokens=6)
+    assert (again.choices[0].text, again.choices[0].logprobs) == (first.text, None)
+    pieces = client.completions.create(model="m", prompt=prompt, temperature=0, max_tokens=6, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == first.text
+
+
+def test_stop_strings_are_left_out(client: Any) -> None:
+    def text(**more: Any) -> Any:
+        return client.completions.create(model="m", prompt="one two", temperature=0, max_tokens=12, **more)
+
+    whole = text().choices[0].text
+    stop = whole[4:6]
+    expected = whole[: whole.find(stop)]
+    cut = text(stop=stop).choices[0]
+    assert (cut.text, cut.finish_reason) == (expected, "stop")
+    assert "".join(piece.choices[0].text for piece in text(stop=[stop, "never said"], stream=True)) == expected
+
+
+def test_tools_reach_the_template(client: Any) -> None:
+    def usage(**more: Any) -> int:
+        answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=4, seed=1, **more)
+        assert answer.choices[0].message.role == "assistant"
+        return answer.usage.prompt_tokens
+
+    assert usage(tools=[TOOL]) > usage()
+    assert usage(tools=[TOOL], tool_choice="none") == usage()
+    parts = client.chat.completions.create(
+        model="m", messages=MESSAGES, max_tokens=4, tools=[TOOL], seed=1, stream=True
+    )
+    assert [part.choices[0].finish_reason for part in parts][-1] == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": -1, "stream": True}, "temperature"),
+        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs must be 0"),
+        ({"presence_penalty": 1}, "presence_penalty is not supported"),
+        ({"n": 2, "stream": True}, "n must be 1 in a stream"),
+        ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "fewer than the model's"),
+        ({"messages": [{"role": "user", "content": "word " * 20_000}], "stream": True}, "fewer than the model's"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
+        ({"extra_body": {"seed": -1}}, "seed"),
+        ({"extra_body": {"stop": [1]}}, "stop"),
+    ],
+)
+def test_what_is_not_supported_is_refused(client: Any, fields: dict, message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.chat.completions.create(**{"model": "m", "messages": MESSAGES, **fields})
+
+
+def test_other_keys_and_pages_of_browsers_are_refused(url: str) -> None:
+    with pytest.raises(openai.AuthenticationError, match="wrong API key"):
+        openai.OpenAI(base_url=url, api_key="other", max_retries=0).models.list()
+    for headers in ({"Origin": "http://elsewhere.example"}, {"Host": "elsewhere.example"}):
+        page = openai.OpenAI(base_url=url, api_key="secret", max_retries=0, default_headers=headers)
+        with pytest.raises(openai.PermissionDeniedError):
+            page.models.list()
+
+
+def test_a_client_that_goes_away_frees_the_engine(client: Any) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.2).completions.create(model="m", prompt="one", max_tokens=100_000)
+    with client.completions.create(model="m", prompt="one", max_tokens=100_000, stream=True) as left:
+        next(iter(left))
+    assert client.completions.create(model="m", prompt="one", max_tokens=2).choices[0].text
