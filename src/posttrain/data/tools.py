@@ -45,6 +45,13 @@ class ParsedAnswer:
     errors: list[str] = field(default_factory=list)
     """One sentence for each malformed call."""
 
+    def message(self, turn: int) -> dict[str, Any]:
+        """The answer as an assistant message with `tool_calls`, where it has calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.calls:
+            message["tool_calls"] = [call.message(call_id(turn, index)) for index, call in enumerate(self.calls)]
+        return message
+
 
 # -- syntaxes -----------------------------------------------------------------------------------------------------------
 
@@ -124,6 +131,14 @@ SYNTAXES: dict[str, Callable[[str], ParsedAnswer]] = {
 """Name of a syntax -> its parser."""
 
 
+def parse_served(text: str, calls: Sequence[tuple[str, Any]]) -> ParsedAnswer:
+    """An answer whose calls a server or transformers has parsed: their names, and arguments as an object or as JSON text."""
+    parsed = ParsedAnswer(text)
+    for name, arguments in calls:
+        parsed.calls.extend(_calls_of_value({"name": name, "arguments": arguments}, parsed.errors))
+    return parsed
+
+
 def _read_json(text: str) -> tuple[Any, int]:
     """The JSON value at the start of `text`, and where it ends.
 
@@ -152,8 +167,9 @@ def _first_json(text: str, errors: list[str]) -> tuple[Any, str]:
 
 
 def _calls_of(content: str, errors: list[str]) -> list[ToolCall]:
+    known = len(errors)
     value, rest = _first_json(content.strip(), errors)
-    if value is None:
+    if len(errors) > known:
         return []
     if rest.strip():
         errors.append(f"a tool call has text after its JSON: {rest.strip()[:40]!r}")
@@ -174,6 +190,8 @@ def _call_of(value: Any, errors: list[str]) -> ToolCall | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments, _ = _first_json(arguments or "{}", errors)
+        if arguments is None:
+            return None
     if not isinstance(arguments, dict):
         errors.append(f"the arguments of {value['name']} are not an object")
         return None
