@@ -42,6 +42,15 @@ def test_custom_environment(tiny_model, tmp_path):
     assert "custom_environment.py:Guess" in recipe
 
 
+def test_custom_tools(tiny_model, tmp_path):
+    printed = run("custom_tools.py", str(tiny_model), folder=tmp_path)
+    assert "What is the capital of Kenya?\ntool Nairobi" in printed
+    assert "n = 6" in printed
+    shown = (EXAMPLES / "custom_tools.py").read_text()
+    page = (EXAMPLES.parent / "docs" / "how-to" / "tools.md").read_text()
+    assert shown[shown.index("class Capitals") : shown.index("\n\nif __name__")].strip() in page
+
+
 def test_custom_reward_and_the_tables_of_its_run(tiny_model, tmp_path):
     printed = run("custom_reward.py", str(tiny_model), folder=tmp_path)
     assert "step 2: return" in printed

@@ -46,11 +46,13 @@ async def refuse(send: Send, status: int, why: str, headers: list[tuple[bytes, b
     await send({"type": "http.response.body", "body": f"{why}\n".encode()})
 
 
-def guarded_protocol(admitted: Callable[[Scope], bool]) -> type[Any]:
+def guarded_protocol(
+    admitted: Callable[[Scope], bool], room: int = _ANONYMOUS, seconds: float = _HEADER_SECONDS
+) -> type[Any]:
     """The HTTP protocol of uvicorn, on which a connection is anonymous until a request on it is `admitted`.
 
-    An anonymous connection is closed after `_HEADER_SECONDS`. Where there are more than `_ANONYMOUS`, the oldest is closed once it
-    is `_GRACE_SECONDS` old. So connections that send nothing, or send their headers slowly, do not keep out a client with the
+    An anonymous connection is closed after `seconds`. Where there are more than `room`, the oldest is closed once it is
+    `_GRACE_SECONDS` old. So connections that send nothing, or send their headers slowly, do not keep out a client with the
     token, however fast they are made.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -63,11 +65,11 @@ def guarded_protocol(admitted: Callable[[Scope], bool]) -> type[Any]:
             if len(anonymous) >= _FLOOD:
                 self.drop()
                 return
-            anonymous[self] = self.loop.call_later(_HEADER_SECONDS, transport.abort)
+            anonymous[self] = self.loop.call_later(seconds, transport.abort)
             self.loop.call_later(_GRACE_SECONDS, self.make_room)
 
         def make_room(self) -> None:
-            if len(anonymous) > _ANONYMOUS:
+            if len(anonymous) > room:
                 oldest = next(iter(anonymous))
                 anonymous.pop(oldest).cancel()
                 oldest.drop()

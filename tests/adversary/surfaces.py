@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from tests.adversary import disguises, hosts, strangers
+from tests.adversary import callers, disguises, hosts, strangers
 
 SECRET = "hunter2-outside"
 
@@ -213,7 +213,7 @@ def run_directory(seed: int, folder: Path) -> None:
     exit_code, out, errors = hosts.quietly([command, str(run)])
     assert not (folder / "ran").exists(), f"{command} ran the code of the run"
     assert exit_code in (0, 1, 2)
-    assert "unexpected" not in errors, f"{command}, {changed}: {errors}"
+    assert "with --debug" not in errors, f"{command}, {changed}: {errors}"
     assert "\x1b[2J" not in out + errors, f"{command} passes an escape sequence on"
     page = run / "report.html"
     assert not page.exists() or "<script>alert" not in page.read_text()
@@ -484,8 +484,11 @@ def agent_calls(seed: int, folder: Path) -> None:
             return {key: changed(item) for key, item in value.items() if draw.random() > 0.04}
         return [changed(item) for item in value] if isinstance(value, list) else value
 
+    nested = f'{{"name": "look", "arguments": {{"x": {"[" * 900}{"]" * 900}}}}}'
+    contents = ["[" * 900 + "]" * 900, nested, '{"name": "look", "arguments": {"x": "\\ud800", "y": NaN}}']
+    broken = ["<tool_call>[", *(f"<tool_call>{content}</tool_call>" for content in contents)]
     tokenizer = make_tokenizer()
-    engine = RecordingEngine(tokenizer, texts=[draw.choice([CALL, "<tool_call>[", "ok"]) for _ in range(99)])
+    engine = RecordingEngine(tokenizer, texts=[draw.choice([CALL, "ok", *broken]) for _ in range(99)])
     answered = 0
     with served(engine, tokenizer) as (session, url, key):
         for _ in range(15):
@@ -520,6 +523,11 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "live_page": live_page,
     "judged": judged,
     "agent_calls": agent_calls,
+    "tool_calls": callers.tool_calls,
+    "connections": callers.connections,
+    "requests": callers.requests,
+    "answers": callers.answers,
+    "commands": callers.commands,
     "archive": strangers.archive,
     "poisoned_episode": strangers.poisoned_episode,
     "injection": strangers.injection,

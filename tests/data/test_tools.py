@@ -3,6 +3,8 @@
 The templates are small ones in the published formats of their families; SmolLM2's is its own.
 """
 
+import copy
+import json
 from functools import cache
 from pathlib import Path
 
@@ -10,10 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.data.examples import load_dataset
 from posttrain.data.rendering import Renderer, render_conversation
-from posttrain.data.tools import ParsedAnswer, ToolCall, call_id, hermes_text, schema
+from posttrain.data.tools import SYNTAXES, ParsedAnswer, ToolCall, call_id, hermes_text, schema
 from posttrain.episode import StopReason
+from posttrain.recipe.compose import section
+from posttrain.recipe.stages import SftRecipe
 from posttrain.rollout.transcript import TokenTranscript
+from posttrain.training.experts import expert_episodes, expert_rows
 
 from ..conftest import make_tokenizer
 
@@ -136,3 +142,154 @@ def test_a_conversation_with_tools_has_the_tokens_of_the_template(family, data):
     streams = transcript.streams()
     if len(rows) == len(streams) == 1:
         assert rows[0].trained[: len(streams[0])].tolist() == streams[0].sampled.tolist()
+
+
+# -- parsing ------------------------------------------------------------------------------------------------------------
+
+CALL = ("price", {"item": "lamp"})
+HERMES = '<tool_call>{"name": "price", "arguments": {"item": "lamp"}}</tool_call>'
+LLAMA = '{"name": "price", "parameters": {"item": "lamp"}}'
+MISTRAL = '{"name": "price", "arguments": {"item": "lamp"}, "id": "Ab3Ab3Ab3"}'
+
+
+@pytest.mark.parametrize(
+    ("syntax", "answer", "text", "calls"),
+    [
+        ("hermes", f"Let me see.\n{HERMES}\n{HERMES}", "Let me see.", 2),
+        ("hermes", '<tool_call>[{"name": "price", "arguments": {"item": "lamp"}}]</tool_call>', "", 1),
+        (
+            "hermes",
+            "<tool_call>\n<function=price>\n<parameter=item>\nlamp\n</parameter>\n</function>\n</tool_call>",
+            "",
+            1,
+        ),
+        ("hermes", "no call", "no call", 0),
+        ("llama", f"{LLAMA}; {LLAMA}", "", 2),
+        ("llama", f"<|python_tag|>{LLAMA}", "", 1),
+        ("llama", '{"answer": 3}', '{"answer": 3}', 0),
+        ("mistral", f"[TOOL_CALLS] [{MISTRAL}, {MISTRAL}]", "", 2),
+        ("mistral", '[TOOL_CALLS]price[ARGS]{"item": "lamp"}[TOOL_CALLS]price{"item": "lamp"}', "", 2),
+        ("mistral", '[TOOL_CALLS]price[CALL_ID]Ab3Ab3Ab3[ARGS]{"item": "lamp"}', "", 1),
+    ],
+)
+def test_calls_of_each_syntax(syntax, answer, text, calls):
+    parsed = SYNTAXES[syntax](answer)
+    assert (parsed.text, [(one.name, one.arguments) for one in parsed.calls]) == (text, [CALL] * calls)
+    assert parsed.errors == []
+
+
+@pytest.mark.parametrize(
+    ("syntax", "answer", "error"),
+    [
+        ("hermes", "<tool_call>{'name': 1}</tool_call>", "not valid JSON"),
+        ("hermes", '<tool_call>{"name": "price"', "has no </tool_call>"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "not an object with a `name`"),
+        ("hermes", "<tool_call>null</tool_call>", "not an object with a `name`"),
+        (
+            "hermes",
+            '<tool_call>{"name": "price", "arguments": [1]}</tool_call>',
+            "arguments of price are not an object",
+        ),
+        ("hermes", '<tool_call>{"name": "price", "arguments": "x"}</tool_call>', "not valid JSON"),
+        ("hermes", f"{HERMES[:-12]} and more</tool_call>", "text after its JSON"),
+        ("llama", '{"name": "price", "parameters": {', "not valid JSON"),
+        ("mistral", "[TOOL_CALLS] [{]", "not valid JSON"),
+        ("mistral", "[TOOL_CALLS]price[ARGS]{", "not valid JSON"),
+    ],
+)
+def test_a_malformed_call_is_one_error(syntax, answer, error):
+    parsed = SYNTAXES[syntax](answer)
+    assert len(parsed.errors) == 1
+    assert error in parsed.errors[0]
+    assert parsed.calls == []
+    assert parsed.text == answer
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@settings(max_examples=100, deadline=None)
+@given(text=st.text('<>tool_call/{}[]"name:argu,e\\ TOOLCALS;1', max_size=60))
+def test_no_text_breaks_a_parser(syntax, text):
+    for one in (text, HERMES[:20] + text, LLAMA[:20] + text, "[TOOL_CALLS]" + text):
+        parsed = SYNTAXES[syntax](one)
+        assert all(isinstance(call.arguments, dict) for call in parsed.calls)
+
+
+def test_the_syntax_is_that_of_the_template():
+    found = {family: (renderer(family).tool_syntax, renderer(family).several_calls) for family in SPECIAL}
+    assert found == {
+        "smollm2": ("hermes", True),
+        "qwen2_5": ("hermes", True),
+        "qwen3": ("hermes", True),
+        "llama3": ("llama", False),
+        "mistral": ("mistral", True),
+    }
+
+
+def test_a_response_template_of_the_tokenizer_is_used():
+    """transformers describes the syntax of some models in this form."""
+    tokenizer = copy.copy(renderer("qwen2_5").tokenizer)
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "content": {"close": "<call>"},
+            "tool_calls": {
+                "open": "<call>",
+                "close": "</call>",
+                "content": "json",
+                "repeats": True,
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    }
+    parsed = Renderer(tokenizer, frozenset({tokenizer.eos_token_id})).parse(
+        'So:<call>{"name": "price", "arguments": {"item": "lamp"}}</call>'
+    )
+    assert [(one.name, one.arguments) for one in parsed.calls] == [CALL]
+
+
+# -- rows ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen2_5"])
+def test_expert_rows_with_tools_have_the_tokens_of_expert_episodes(family, tmp_path):
+    """Rows as `posttrain data experts` writes them: a `tools` column, and calls in `tool_calls`, here with their arguments
+    as text, as OpenAI's files have them."""
+    recipe = section(SftRecipe, environment={"type": "tool_use"}, experts={"random_share": 0.0})
+    episodes = expert_episodes(recipe, range(6), renderer(family))
+    rows = expert_rows(recipe.environment, range(6), "optimal", "episode", 0)
+    for row in rows:
+        for call in [call for message in row["messages"] for call in message.get("tool_calls", [])]:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples = load_dataset(tmp_path / "rows.jsonl", strict=True)
+    assert len(examples) == 6
+    for example, episode in zip(examples, episodes, strict=True):
+        (stream,) = render_conversation(renderer(family), example.messages, "assistant", example.tools)
+        (played,) = episode.streams
+        assert stream.ids.tolist() == played.ids.tolist()
+        assert stream.trained.tolist() == played.sampled.tolist()
+        assert episode.success
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 900 + "]" * 900,
+        f'{{"name": "look", "arguments": {{"x": {"[" * 900}{"]" * 900}}}}}',
+        '{"name": "look", "arguments": {"x": "\\ud800"}}',
+        '{"name": "look", "arguments": {"x": 1e999}}',
+    ],
+)
+def test_a_call_that_cannot_be_written_again_is_an_error(syntax, content):
+    texts = {"hermes": f"<tool_call>{content}</tool_call>", "mistral": f"[TOOL_CALLS]{content}"}
+    parsed = SYNTAXES[syntax](texts.get(syntax, f'{{"name": "look", "parameters": {content}}}'))
+    assert parsed.calls == []
+    assert len(parsed.errors) == 1
+
+
+@pytest.mark.timeout(20)
+def test_parsing_takes_linear_time():
+    repeated = "<parameter=a>" * 20_000
+    assert SYNTAXES["hermes"](f"<tool_call><function=look>{repeated}</function></tool_call>").calls[0].arguments == {}
+    assert SYNTAXES["mistral"](f"[TOOL_CALLS]look[CALL_ID]{' ' * 20_000}").calls == []

@@ -19,6 +19,7 @@ from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.environments.text_task import RewardFailure, TextTask, TextTaskRecipe, prompt_table
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
+from posttrain.recipe.components import environment_recipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 
@@ -375,3 +376,36 @@ def test_a_failing_reward_fails_its_episode_and_no_other(tmp_path):
     assert failed.outcome is Outcome.FAILED
     assert "KeyError" in failed.failure
     assert "rows.jsonl row 3" in failed.failure
+
+
+def test_a_prompt_with_tools_is_answered_after_calls(tmp_path):
+    from posttrain.environments.tools import calling
+
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Twice 21?", "label": "42"}\n')
+    (tmp_path / "my_tools.py").write_text("def double(number: int) -> int:\n    return 2 * number\n")
+    keys = {"type": "text_task", "prompts": str(tmp_path / "tasks.jsonl"), "reward": "exact"}
+    tools = [f"{tmp_path}/my_tools.py:double"]
+    task = TextTask(environment_recipe({**keys, "tools": tools, "max_turns": 2}))
+    first = task.reset(0)
+    assert first.tools[0]["function"]["name"] == "double"
+    step = task.step(calling(("double", {"number": 21})))
+    assert ([message["content"] for message in step.messages], step.reward, step.truncated) == (["42"], 0.0, False)
+    last = task.step("42")
+    assert (last.reward, last.terminated, last.info["success"]) == (1.0, True, True)
+    task.reset(0)
+    task.step("<tool_call>{</tool_call>")
+    last = task.step(calling(("double", {"number": "x"})))
+    assert (last.truncated, last.info["success"], last.reward) == (True, False, -0.1)
+    with pytest.raises(RuntimeError):
+        task.step("42")
+    for wrong in ({"tools": tools}, {"max_turns": 2}):
+        with pytest.raises(ValueError, match="need each other"):
+            environment_recipe({**keys, **wrong})
+    for where, problem in (
+        ("double", "is not a function"),
+        (f"{tmp_path}/my_tools.py:triple", "has no function 'triple'"),
+    ):
+        with pytest.raises(InputError, match=f"environment.tools.*{problem}"):
+            TextTask(environment_recipe({**keys, "tools": [where], "max_turns": 2}))
+    with pytest.raises(InputError, match="two tools have the name 'double'"):
+        TextTask(environment_recipe({**keys, "tools": tools * 2, "max_turns": 2}))

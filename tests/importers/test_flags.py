@@ -10,6 +10,7 @@ from posttrain.errors import InputError
 from posttrain.importers import ragen, trl, verl
 from posttrain.importers.commands import import_commands
 from posttrain.importers.openrlhf import PROGRAMS
+from posttrain.importers.rows import literal
 from posttrain.importers.shell import read_commands
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.reference import keys_of
@@ -244,3 +245,24 @@ def test_markdown_of_a_table(capsys, tmp_path, monkeypatch):
     assert lines[0] == "| flag | value | our key | our value | outcome | note |"
     assert "| `--max_steps` | 10 | `steps` | `10` | converted | 10 updates / 1 of a step |" in lines
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_line_end_in_a_quotation_sets_no_key():
+    found = one(
+        "trl sft --model_name_or_path 'x\nsteps: 7\nreward: evil.py:own' --dataset_name rows.jsonl --max_steps 3"
+    )
+    written = yaml.safe_load(found.recipe_text())
+    assert written["model"]["path"] == "x\nsteps: 7\nreward: evil.py:own"
+    assert written["steps"] == 3
+    assert "reward" not in written
+
+
+@pytest.mark.timeout(20)
+def test_a_deep_or_endless_number_stays_text():
+    for value in ("9" * 5_000, "[" * 3_000):
+        assert literal(value) == value
+
+
+def test_a_control_character_is_refused():
+    with pytest.raises(InputError, match="character"):
+        one("trl sft --model_name_or_path 'x\x1b[2J'")

@@ -256,3 +256,30 @@ def test_an_environment_with_primed_answers_is_refused_before_the_first_request(
     ):
         play(server, environment=EnvironmentFactory(MemoryRecipe.model_validate(MEMORY | {"opened_by": "environment"})))
     assert not server.asked
+
+
+def test_a_server_gets_tools_and_its_calls_are_run():
+    """The server parses the calls. Its answers go back to it as it sent them, with the ids of the results."""
+
+    def model(request):
+        count = len(request["messages"])
+        if count == 1:
+            call = {"type": "function", "function": {"name": "calculator", "arguments": '{"expression": "2*3"}'}}
+            return Reply(None, "tool_calls", message={"tool_calls": [{"id": "a", **call}, {"id": "b", **call}]})
+        if count == 4:
+            broken = {"id": "c", "type": "function", "function": {"name": "calculator", "arguments": "{"}}
+            return Reply("so", "tool_calls", message={"tool_calls": [broken]})
+        return Reply("7")
+
+    with serving(model) as server:
+        (episode,) = play(server, environment=make_env("tool_use"))
+    assert [turn.info["tool_calls"] for turn in episode.turns] == [2, 0, 0]
+    assert [turn.info["malformed_calls"] for turn in episode.turns] == [0, 1, 0]
+    assert [tool["function"]["name"] for tool in server.asked[0]["tools"]] == ["price", "calculator"]
+    sent = server.asked[-1]["messages"]
+    assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool", "assistant", "user"]
+    assert [call["function"]["arguments"] for call in sent[1]["tool_calls"]] == ['{"expression": "2*3"}'] * 2
+    assert [call["id"] for call in sent[1]["tool_calls"]] == [message["tool_call_id"] for message in sent[2:4]]
+    assert sent[2]["content"] == "6"
+    assert sent[5]["content"].startswith("No tool was called: a tool call is not valid JSON")
+    assert "<tool_call>" in episode.turns[0].answer

@@ -231,7 +231,12 @@ def environment_of(type_name: str, overrides: list[str]) -> "EnvironmentRecipe":
 
 
 def _play(environment: "Environment", seed: int) -> None:
-    _show(environment.reset(seed).messages)
+    import json
+
+    first = environment.reset(seed)
+    for tool in first.tools:
+        typer.echo(f"tool {json.dumps(tool['function'])}")
+    _show(first.messages)
     total, turns = 0.0, 0
     while True:
         text = input("\nyour answer> ").strip()

@@ -1,5 +1,6 @@
 """Examples of each kind, and chat messages parsed and checked from the cells of a row."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +127,8 @@ def _message(value: Any, where: str) -> Message:
         raise UnusableRow("wrong type", f"`tool_calls` of {where} is not a list of objects")
     if calls and role != "assistant":
         raise UnusableRow("wrong role", f"{where} calls tools as {role}")
+    if calls:
+        kept["tool_calls"] = [_with_object(call) for call in calls]
     if "weight" in kept:
         kept |= _trained_by_weight(kept.pop("weight"), kept, where)
     if not isinstance(kept.get("train", True), bool):
@@ -133,6 +136,19 @@ def _message(value: Any, where: str) -> Message:
     if not isinstance(kept.get("primer", ""), str):
         raise UnusableRow("wrong type", f"`primer` of {where} is {kind_of(kept['primer'])}, not text")
     return {"role": role, "content": _content(content, bool(calls), where), **kept}
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are an object where they are its JSON text, as in OpenAI's files. Templates would quote
+    the text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _trained_by_weight(weight: Any, kept: dict[str, Any], where: str) -> dict[str, bool]:

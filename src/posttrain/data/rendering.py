@@ -11,7 +11,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from posttrain.data.tools import SYNTAXES, ParsedAnswer, ToolCall, call_id, schema, tools_as_text, uses_tools
+from posttrain.data.tools import (
+    SYNTAXES,
+    ParsedAnswer,
+    ToolCall,
+    call_id,
+    parse_served,
+    schema,
+    tools_as_text,
+    uses_tools,
+)
 from posttrain.errors import InputError
 from posttrain.recipe.model import thinking_of
 
@@ -174,15 +183,22 @@ class Renderer:
         return "hermes"
 
     def parse(self, answer: str) -> ParsedAnswer:
-        """Return the text and the calls of an answer."""
+        """Return the text and the calls of an answer: by the tokenizer's response template if it has one, else by the
+        syntax of the chat template."""
+        if self.native_tools and getattr(self.tokenizer, "response_template", None):
+            try:
+                message = self.tokenizer.parse_response(answer, prefix="")
+            except Exception as error:  # transformers raises errors of many types for text of another form
+                return ParsedAnswer(answer, errors=[f"the answer cannot be parsed ({error})"])
+            functions = [call["function"] for call in message.get("tool_calls") or ()]
+            return parse_served(message.get("content") or "", [(f["name"], f["arguments"]) for f in functions])
         return SYNTAXES[self.tool_syntax](answer)
 
     def call_message(self, answer: str, parsed: ParsedAnswer, turn: int) -> Message:
         """Return an answer as a message: with `tool_calls` where the template can show all of them, else as text."""
         if not parsed.calls or parsed.errors or (len(parsed.calls) > 1 and not self.several_calls):
             return {"role": "assistant", "content": answer}
-        calls = [call.message(call_id(turn, index)) for index, call in enumerate(parsed.calls)]
-        return {"role": "assistant", "content": parsed.text, "tool_calls": calls}
+        return parsed.message(turn)
 
     @cached_property
     def folds_system(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.data.messages import UnusableRow, check_value
 from posttrain.errors import InputError
 
 Message = dict[str, Any]
@@ -44,6 +45,13 @@ class ParsedAnswer:
     errors: list[str] = field(default_factory=list)
     """One sentence for each malformed call."""
 
+    def message(self, turn: int) -> dict[str, Any]:
+        """The answer as an assistant message with `tool_calls`, where it has calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.calls:
+            message["tool_calls"] = [call.message(call_id(turn, index)) for index, call in enumerate(self.calls)]
+        return message
+
 
 # -- syntaxes -----------------------------------------------------------------------------------------------------------
 
@@ -52,8 +60,9 @@ _ID = re.compile(r"[A-Za-z0-9]{9}")
 """Ids of calls that Mistral's templates accept."""
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*|\Z)\Z", re.DOTALL)
-_XML_VALUE = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_MISTRAL_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{)")
+# A value ends where the next parameter starts, and quantifiers are possessive, so that the time is linear in the length.
+_XML_VALUE = re.compile(r"<parameter=([^>\s<]++)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL)
+_MISTRAL_NAMED = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\s*+[\w-]*+\s*+)?(?:\[ARGS\])?\s*+(?=\{)")
 
 
 def parse_hermes(text: str) -> ParsedAnswer:
@@ -74,7 +83,7 @@ def parse_hermes(text: str) -> ParsedAnswer:
             kept.append(match[0])
             continue
         if xml := _XML_CALL.match(content):
-            calls.append(ToolCall(xml[1], {key: _value(value) for key, value in _XML_VALUE.findall(xml[2])}))
+            calls.append(ToolCall(xml[1], {key: json_or_text(value) for key, value in _XML_VALUE.findall(xml[2])}))
             continue
         found = _calls_of(content, errors)
         calls += found
@@ -122,19 +131,45 @@ SYNTAXES: dict[str, Callable[[str], ParsedAnswer]] = {
 """Name of a syntax -> its parser."""
 
 
+def parse_served(text: str, calls: Sequence[tuple[str, Any]]) -> ParsedAnswer:
+    """An answer whose calls a server or transformers has parsed: their names, and arguments as an object or as JSON text."""
+    parsed = ParsedAnswer(text)
+    for name, arguments in calls:
+        parsed.calls.extend(_calls_of_value({"name": name, "arguments": arguments}, parsed.errors))
+    return parsed
+
+
+def _read_json(text: str) -> tuple[Any, int]:
+    """The JSON value at the start of `text`, and where it ends.
+
+    Raises ValueError where there is none, and for values that chat templates and clients cannot use: nesting of more than `DEPTH`
+    levels, lone surrogates, numbers that are not finite.
+    """
+    try:
+        value, end = _JSON.raw_decode(text)
+        check_value(value, "it")
+        json.dumps(value, allow_nan=False)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnusableRow as error:
+        raise ValueError(str(error)) from None
+    return value, end
+
+
 def _first_json(text: str, errors: list[str]) -> tuple[Any, str]:
     """The JSON value at the start of `text` and the rest; None and nothing with an error where there is none."""
     try:
-        value, end = _JSON.raw_decode(text)
-    except (ValueError, RecursionError) as error:
+        value, end = _read_json(text)
+    except ValueError as error:
         errors.append(f"a tool call is not valid JSON ({error})")
         return None, ""
     return value, text[end:]
 
 
 def _calls_of(content: str, errors: list[str]) -> list[ToolCall]:
+    known = len(errors)
     value, rest = _first_json(content.strip(), errors)
-    if value is None:
+    if len(errors) > known:
         return []
     if rest.strip():
         errors.append(f"a tool call has text after its JSON: {rest.strip()[:40]!r}")
@@ -144,28 +179,33 @@ def _calls_of(content: str, errors: list[str]) -> list[ToolCall]:
 
 def _calls_of_value(value: Any, errors: list[str]) -> list[ToolCall]:
     """The calls in a JSON value: an object, or a list of objects."""
-    if isinstance(value, list):
-        return [call for item in value for call in _calls_of_value(item, errors)]
+    items = value if isinstance(value, list) else [value]
+    return [call for item in items if (call := _call_of(item, errors)) is not None]
+
+
+def _call_of(value: Any, errors: list[str]) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         errors.append("a tool call is not an object with a `name`")
-        return []
+        return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments, _ = _first_json(arguments or "{}", errors)
+        if arguments is None:
+            return None
     if not isinstance(arguments, dict):
         errors.append(f"the arguments of {value['name']} are not an object")
-        return []
+        return None
     given = value.get("id")
-    id = given if isinstance(given, str) and _ID.fullmatch(given) else ""
-    return [ToolCall(value["name"], arguments, id)]
+    return ToolCall(value["name"], arguments, given if isinstance(given, str) and _ID.fullmatch(given) else "")
 
 
-def _value(text: str) -> Any:
-    """A parameter as JSON where it is JSON, else the text."""
+def json_or_text(text: str) -> Any:
+    """A value as JSON where all of it is JSON, else the text."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        value, end = _read_json(text.strip())
+    except ValueError:
         return text
+    return text if text.strip()[end:] else value
 
 
 # -- tools in a conversation --------------------------------------------------------------------------------------------

@@ -108,6 +108,8 @@ class ChatCompletion:
     stop_string: str | None = None
     """The stop string that ended the text and is not part of it; empty if the server reports none, None if the server
     does not report stop strings."""
+    calls: tuple[tuple[str, str], ...] = ()
+    """Name and arguments (JSON text) of each tool call, as the server parsed them."""
 
     def text_with_reasoning(self) -> str:
         """The text preceded by the reasoning as a `<think>…</think>` block, unless the text begins with such a block.
@@ -222,7 +224,14 @@ def _completion(response: Any, where: str) -> ChatCompletion:
         encodable(reasoning) if isinstance(reasoning, str) else "",
         # A number is the id of an end token.
         (stops[0] if isinstance(stops[0], str) else "") if stops else None,
+        tuple(_calls(message)),
     )
+
+
+def _calls(message: Any) -> Iterator[tuple[str, str]]:
+    for call in getattr(message, "tool_calls", None) or ():
+        function = getattr(call, "function", None)
+        yield encodable(str(getattr(function, "name", ""))), encodable(str(getattr(function, "arguments", "") or "{}"))
 
 
 def _cause(error: Exception) -> str:

@@ -222,12 +222,19 @@ def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
         return RewardFunction(where, _registered[where])
     if where in BUILT_IN:
         return RewardFunction(where, BUILT_IN[where])
-    place, colon, name = where.rpartition(":")
-    if not colon:
+    if ":" not in where:
         raise InputError(
             f"{key}: there is no reward {where!r}; use one of {', '.join(BUILT_IN)}, `module:function` or "
             "`path/to/file.py:function`"
         )
+    return RewardFunction(where, load_function(where, key))
+
+
+def load_function(where: str, key: str) -> Callable[..., Any]:
+    """The function at `module:function` or `path/to/file.py:function`. InputError, which names the `key`, if there is none."""
+    place, _, name = where.rpartition(":")
+    if not place:
+        raise InputError(f"{key}: {where!r} is not a function; write `module:function` or `path/to/file.py:function`")
     if not name.isidentifier():
         raise InputError(f"{key}: {where} is a function of another process; pass it to posttrain.rl again")
     try:
@@ -239,7 +246,7 @@ def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
         near = difflib.get_close_matches(name, [known for known, value in vars(module).items() if callable(value)], 1)
         hint = f"did you mean {place}:{near[0]}?" if near else "write `module:function`"
         raise InputError(f"{key}: {place} has no function {name!r}; {hint}")
-    return RewardFunction(where, function)
+    return function
 
 
 _registered: dict[str, Callable[..., Any]] = {}

@@ -14,9 +14,11 @@ from posttrain.data.examples import read_examples
 from posttrain.data.held_out import TaskRow
 from posttrain.data.messages import PromptExample
 from posttrain.data.problems import Problems
+from posttrain.data.tools import ParsedAnswer, parse_hermes
 from posttrain.environments.game import play, require
 from posttrain.environments.global_random import GlobalRandom
 from posttrain.environments.judge import check_judge, judge_score, require_judge
+from posttrain.environments.mcp import McpRecipe, mcp_tools
 from posttrain.environments.protocol import Environment, Message, Observation, Step
 from posttrain.environments.rewards import (
     BUILT_IN,
@@ -25,10 +27,12 @@ from posttrain.environments.rewards import (
     RewardFunction,
     WeightedRewards,
     finite_scores,
+    load_function,
     load_reward,
     parameter_of,
     try_reward,
 )
+from posttrain.environments.tools import Tool, ToolCalls, tool
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
 from posttrain.recipe.base import BaseConfig
@@ -61,8 +65,8 @@ class TextTaskRecipe(EnvironmentRecipe):
 
     type: Literal["text_task"] = "text_task"
     """One prompt, one answer, one score."""
-    max_turns: Literal[1] = 1
-    """One answer ends the episode."""
+    max_turns: int = Field(1, ge=1)
+    """Maximum number of answers. An answer without calls ends the episode, so more than one needs `tools` or `mcp`."""
     prompts: TaskSources = []
     """Rows to answer: a path, or a list of paths and sections. The environment seed is the row number, from 0, over all sources. `evaluation.held_out` divides them."""
     columns: ColumnsRecipe = ColumnsRecipe()
@@ -81,6 +85,12 @@ class TextTaskRecipe(EnvironmentRecipe):
     """Weight of the score of the function, judge or verifier in the reward. 0 only reports it, beside the reward of a reward model."""
     success_reward: float | None = 1.0
     """Success is a score of at least this. null, or a missing score, reports no success."""
+    tools: list[str] = []
+    """Typed functions that the policy may call: `module:function` or `path/to/file.py:function`."""
+    mcp: list[McpRecipe] = []
+    """MCP servers whose tools the policy may call."""
+    penalty: float = Field(-0.1, le=0)
+    """Reward of a turn with a malformed or failed tool call."""
 
     @property
     def rows_key(self) -> str | None:
@@ -102,6 +112,10 @@ class TextTaskRecipe(EnvironmentRecipe):
             )
         if self.reward is not None and self.judge is not None:
             raise ValueError("`reward` and `judge` both score the answer; keep one")
+        if (self.max_turns > 1) != bool(self.tools or self.mcp):
+            raise ValueError(
+                "`max_turns` above 1 and `tools` or `mcp` need each other: calls take turns before the answer; set both"
+            )
         if any(source.weight != 1 for source in self.prompts):
             raise ValueError("`prompts.weight` has no effect here, because the seed selects the row; remove it")
         return self
@@ -131,7 +145,7 @@ class _Task:
 
 
 class TextTask(Environment):
-    """Answer one prompt of a data set once. Success is a score of at least `success_reward`."""
+    """Answer one prompt of a data set once, after calls of tools if there are any. Success is a score of at least `success_reward`."""
 
     Recipe = TextTaskRecipe
     self_contained = False
@@ -144,6 +158,10 @@ class TextTask(Environment):
             self.blocking = True
         if self.recipe.judge is not None:
             check_judge(self.recipe.judge)
+            self.blocking = True
+        self._tools = _tools_of(self.recipe)
+        self._calls: ToolCalls | None = None
+        if self.recipe.mcp:
             self.blocking = True
         self.task_rows(recipe)
         self._task: _Task | None = None
@@ -228,10 +246,29 @@ class TextTask(Environment):
             system = {"role": "system", "content": self.recipe.system}
             messages = [system, *(message for message in messages if message["role"] != "system")]
         self._messages = messages
-        return Observation(list(messages))
+        if not self._tools:
+            return Observation(list(messages))
+        self._calls = ToolCalls(self._tools, self.recipe.max_turns, self.recipe.penalty)
+        return Observation(list(messages), tools=self._calls.schemas)
 
     def step(self, action: str) -> Step:
-        """Score the answer; the reward is 0 where only a reward model scores. Raises RewardFailure or JudgeFailure."""
+        """Score the answer; the reward is 0 where only a reward model scores. With tools, calls in the syntax of Hermes are
+        run. Raises RewardFailure or JudgeFailure."""
+        return self._finish(action) if self._calls is None else self.act(parse_hermes(action))
+
+    def act(self, answer: ParsedAnswer) -> Step:
+        """Run the calls of an answer, or score one without calls."""
+        assert self._calls is not None
+        step = self._calls.step(answer)
+        if step is None:
+            return self._finish(answer.text)
+        if step.truncated:
+            self._task = None
+            if self.recipe.success_reward is None:
+                del step.info["success"]
+        return step
+
+    def _finish(self, action: str) -> Step:
         task = self._current()
         scores, weight = self._score(action, task), self.recipe.score_weight
         self._task = None
@@ -346,6 +383,16 @@ def _reward_of(recipe: TextTaskRecipe) -> RewardFunction | WeightedRewards | Non
 def _reward_name(recipe: TextTaskRecipe) -> str:
     reward = _reward_of(recipe)
     return "" if reward is None else reward.name
+
+
+def _tools_of(recipe: TextTaskRecipe) -> list[Tool]:
+    """The tools of `tools` and `mcp`. InputError where one cannot be loaded, or two have one name."""
+    found = [tool(load_function(where, "environment.tools")) for where in recipe.tools]
+    found += [one for server in recipe.mcp for one in mcp_tools(server)]
+    names = [one.name for one in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"environment.tools: two tools have the name {twice!r}; leave one out")
+    return found
 
 
 def unscored(recipe: TextTaskRecipe) -> str | None:

@@ -62,7 +62,7 @@ def tool(function: Callable[..., Any]) -> Tool:
             raise ToolFailure(str(error)) from error
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
-    return Tool(schema(name, description, _short(model.model_json_schema())), call)
+    return Tool(schema(name, description, short_schema(model.model_json_schema())), call)
 
 
 def _plain(function: Any) -> Any:
@@ -88,20 +88,76 @@ def _parameters(function: Any, name: str) -> tuple[Any, str]:
     return model, (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
 
 
-def _short(value: Any) -> Any:
-    """A JSON schema without the titles that pydantic adds, and without `additionalProperties`."""
+def short_schema(value: Any) -> Any:
+    """A JSON schema without titles and without `additionalProperties`, which take room in the prompt."""
     if isinstance(value, dict):
         return {
-            key: {name: _short(one) for name, one in item.items()} if key == "properties" else _short(item)
+            key: {name: short_schema(one) for name, one in item.items()} if key == "properties" else short_schema(item)
             for key, item in value.items()
             if key not in ("title", "additionalProperties")
         }
-    return [_short(item) for item in value] if isinstance(value, list) else value
+    return [short_schema(item) for item in value] if isinstance(value, list) else value
 
 
 def calling(*calls: tuple[str, dict[str, Any]], text: str = "") -> str:
     """The answer that makes these calls, as `expert` and `random_answer` return it."""
     return hermes_text(ParsedAnswer(text, [ToolCall(name, arguments) for name, arguments in calls]))
+
+
+class ToolCalls:
+    """Runs the calls of the answers of one episode."""
+
+    def __init__(self, tools: Sequence[Tool | Callable[..., Any]], max_turns: int, penalty: float) -> None:
+        """`max_turns`: most answers of the episode. `penalty`: reward of a turn with a malformed or failed call."""
+        self.tools = {one.name: one for one in map(_as_tool, tools)}
+        self.max_turns = max_turns
+        self.penalty = penalty
+        self.ended = False
+        self._turn = 0
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools in the form of OpenAI, for `Observation.tools`."""
+        return [one.schema for one in self.tools.values()]
+
+    def step(self, answer: ParsedAnswer) -> Step | None:
+        """Run the calls of an answer; None for an answer without calls, which ends the episode. RuntimeError after the end."""
+        if self.ended:
+            raise RuntimeError("the episode has ended; call reset")
+        turn, self._turn = self._turn, self._turn + 1
+        self.ended = self._turn == self.max_turns
+        info: dict[str, Any] = {"success": False} if self.ended else {}
+        if answer.errors:
+            info["rejected"] = "; ".join(answer.errors)
+            content = f"No tool was called: {info['rejected']}."
+            return Step([{"role": "user", "content": content}], self.penalty, False, self.ended, info)
+        if not answer.calls:
+            self.ended = True
+            return None
+        messages, failures = [], []
+        for index, call in enumerate(answer.calls):
+            result, failed = self._result(call)
+            failures += [result] if failed else []
+            id = call.id or call_id(turn, index)
+            messages.append({"role": "tool", "name": call.name, "tool_call_id": id, "content": result})
+        info["failed_calls"] = len(failures)
+        if failures:
+            info["rejected"] = "; ".join(failures)
+        return Step(messages, self.penalty if failures else 0.0, False, self.ended, info)
+
+    def _result(self, call: ToolCall) -> tuple[str, bool]:
+        """The result of a call as text, and whether it failed."""
+        found = self.tools.get(call.name)
+        if found is None:
+            return f"Error: there is no tool {call.name!r}; use {', '.join(self.tools)}", True
+        try:
+            return found.call(call.arguments), False
+        except ToolFailure as error:
+            return f"Error: {error}", True
+
+
+def _as_tool(one: Any) -> Tool:
+    return one if isinstance(one, Tool) else tool(one)
 
 
 class ToolEnvironmentRecipe(EnvironmentRecipe):
@@ -137,51 +193,16 @@ class ToolEnvironment(Environment):
 
     def reset(self, seed: int) -> Observation:
         messages = self.begin(seed)
-        self._tools = {one.name: one for one in map(_as_tool, self.tools())}
-        self._turn, self._ended = 0, False
-        return Observation(messages, tools=[one.schema for one in self._tools.values()])
+        self._calls = ToolCalls(self.tools(), self.recipe.max_turns, self.recipe.penalty)
+        return Observation(messages, tools=self._calls.schemas)
 
     def step(self, action: str) -> Step:
         """Apply an answer whose calls are in the syntax of Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
         return self.act(parse_hermes(action))
 
     def act(self, answer: ParsedAnswer) -> Step:
-        if self._ended:
-            raise RuntimeError("the episode has ended; call reset")
-        turn, self._turn = self._turn, self._turn + 1
-        truncated = self._turn == self.recipe.max_turns
-        if not answer.calls and not answer.errors:
-            self._ended = True
-            reward, info = self.finish(answer.text)
-            return Step([], reward, True, False, info)
-        self._ended = truncated
-        info = {"success": False} if truncated else {}
-        if answer.errors:
-            info["rejected"] = "; ".join(answer.errors)
-            content = f"No tool was called: {info['rejected']}."
-            return Step([{"role": "user", "content": content}], self.recipe.penalty, False, truncated, info)
-        messages, failures = [], []
-        for index, call in enumerate(answer.calls):
-            result, failed = self._result(call)
-            failures += [result] if failed else []
-            messages.append(
-                {"role": "tool", "name": call.name, "tool_call_id": call.id or call_id(turn, index), "content": result}
-            )
-        info["failed_calls"] = len(failures)
-        if failures:
-            info["rejected"] = "; ".join(failures)
-        return Step(messages, self.recipe.penalty if failures else 0.0, False, truncated, info)
-
-    def _result(self, call: ToolCall) -> tuple[str, bool]:
-        """The result of a call as text, and whether it failed."""
-        found = self._tools.get(call.name)
-        if found is None:
-            return f"Error: there is no tool {call.name!r}; use {', '.join(self._tools)}", True
-        try:
-            return found.call(call.arguments), False
-        except ToolFailure as error:
-            return f"Error: {error}", True
-
-
-def _as_tool(one: Any) -> Tool:
-    return one if isinstance(one, Tool) else tool(one)
+        step = self._calls.step(answer)
+        if step is not None:
+            return step
+        reward, info = self.finish(answer.text)
+        return Step([], reward, True, False, info)

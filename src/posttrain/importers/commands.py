@@ -18,6 +18,8 @@ from posttrain.recipe.compose import typed_recipe
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file
 from posttrain.recipe.stages import Recipe
 
+_UNREADABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]")
+"""Control characters and half characters: terminals obey the first, YAML has neither."""
 _ORDER = [
     "name", "steps", "epochs", "seeds", "model", "data", "experts", "environment", "reward", "rollout", "engine", "credit",
     "unit_credit", "critic", "loss", "kl", "entropy", "optimizer", "rows_per_update", "learner", "evaluation", "checkpoint",
@@ -84,6 +86,8 @@ def import_commands(
         InputError: the text cannot be read, a flag has a value that is not allowed, or there is no command to import.
     """
     text = _text_of(source)
+    if odd := _UNREADABLE.search(text):
+        raise InputError(f"the command has the character {odd[0]!r}, which a recipe cannot have; remove it")
     found, others = [], []
     for command in read_commands(text, variables):
         imported = import_command(command, rows)
@@ -241,7 +245,10 @@ def _text_of(source: str) -> str:
         return source
     if not file.is_file():
         raise InputError(f"{source}: there is no such file; name a script, or quote the whole command")
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{source} cannot be read as a text in UTF-8 ({error}); name a script") from None
     if file.suffix == ".md":
         text = "\n".join(re.findall(r"^```(?:bash|sh|shell|console)?[ \t]*\n(.*?)^[ \t]*```", text, re.M | re.S))
     return text
@@ -253,9 +260,9 @@ def _place(key: str) -> int:
 
 
 def _wrapped(text: str, width: int = 110) -> list[str]:
-    """The command as comment lines."""
+    """The command as comment lines. A line end in a quotation must not end the comment."""
     lines = [""]
-    for word in text.split(" "):
+    for word in text.split():
         if len(lines[-1]) + len(word) > width and lines[-1]:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
@@ -270,17 +277,17 @@ def _yaml_lines(values: Mapping[str, Any], flags: Mapping[str, str], place: str 
         if isinstance(value, Mapping) and value:
             lines += [f"{indent}{key}:", *_yaml_lines(value, flags, f"{path}.")]
             continue
-        comment = f"  # {flags[path]}" if path in flags else ""
+        comment = f"  # {' '.join(flags[path].split())}" if path in flags else ""
         lines.append(f"{indent}{key}: {shown_value(value)}{comment}")
     return lines
 
 
 def shown_value(value: Any) -> str:
     """A value as YAML writes it, on one line."""
-    text = dump_values({"value": value}).partition(":")[2]
-    if isinstance(value, list | dict):
+    text = dump_values({"value": value}).partition(":")[2].strip()
+    if isinstance(value, list | dict) or "\n" in text:
         return json.dumps(value, ensure_ascii=False)
-    return text.strip()
+    return text
 
 
 def markdown_table(imported: Imported) -> str:

@@ -47,7 +47,7 @@ class Program:
         taken: set[str] = set()
         for name, value in given.items():
             rule = self.rules.get(name)
-            answer = self._unknown(name) if rule is None else rule.apply(value, flags)
+            answer = self._unknown(name) if rule is None else self._answer(name, value, flags)
             if name in repeated:
                 note = "; ".join(part for part in (answer.note, "given twice, the last one counts") if part)
                 answer = Answer(answer.outcome, answer.keys, note)
@@ -55,7 +55,7 @@ class Program:
             found.append(Row(f"{self.prefix}{written[name]}", value, answer))
         for name, value in self.defaults.items():
             if name not in given:
-                answer = self.rules[name].apply(value, flags)
+                answer = self._answer(name, value, flags)
                 if answer.keys and not set(answer.keys) & taken:
                     taken |= set(answer.keys)
                     found.append(Row(f"{self.prefix}{name}", value, answer, True))
@@ -66,6 +66,15 @@ class Program:
                 taken |= set(row.answer.keys)
                 found.append(row)
         return found
+
+    def _answer(self, name: str, value: str, flags: Flags) -> Answer:
+        try:
+            return self.rules[name].apply(value, flags)
+        except (ArithmeticError, LookupError, ValueError) as error:
+            why = f"{type(error).__name__}: {str(error)[:100]}"
+            raise InputError(
+                f"{self.prefix}{name} {value[:100]!r} cannot be converted ({why}); correct it, or the flags that it depends on"
+            ) from error
 
     def _unknown(self, name: str) -> Answer:
         near = nearest_type(name, [*self.rules, *self.other_names])

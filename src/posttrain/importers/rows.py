@@ -90,11 +90,17 @@ class Rule:
     many: bool = False
 
 
+_BRACKETS = 50
+
+
 def literal(text: str) -> Any:
     """The value of `text` as YAML reads it: numbers, true, false, null, lists; otherwise the text."""
+    # No flag has such a list, and YAML takes minutes to read deep ones and long chains of aliases.
+    if text.count("[") + text.count("{") + text.count("*") > _BRACKETS:
+        return text
     try:
         value = yaml.load(text, RecipeLoader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # also of numbers with too many digits
         return text
     if value is None and text.strip().lower() not in ("null", "~"):
         return None if text.strip().lower() == "none" or not text.strip() else text

@@ -1,19 +1,22 @@
 """A rollout worker for models behind an OpenAI-compatible server: text in, text out, no token ids."""
 
 import asyncio
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Protocol
 
+from posttrain.data.tools import hermes_text, parse_served
 from posttrain.engines.openai import ChatCompletion, complete
-from posttrain.environments.protocol import EnvironmentFactory, Message, Observation
+from posttrain.environments.protocol import Action, EnvironmentFactory, Message, Observation
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.engines import OpenAIEngineRecipe, has_thinking, no_primer
 from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Scorer
+from posttrain.rollout.transcript import tool_counts
 
 THOUGHTS = "thoughts"
 """Key of `Turn.info` for thinking that the server returns separately, if the environment's format has none."""
@@ -32,8 +35,15 @@ class TextTranscript:
     Each turn spans positions 0 to the number of tokens that the server reports, 0 if it reports none.
     """
 
-    def __init__(self, messages: Sequence[Message], state: str | None = None) -> None:
+    def __init__(
+        self, messages: Sequence[Message], state: str | None = None, tools: Sequence[dict[str, Any]] = ()
+    ) -> None:
         self.messages: list[dict[str, Any]] = list(messages)
+        self.tools = tools
+        self.action: Action = ""
+        """The last answer, as the environment takes it: with its calls if there are tools."""
+        self._sent: list[dict[str, Any]] = list(messages)
+        """`messages` in the form of the server, with calls in `tool_calls`."""
         self.turns: list[Turn] = []
         self._state = state
         self._first = 0
@@ -42,11 +52,30 @@ class TextTranscript:
     @property
     def context(self) -> list[dict[str, Any]]:
         """The messages that the next answer follows."""
-        return self.messages[self._first :]
+        return self._sent[self._first :]
 
-    def answer(self, text: str, tokens: int, stop_reason: StopReason, thoughts: str = "") -> None:
-        """Append an answer as a turn. `thoughts` is thinking that `text` does not contain."""
+    def answer(
+        self,
+        text: str,
+        tokens: int,
+        stop_reason: StopReason,
+        thoughts: str = "",
+        calls: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """Append an answer as a turn. `thoughts` is thinking that `text` does not contain, `calls` are the calls that the
+        server parsed."""
         info = {THOUGHTS: thoughts} if thoughts else {}
+        self.action = text
+        sent: dict[str, Any] = {"role": "assistant", "content": text}
+        if self.tools:
+            self.action = parsed = parse_served(text, calls)
+            info |= tool_counts(parsed)
+            if parsed.calls and not parsed.errors:
+                sent = parsed.message(len(self.turns))
+                for call in sent["tool_calls"]:
+                    call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+            text = hermes_text(parsed)
+        self._sent.append(sent)
         self.turns.append(Turn(0, 0, tokens, 0.0, stop_reason, text, info, self._state))
         self.messages.append({"role": "assistant", "content": text})
 
@@ -61,6 +90,7 @@ class TextTranscript:
         if new_conversation:
             self._first = len(self.messages)
         self.messages.extend(messages)
+        self._sent.extend(messages)
 
     def streams(self) -> list[Stream]:
         """Empty: a server returns no token ids."""
@@ -122,7 +152,7 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         """InputError for an environment with a primer: chat servers cannot continue a started answer."""
         if primer:
             raise InputError(no_primer(self.environment.recipe, primer))
-        return TextTranscript(observation.messages, observation.state)
+        return TextTranscript(observation.messages, observation.state, observation.tools)
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
         """Play one episode; raises what `failure_monitor` raises."""
@@ -130,35 +160,40 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         self.failure_monitor.record(episode)
         return episode
 
-    async def answer(self, transcript: TextTranscript, request: EpisodeRequest, attempt: int) -> str:
+    async def answer(self, transcript: TextTranscript, request: EpisodeRequest, attempt: int) -> Action:
         """Request the next answer and append it. ChatRequestError if the server returns none."""
         seed = server_seed(request, attempt, len(transcript.turns))
-        completion = await self._complete(transcript.context, seed)
+        completion = await self._complete(transcript.context, seed, transcript.tools)
         thinking = has_thinking(self.environment.recipe)
         full_text = completion.text_with_reasoning() if thinking else completion.text
         text, at_stop_string = self._cut_at_stop_string(completion, full_text)
         reason = StopReason.END_TOKEN if completion.finished else StopReason.TURN_BUDGET
         reason = StopReason.STOP_STRING if at_stop_string else reason
-        transcript.answer(text, completion.tokens or 0, reason, "" if thinking else completion.reasoning)
-        return text
+        thoughts = "" if thinking else completion.reasoning
+        transcript.answer(text, completion.tokens or 0, reason, thoughts, completion.calls)
+        return transcript.action
 
-    async def _complete(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
+    async def _complete(
+        self, messages: Sequence[dict[str, Any]], seed: int, tools: Sequence[dict[str, Any]]
+    ) -> ChatCompletion:
         """Send the request from a daemon thread, so an interrupted program does not wait for the server."""
         result: Future[ChatCompletion] = Future()
 
         def send() -> None:
             result.set_running_or_notify_cancel()
             try:
-                result.set_result(self._send(messages, seed))
+                result.set_result(self._send(messages, seed, tools))
             except BaseException as error:
                 result.set_exception(error)
 
         Thread(target=send, name="remote model", daemon=True).start()
         return await asyncio.wrap_future(result)
 
-    def _send(self, messages: Sequence[dict[str, Any]], seed: int) -> ChatCompletion:
+    def _send(self, messages: Sequence[dict[str, Any]], seed: int, tools: Sequence[dict[str, Any]]) -> ChatCompletion:
         engine, sampling, max_tokens = self.engine, self.sampling, self.rollout.tokens_per_turn
         extra = dict(engine.extra_body)
+        if tools:
+            extra["tools"] = list(tools)
         if sampling.top_p < 1:
             extra["top_p"] = sampling.top_p
         if engine.token_limit_field != "max_tokens":

@@ -200,4 +200,5 @@ class _Checks:
 
 def _render(environment: EnvironmentRecipe, seed: int, renderer: Renderer) -> None:
     made = environment_class(environment.type)(environment)
-    renderer.prompt(made.reset(seed).messages, made.primer)
+    first = made.reset(seed)
+    renderer.prompt(first.messages, made.primer, first.tools)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from posttrain.data.files import read_rows
 from posttrain.data.rendering import Renderer
+from posttrain.data.tools import parse_hermes
 from posttrain.environments.protocol import Environment
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import InputError, RunError
@@ -106,7 +107,10 @@ def expert_rows(
     settings = settings_text(recipe)
     for seed in seeds:
         columns = {"domain": recipe.type, "seed": seed, SETTINGS_COLUMN: settings}
-        for messages in _conversations(recipe, seed, expert, run_seed):
+        tools, conversations = _conversations(recipe, seed, expert, run_seed)
+        if tools:
+            columns["tools"] = json.dumps(tools)
+        for messages in conversations:
             if history == "episode":
                 rows.append({"messages": messages, **columns})
                 continue
@@ -116,14 +120,18 @@ def expert_rows(
     return rows
 
 
-def _conversations(recipe: EnvironmentRecipe, seed: int, expert: Expert, run_seed: int) -> list[list[dict[str, Any]]]:
-    """Return the conversations of an episode: one, unless the environment starts new ones."""
+def _conversations(
+    recipe: EnvironmentRecipe, seed: int, expert: Expert, run_seed: int
+) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """Return the tools and the conversations of an episode: one, unless the environment starts new ones."""
     environment: Environment = environment_class(recipe.type)(recipe)
     draws = random_stream(run_seed, "expert", seed)
     try:
-        conversations: list[list[dict[str, Any]]] = [list(environment.reset(seed).messages)]
+        first = environment.reset(seed)
     except InputError as error:
         raise InputError(f"--start and --count: {error}") from error
+    conversations: list[list[dict[str, Any]]] = [list(first.messages)]
+    turn = 0
     while True:
         try:
             text = _answer(environment, expert, draws.random)
@@ -131,10 +139,14 @@ def _conversations(recipe: EnvironmentRecipe, seed: int, expert: Expert, run_see
             raise InputError(f"{error}; choose another environment or --expert") from error
         # The primer is context, so training on the row must not count it as part of the answer.
         primer = {"primer": environment.primer} if environment.primer else {}
-        conversations[-1].append({"role": "assistant", "content": text, **primer})
+        answer: dict[str, Any] = {"content": text}
+        if first.tools:
+            answer = parse_hermes(text).message(turn)
+        conversations[-1].append({"role": "assistant", **answer, **primer})
+        turn += 1
         step = environment.step(text)
         if step.terminated or step.truncated:
-            return conversations
+            return first.tools, conversations
         if step.new_conversation:
             conversations.append([])
         conversations[-1] += step.messages

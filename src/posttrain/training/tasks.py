@@ -106,7 +106,8 @@ def _too_long(
     for seeds in parts:
         for seed in seeds:
             one: Environment = kind(environment)
-            tokens = len(renderer.prompt(one.reset(seed).messages, one.primer))
+            first = one.reset(seed)
+            tokens = len(renderer.prompt(first.messages, one.primer, first.tools))
             if tokens > room:
                 left_out.add(seed)
                 detail = f"{tokens} tokens, and rollout.tokens_per_turn = {rollout.tokens_per_turn} for the answer"

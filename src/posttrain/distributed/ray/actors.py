@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from posttrain.data.tools import ParsedAnswer
 from posttrain.distributed.ray.monitor import HeartbeatSender
 from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
 from posttrain.engines.protocol import Completion, EngineCounters, Request
-from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.environments.protocol import Action, Environment, Observation, Step
 from posttrain.episode import Episode
 from posttrain.recipe.components import EnvironmentRecipe, environment_class, environment_recipe
 from posttrain.recipe.model import RewardSource
@@ -63,7 +64,9 @@ class UnknownEnvironment(Exception):
 def digest(output: Observation | Step) -> str:
     """Digest of an environment's output without its info, which may contain times."""
     parts: list[Any] = [output.messages, output.state]
-    if isinstance(output, Step):
+    if isinstance(output, Observation):
+        parts.append(output.tools)
+    else:
         parts += [output.reward, output.terminated, output.truncated, output.new_conversation]
     return hashlib.blake2b(json.dumps(parts, default=repr).encode(), digest_size=16).hexdigest()
 
@@ -79,7 +82,7 @@ class RayEnvironment(Environment):
         self._values = recipe.model_dump(mode="json")
         self._id = uuid4().hex
         self._seed = 0
-        self._actions: list[str] = []
+        self._actions: list[Action] = []
         self._digests: list[str] = []
         weakref.finalize(self, _close, worker.actor, self._id)
 
@@ -90,6 +93,12 @@ class RayEnvironment(Environment):
         return observation
 
     def step(self, action: str) -> Step:
+        return self.take(action)
+
+    def act(self, answer: ParsedAnswer) -> Step:
+        return self.take(answer)
+
+    def take(self, action: Action) -> Step:
         step = self._call("a step", "step", self._id, len(self._actions), action)
         self._actions.append(action)
         self._digests.append(digest(step))
@@ -263,7 +272,7 @@ class EnvironmentWorker(Worker):
         self.heartbeat.progress += 1
         return observation, environment.primer
 
-    def step(self, environment_id: str, number: int, action: str) -> Step:
+    def step(self, environment_id: str, number: int, action: Action) -> Step:
         """Step with `action`, the episode's action `number`. A repeated call returns the same step."""
         if environment_id not in self._environments:
             raise UnknownEnvironment
@@ -272,16 +281,16 @@ class EnvironmentWorker(Worker):
             return last
         if number != played:
             raise UnknownEnvironment
-        step = environment.step(action)
+        step = environment.take(action)
         self._environments[environment_id] = (environment, played + 1, step)
         self.heartbeat.progress += 1
         return step
 
-    def replay(self, environment_id: str, values: dict[str, Any], seed: int, actions: list[str]) -> list[str]:
+    def replay(self, environment_id: str, values: dict[str, Any], seed: int, actions: list[Action]) -> list[str]:
         """Replay an episode with its actions; returns the digests of the environment's outputs."""
         environment = self._make(values)
         outputs: list[Observation | Step] = [environment.reset(seed)]
-        outputs += [environment.step(action) for action in actions]
+        outputs += [environment.take(action) for action in actions]
         last = outputs[-1]
         self._environments[environment_id] = (environment, len(actions), last if isinstance(last, Step) else None)
         return [digest(output) for output in outputs]

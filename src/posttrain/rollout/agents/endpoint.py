@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from posttrain.data.messages import UnusableRow, check_value
+from posttrain.loopback import ADDRESS, Scope, guarded_protocol
 from posttrain.plugins import require_module
 from posttrain.rollout.agents import formats
 from posttrain.rollout.agents.session import AgentSession, CallRefused, ChatAnswer, ChatCall
@@ -15,7 +17,11 @@ from posttrain.rollout.agents.session import AgentSession, CallRefused, ChatAnsw
 MAX_BODY = 32 << 20
 """Largest request in bytes."""
 _POLL_SECONDS = 0.25
-_LOCAL_NAMES = ["127.0.0.1", "localhost"]
+_LOCAL_NAMES = [ADDRESS, "localhost"]
+_STARTING = 256
+"""Connections that may be open without a call with a known key: agents that start at the same time."""
+_HEADER_SECONDS = 30.0
+"""Time that such a connection has. Many agents that start at once are slow."""
 _REMEMBERED = 100_000
 """Sessions that are kept before ended ones are dropped."""
 
@@ -29,15 +35,16 @@ class AgentEndpoint:
         require_module("fastapi", "agent")
         self._sessions: dict[str, AgentSession] = {}
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.bind(("127.0.0.1", 0))
+        self._socket.bind((ADDRESS, 0))
         self._socket.listen(2048)  # now, so that calls wait until the thread accepts them
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.url = f"http://{ADDRESS}:{self._socket.getsockname()[1]}"
         """Without the path `/v1`, which clients of OpenAI expect in theirs and clients of Anthropic add."""
         config = uvicorn.Config(
             _app(self._session),
             log_level="critical",
             access_log=False,
             lifespan="off",
+            http=guarded_protocol(self._admits, _STARTING, _HEADER_SECONDS),
             timeout_graceful_shutdown=1,
             backlog=2048,
         )
@@ -62,6 +69,10 @@ class AgentEndpoint:
             self._sessions = {name: one for name, one in self._sessions.items() if not one.ended}
         self._sessions[key] = session
         return key
+
+    def _admits(self, scope: Scope) -> bool:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        return _key(headers) in self._sessions
 
     def _session(self, key: str) -> AgentSession:
         session = self._sessions.get(key)
@@ -146,7 +157,10 @@ async def _body(request: Any) -> dict[str, Any]:
             raise CallRefused(f"the request has more than {MAX_BODY >> 20} MiB", 413, "request_too_large")
     try:
         body = json.loads(received)
-        json.dumps(body, allow_nan=False).encode()
+        check_value(body, "it")
+        json.dumps(body, allow_nan=False)
+    except UnusableRow as error:
+        raise CallRefused(f"the request cannot be used: {error}") from error
     except (ValueError, RecursionError) as error:
         raise CallRefused(f"the request is not valid JSON ({type(error).__name__})") from error
     if not isinstance(body, dict):

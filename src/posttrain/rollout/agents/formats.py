@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from posttrain.data.rendering import Message
+from posttrain.data.tools import json_or_text
 from posttrain.episode import CUT_OFF, StopReason
 from posttrain.rollout.agents.session import CallRefused, ChatAnswer, ChatCall
 
@@ -79,12 +80,7 @@ def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _arguments(text: Any) -> Any:
     """Arguments of a call as an object where they are one, for the chat template."""
-    if isinstance(text, str):
-        try:
-            return json.loads(text or "{}")
-        except (ValueError, RecursionError):
-            return text
-    return text
+    return json_or_text(text or "{}") if isinstance(text, str) else text
 
 
 def _call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:

@@ -1,0 +1,296 @@
+"""Attacks by what calls: connections, requests of web pages and programs, tool calls, answers, commands of other frameworks.
+
+The surfaces are functions as in `tests.adversary.surfaces`.
+"""
+
+import atexit
+import importlib.util
+import json
+import math
+import random
+import socket
+import string
+import tempfile
+import time
+from contextlib import ExitStack, closing, suppress
+from functools import cache
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from tests.adversary import hosts
+
+SECONDS = 20
+"""More than the longest answer takes on a machine that does other work."""
+
+
+def tool_calls(seed: int, folder: Path) -> None:
+    """An answer with broken calls, in each syntax: calls that a template and a client can write, or errors, soon."""
+    from posttrain.data.tools import SYNTAXES
+
+    draw = random.Random(seed)
+    tags = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "</function>"]
+    tags += ["<function=look>", "<parameter=a>", "</parameter>", "<parameter=", ";", "look", " ", "\n", "NaN", "1e999"]
+    tags += [
+        '{"name": "look", "arguments": ',
+        '{"name": "look", "parameters": {}}',
+        '"\\ud800"',
+        '{"a": ',
+        "[",
+        "]",
+        "}",
+    ]
+    tags += ["{}", '"', "9" * 5_000, "\x00", "</s>", '"\\u0000"', '{"name": "\\ud800"}', "null", ",", "é"]
+    text = ""
+    for _ in range(draw.randrange(1, 12)):
+        text += draw.choice(tags)[:40] * (draw.choice([150, 900, 5_000]) if draw.random() < 0.2 else 1)
+    if draw.random() < 0.3:
+        depth = draw.choice([20, 190, 210, 900, 990, 5_000])
+        inner = draw.choice(["[", '{"a":']) * depth
+        call = f'{{"name": "look", "arguments": {{"x": {inner}1{("]" if inner[0] == "[" else "}") * depth}}}}}'
+        text = draw.choice(["<tool_call>{}</tool_call>", "{}", "[TOOL_CALLS][{}]"]).format(call)
+        if draw.random() < 0.3:
+            text = text.replace("look", "[" * draw.randrange(3)).replace(call, f"{'[' * depth}{call}{']' * depth}")
+    for name, parse in SYNTAXES.items():
+        started = time.monotonic()
+        found = parse(text)
+        assert time.monotonic() - started < SECONDS, f"{name} takes {time.monotonic() - started:.0f} s: {text[:200]!r}"
+        for call in found.calls:
+            assert isinstance(call.name, str)
+            assert isinstance(call.arguments, dict)
+            json.dumps(call.message("c"), ensure_ascii=False, allow_nan=False).encode()
+            # A template and a reply nest it further.
+            json.dumps([[[[call.message("c")]]]])
+
+
+@cache
+def _servers() -> list[tuple[str, int, dict[str, str], str]]:
+    """(kind, port, headers of one who may ask, path) of a live page and an endpoint of agents, until this process ends."""
+    from tests.conftest import make_tokenizer
+    from tests.rollout import test_agent_calls as agents
+    from tests.runs.comparing import make_run
+    from tests.view.browsing import served
+
+    stack = ExitStack()
+    atexit.register(stack.close)
+    runs = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "runs"
+    make_run(runs, "first", seed=1)
+    page = stack.enter_context(served(runs))
+    tokenizer = make_tokenizer()
+    _, url, key = stack.enter_context(agents.served(agents.RecordingEngine(tokenizer), tokenizer))
+    return [
+        ("view", int(page.root.rpartition(":")[2]), {"Cookie": page.cookie()}, "/run/first"),
+        ("agents", int(url.rpartition(":")[2]), {"Authorization": f"Bearer {key}"}, "/v1/models"),
+    ]
+
+
+def _status(port: int, path: str, headers: dict[str, str]) -> int:
+    with closing(HTTPConnection("127.0.0.1", port, timeout=SECONDS)) as connection:
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        response.read()
+        return response.status
+
+
+def connections(seed: int, folder: Path) -> None:
+    """Connections that say nothing, or a part of something: one who may ask is answered meanwhile."""
+    draw = random.Random(seed)
+    kind, port, headers, path = draw.choice(_servers())
+    parts = [b"", b"G", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"y" * 70_000, b"\x16\x03\x01\x02"]
+    parts += [b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n{", b"\r\n" * 2_000]
+    with ExitStack() as stack:
+        for _ in range(draw.randrange(1, 300)):
+            with suppress(OSError):
+                one = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=SECONDS))
+                one.sendall(draw.choice(parts))
+        started = time.monotonic()
+        status = None
+        while status is None and time.monotonic() - started < SECONDS:
+            with suppress(OSError, HTTPException):
+                status = _status(port, path, headers)
+        assert status == 200, f"{kind} answers {status}"
+        assert time.monotonic() - started < SECONDS, kind
+
+
+def requests(seed: int, folder: Path) -> None:
+    """Requests that lack the token, or come from another page: each is refused and shows nothing of a run."""
+    draw = random.Random(seed)
+    kind, port, headers, path = draw.choice(_servers())
+    own = {"Host": f"127.0.0.1:{port}", **headers}
+    (name, value), *_ = headers.items()
+    wrongs: list[dict[str, Any]] = [
+        {name: None},
+        {name: value[:-1]},
+        {name: value + draw.choice(string.ascii_letters)},
+        {name: value.swapcase()},
+        {name: draw.choice(["", "Bearer ", "Bearer", "a=b; c", "\xff", "=" * 5_000, "Basic Og=="])},
+        {"Host": draw.choice(["posttrain.example", "127.0.0.2", "[::1]", "0.0.0.0", f"x.localhost:{port}", ""])},
+    ]
+    if kind == "view":
+        wrongs += [
+            {"Origin": draw.choice(["null", "https://posttrain.example", f"http://127.0.0.1:{port}.example", ""])}
+        ]
+        wrongs += [{"Host": f"127.0.0.1:{port + 1}"}]
+    sent = {key: one for key, one in {**own, **draw.choice(wrongs)}.items() if one is not None}
+    places = [
+        path,
+        "/",
+        "/list",
+        "/events",
+        "/static/page.js",
+        "/v1/messages",
+        "/v1/chat/completions",
+        "/x",
+        f"{path}/..",
+        "*",
+    ]
+    place = draw.choice([path, draw.choice(places), quote(draw.choice(places), safe="")])
+    method = draw.choice(["GET", "GET", "GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "CONNECT", "TRACE", "X"])
+    with closing(socket.create_connection(("127.0.0.1", port), timeout=SECONDS)) as connection:
+        lines = [f"{method} {place} HTTP/1.1", *(f"{key}: {one}" for key, one in sent.items()), "Connection: close"]
+        connection.sendall("\r\n".join([*lines, "Content-Length: 2", "", "{}"]).encode("latin-1"))
+        answer = b""
+        with suppress(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                answer += part
+    status = int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
+    # 404 and 405 of the endpoint say which paths there are, which is no secret.
+    fine = {400, 403} if kind == "view" else {400, 401, 404, 405}
+    assert status in fine, f"{kind} answers {lines} with {answer[:200]!r}"
+    assert b"first" not in answer, lines
+    assert _status(port, path, headers) == 200
+
+
+def answers(seed: int, folder: Path) -> None:
+    """Any text as the answer in a game or in an adapter: a step with a finite reward, and text that can be stored."""
+    from posttrain.environments.adapters.openenv import _action
+    from posttrain.environments.make import make_env
+
+    draw = random.Random(seed)
+    pieces = [
+        "<answer>",
+        "</answer>",
+        "<think>",
+        "</think>",
+        "Up",
+        "Left || Right",
+        "Pull",
+        "[5]",
+        "0",
+        "-1",
+        "9" * 5_000,
+    ]
+    pieces += [
+        "NaN",
+        "1e999",
+        "true",
+        "\x00",
+        "\x1b[2J",
+        "é",
+        "\u202e",
+        "[" * 3_000,
+        '{"number": ',
+        "1",
+        "}",
+        "take key",
+    ]
+    pieces += ['{"a": "\\ud800"}', "look\nlook", " ", "|| " * 5_000, "<answer>" * 5_000]
+    said = ["".join(draw.choice(pieces) for _ in range(draw.randrange(6))) for _ in range(4)]
+    kinds: list[tuple[str, dict[str, Any]]] = [("bandit", {}), ("frozen_lake", {}), ("sokoban", {})]
+    for name, path, keys in (
+        ("gymnasium", "Gymnasium", {"id": draw.choice(["Taxi-v4", "Blackjack-v1", "FrozenLake-v1"])}),
+        ("textarena", "TextArena", {"game": "GuessTheNumber-v0"}),
+        ("textworld", "TextWorld", {"games": 1}),
+    ):
+        if importlib.util.find_spec(name) is not None:
+            kinds.append((f"posttrain.environments.adapters.{name}:{path}", keys))
+    kind, keys = draw.choice(kinds)
+    environment = make_env(kind, **keys)()
+    environment.reset(seed % 100)
+    for answer in said:
+        step = environment.step(answer)
+        assert math.isfinite(step.reward), (kind, answer)
+        json.dumps(
+            {"messages": step.messages, "info": step.info}, ensure_ascii=False, allow_nan=False, default=repr
+        ).encode()
+        if step.terminated or step.truncated:
+            break
+    for answer in said:
+        with suppress(ValueError):
+            fields = _action(
+                answer, *draw.choice([(None, "object"), ("x", "integer"), ("x", "number"), ("x", "string")])
+            )
+            json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
+
+
+def commands(seed: int, folder: Path) -> None:
+    """A changed command of another framework: one sentence, or a recipe whose keys and values are those of its table."""
+    import yaml
+
+    from posttrain.errors import InputError
+    from posttrain.importers.commands import import_commands, markdown_table
+    from tests.importers import test_documents as documents
+
+    draw = random.Random(seed)
+    texts = [part for name in documents.NUMBERS for part in documents.text_of(name).split("\n\n") if part.strip()]
+    text = draw.choice(texts)
+    marker = folder / "ran"
+    pieces = [
+        f"$(touch {marker})",
+        f"`touch {marker}`",
+        f"; touch {marker}",
+        "'",
+        '"',
+        "\\",
+        "$",
+        "${",
+        "${X:-",
+        "}",
+        "\n",
+    ]
+    pieces += [
+        "$'\\n'",
+        "'\nstage: evil\n'",
+        "--",
+        "=",
+        "9" * 5_000,
+        "nan",
+        "-1",
+        "1e999",
+        "\0",
+        "<<EOF",
+        "\ud800",
+        "{a,b}",
+    ]
+    pieces += [
+        "../../etc/passwd",
+        "/dev/zero",
+        "[" * 3_000,
+        "&a [*a]",
+        "!!python/object/apply:os.system [id]",
+        "# x",
+        "é",
+    ]
+    for _ in range(draw.randrange(1, 5)):
+        place = draw.randrange(len(text) + 1)
+        text = text[:place] + draw.choice(pieces) + text[place + draw.randrange(9) :]
+    started = time.monotonic()
+    try:
+        found, _ = import_commands(text, documents.VARIABLES, draw.choice([None, 10, 5000]))
+        for one in found:
+            markdown_table(one)
+            if not one.replacement:
+                one.recipe()
+                assert yaml.safe_load(one.recipe_text())["stage"] == one.stage, text
+    except InputError:
+        pass
+    assert time.monotonic() - started < SECONDS, text
+    assert not marker.exists(), text
+    script = folder / "train.sh"
+    script.write_bytes(text.encode("utf-8", "surrogatepass"))
+    out = folder / "recipes"
+    exit_code, _, errors = hosts.quietly(["import", str(script), "--out", f"{out}/", "--ignore-unknown"])
+    assert exit_code in (0, 2), errors
+    assert not marker.exists(), text
+    assert {path.name for path in folder.iterdir()} <= {"train.sh", "recipes", "ran"}, text
