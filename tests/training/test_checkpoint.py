@@ -4,6 +4,10 @@ import errno
 import io
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -296,3 +300,85 @@ def test_a_renamed_key_of_the_environment_file_is_named(trained, renamed, capsys
             (text.err + text.out).split()
         )
         assert "Traceback" not in text.err
+
+
+# -- asynchronous ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_what_a_thread_writes_is_the_state_at_the_time_of_the_call(tiny_model, tmp_path, monkeypatch, lora):
+    policy = Policy(str(tiny_model), lora=lora)
+    state, files = {"m/exp_avg": torch.ones(3)}, {}
+    held = threading.Event()
+    for name, later in (("now", False), ("later", True)):
+        checkpoints = Checkpoints(tmp_path / name, "mine", CheckpointRecipe(asynchronous=True))
+        if later:
+            seal = checkpoints._seal
+            monkeypatch.setattr(checkpoints, "_seal", lambda *a, seal=seal: (held.wait(60), seal(*a)))
+        checkpoints.save(1, policy, state, {"step": 1}, None, later=later)
+        if later:
+            assert not checkpoints.path(1).exists()
+            with torch.no_grad():
+                state["m/exp_avg"].zero_()
+                for parameter in policy.model.parameters():
+                    parameter.zero_()
+            held.set()
+        directory, tensors, _ = checkpoints.load(1)
+        assert read_all(tensors)["m/exp_avg"].tolist() == [1.0] * 3
+        files[name] = {file.name: file.read_bytes() for file in directory.iterdir()}
+    assert files["now"] == files["later"]
+
+
+def test_a_failure_of_the_thread_stops_the_run_at_the_next_checkpoint(saved, tiny_model, monkeypatch):
+    policy = Policy(str(tiny_model))
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("posttrain.training.checkpoint.write_tensors", full)
+    saved.save(5, policy, {}, {}, 1, later=True)
+    with pytest.raises(RunError, match=r"step_000005"):
+        saved.wait()
+    assert saved.steps() == [1, 3, 4]
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from pathlib import Path
+from posttrain.models.policy import Policy
+from posttrain.recipe.run import CheckpointRecipe
+from posttrain.training.checkpoint import Checkpoints
+checkpoints = Checkpoints(Path(sys.argv[1]), "mine", CheckpointRecipe(asynchronous=True))
+policy = Policy(sys.argv[2])
+for step in (1, 2):
+    if step == 2:
+        checkpoints.wait()
+        checkpoints._seal = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+    checkpoints.save(step, policy, {"m": torch.ones(3)}, {"step": step}, None, later=True)
+checkpoints.wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_a_thread_writes_keeps_the_checkpoint_before(tiny_model, tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), str(tiny_model)], timeout=200, check=False)
+    assert done.returncode == -signal.SIGKILL
+    checkpoints = Checkpoints(tmp_path, "mine", CheckpointRecipe(asynchronous=True))
+    assert checkpoints.steps() == [1]
+    assert checkpoints.load(1)[2] == {"step": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("die_at", [("posttrain.training.checkpoint:Checkpoints._seal", 3), ("os:fsync", 9)])
+def test_a_run_killed_while_a_thread_writes_resumes_to_the_same_bits(tiny_model, tmp_path, die_at):
+    runs = {}
+    for name, killed in (("whole", None), ("parts", die_at)):
+        (tmp_path / name).mkdir()
+        values = small.recipe_values(tiny_model, tmp_path / name)
+        values["checkpoint"] |= {"asynchronous": True}
+        if killed is not None:
+            assert small.run(values, die_at=killed) == -9
+        assert small.run(values, resume=killed is not None) == 0
+        runs[name] = small.weights(tmp_path / name / "small")
+    assert runs["whole"] == runs["parts"]

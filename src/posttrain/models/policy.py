@@ -161,6 +161,19 @@ class TrainedModel:
         tensors = self.gather_weights(self.saved_tensors())
         current_world().on_rank0(lambda: self._write(self.model, directory, tensors))
 
+    def save_later(self, directory: Path) -> Callable[[], None]:
+        """Copy the trained weights to CPU memory; returns a function that writes what `save` would have written now, and
+        may run in another thread. For a model that is not sharded."""
+        copies: dict[int, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in self.saved_tensors().items():  # a tensor with several names stays one
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
+            tensors[name] = copies[id(tensor)]
+        # A fast tokenizer raises when two threads use it at a time.
+        self.tokenizer.save_pretrained(directory)
+        return lambda: self.model.save_pretrained(directory, state_dict=tensors)  # type: ignore[operator]
+
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint: the model's whole state, or the adapters alone."""
         return self.model.state_dict(keep_vars=True) if self.recipe.lora is None else dict(self.trainable())

@@ -24,6 +24,9 @@ class CheckpointRecipe(BaseConfig):
     keep_state: Literal["while_running", "always"] = "while_running"
     """`while_running`: when the run has ended, all checkpoints are reduced to their policies, so it can make no more steps. `always`: the latest ones stay whole, so that `--resume RUN steps=N` can continue the run."""
 
+    asynchronous: bool = False
+    """Copy the state to CPU memory and write it in a thread while training goes on. Takes as much CPU memory as a checkpoint has bytes, and works in one process. A run killed during the writing resumes from the checkpoint before."""
+
     @model_validator(mode="after")
     def _kept_by_one_rule(self):
         if self.keep_every is not None and self.keep == "all":

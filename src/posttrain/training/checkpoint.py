@@ -3,13 +3,14 @@
 A checkpoint is a directory `step_N` with the policy as transformers or peft saves it, tensors such as the optimizer's in
 `tensors`, the trainer's state, and a manifest with the SHA-256 of every file. It is written to a temporary directory, synced
 to disk, and renamed. With several processes, each writes its share of the tensors, and rank 0 writes everything else. Any
-number of processes can read it. Older checkpoints are reduced to the policy, and all of them when the run has ended.
+number of processes can read it. With `checkpoint.asynchronous`, a thread writes copies. Older checkpoints are reduced to the policy, and all of them when the run has ended.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,21 @@ class Checkpoints:
     """The checkpoints of one run, in `directory`. `run_id` identifies the run in each of them."""
 
     def __init__(self, directory: Path, run_id: str, recipe: CheckpointRecipe) -> None:
+        """Raises InputError for asynchronous checkpoints of several processes."""
+        if recipe.asynchronous and (current_world().sharded or not current_world().is_single_process):
+            raise InputError(
+                "checkpoint.asynchronous is for runs in one process without hardware.offload: all; remove it: several "
+                "processes write their shares at the same time"
+            )
         self.directory = directory
         self.run_id = run_id
         self.recipe = recipe
+        self._writing: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending."""
+        self.wait()
         return saved_steps(self.directory)
 
     def path(self, step: int) -> Path:
@@ -50,9 +60,14 @@ class Checkpoints:
         tensors: Mapping[str, torch.Tensor],
         state: dict[str, Any],
         best: int | None,
+        later: bool = False,
     ) -> Path:
-        """Write the checkpoint of `step`, then delete or reduce older ones. The one of step `best` is kept."""
-        world, target = current_world(), self.path(step)
+        """Write the checkpoint of `step`, then delete or reduce older ones. The one of step `best` is kept.
+
+        `later`: return once everything is copied, and write it in a thread. Raises what an earlier such thread raised.
+        """
+        self.wait()
+        world, target, text = current_world(), self.path(step), json.dumps(state, indent=1)
         aside = world.broadcast(partial_path(target))
 
         def begin() -> None:
@@ -60,7 +75,7 @@ class Checkpoints:
             aside.mkdir(parents=True)
 
         def conclude() -> None:
-            (aside / STATE).write_text(json.dumps(state, indent=1))
+            (aside / STATE).write_text(text)
             self._seal(aside, step)
             if target.exists():
                 shutil.rmtree(target)
@@ -68,17 +83,44 @@ class Checkpoints:
             sync_directory(self.directory)
             self._rotate(best)
 
+        def write(save_model: Callable[[], None], tensors: Mapping[str, torch.Tensor]) -> None:
+            with storage_errors(target):
+                try:
+                    save_model()
+                    write_tensors(aside / "tensors", tensors)
+                    world.on_rank0(conclude)
+                except BaseException:
+                    if world.is_rank0:
+                        shutil.rmtree(aside, ignore_errors=True)
+                    raise
+
         with storage_errors(target):
+            world.on_rank0(begin)
+        if not later:
+            write(lambda: model.save(aside / "policy"), tensors)
+            return target
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        with storage_errors(target):
+            save_model = model.save_later(aside / "policy")
+
+        def attempt() -> None:
             try:
-                world.on_rank0(begin)
-                model.save(aside / "policy")
-                write_tensors(aside / "tensors", tensors)
-                world.on_rank0(conclude)
-            except BaseException:
-                if world.is_rank0:
-                    shutil.rmtree(aside, ignore_errors=True)
-                raise
+                write(save_model, copies)
+            except BaseException as error:
+                self._failure = error
+
+        self._writing = threading.Thread(target=attempt, name="checkpoint")
+        self._writing.start()
         return target
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete; raise the error that stopped it."""
+        if self._writing is None or threading.current_thread() is self._writing:
+            return
+        self._writing.join()
+        self._writing, failure, self._failure = None, self._failure, None
+        if failure is not None:
+            raise failure
 
     def require_room(self, steps: int, policy: int, state: int) -> None:
         """InputError if the disk has no room for the checkpoints of `steps` steps and the exported model.
@@ -105,6 +147,7 @@ class Checkpoints:
 
     def policy(self, step: int) -> Path:
         """The directory of the policy of `step`, verified."""
+        self.wait()
         path = self.path(step)
         current_world().on_rank0(lambda: self.verify(path))
         return path / "policy"

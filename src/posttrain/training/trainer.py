@@ -336,7 +336,7 @@ class Trainer(Generic[Output]):
         improved = self._evaluate_if_due()
         if improved or self.step % self.settings.checkpoint.every == 0 or self.step == self.settings.steps:
             with self.phase("checkpoint"):
-                self.save()
+                self.save(later=self.settings.checkpoint.asynchronous)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate for the learning curve if it is due; returns whether the result is the best so far."""
@@ -366,8 +366,8 @@ class Trainer(Generic[Output]):
         for callback in self.callbacks if self._world.is_rank0 else ():
             function(callback)
 
-    def save(self) -> Path:
-        """Write a checkpoint of the last finished step."""
+    def save(self, later: bool = False) -> Path:
+        """Write a checkpoint of the last finished step; `later`: in a thread."""
         best = self.best.step if self.best else None
         state = self._state | {
             "processes": self._world.size,
@@ -376,7 +376,7 @@ class Trainer(Generic[Output]):
             "checkpointables": {name: each.state_dict() for name, each in self.checkpointables.items()},
         }
         tensors = self._tensors(self.step) | self._named(self._random)
-        return self.checkpoints.save(self.step, self.model, tensors, state, best)
+        return self.checkpoints.save(self.step, self.model, tensors, state, best, later)
 
     def _tensors(self, step: int) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint of `step` except the model's and the random states."""
@@ -424,6 +424,7 @@ class Trainer(Generic[Output]):
         if self.evaluated != self.step:  # a guard or the clock ended the run early
             self._evaluate()
             self.save()
+        self.checkpoints.wait()
         step, values = self._restore_exported(), dict[str, Any]()
         which, chosen = "last", "the last one"
         if self._exports_best:
