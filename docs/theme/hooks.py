@@ -1,6 +1,7 @@
-"""Pages that the build makes from the code: the command line and the metrics. mkdocs calls `on_files`."""
+"""Pages that the build makes from the code, and tables from stored results. mkdocs calls the functions `on_*`."""
 
 import ast
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,49 @@ def _commands(command: Any, name: str) -> list[str]:
         for each in command.list_commands(context):
             parts += _commands(command.get_command(context, each), f"{name} {each}")
     return parts
+
+
+AUDIT = Path(__file__).resolve().parents[1] / "results" / "audit.jsonl"
+"""What `posttrain env audit --out` wrote."""
+_WITHOUT_WORK = ("nothing", "echo", "repeat", "injection")
+
+
+def markdown_of_audit(part: str) -> str:
+    """The defects, or all tasks with the results of the players, from `AUDIT`."""
+    rows = [json.loads(line) for line in AUDIT.read_text(encoding="utf-8").splitlines()]
+    if part == "defects":
+        lines = ["| task | check | finding | shown again by |", "|---|---|---|---|"]
+        for row in rows:
+            checks: dict[str, list[dict[str, Any]]] = {}
+            for finding in row["findings"]:
+                if finding["defect"]:
+                    checks.setdefault(finding["check"], []).append(finding)
+            for check, found in checks.items():
+                more = f" ({len(found) - 1} more like this)" if len(found) > 1 else ""
+                text = f"{_cell(found[0]['text'])}{more}"
+                lines.append(f"| `{row['name']}` | {check} | {text} | `{_cell(found[0]['command'])}` |")
+        return "\n".join(lines)
+    lines = ["| task | seeds | oracle | random | best without work | step, ms | defects | notes |"]
+    lines.append("|---|--:|--:|--:|--:|--:|---|---|")
+    for row in rows:
+        players = {name: score["mean_return"] for name, score in row["players"].items()}
+        idle = [players[name] for name in _WITHOUT_WORK if players.get(name) is not None]
+        numbers = [players.get("oracle"), players.get("random"), max(idle, default=None), row["step_ms"]]
+        cells = ["–" if number is None else f"{number:.3g}" for number in numbers]
+        for defect in (True, False):
+            kinds = dict.fromkeys(finding["check"] for finding in row["findings"] if finding["defect"] is defect)
+            cells.append(", ".join(kinds))
+        lines.append(f"| `{row['name']}` | {row['seeds'][1]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Put the tables of the audit where its page asks for them."""
+    return re.sub(r"^<!-- audit: (\w+) -->$", lambda match: markdown_of_audit(match[1]), markdown, flags=re.M)
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -1,6 +1,7 @@
 """The site: generated pages are whole, it builds with warnings as errors, and it requests nothing from other hosts."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -33,6 +34,22 @@ def test_every_metric_of_the_source_has_a_meaning():
     assert len(found) > 100
     assert found - set(known) == set(), "describe the metric in docs/theme/hooks.py"
     assert set(hooks.MEANINGS) - found == set(), "the source has no such metric"
+
+
+def test_the_audit_has_a_row_per_task_and_a_command_per_defect():
+    hooks = module("theme/hooks.py")
+    page = hooks.on_page_markdown((DOCS / "results/audit.md").read_text(), None, None, None)
+    assert "<!-- audit" not in page
+    stored = [json.loads(line) for line in hooks.AUDIT.read_text().splitlines()]
+    assert len({row["name"] for row in stored}) == len(stored) > 200
+    assert f"# Audit of {len(stored)} tasks" in page
+    broken = [row for row in stored if any(finding["defect"] for finding in row["findings"])]
+    assert f" {len(broken)} tasks have a defect" in page
+    for row in stored:
+        assert f"\n| `{row['name']}` | {row['seeds'][1]} |" in page
+    for row in broken:
+        assert f"`posttrain env audit {row['name']} --first" in page
+    assert not re.search(r"/(tmp|home|root|work|usr|opt)/", hooks.AUDIT.read_text()), "paths of a machine"
 
 
 def test_every_command_is_on_the_page():

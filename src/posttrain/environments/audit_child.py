@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import sysconfig
 from dataclasses import asdict
 from typing import Any
 
@@ -78,13 +79,19 @@ def _play_twice(
         side_effects=played.moved_global_random,
     )
     if played.error is not None:
-        text = " ".join(str(played.error).split())
+        text = _plain(str(played.error))
         one.error = f"{played.where} raised {type(played.error).__name__}: {text}"
     else:
         success = played.steps[-1].info.get("success") if played.steps else None
         one.success = None if success is None else bool(success)
         one.protocol = _broken_rule(played, limit, success, needs_success)
     return one, played
+
+
+def _plain(text: str) -> str:
+    """An exception's text in one line, without rulers and without the folder of installed packages."""
+    text = re.sub(r"([^\w\s])\1{9,}", " ", text.replace(f"{sysconfig.get_paths()['purelib']}{os.sep}", ""))
+    return " ".join(text.split())
 
 
 def _broken_rule(played: Played, limit: int, success: object, needs_success: bool) -> str | None:
