@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 import pytest
 
 from posttrain.data.rendering import Renderer
+from posttrain.data.tools import parse_hermes
 from posttrain.engines.protocol import Completion, EngineCounters
 from posttrain.environments.make import make_env
 from posttrain.environments.tool_use import ToolUse, calculate
-from posttrain.environments.tools import ToolFailure, calling, tool
+from posttrain.environments.tools import ToolCalls, ToolFailure, calling, tool
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
 from posttrain.recipe.components import environment_recipe
@@ -130,6 +131,16 @@ def test_an_answer_with_a_malformed_call_runs_none_of_its_calls():
     assert message["content"].startswith("No tool was called: a tool call is not valid JSON")
     assert step.info == {"rejected": message["content"].removeprefix("No tool was called: ").removesuffix(".")}
     assert (step.reward, made._seen) == (-0.1, set())
+
+
+def test_a_result_that_no_tokenizer_takes_is_replaced():
+    def broken() -> str:
+        """Broken."""
+        return "a\ud800b"
+
+    step = ToolCalls([broken], 3, 0.0).step(parse_hermes(calling(("broken", {}))))
+    assert step is not None
+    assert step.messages[0]["content"] == "a?b"
 
 
 def test_the_turns_are_limited_and_the_end_is_final():

@@ -151,7 +151,8 @@ class ToolCalls:
         if found is None:
             return f"Error: there is no tool {call.name!r}; use {', '.join(self.tools)}", True
         try:
-            return found.call(call.arguments), False
+            # Tokenizers refuse lone surrogates, which the JSON of a server may hold.
+            return found.call(call.arguments).encode("utf-8", "replace").decode(), False
         except ToolFailure as error:
             return f"Error: {error}", True
 
