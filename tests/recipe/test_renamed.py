@@ -1,5 +1,7 @@
 """Keys and values of earlier versions are errors that name the present ones."""
 
+import json
+
 import pytest
 
 from posttrain.errors import InputError
@@ -57,7 +59,7 @@ def test_a_renamed_value_names_the_new_one(key, old):
     new, key = RENAMED_VALUES[key, old], key.replace("*", "")
     stage = "sft" if key.startswith("data") else "rl"
     words = ROWS if stage == "sft" else ["reward.path=x"] if key.startswith("unit_credit") else []
-    with pytest.raises(InputError, match=rf'{key} is "{old}" \(did you mean {new}\?\); it must be .*{new}'):
+    with pytest.raises(InputError, match=rf"{key} is {json.dumps(old)} \(did you mean {new}\?\); it must be .*{new}"):
         load_recipe([], [*words, f"{key}={old}"], stage)
 
 
