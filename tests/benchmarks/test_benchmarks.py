@@ -169,7 +169,7 @@ def test_the_verb_passes_words_on_and_the_exit_code_back(capfd):
 
 def test_an_unknown_benchmark_is_an_error(capsys, monkeypatch, tmp_path):
     assert main(["benchmark", "nothing"]) == 2
-    assert "no benchmark 'nothing'; there is " in capsys.readouterr().err
+    assert "no benchmark 'nothing'; use one of " in capsys.readouterr().err
     monkeypatch.setattr("posttrain.cli.benchmark._FOLDER", tmp_path)
     assert main(["benchmark"]) == 2
     assert "pip install -e ." in capsys.readouterr().err
