@@ -7,7 +7,7 @@
 
 Every part runs in a process of its own with a time limit, so what fails, hangs or breaks the device is one line of
 the table and the others go on; rows that a part had finished are kept. The column `check` has the verdicts of
-`accelerator/checks.py`. Not covered: vLLM, several GPUs and Ray.
+`accelerator/checks.py`. Not covered: several GPUs and Ray.
 
 - SFT: whole optimizer steps on rows of lognormal length; MFU = FLOPs / (seconds x peak). FLOPs are 6 per parameter of
   the layers (embedding left out) and token, 6 per parameter of the output projection and trained token, and
@@ -36,7 +36,7 @@ from accelerator.bare import use_stand_in  # noqa: E402
 from accelerator.checks import judged  # noqa: E402
 from accelerator.rows import Row, table  # noqa: E402
 
-MINUTES = 14.0
+MINUTES = 25.0
 """For all parts together."""
 BUDGETS = {
     "device": 30,
@@ -47,6 +47,8 @@ BUDGETS = {
     "sft-4B": 90,
     "sft-4B-compiled": 100,
     "decode-4B": 90,
+    "run-vllm": 240,
+    "offload-4B": 120,
     "log-probabilities": 50,
     "decode-0.5B": 75,
     "rl-0.5B": 75,
@@ -62,7 +64,7 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
     until = time.monotonic() + 0.6 * budget
     use_stand_in()
     import torch
-    from accelerator import agreement, decoding, measuring, parity, reinforcement, training, trl_side
+    from accelerator import agreement, decoding, measuring, parity, reinforcement, runs, training, trl_side
     from accelerator.shapes import SHAPES, TINY
 
     from posttrain.models.load import resolve_device
@@ -101,6 +103,13 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
     elif part == "rl":
         groups, members, prompt, tokens = (2, 2, 6, 6) if tiny else (8, 16, 256, 256)
         yield from reinforcement.learning(shapes[size], device, until, groups, members, prompt, tokens)
+    elif part == "run":
+        if not tiny:
+            import vllm  # noqa: F401 (a missing package is one line of the table)
+        model = "made:small" if tiny else "packaged:smollm2-135m"
+        yield from runs.reinforcement_run(model, [] if tiny else ["engine.type=vllm"], device.type, budget)
+    elif part == "offload":
+        yield from training.offloaded(shapes[size], device, known, until)
     elif part == "trl":
         rows, batch = (2_000, 2) if tiny else (150_000, 16)
         yield from trl_side.trl_supervised(shapes[size], device, rows, batch)

@@ -12,7 +12,7 @@ from posttrain.environments.tools import ToolEnvironment, calling
 
 
 class Capitals(ToolEnvironment):
-    """Name the capital of a country. The tool knows it."""
+    """Name the capital of a country, which a tool returns."""
 
     capitals = {"Kenya": "Nairobi", "Peru": "Lima", "Nepal": "Kathmandu"}
 

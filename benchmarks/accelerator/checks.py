@@ -29,6 +29,8 @@ CHECKS = {
     "sft-0.5B": Check("MFU of at least 30%", _share(0.3)),
     "sft-4B": Check("MFU of at least 30%", _share(0.3)),
     "sft-4B-compiled": Check("MFU of at least 40%", _share(0.4)),
+    "run-vllm": Check("mismatch below 0.05 nats in every step", lambda rows: rows[0].value < 0.05),
+    "offload-4B": Check("updates without an error", lambda rows: bool(rows)),
     "decode-4B": Check("a rate for every number in flight", lambda rows: bool(rows)),
 }
 

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 from accelerator.measuring import Limits, data_sheet, peak_memory, seconds
 from accelerator.rows import Row
 from accelerator.shapes import RandomPolicy, Shape
+from posttrain.distributed import world
 from posttrain.episode import Stream
 from posttrain.losses.policy import nll
 from posttrain.models.forward import TokenScores, logits_of, token_scores
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.objectives import token_batch, token_forward
@@ -113,6 +116,17 @@ def supervised(
     case = f"{shape.name}, {tokens_per_batch:,} tokens a pass"
     share = rate / (limits.products if np.isnan(sheet) else sheet)
     yield Row("SFT", case, training.tokens / step, "tokens/s", share, peak, note)
+
+
+def offloaded(shape: Shape, device: torch.device, limits: Limits, until: float) -> Iterator[Row]:
+    """`supervised` with masters, gradients and moments in CPU memory: 16 bytes per parameter there."""
+    outer = world._state["world"]
+    world._state["world"] = world.World(HardwareRecipe(offload="optimizer"))
+    try:
+        for row in supervised(shape, device, limits, until, shape.tokens_per_batch // 2):
+            yield replace(row, case=f"{row.case}, AdamW in CPU memory")
+    finally:
+        world._state["world"] = outer
 
 
 def compile_pointwise(model: Any) -> None:

@@ -247,9 +247,24 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
+IMPORT = "<!-- posttrain import -->"
+"""Stands for the table that the importer makes of the commands in the last code block before it."""
+
+
+def markdown_of_import(before: str) -> str:
+    """What `posttrain import --markdown` prints for the last code block of `before`."""
+    from posttrain.importers.commands import import_commands, markdown_table
+
+    block = re.findall(r"^```\w*\n(.*?)^```", before, flags=re.M | re.S)[-1]
+    return "\n".join(markdown_table(command) for command in import_commands(block, {}, None)[0])
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Put the tables of the audit where its page asks for them."""
-    return re.sub(r"^<!-- audit: (\w+) -->$", lambda match: markdown_of_audit(match[1]), markdown, flags=re.M)
+    """Put generated tables where a page asks for them."""
+    first, *rest = markdown.split(f"{IMPORT}\n")
+    for part in rest:
+        first += markdown_of_import(first) + part
+    return re.sub(r"^<!-- audit: (\w+) -->$", lambda match: markdown_of_audit(match[1]), first, flags=re.M)
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -159,7 +159,7 @@ def _sampled_answers(documents: Sequence[Document], keys: Sequence[str], place: 
         raise InputError("a pair needs two answers; set samples to 2 or more, and a sampling.temperature")
     if not scored and recipe.samples > 1:
         raise InputError(
-            f"samples = {recipe.samples}, and nothing chooses among them; add --reward or --rubric, or set samples=1"
+            f"samples = {recipe.samples}, and no scorer selects one; add --reward or --rubric, or set samples=1"
         )
     begun = (run / "recipe.yaml").is_file()
     if begun:

@@ -271,7 +271,7 @@ def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
             recipe = _replace_path(recipe, str(pipeline.directory / name / file), f"{file} of {name}")
     if stage.upstream is None and Path(stage.recipe.model.path).exists():
         model = Path(stage.recipe.model.path)
-        # Files of two checkpoints have the same sizes, and a checkpoint has digests of its own.
+        # Files of two checkpoints have the same sizes, and each checkpoint has its own digests.
         sealed = _read(model.parent / "manifest.json").get("files", {})
         policy = {name: digest for name, digest in sealed.items() if name.startswith(f"{model.name}/")}
         inputs[f"the model {stage.recipe.model.path}"] = _digest(policy or _files(model, digests=False))

@@ -110,7 +110,7 @@ class Server:
                     values, body = await _read(request)
                     made = answer(values, body)
                     if body.stream:
-                        # The first event is made now, so that an error has a status of its own.
+                        # The first event is made now, so that an error has its own status.
                         events = made.__aiter__()
                         first = await anext(events)
                         return StreamingResponse(_after(first, events), media_type="text/event-stream")

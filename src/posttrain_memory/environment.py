@@ -175,7 +175,7 @@ class Memory(Environment):
         """The next message of the scripted solution: code, or finally the reply."""
         task = self._current().task
         if "judge" in task.truth:
-            raise NotImplementedError(f"no program can check what {task.question[:60]!r} makes of the notes")
+            raise NotImplementedError(f"no program can check the notes after {task.question[:60]!r}")
         place = min(self._turns, len(task.code))
         thought = _thought(task.kind, task.asks, place, len(task.code))
         if place < len(task.code):

@@ -48,7 +48,7 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
     type: Literal["memory"] = "memory"
     """A vault of Markdown notes that the policy reads and changes by writing Python."""
     worlds: WorldRecipe = WorldRecipe()
-    """Generated worlds and tasks. Each seed is one task in a world of its own; kinds are drawn in proportion to their
+    """Generated worlds and tasks. Each seed is one task in its own world; kinds are drawn in proportion to their
     numbers of tasks. Not used with `tasks`.
     """
     tasks: TaskSources = []

@@ -1,4 +1,4 @@
-"""The task of an environment seed: generated in a world of its own, or a row of a file."""
+"""The task of an environment seed: generated in its own world, or a row of a file."""
 
 import json
 from dataclasses import dataclass

@@ -87,8 +87,8 @@ def test_validate_reports_that_there_is_nothing_to_check(tmp_path):
     file.write_text(SOUND)
     said = _run("validate", str(file), "--seeds", "3").output
     assert said.strip().endswith(
-        "valid on 3 seeds; it has no expert and random answers, so none is compared with the other; it has no `validate`, so "
-        "no reference solution is checked"
+        "valid on 3 seeds; not compared: expert and random answers, because it has no `expert` and no `random_answer`; "
+        "not checked: a reference solution, because it has no `validate`"
     )
 
 

@@ -64,24 +64,22 @@ def test_every_command_is_on_the_page():
     assert "`posttrain evaluate judge`" in page
 
 
-def test_keys_of_the_migration_tables_exist():
-    from posttrain.recipe.reference import keys_of
-    from posttrain.recipe.stages import STAGES
+@pytest.mark.parametrize("page", ["trl", "verl"])
+def test_the_importer_makes_the_migration_tables(page):
+    from posttrain.importers.commands import import_commands
 
-    known = {key.path for schema in STAGES.values() for key in keys_of(schema)}
-    known |= {path.rpartition(".")[0] for path in known}
-    for page in ("trl", "verl"):
-        rows = [line for line in (DOCS / f"migrating/{page}.md").read_text().splitlines() if line.startswith("| ")]
-        ours = [row.split("|")[2] for row in rows[1:]]
-        keys = {
-            key.partition("=")[0].removesuffix(".*")
-            for cell in ours
-            for quoted in re.findall(r"`([^`]+)`", cell)
-            for key in quoted.split()
-            if re.match(r"[a-z_]+\.[a-z_.*]+", key) and not key.startswith("posttrain.")
-        }
-        assert len(keys) > 15
-        assert {key for key in keys if key not in known} == set(), page
+    hooks = module("theme/hooks.py")
+    text = (DOCS / f"migrating/{page}.md").read_text()
+    before, _, after = text.partition(f"{hooks.IMPORT}\n")
+    block = re.findall(r"^```\w*\n(.*?)^```", before, flags=re.M | re.S)[-1]
+    (command,) = import_commands(block, {}, None)[0]
+    assert command.unknown == []
+    assert command.recipe().steps > 0
+    shown = hooks.on_page_markdown(text, None, None, None)
+    assert shown.endswith(after)
+    rows = [line for line in shown[len(before) :].splitlines() if line.startswith("| `")]
+    assert len(rows) >= 20
+    assert all(f"| `{row.flag}` |" in shown for row in command.rows if not row.implied)
 
 
 def test_every_figure_is_stored_in_both_themes_and_shown():

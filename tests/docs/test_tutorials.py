@@ -67,7 +67,7 @@ def test_the_readme_can_be_followed(tmp_path, monkeypatch):
     )
     walk("README.md", tmp_path, monkeypatch, {**SMALLER, "range": 1})
     assert (tmp_path / "my_model" / "config.json").is_file()
-    for name in ("mine", "guess", "short"):
+    for name in ("mine", "larger", "short"):
         assert (tmp_path / "runs" / name / "model").is_dir()
 
 

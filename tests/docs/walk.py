@@ -63,7 +63,7 @@ def walk(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, smaller: Mapp
             for command in commands_of(text):
                 answer(monkeypatch, *("/notes", "/quit") if " chat " in command else ("dragon", "3", "5") * 50)
                 printed.append(run(with_values(command, smaller)))
-    for name in ("reward", "guess_number", "guess"):
+    for name in ("reward", "guess_number", "larger"):
         sys.modules.pop(name, None)
     return "\n".join(printed)
 

@@ -125,10 +125,10 @@ def test_the_arithmetic_of_the_ppo_command():
 
 def test_flags_that_did_nothing_in_the_original_say_so():
     (command,) = imported("memory")
-    assert "never reads it" in row_of(command, "--ptx_coef").answer.note
+    assert "does not use it" in row_of(command, "--ptx_coef").answer.note
     assert "sets it to 1" in row_of(command, "--gamma").answer.note
     assert "given twice" in row_of(command, "--packing_samples").answer.note
-    assert "never acts" in row_of(command, "--eps_clip").answer.note
+    assert "has no effect" in row_of(command, "--eps_clip").answer.note
     assert [row.flag for row in command.missing] == ["--agent_func_path", "--prompt_data", "environment"]
 
 

@@ -57,7 +57,7 @@ def test_shell_scripts_are_read_like_a_shell():
         ("python -m openrlhf.cli.train_sft --beta $BETA", "$BETA has no value in the command; add BETA=VALUE after it"),
         ("trl sft --name $(date)", "is the output of another command; write its value instead"),
         ("trl sft --name 'x", "has no second one; close the quotation"),
-        ("ls -l", "'ls -l' is no command that the importer knows"),
+        ("ls -l", "'ls -l' is not a command that the importer supports"),
         ("trl chat", "trl chat has no importer"),
         ("python -m openrlhf.cli.serve_rm", "openrlhf.cli.serve_rm has no importer"),
         ("missing.sh", "missing.sh: there is no such file; name a script, or quote the whole command"),
@@ -137,7 +137,10 @@ def test_unknown_flags_are_named_and_nothing_is_written(tmp_path, monkeypatch, c
     text = f"{GRPO} --max_steps 10 --num_generation 4"
     assert main(["import", text]) == 2
     said = capsys.readouterr().err
-    assert "--num_generation: TRL has no such flag that the importer knows (did you mean num_generations?)" in said
+    assert (
+        "--num_generation: TRL has no such flag, or the importer does not support it (did you mean num_generations?)"
+        in said
+    )
     assert list(tmp_path.iterdir()) == []
     assert main(["import", text, "--ignore-unknown"]) == 0
     assert [file.name for file in tmp_path.iterdir()] == ["trl-rl.yaml"]

@@ -58,7 +58,7 @@ def test_the_default_estimator_follows_the_place(given):
         ({"apply_to": "reward", "estimator": "k2"}, "k2` in the reward is not a KL penalty"),
         ({"apply_to": "reward", "importance_weighted": True}, "`importance_weighted` has no effect"),
         ({"coefficient": 0.1, "estimator": "k1"}, "zero on average"),
-        ({"importance_weighted": True, "estimator": "k2"}, "k2 has not the gradient"),
+        ({"importance_weighted": True, "estimator": "k2"}, "k2 does not have the gradient"),
     ],
 )
 def test_estimators_that_are_not_a_penalty_in_the_reward_are_refused(given, words):

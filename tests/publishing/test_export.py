@@ -156,5 +156,5 @@ def test_a_folder_that_is_used_and_an_unknown_form_are_refused(played, tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="exists and is not empty; choose another --out"):
         export_run(played, "hf", tmp_path)
-    with pytest.raises(InputError, match="--to onnx is not offered; use hf, gguf, ollama, vllm"):
+    with pytest.raises(InputError, match="--to onnx is not supported; use hf, gguf, ollama, vllm"):
         export_run(played, "onnx", tmp_path / "out")

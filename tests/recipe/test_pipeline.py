@@ -93,7 +93,7 @@ def test_overrides_of_all_stages_win_over_files_and_those_of_one_stage_over_them
         (
             "max_minutes: 0.2",
             "model: {path: x}",
-            "stage learn: parts/p.yaml line 15: model.path and from: warm both say which model to start from; keep one",
+            "stage learn: parts/p.yaml line 15: model.path and from: warm both set the model to start from; keep one",
         ),
         (
             "max_minutes: 0.2",

@@ -26,9 +26,9 @@ def test_the_engine_of_each_stage_may_be_vllm():
         (["engine.urls=[http://a:1]", "engine.servers=2"], "set only one of them"),
         (["engine.urls=[a:1]"], "must begin with http"),
         (["engine.adapters=adapter_only"], "set `model.lora`"),
-        ([*COOL, "loss.old=rollout"], "`loss.old: rollout` would take truncation"),
-        ([*COOL, "loss.correction.weights=sequence"], "`loss.correction.weights: sequence` would take"),
-        ([*COOL, "loss.correction.reject=geometric"], "`loss.correction.reject: geometric` would take"),
+        ([*COOL, "loss.old=rollout"], "`loss.old: rollout` would treat truncation"),
+        ([*COOL, "loss.correction.weights=sequence"], "`loss.correction.weights: sequence` would treat"),
+        ([*COOL, "loss.correction.reject=geometric"], "`loss.correction.reject: geometric` would treat"),
     ],
 )
 def test_incompatible_keys_are_refused(given, words):

@@ -52,13 +52,13 @@ def test_a_changed_byte_is_detected(saved, name):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(InputError, match=rf"{name} is not as it was written: .*add --fall-back to resume from step 3"):
+    with pytest.raises(InputError, match=rf"{name} is damaged: .*add --fall-back to resume from step 3"):
         saved.load(4)
 
 
 def test_a_missing_file_is_detected(saved):
     (saved.path(4) / "tensors" / ".metadata").unlink()
-    with pytest.raises(InputError, match=r"tensors/.metadata is not as it was written"):
+    with pytest.raises(InputError, match=r"tensors/.metadata is damaged"):
         saved.load(4)
 
 
@@ -151,7 +151,7 @@ def test_rules_keep_policies_and_the_newest_whole(saving, rules, kept):
         files = {file.name for file in checkpoints.path(step).iterdir()}
         assert files == {"policy", "manifest.json", *(["tensors", "state.json"] if step in kept[-2:] else [])}
     assert checkpoints.load(kept[-2])[2] == {"step": kept[-2]}
-    with pytest.raises(InputError, match=rf"holds the policy alone.*to resume from step {kept[-1]}, or start a run"):
+    with pytest.raises(InputError, match=rf"contains only the policy.*to resume from step {kept[-1]}, or start a run"):
         checkpoints.load(1)
 
 
@@ -241,7 +241,7 @@ def test_falling_back_sets_damaged_checkpoints_aside(saved):
     assert saved.fall_back() == []
     _damage(saved.path(4) / "policy" / "model.safetensors")
     (message,) = saved.fall_back()
-    assert "model.safetensors is not as it was written" in message
+    assert "model.safetensors is damaged" in message
     assert message.endswith("it is now damaged_step_000004, and the run continues from step 3")
     assert saved.steps() == [1, 3]
     assert (saved.directory / "damaged_step_000004" / "state.json").is_file()

@@ -162,7 +162,7 @@ def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_pa
         assert main(["rl", *made, change, f"name={name}"]) == 0
         assert capsys.readouterr().out.count("playing 3 held-out episodes") == played, change
     assert main(["rl", *made, "evaluation.start=false", "name=e"]) == 0
-    assert "as it is" not in capsys.readouterr().out
+    assert "with the initial model" not in capsys.readouterr().out
     assert "trained" in rows("e")
     assert "start of this run" not in rows("e")
     assert {key: rows("b")["start of this run"][key] for key in ("success", "return", "n")} == {

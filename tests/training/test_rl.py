@@ -231,7 +231,7 @@ def test_a_corrupt_checkpoint_is_named_when_resuming(tiny_model, tmp_path):
     run, _ = train(tiny_model, tmp_path)
     state = run.checkpoints / "step_000004" / "state.json"
     state.write_text(state.read_text().replace('"step": 4', '"step": 3'))
-    with pytest.raises(InputError, match=r"state.json is not as it was written: .* to resume from step 3"):
+    with pytest.raises(InputError, match=r"state.json is damaged: .* to resume from step 3"):
         train(tiny_model, tmp_path, resume=True)
 
 

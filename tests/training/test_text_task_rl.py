@@ -125,7 +125,7 @@ def test_a_run_is_not_resumed_on_other_tasks(tiny_model, tmp_path):
     run_stage(recipe, console=Console(file=io.StringIO()))
     with (tmp_path / "prompts.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "One more.", "word": "Goal"}) + "\n")
-    with pytest.raises(InputError, match="the tasks to train on are no longer those that this run began with"):
+    with pytest.raises(InputError, match="the training tasks differ from those at the start of this run"):
         run_stage(recipe.model_copy(update={"steps": 2}), resume=True, console=Console(file=io.StringIO()))
 
 

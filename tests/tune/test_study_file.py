@@ -61,7 +61,7 @@ def objective(metric, **more):
         ({"objective": objective("validation/loss")}, "validation/loss is not measured by stage rl"),
         (
             {"keys": ROWS, "objective": objective("test/loss")},
-            "of the final table, which is for no choice; use validation",
+            "measured for the final table, on which nothing may be selected; use validation",
         ),
         (
             {"keys": ROWS, "objective": objective("success")},
@@ -84,7 +84,7 @@ def objective(metric, **more):
             r"line \d+: objective.within: policy/kl is measured neither by evaluations nor by training steps of stage sft",
         ),
         ({"objective": objective("return", within={"policy/k": {"max": 1.0}})}, "the nearest is policy/kl$"),
-        ({"objective": objective("return", within={"test/loss": {"max": 1.0}})}, "of the final table"),
+        ({"objective": objective("return", within={"test/loss": {"max": 1.0}})}, "for the final table"),
         ({"objective": objective("return", within={"token_per_answer": {"max": 1.0}})}, "is tokens_per_answer$"),
         ({"pruner": {"type": "medium"}}, r"pruner.type is \"medium\" \(did you mean median\?\)"),
     ],

@@ -20,10 +20,10 @@ def benchmark(
     context: typer.Context,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME [OPTION ...]]", help="A script of `benchmarks/`, and the options it takes."),
+        typer.Argument(metavar="[NAME [OPTION ...]]", help="A script of `benchmarks/`, and its options."),
     ] = None,
 ) -> None:
-    """List the benchmarks of this checkout, or run one and pass the further words on to it.
+    """List the benchmarks of this checkout, or run one with the options after its name.
 
     Examples:
 
@@ -44,7 +44,7 @@ def benchmark(
         return
     name, *options = words
     if name not in scripts:
-        raise InputError(f"there is no benchmark {name!r}; there is {', '.join(scripts)}")
+        raise InputError(f"there is no benchmark {name!r}; use one of {', '.join(scripts)}")
     code = subprocess.run([sys.executable, str(scripts[name]), *options], check=False).returncode
     if code:
         raise typer.Exit(code if code > 0 else 1)
@@ -55,7 +55,7 @@ def _scripts(folder: Path) -> dict[str, Path]:
     scripts = {file.stem: file for file in sorted(folder.glob("*.py")) if not file.stem.startswith("_")}
     if not scripts:
         raise InputError(
-            "benchmarks are not part of an installed package; run `posttrain benchmark` of a checkout that is installed with `pip install -e .`"
+            "benchmarks need a checkout; run `posttrain benchmark` in one that is installed with `pip install -e .`"
         )
     return scripts
 

@@ -6,7 +6,7 @@ import typer
 
 
 def doctor(
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the measurement of the speed.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not measure the speed.")] = False,
 ) -> None:
     """Describe this machine, what posttrain selects on it and what would make it faster, and measure its speed.
 

@@ -38,7 +38,7 @@ def list_environments(
             typer.echo(" ".join(words))
         return
     table = Table(
-        "environment", "turns", "what it is", "random", "optimal", caption=f"success on seeds 0 to {seeds - 1}"
+        "environment", "turns", "description", "random", "optimal", caption=f"success on seeds 0 to {seeds - 1}"
     )
     for name in environment_names():
         try:
@@ -104,7 +104,7 @@ def validate(
             try:
                 environment.validate(recipe, range(seeds))
             except NotImplementedError:
-                open_points.append("it has no `validate`, so no reference solution is checked")
+                open_points.append("not checked: a reference solution, because it has no `validate`")
             for line in environment.check_tasks(recipe, range(0), []):
                 typer.echo(f"{recipe.type}: {line}")
             valid = f"{seeds} seeds" if rows is None else f"{min(seeds, len(rows))} of {len(rows)} tasks"
@@ -124,17 +124,19 @@ def audit(
     every: Annotated[bool, typer.Option("--all", help="Audit every task that `env list TYPE` shows.")] = False,
     first: Annotated[int, typer.Option(help="First seed.", min=0)] = 0,
     seeds: Annotated[int, typer.Option(help="Number of seeds.", min=1)] = 5,
-    player: Annotated[list[str] | None, typer.Option(help="A player; may be repeated. Default: all.")] = None,
+    player: Annotated[
+        list[str] | None, typer.Option(help="One of these policies; may be given several times. Default: all.")
+    ] = None,
     show: Annotated[bool, typer.Option(help="Print the episodes.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for one environment.", min=1)] = 300,
     out: Annotated[Path | None, typer.Option(help="Append one line of JSON per environment to this file.")] = None,
 ) -> None:
-    """Play environments with players that use no model, and report defects.
+    """Play environments with policies that need no model, and report defects.
 
-    The players are nothing (an empty answer), random, echo (the newest message), repeat (the prompt), injection (a claim that the
+    They are nothing (an empty answer), random, echo (the newest message), repeat (the prompt), injection (a claim that the
     task is solved) and oracle (the environment's expert). Each plays every seed twice, and once more in another process. The
     audit checks that a seed repeats its episode, rewards without work, the oracle's success, exceptions, time, answers in
-    prompts, and the protocol. A finding has the command that shows it again. Exit status 1: there are defects.
+    prompts, and the protocol. Each finding has a command that reproduces it. Exit status 1: there are defects.
     """
     from posttrain.environments.audit import AuditProcesses, require_sound
     from posttrain.environments.audit import audit as audited

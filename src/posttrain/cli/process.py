@@ -1,4 +1,4 @@
-"""One process of a run that `launch` started: it runs the stage, and leaves word of how it ended."""
+"""One process of a run that `launch` started: it runs the stage and records how it ended."""
 
 import json
 import os

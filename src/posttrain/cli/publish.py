@@ -1,4 +1,4 @@
-"""The commands that hand a trained model on."""
+"""The commands that export and upload a trained model."""
 
 from pathlib import Path
 from typing import Annotated

@@ -28,7 +28,7 @@ DryRun = Annotated[
     typer.Option(
         "--dry-run",
         help="Show batch arithmetic and estimates of memory and time. Load rows, tasks, reward functions "
-        "and the tokenizer, and fail where the run would; run nothing.",
+        "and the tokenizer, and report the errors that the run would report, without training.",
     ),
 ]
 On = Annotated[

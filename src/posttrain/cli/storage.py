@@ -54,8 +54,8 @@ def clean(
 ) -> None:
     """Delete the training state of runs that have ended, and store equal weights once. Asks first.
 
-    Models, the policies of all checkpoints, metrics, episodes and reports stay. A run without its training state can make no
-    more steps.
+    Models, the policies of all checkpoints, metrics, episodes and reports are kept. A run without its training state
+    cannot be continued.
 
     Examples:
 

@@ -58,7 +58,7 @@ def view(
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that another terminal started.")],
 ) -> None:
-    """Show a run in this terminal as it trains, from its first step, until it ends. Ctrl-C leaves it running.
+    """Show a run in this terminal as it trains, from its first step until it ends. Ctrl-C stops watching, and the run continues.
 
     Examples:
 

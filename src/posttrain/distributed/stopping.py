@@ -57,7 +57,7 @@ def second_signal_ends() -> Iterator[None]:
 
 @contextmanager
 def deleted_with_this_process(folder: Path) -> Iterator[None]:
-    """Inside the block, a process of its own waits for the death of this one. It then stops the processes whose ids are in
+    """Inside the block, a separate process waits for the death of this one. It then stops the processes whose ids are in
     `folder/pid-*` by SIGTERM, so that they save a checkpoint, and deletes `folder`.
     """
     janitor = subprocess.Popen(

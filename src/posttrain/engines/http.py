@@ -20,7 +20,7 @@ def bounded(client: Any) -> Any:
     """Bound the requests of `client`, an httpx client, and return it.
 
     A request ends once the read time-out of its settings has passed since it was begun, wherever in the headers or the body it
-    is by then. Connecting has a time-out of its own, and its time counts. A redirect to another scheme, host or port raises RedirectRefused.
+    is by then. Connecting has its own time-out, and its time counts. A redirect to another scheme, host or port raises RedirectRefused.
     """
     deadline = _Deadline()
     for transport in (client._transport, *client._mounts.values()):

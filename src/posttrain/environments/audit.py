@@ -422,4 +422,4 @@ def require_sound(audits: Sequence[Audit]) -> None:
     if faulty:
         count = sum(len(audit.defects) for audit in faulty)
         defects = f"{count} defect{'s' if count > 1 else ''}"
-        raise RunError(f"{defects} in {len(faulty)} of {len(audits)} environments; the commands above show them again")
+        raise RunError(f"{defects} in {len(faulty)} of {len(audits)} environments; the commands above reproduce them")

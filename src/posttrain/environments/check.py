@@ -35,8 +35,9 @@ def check_environment(recipe: EnvironmentRecipe, seeds: Sequence[int]) -> list[s
             last = steps[-1].info.get("success")
             results.setdefault(name, []).append(sum(step.reward for step in steps) if last is None else float(last))
     if not {"expert", "random"} <= results.keys():
-        missing = " and ".join(name for name in ("expert", "random answers") if name.split()[0] not in results)
-        return [f"it has no {missing}, so none is compared with the other"]
+        methods = {"expert": "`expert`", "random": "`random_answer`"}
+        missing = " and no ".join(method for name, method in methods.items() if name not in results)
+        return [f"not compared: expert and random answers, because it has no {missing}"]
     best, usual = fmean(results["expert"]), fmean(results["random"])
     if best < usual or (best == usual < 1 and len(seeds) >= _MANY):
         raise AssertionError(f"its expert reaches {best:g} on {len(seeds)} seeds, and random answers reach {usual:g}")
@@ -46,9 +47,9 @@ def check_environment(recipe: EnvironmentRecipe, seeds: Sequence[int]) -> list[s
 def not_played(recipe: EnvironmentRecipe) -> str | None:
     """Why episodes of this recipe are not played without a model; None where they are."""
     if getattr(recipe, "judge", None) is not None:
-        return "its episodes are not played, because a judge scores them"
+        return "not played, because a judge scores the episodes"
     if not environment_class(recipe.type).has_reward(recipe):
-        return "its episodes are not played, because a reward model scores them"
+        return "not played, because a reward model scores the episodes"
     return None
 
 

@@ -13,7 +13,7 @@ _lock = Lock()
 
 
 class GlobalRandom:
-    """Gives one episode a global random state of its own, which begins with a named seed.
+    """Gives one episode its own global random state, which begins with a named seed.
 
     Episodes of several threads alternate, because there is one global state in a process.
     """

@@ -77,7 +77,7 @@ class Environment(ABC):
     Recipe: ClassVar[type[EnvironmentRecipe]] = EnvironmentRecipe
     """Keys of the `environment` section of a recipe."""
     self_contained: ClassVar[bool] = True
-    """The default recipe is a complete task. False where a recipe has to name data."""
+    """Whether the default recipe is a complete task. False if a recipe has to name data."""
     scripted_baselines: ClassVar[tuple[str, ...]] = ()
     """Names of the scripted policies that `baselines` measures besides random and optimal, in the order of tables."""
     score_order: ClassVar[tuple[str, ...]] = ()

@@ -277,7 +277,7 @@ def _number(value: Any) -> float:
 
 @lru_cache(maxsize=1)
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """One event loop for all `async` rewards, in a thread of its own, so that they can share clients."""
+    """One event loop for all `async` rewards, in its own thread, so that they can share clients."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="rewards").start()
     return loop

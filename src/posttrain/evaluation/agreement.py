@@ -151,9 +151,9 @@ def pair_agreement(
     if truth is not None:
         fitted = {name: [*regressors, true] for name, regressors in fitted.items()}
     note = (
-        "differences in quality taken out"
+        "corrected for differences in quality"
         if truth is not None
-        else "includes differences in quality; --truth takes them out"
+        else "includes differences in quality; --truth corrects for them"
     )
     measures = {"length_bias": "for the longer text", "self_preference": "for the judge's own text"}
     results = [

@@ -1,4 +1,4 @@
-"""Copies of one model in several processes, each on a device of its own, for metrics that score texts independently."""
+"""Copies of one model in several processes, each on its own device, for metrics that score texts independently."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -98,7 +98,7 @@ def import_commands(
     if not found:
         shown = " ".join(others[0].words)[:100] if others else source[:100]
         raise InputError(
-            f"{shown!r} is no command that the importer knows; it reads openrlhf.cli.train_*, trl and examples/scripts of TRL, "
+            f"{shown!r} is not a command that the importer supports; it reads openrlhf.cli.train_*, trl and examples/scripts of TRL, "
             "verl.trainer.main_ppo, and train.sh or train.py of RAGEN"
         )
     return found, others

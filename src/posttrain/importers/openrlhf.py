@@ -76,7 +76,7 @@ _DPO: dict[str, Rule] = {
             "",
         )
     ),
-    "ipo": switch("loss.type", "ipo", "the original's term is on sums of log-probabilities, ours on means per token"),
+    "ipo": switch("loss.type", "ipo", "the original uses sums of log-probabilities; here they are means per token"),
     "nll_loss_coef": equal("nll_coefficient"),
     "ref_pretrain": unsupported("the reference model is the model at the start; set `model.path`"),
     "ref_offload": without_effect("log-probabilities of the reference model are computed once and cached", flag=True),

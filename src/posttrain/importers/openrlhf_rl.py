@@ -159,7 +159,9 @@ def _reward_clip(value: str, flags: Flags) -> Answer:
 def _clip(value: str, flags: Flags) -> Answer:
     note = ""
     if flags.text("policy_loss_type") == "gspo":
-        note = "the ratio of a stream stays near 1, so a clip of this size never acts; GSPO's paper has 3e-4 and 4e-4"
+        note = (
+            "the ratio of a stream stays near 1, so a clip of this size has no effect; GSPO's paper has 3e-4 and 4e-4"
+        )
     return Answer("equal", {"loss.clip_low": literal(value), "loss.clip_high": literal(value)}, note)
 
 
@@ -271,7 +273,7 @@ PPO: dict[str, Rule] = {
     "dual_clip": equal("loss.dual_clip"),
     "entropy_loss_coef": equal("entropy.coefficient"),
     "ptx_coef": without_effect(
-        "no effect in the original, which parses it and never reads it; see `posttrain recipe ptx`"
+        "no effect in the original, which parses it but does not use it; see `posttrain recipe ptx`"
     ),
     "normalize_reward": Rule(_normalized, switch=True),
     "reward_clip_range": Rule(_reward_clip, many=True),

@@ -49,7 +49,7 @@ class Program:
             rule = self.rules.get(name)
             answer = self._unknown(name) if rule is None else self._answer(name, value, flags)
             if name in repeated:
-                note = "; ".join(part for part in (answer.note, "given twice, the last one counts") if part)
+                note = "; ".join(part for part in (answer.note, "given twice; the last one is used") if part)
                 answer = Answer(answer.outcome, answer.keys, note)
             taken |= set(answer.keys)
             found.append(Row(f"{self.prefix}{written[name]}", value, answer))
@@ -78,7 +78,7 @@ class Program:
 
     def _unknown(self, name: str) -> Answer:
         near = nearest_type(name, [*self.rules, *self.other_names])
-        return Answer("unknown", {}, f"{self.framework} has no such flag that the importer knows{near}")
+        return Answer("unknown", {}, f"{self.framework} has no such flag, or the importer does not support it{near}")
 
 
 def values_of(rows: Iterable[Row]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _held_out(flags: Flags) -> tuple[Mapping[str, Any], str]:
 def _environment(value: str, flags: Flags) -> Answer:
     if value not in _SEEDS:
         return Answer(
-            "not supported", {}, f"the importer knows {', '.join(_SEEDS)}; `posttrain env list` has all environments"
+            "not supported", {}, f"the importer supports {', '.join(_SEEDS)}; `posttrain env list` has all environments"
         )
     keys: dict[str, Any] = {
         "sokoban": {"environment.type": "sokoban", "environment.dim_x": 6, "environment.dim_y": 6, "environment.num_boxes": 1,
@@ -163,7 +163,7 @@ _RL: dict[str, Rule] = {
     "training.use_kl_loss": without_effect("in `optimization.kl_coef`"),
     "training.no_think_rl": Rule(_thinking),
     "training.state_masking": without_effect("only sampled tokens have a loss, always"),
-    **{f"training.{name}": without_effect("the original declares it and never reads it") for name in (
+    **{f"training.{name}": without_effect("the original declares it but does not use it") for name in (
         "use_sft", "binary_reward", "mask_state", "length_penalty",
     )},
     "optimization.actor_lr": equal("optimizer.learning_rate"),
@@ -225,7 +225,7 @@ def _of_rl(_: Flags) -> Iterator[Row]:
     yield _row("precision", "bfloat16 autocast", {"model.dtype": "bfloat16"}, "float32 master weights")
     yield _row(
         "evaluation",
-        "sampled, although greedy was meant",
+        "sampled, although greedy was intended",
         {"evaluation.sampling.temperature": 0},
         "greedy, each seed once",
     )
@@ -326,7 +326,7 @@ def _of_sft(_: Flags) -> Iterator[Row]:
     yield _row("precision", "bfloat16 autocast", {"model.dtype": "bfloat16"}, "float32 master weights")
     yield _row(
         "evaluation",
-        "sampled, although greedy was meant",
+        "sampled, although greedy was intended",
         {"evaluation.sampling.temperature": 0},
         "greedy, each seed once",
     )
@@ -356,7 +356,7 @@ def _tags(value: str, _: Flags) -> Answer:
 
 def _config_name(value: str, flags: Flags) -> Answer:
     if value not in _NAMES:
-        return Answer("not supported", {}, f"the importer knows {', '.join(_NAMES)}; files of hydra are not read")
+        return Answer("not supported", {}, f"the importer supports {', '.join(_NAMES)}; files of hydra are not read")
     if "es_manager.train.env_configs.tags" in flags:
         return Answer("no effect", {}, "`es_manager.train.env_configs.tags` wins")
     return Answer("converted", _TAGS[_NAMES[value]])

@@ -145,7 +145,9 @@ def choice(key: str, values: Mapping[str, Any], note: str = "", notes: Mapping[s
 
     def apply(text: str, _: Flags) -> Answer:
         if text not in values:
-            return Answer("not supported", {}, f"the importer knows {', '.join(values)}; see `posttrain recipe {key}`")
+            return Answer(
+                "not supported", {}, f"the importer supports {', '.join(values)}; see `posttrain recipe {key}`"
+            )
         value = values[text]
         keys = value if isinstance(value, dict) else {key: value}
         said = (notes or {}).get(text, note)

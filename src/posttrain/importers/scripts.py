@@ -66,7 +66,7 @@ def _results(option: str, suffix: str) -> Rule:
 
     def apply(value: str, _: Flags) -> Answer:
         return Answer(
-            "converted", {option: f"{Path(value).with_suffix('')}/{suffix}"}, "each command has a file of its own here"
+            "converted", {option: f"{Path(value).with_suffix('')}/{suffix}"}, "each command has its own file here"
         )
 
     return Rule(apply)
@@ -419,7 +419,7 @@ _PIPELINE = Script(
 )
 _PLOTS = Script(Program("the experiment", "plot", {}), "posttrain plot RUN")
 _INCLUDED = Script(
-    _evaluation("evaluate", {"input": without_effect("the file that the judge has written")}),
+    _evaluation("evaluate", {"input": without_effect("the file that the judge wrote")}),
     "posttrain table NAME=FOLDER",
 )
 _SCRIPTS = {

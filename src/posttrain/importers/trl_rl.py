@@ -436,7 +436,7 @@ _OLD: dict[str, Rule] = {
     ),
     "sft_model_path": equal("model.path", words=True),
     "normalize_reward": unsupported("`reward.normalize=stored` uses statistics that the reward model keeps", True),
-    "whiten_rewards": without_effect("the original parses it and never reads it", flag=True),
+    "whiten_rewards": without_effect("the original parses it but does not use it", flag=True),
     "token_level_kl": without_effect("the sum over an answer is the same", flag=True),
     "stop_token": unsupported("an answer ends at the end token; other texts are `rollout.stop_strings`"),
     "num_sample_generations": without_effect("`evaluation.every` measures held-out prompts"),

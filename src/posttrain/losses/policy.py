@@ -73,7 +73,7 @@ def token_weights(
     """Weight of each stream's tokens, and the divisor of their weighted sum.
 
     `lengths`: sampled tokens of *all* streams of the optimizer step, including streams that are not computed.
-    `episodes`: number of the episode of each stream; None if every stream is an episode of its own.
+    `episodes`: number of the episode of each stream; None if every stream is its own episode.
 
     - `token_mean`: weight 1, divisor sum of lengths (DAPO, arXiv 2503.14476). Biased: the divisor is
       random, and correlates with returns if lengths do.

@@ -453,7 +453,7 @@ def _is_adapter(path: str) -> bool:
 def _reason(error: BaseException) -> str:
     """The first line of `error`, or what to set where transformers refused to run a model's own code."""
     if "trust_remote_code" in str(error):
-        return "its files need Python code that they bring; set model.trust_remote_code=true if you trust their authors"
+        return "its files contain Python code that must be executed; set model.trust_remote_code=true if you trust their authors"
     return _first_line(error)
 
 

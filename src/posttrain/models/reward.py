@@ -38,7 +38,7 @@ class UnitValues:
 class RewardModel(TrainedModel):
     """A decoder with a scalar head that scores token streams.
 
-    It starts from a language model with a new head, or from a reward model with a head of its own.
+    It starts from a language model with a new head, or from a reward model with its own head.
     """
 
     task = "SEQ_CLS"

@@ -265,8 +265,8 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe, tasks: TaskSplit | None)
         for name in ("validation", "test"):
             paths = ", ".join(source.path for source in getattr(recipe.data, name))
             lines += [f"{name} on {paths}"] if paths else []
-        parts = "validation" if recipe.data.test or held == 1 else "validation and the final table, half of them each,"
-        lines += [f"{parts} on {share} rows held out from the training rows"] if held else []
+        use = "for validation" if recipe.data.test or held == 1 else "half for validation, half for the final table"
+        lines += [f"{share} rows held out of the training rows, {use}"] if held else []
         updates = recipe.steps or 0
     lines.append(f"forward passes of at most {learner.tokens_per_batch} tokens, without padding")
     if isinstance(recipe, SftRecipe) and evaluated_environment(recipe) is not None:

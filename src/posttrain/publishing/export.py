@@ -43,7 +43,7 @@ def export_run(
         RunError: a GGUF file does not compute what the model computes.
     """
     if target not in TARGETS:
-        raise InputError(f"--to {target} is not offered; use {', '.join(TARGETS)}")
+        raise InputError(f"--to {target} is not supported; use {', '.join(TARGETS)}")
     model = model_of(run)
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} exists and is not empty; choose another --out")

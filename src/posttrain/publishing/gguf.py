@@ -50,13 +50,13 @@ def write_gguf(directory: Path, file: Path, kind: str = "f16", name: str = "mode
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if kind not in TYPES:
-        raise InputError(f"--type {kind} is not offered; use {', '.join(TYPES)}")
+        raise InputError(f"--type {kind} is not supported; use {', '.join(TYPES)}")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     config = model.config
     if config.model_type not in ARCHITECTURES:
         raise InputError(
-            f"{directory}: GGUF export knows {', '.join(ARCHITECTURES)}, not {config.model_type}; export with --to hf, and convert "
+            f"{directory}: GGUF export supports {', '.join(ARCHITECTURES)}, not {config.model_type}; export with --to hf, and convert "
             "that folder with llama.cpp's convert_hf_to_gguf.py"
         )
     pre = pre_tokenizer(json.loads(tokenizer.backend_tokenizer.to_str()), directory)
@@ -92,7 +92,7 @@ def pre_tokenizer(tokenizer: dict[str, Any], directory: Path) -> str:
     if tokenizer["model"]["type"] != "BPE" or (
         "byte_fallback" in tokenizer["model"] and tokenizer["model"]["byte_fallback"]
     ):
-        raise InputError(f"{directory}: GGUF export knows byte-level BPE tokenizers only; export with --to hf")
+        raise InputError(f"{directory}: GGUF export supports byte-level BPE tokenizers only; export with --to hf")
     outer = tokenizer.get("pre_tokenizer") or {}
     steps = outer.get("pretokenizers", [outer])
     kinds = [step.get("type") for step in steps]
@@ -114,7 +114,7 @@ def _write_settings(writer: Any, config: Any, name: str, kind: str, gguf: Any) -
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") != "default":
-        raise InputError(f"GGUF export knows plain rotary positions, not {rope['rope_type']}; export with --to hf")
+        raise InputError(f"GGUF export supports plain rotary positions, not {rope['rope_type']}; export with --to hf")
     head = _head_dim(config)
     writer.add_name(name)
     writer.add_context_length(config.max_position_embeddings)

@@ -61,7 +61,7 @@ class OpenAIEngineRecipe(BaseConfig):
     send_seed: bool = True
     """Send a seed with each non-greedy request. Set to false for servers that reject it."""
     send_temperature: bool = True
-    """Send the sampling temperature. Set to false for models that reject it, such as o3; they sample at their own."""
+    """Send the sampling temperature. Set to false for models that reject it, such as o3; they use their own temperature."""
     extra_body: dict[str, Any] = {}
     """Additional JSON fields of every request, for example `top_k: 20`. Do not put secrets here: the recipe is stored in the run directory."""
 

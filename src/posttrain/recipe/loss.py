@@ -283,7 +283,7 @@ class KlRecipe(BaseConfig):
             )
         if self.importance_weighted and self.estimator == "k2":
             raise ValueError(
-                "the importance-weighted k2 has not the gradient of the KL divergence; use `estimator: k1` or `k3`, or "
+                "the importance-weighted k2 does not have the gradient of the KL divergence; use `estimator: k1` or `k3`, or "
                 "`importance_weighted: false`"
             )
         if self.apply_to == "reward" and self.estimator not in (None, "k1"):
@@ -326,7 +326,7 @@ class KlCovRecipe(BaseConfig):
     """KL-Cov: the tokens whose log-probability and advantage vary together the most are held near the old policy."""
 
     type: Literal["kl_cov"] = "kl_cov"
-    """`kl_cov`: the tokens with the largest covariance. Acts from a step's second update on."""
+    """`kl_cov`: the tokens with the largest covariance. It has an effect from the second update of a step on."""
     share: float = Field(2e-3, gt=0, lt=1)
     """Share of the update's tokens that get the penalty, at least one token."""
     coefficient: float = Field(1.0, gt=0)
@@ -339,7 +339,7 @@ class EntropyRecipe(BaseConfig):
     coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus in the loss; with `target`, its start. 0: off."""
     tokens: Literal["all", "after_thinking", "answer"] = "all"
-    """Sampled tokens that get the bonus, and whose entropy `target` is about. `after_thinking`: those after `</think>`, without the end token. `answer`: those between `<answer>` and `</answer>`. A bonus on every token also loosens the form of the answer."""
+    """Sampled tokens that get the bonus, and whose entropy `target` is about. `after_thinking`: those after `</think>`, without the end token. `answer`: those between `<answer>` and `</answer>`. A bonus on all tokens makes answers in the wrong form more likely."""
     target: float | None = Field(None, gt=0)
     """Target entropy of these tokens in nats: the coefficient rises by `step` after a step below it and falls above, where the bonus is off. Null: fixed coefficient."""
     step: float = Field(0.005, gt=0)

@@ -22,11 +22,11 @@ _INTRODUCTION = """# Recipes: every key
 This page is generated from the schema by `posttrain recipe --markdown`; `posttrain recipe KEY` shows the same in the
 terminal.
 
-A recipe is a YAML document. Files are merged left to right, then come the overrides of the command line:
+A recipe is a YAML document. Files are merged left to right, then the overrides of the command line are applied:
 `rollout.groups_per_step=4`, `--rollout.groups_per_step 4` and `--rollout.groups_per_step=4` mean the same, and
 `model.lora=null` sets a key to nothing. Every key has a default, so a recipe contains only what differs. Text is literal:
 nothing is interpolated. A section with several types (`environment`, `credit`, `loss`) has the keys of its `type` and
-no others. `posttrain rl ... --dry-run` prints how the batches work out and an estimate of the memory, and with `--full` the
+no others. `posttrain rl ... --dry-run` prints the batch sizes and an estimate of the memory, and with `--full` the
 whole recipe with its defaults.
 
 A pipeline is a file with `stage: pipeline`, a `name`, and `stages`: a list whose items have a `name`, the keys of a recipe,

@@ -1,4 +1,4 @@
-"""A pipeline: stages in order, each a recipe of its own, chained by the files and models that they make."""
+"""A pipeline: stages in order, each its own recipe, chained by the files and models that they make."""
 
 import json
 from collections.abc import Sequence
@@ -172,7 +172,7 @@ def _resolved(
     if upstream is not None:
         if isinstance(entry.values.get("model"), dict) and "path" in entry.values["model"]:
             where = entry.origin(("model", "path"))
-            raise InputError(f"{where}: model.path and from: {upstream} both say which model to start from; keep one")
+            raise InputError(f"{where}: model.path and from: {upstream} both set the model to start from; keep one")
         place["model"] = {"path": f"{_STAGE}{upstream}"}
     layers = [common, *(read_file(str(folder / file)) for file in files), Layer(values, given_keys.origins)]
     where = entry.origin(("from",))

@@ -165,7 +165,7 @@ class RlRecipe(SampledRecipe):
             raise ValueError(
                 "with `rollout.sampling.temperature` other than 1 and top_p, top_k or min_p, `engine.type: vllm` returns the "
                 "log-probabilities of the truncated distribution, which are larger at every token, so "
-                f"`{key}` would take truncation for a changed policy; use `loss.old: auto` and token corrections"
+                f"`{key}` would treat truncation as a change of the policy; use `loss.old: auto` and token corrections"
             )
         return self
 

@@ -22,7 +22,7 @@ class CheckpointRecipe(BaseConfig):
     keep_every: int | None = Field(None, ge=1)
     """Keep the policies of checkpoints whose step is a multiple of this number. Null: none."""
     keep_state: Literal["while_running", "always"] = "while_running"
-    """`while_running`: when the run has ended, all checkpoints are reduced to their policies, so it can make no more steps. `always`: the latest ones stay whole, so that `--resume RUN steps=N` can continue the run."""
+    """`while_running`: when the run has ended, all checkpoints are reduced to their policies, so it cannot be continued. `always`: the latest ones stay whole, so that `--resume RUN steps=N` can continue the run."""
 
     asynchronous: bool = False
     """Copy the state to CPU memory and write it in a thread while training goes on. Takes as much CPU memory as a checkpoint has bytes, and works in one process. A run killed during the writing resumes from the checkpoint before."""

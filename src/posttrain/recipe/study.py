@@ -347,7 +347,7 @@ def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], giv
         if _measured(metric, known) or metric in TRAINING[stage] or metric.startswith(_FREE.get(stage, ("time/",))):
             continue
         if metric.startswith("test/"):
-            why = "is of the final table, which is for no choice"
+            why = "is measured for the final table, on which nothing may be selected"
         elif _counts_rows(metric):
             why = "counts rows, which are the same in every trial"
         else:
@@ -385,7 +385,7 @@ def _why_not(metric: str, stage: str, base: Mapping[str, Any], known: list[str])
         remedy = "name `data.validation` or `data.held_out` rows to measure on"
     near = _nearest(metric, known)
     if metric.startswith("test/"):
-        return "is of the final table, which is for no choice", remedy
+        return "is measured for the final table, on which nothing may be selected", remedy
     if _counts_rows(metric):
         return "counts rows, which are the same in every trial", remedy
     if metric.startswith("validation/") and stage not in ("rl", "distill") and not _has_rows(base):

@@ -36,9 +36,9 @@ class ExpertsRecipe(BaseConfig):
     seeds: SeedRange = SeedRange()
     """Environment seeds of the traces. They must not overlap the held-out seeds. Usual for generated tasks: 64 from 200,000 on; for rows of a file: all that are not held out."""
     expert: Literal["optimal", "random"] = "optimal"
-    """Baseline policy that plays. `optimal`: the optimal policy. `random`: uniformly random valid actions, which teach the answer format only."""
+    """Baseline policy that plays. `optimal`: the optimal policy. `random`: uniformly random valid actions, from which only the answer format is learned."""
     random_share: float = Field(0.0, ge=0, lt=1)
-    """Probability that a turn of the optimal policy is a uniformly random valid action instead. The model learns it as a probability, which leaves RL with something to explore. 0: none."""
+    """Probability that a turn of the optimal policy is a uniformly random valid action instead. The model learns this probability, which keeps exploration for RL. 0: none."""
     per_seed: int = Field(1, ge=1)
     """Traces of each seed. The random draws of a seed's traces are spread evenly over [0, 1), so as many traces as there are actions play each action once in the first turn."""
     held_out: int = Field(0, ge=0)

@@ -48,7 +48,7 @@ class TeacherRecipe(BaseConfig):
             raise ValueError(f"{problem}; set one of `path`, `urls` and `policy`")
         if self.policy is not None and self.context is None:
             raise ValueError(
-                f"`policy: {self.policy}` teaches nothing without additional text in the teacher's prompt; set `context`"
+                f"`policy: {self.policy}` has no effect without additional text in the teacher's prompt; set `context`"
             )
         if self.context is not None and not self.context.strip():
             raise ValueError("`context` is empty; write the text, or remove it")

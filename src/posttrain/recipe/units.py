@@ -18,7 +18,7 @@ class _CutUnits(BaseConfig):
     merge: Literal["merge_tail", "merge_small"] = "merge_tail"
     """How units beyond `max_units` are merged. `merge_tail`: into the last unit. `merge_small`: repeatedly, the smallest unit into its smaller neighbour."""
     thinking: Literal["whole", "split"] = "whole"
-    """`whole`: a thinking block `<think>…</think>` is one unit of its own. `split`: it is segmented like other text."""
+    """`whole`: a thinking block `<think>…</think>` is one unit. `split`: it is segmented like other text."""
 
 
 class StepUnits(_CutUnits):

@@ -292,7 +292,9 @@ def _limits(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe) -> li
         if count * rollout.tokens_per_turn > rollout.tokens_per_episode
     ]
     if rollout.overlong_penalty is not None and rollout.overlong_penalty.limit > turns * rollout.tokens_per_turn:
-        warnings.append("rollout.overlong_penalty.limit is more than an episode can sample; the penalty is never whole")
+        warnings.append(
+            "rollout.overlong_penalty.limit is more than an episode can sample; the full penalty never applies"
+        )
     return warnings
 
 

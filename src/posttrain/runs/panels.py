@@ -359,7 +359,7 @@ class Metric:
 
     key: str
     what: str
-    """Where it is measured, in words; may be empty."""
+    """Where it is measured, as text; may be empty."""
     panel: Panel
 
     @property

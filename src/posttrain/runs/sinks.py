@@ -184,7 +184,7 @@ class WandbSink:
             dir=str(run.logs),
             config=recipe.model_dump(mode="json"),
         )
-        # W&B's built-in step cannot decrease; an axis of its own takes evaluations that are logged late.
+        # W&B's built-in step cannot decrease; a separate axis takes evaluations that are logged late.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

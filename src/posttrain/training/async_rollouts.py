@@ -390,5 +390,5 @@ class AsyncRollouts:
         batch.metrics |= {"rollout/stale": float(stale), "rollout/stale_alone": float(alone)}
         if not kept:
             batch.warnings.append(
-                f"every episode is older than rollout.max_staleness = {most} updates, so nothing is learned from"
+                f"every episode is older than rollout.max_staleness = {most} updates, so no episode is left to train on"
             )

@@ -175,12 +175,12 @@ class Checkpoints:
             )
         if resumable and STATE not in files:
             raise InputError(
-                f"{path} holds the policy alone, so no run can resume from it; {remedy}, or start a run from "
+                f"{path} contains only the policy, so no run can resume from it; {remedy}, or start a run from "
                 f"{path / 'policy'} as `model.path`"
             )
         for name, digest in files.items():
             if not (path / name).is_file() or digest_of_file(path / name) != digest:
-                raise InputError(f"{path / name} is not as it was written: its checksum differs; {remedy}")
+                raise InputError(f"{path / name} is damaged: its checksum differs; {remedy}")
 
     def fall_back(self) -> list[str]:
         """Rename checkpoints that are newer than the newest intact one to `damaged_step_N`; returns a sentence for each.

@@ -67,7 +67,7 @@ class CriticLearner:
 
     @property
     def head(self) -> ValueHead | None:
-        """The head on the policy's trunk; None for a critic with a trunk of its own."""
+        """The head on the policy's trunk; None for a critic with its own trunk."""
         return self.model.head if isinstance(self.model, SharedCritic) else None
 
     @property

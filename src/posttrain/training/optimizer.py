@@ -149,7 +149,7 @@ class Optimizer:
     def step(self) -> float:
         """Clip and apply the collected gradients; returns their norm before clipping.
 
-        A norm that is not finite changes nothing. Gradients are forgotten in every case.
+        A norm that is not finite changes nothing. Gradients are cleared in every case.
         """
         total = self.gradient_norm()
         norm = float(total)

@@ -54,7 +54,7 @@ class RewardScorer:
             if stored is None or not (math.isfinite(stored[0]) and 0 < stored[1] < math.inf):
                 kept = "no mean and standard deviation" if stored is None else "the mean {} and standard deviation {}"
                 raise InputError(
-                    f"reward.normalize: {source.path} keeps {kept.format(*stored or ())} of its rewards; train it with "
+                    f"reward.normalize: {source.path} stores {kept.format(*stored or ())} of its rewards; train it with "
                     "validation rows, or use `running` or `none`"
                 )
             self.statistics = stored

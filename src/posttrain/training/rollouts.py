@@ -91,7 +91,7 @@ class RolloutManager:
         """What the chat template does to system messages and to earlier turns."""
         warnings = self.renderer.warnings()
         if self.renderer.rewrites_answers:
-            warnings.append("the chat template rewrites earlier answers, so every turn becomes a stream of its own")
+            warnings.append("the chat template rewrites earlier answers, so every turn becomes its own stream")
         elif self.renderer.rewrites_thoughts:
             warnings.append(
                 "the chat template drops earlier thinking, so the turn after a thinking answer starts a new stream"
@@ -161,7 +161,7 @@ class TaskOrder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("tasks", self._digest) != self._digest:
             raise InputError(
-                "the tasks to train on are no longer those that this run began with, because its files have changed; restore "
+                "the training tasks differ from those at the start of this run, because its files have changed; restore "
                 "the files, or start a run with another name"
             )
         self.drawn = state["drawn"]

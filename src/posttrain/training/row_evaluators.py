@@ -213,11 +213,11 @@ class PreferenceEvaluator(Generic[Output]):
         return table[0], table[1], table[2]
 
     def _sample_lines(self, rows: Sequence[TokenRow], chosen: np.ndarray, rejected: np.ndarray) -> list[str]:
-        """A few pairs as text with their rewards: the most surely right, the middle one, and the most wrong."""
+        """A few pairs as text with their rewards: those with the largest, median and smallest margin."""
         assert self.renderer is not None
         order = np.argsort(chosen - rejected)
         picked = dict.fromkeys(int(order[place]) for place in (-1, len(order) // 2, 0))
-        lines = ["scored pairs (most surely right, middle, most surely wrong):"]
+        lines = ["scored pairs (largest, median and smallest margin):"]
         for number in list(picked)[:_SHOWN_PAIRS]:
             lines.append(f"  {rows[number].origin}: margin {chosen[number] - rejected[number]:+.3f}")
             for name, stream, reward in zip(

@@ -85,7 +85,7 @@ def _finish_ended(recipe: Recipe, run: RunDirectory, console: Console) -> None:
     if steps is not None and steps > run.saved_step() and steps != run.load_recipe().steps:  # type: ignore[union-attr]
         raise InputError(
             f"{run.path} has ended at step {run.saved_step()} and its training state is deleted (checkpoint.keep_state), so "
-            f"it can make no more steps; start a run from {run.path / 'model'} as `model.path`, or run it again with "
+            f"it cannot be continued; start a run from {run.path / 'model'} as `model.path`, or run it again with "
             "checkpoint.keep_state=always"
         )
     free_space(run)

@@ -244,7 +244,7 @@ class Trainer(Generic[Output]):
     def working(self, console: Console) -> Iterator[None]:
         """Signals, display on `console` and log around the loop. A requested stop saves a checkpoint."""
         console = console if self._world.is_rank0 else Console(file=StringIO())
-        title = f"{self.settings.stage} {self.settings.name}"
+        title = f"stage {self.settings.stage}, run {self.settings.name}"
         with self.interrupts, self._log, Progress(self.settings.steps, title, self.step, console) as self.progress:
             try:
                 self._world.on_rank0(self._require_room)
@@ -286,10 +286,12 @@ class Trainer(Generic[Output]):
             return
         for evaluator in self.evaluators:
             if self.start is None:
-                self.progress.message(f"{evaluator.cost()} with the model as it is")
+                self.progress.message(f"{evaluator.cost()} with the initial model")
                 values |= evaluator.final(0, self.progress.played)
         if self.start is not None:
-            self.progress.message("the run that made this model has played the same held-out episodes with it")
+            self.progress.message(
+                "the result of the initial model on these episodes is taken from the run that trained it"
+            )
             values = dict(self.start)
         if values:
             self._log.write(0, "baseline", {"policy": START, **values})
@@ -414,7 +416,7 @@ class Trainer(Generic[Output]):
             self.progress.message(f"a step takes {took:.0f} s here: {fits} in max_minutes = {minutes:g}")
         if not self._world.broadcast(now >= 60 * minutes):
             return False
-        self.progress.message(f"max_minutes = {minutes:g} are over after step {self.step}")
+        self.progress.message(f"stopped after step {self.step}: max_minutes = {minutes:g} have passed")
         return True
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -479,7 +481,7 @@ _GUARDS = (
         "max_zero_groups",
         "credit/zero_groups",
         False,
-        "all episodes of these groups end with the same return and teach nothing; raise rollout.episodes_per_group or "
+        "all episodes of these groups end with the same return and give no signal; raise rollout.episodes_per_group or "
         "rollout.sampling.temperature, set rollout.filter.type=dynamic, or choose tasks that sometimes succeed",
     ),
     _Guard(

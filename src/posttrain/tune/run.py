@@ -63,7 +63,7 @@ def run_study(study: Study, resume: bool, console: Console, group: str | None = 
             points = ranked(study, trials)
             elsewhere = sum(trial.state == TrialState.RUNNING for trial in trials)
             if elsewhere:
-                message = f"{elsewhere} trials are running elsewhere and not included; `--resume` once they have ended"
+                message = f"{elsewhere} trials are running elsewhere and not included; run with `--resume` when they have ended"
                 console.print(message, highlight=False, soft_wrap=True)
             if study.recipe.retest is not None and points and not chain_error and not elsewhere:
                 results = retest(study, points[: study.recipe.retest.best], console)

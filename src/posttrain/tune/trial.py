@@ -1,4 +1,4 @@
-"""A trial: a run in a process of its own, whose evaluations are reported to Optuna, and its outcome."""
+"""A trial: a run in its own process, whose evaluations are reported to Optuna, and its outcome."""
 
 import difflib
 import math
@@ -33,7 +33,7 @@ _LOCK_SECONDS = 120.0
 
 
 class Attempt:
-    """The run of `recipe` in a process of its own; resumes if its directory exists."""
+    """The run of `recipe` in its own process; resumes if its directory exists."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

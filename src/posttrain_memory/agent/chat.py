@@ -19,7 +19,7 @@ from posttrain_memory.vault.limits import VaultError
 
 _LINES = 40
 """Maximum number of lines shown of a result, a diff or a rejected message."""
-_WITHHELD = "something is withheld by the privacy rules"
+_WITHHELD = "the privacy rules hide something"
 
 
 def printable(text: str) -> str:

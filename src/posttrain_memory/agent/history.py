@@ -50,7 +50,7 @@ def _describe_change(change: Change) -> str:
     if change.before is None:
         return f"{change.path} (made)"
     if change.after is None:
-        return f"{change.path} (taken away)"
+        return f"{change.path} (removed)"
     before, after = (Counter(text.splitlines()) for text in (change.before, change.after))
     return f"{change.path} (+{(after - before).total()} -{(before - after).total()} lines)"
 

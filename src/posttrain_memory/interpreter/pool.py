@@ -1,7 +1,7 @@
 """Runs model-written code in a pool of isolated processes, with access to selected functions of the parent.
 
 The code runs in pydantic-monty, an interpreter for a subset of Python without file system, network, environment or
-imports beyond a few pure modules. Each worker (`worker.py`) is a process group of its own with an empty environment
+imports beyond a few pure modules. Each worker (`worker.py`) is its own process group with an empty environment
 and a memory limit, and drives one interpreter process. Messages from a worker are bounded JSON and validated here. A
 worker that crashes, hangs or sends anything else is killed and replaced on the next turn.
 """

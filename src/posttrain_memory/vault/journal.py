@@ -250,7 +250,7 @@ class Journal:
         first = entries[-1].number if first is None else first
         undone = [entry for entry in entries if entry.number >= first]
         if not undone or undone[0].number != first:
-            raise VaultError("the journal has forgotten what is to be undone")
+            raise VaultError("the journal no longer has the operations to undo")
         now: dict[str, str | None] = {}
         then: dict[str, str | None] = {}
         for entry in reversed(undone):
@@ -258,7 +258,7 @@ class Journal:
                 if change.path not in now:
                     now[change.path] = then[change.path] = self._current(change.path)
                 if then[change.path] != change.after:
-                    raise VaultError(f"{quoted(change.path)} was changed from outside since; nothing is undone")
+                    raise VaultError(f"{quoted(change.path)} was changed outside of the journal; nothing is undone")
                 then[change.path] = change.before
         back = [Change(path, now[path], then[path]) for path in now if now[path] != then[path]]
         if back:

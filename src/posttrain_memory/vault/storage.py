@@ -133,7 +133,7 @@ class DiskStorage:
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise VaultError(f"{quoted(path)} is no UTF-8 text") from None
+            raise VaultError(f"{quoted(path)} is not UTF-8 text") from None
 
     def write(self, path: str, text: str) -> None:
         try:
@@ -230,7 +230,7 @@ class DiskStorage:
         """
         *folders, name = path.split("/")
         if any(not part or part.startswith(".") or "\0" in part for part in (*folders, name)):
-            raise VaultError(f"{quoted(path)} is no path of a note", "PermissionError")
+            raise VaultError(f"{quoted(path)} is not the path of a note", "PermissionError")
         here = os.dup(self._root)
         try:
             for part in folders:

@@ -224,9 +224,9 @@ def _text(content: object) -> str:
     try:
         content.encode()
     except UnicodeEncodeError:
-        raise VaultError("a note may not hold characters that are no text") from None
+        raise VaultError("a note may not hold characters that are not text") from None
     if "\0" in content:
-        raise VaultError("a note may not hold characters that are no text")
+        raise VaultError("a note may not hold characters that are not text")
     return content
 
 

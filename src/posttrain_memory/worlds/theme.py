@@ -161,7 +161,7 @@ class Theme(BaseConfig):
     def _unique_kinds(cls, kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
         keys = [kind.key for kind in kinds]
         if "user" in keys or len(set(keys)) < len(keys):
-            raise ValueError("each kind needs a `key` of its own, other than user")
+            raise ValueError("each kind needs its own `key`, other than user")
         return kinds
 
     @model_validator(mode="after")

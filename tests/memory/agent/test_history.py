@@ -37,8 +37,8 @@ def test_the_last_operations_are_listed_with_time_and_notes(notes):
     found = last_operations(notes, 3)
     assert len(found) == 3
     when = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
-    assert re.fullmatch(rf"   4  {when}  delete  user\.md \(taken away\)", found[0])
-    assert re.fullmatch(rf"   3  {when}  move    entities/bo\.md \(taken away\), entities/bob\.md \(made\)", found[1])
+    assert re.fullmatch(rf"   4  {when}  delete  user\.md \(removed\)", found[0])
+    assert re.fullmatch(rf"   3  {when}  move    entities/bo\.md \(removed\), entities/bob\.md \(made\)", found[1])
     assert last_operations(notes, 99)[3].endswith("update  user.md (+1 -2 lines)")
 
 
@@ -60,7 +60,7 @@ def test_several_operations_are_undone_or_none(notes):
     with pytest.raises(InputError, match="has 4 operations"):
         undo(notes, 5)
     (notes / "entities/bob.md").write_text("by hand")
-    with pytest.raises(InputError, match=r"'entities/bob\.md' was changed from outside since; nothing is undone"):
+    with pytest.raises(InputError, match=r"'entities/bob\.md' was changed outside of the journal; nothing is undone"):
         undo(notes, 4)
     (notes / "entities/bob.md").write_text(before["entities/bob.md"])
     assert files(notes) == before

@@ -188,7 +188,7 @@ def test_changes_of_others_are_not_undone(agent):
     one = agent(code('append_file("user.md", "- n: 1\\n")\ncreate_file("a.md", "# A")'), reply("ok"))
     asked(one, "Note it.")
     one.vault._storage.write("user.md", "edited elsewhere")
-    with pytest.raises(InputError, match=r"'user\.md' was changed from outside"):
+    with pytest.raises(InputError, match=r"'user\.md' was changed outside of the journal"):
         one.undo()
     assert one.vault.exists("a.md")
     assert one.vault.read("user.md") == "edited elsewhere"

@@ -278,5 +278,5 @@ def test_an_error_at_the_start_is_one_sentence(folder, tmp_path, capfd):
         folder, "--http", "0", "--model", "x", "--url", "http://x", "--token-variable", "NONE"
     )
     (folder / "bad.md").write_bytes(b"\xff")
-    assert "'bad.md' is no UTF-8 text" in told(folder, "--filter", HIDE)
+    assert "'bad.md' is not UTF-8 text" in told(folder, "--filter", HIDE)
     assert Path(folder / "user.md").read_text() == NOTES["user.md"]

@@ -84,7 +84,7 @@ def test_the_storage_refuses_paths_outside_of_the_vault(tmp_path, path):
     before = sorted(str(found) for found in tmp_path.rglob("*"))
     storage = DiskStorage(root, sync=False)
     for attempt in (lambda: storage.read(path, 99), lambda: storage.write(path, "x"), lambda: storage.remove(path)):
-        with pytest.raises(VaultError, match="no path of a note"):
+        with pytest.raises(VaultError, match="not the path of a note"):
             attempt()
     storage.close()
     after = {str(found) for found in tmp_path.rglob("*")} - {

@@ -44,7 +44,7 @@ def test_files_that_are_not_notes_are_not_listed_read_or_replaced(tmp_path):
         ):
             with pytest.raises(VaultError):
                 attempt(path)
-    with pytest.raises(VaultError, match=r"^'latin.md' is no UTF-8 text$"):
+    with pytest.raises(VaultError, match=r"^'latin.md' is not UTF-8 text$"):
         vault.read("latin.md")
     assert (outside / "secret.md").read_text() == "secret"
     assert sorted(path.name for path in outside.iterdir()) == ["secret.md"]
@@ -93,7 +93,7 @@ def test_undo_does_not_overwrite_changes_of_others(tmp_path):
     vault = opened(tmp_path)
     vault.create("a.md", "one")
     (tmp_path / "a.md").write_text("by hand")
-    with pytest.raises(VaultError, match=r"^'a.md' was changed from outside since; nothing is undone$"):
+    with pytest.raises(VaultError, match=r"^'a.md' was changed outside of the journal; nothing is undone$"):
         vault.journal.undo()
     assert vault.read("a.md") == "by hand"
     vault.close()
@@ -181,9 +181,9 @@ def test_undo_reverts_several_operations_or_none(tmp_path):
     vault.close()
     (tmp_path / "b.md").write_text("by hand")
     vault = opened(tmp_path)
-    with pytest.raises(VaultError, match=r"^'b.md' was changed from outside since; nothing is undone$"):
+    with pytest.raises(VaultError, match=r"^'b.md' was changed outside of the journal; nothing is undone$"):
         vault.journal.undo(1)
-    with pytest.raises(VaultError, match=r"^the journal has forgotten what is to be undone$"):
+    with pytest.raises(VaultError, match=r"^the journal no longer has the operations to undo$"):
         vault.journal.undo(7)
     assert vault.files() == {"a.md": "one\nthree", "b.md": "by hand"}
     (tmp_path / "b.md").write_text("two")

@@ -64,7 +64,7 @@ def test_errors_are_short_and_name_the_remedy(vault):
     assert refuses(vault.update, "user.md", "", "x").startswith("the old text is empty")
     assert refuses(vault.update, "user.md", "Ada", "Ada") == "the old text and the new text are the same"
     assert refuses(vault.append, "user.md", "") == "the text to append is empty"
-    assert refuses(vault.create, "x.md", "a\0b") == "a note may not hold characters that are no text"
+    assert refuses(vault.create, "x.md", "a\0b") == "a note may not hold characters that are not text"
     assert refuses(vault.create, "x.md", 3, kind="TypeError") == "the content of a note is a text"
     assert refuses(vault.read, None, kind="TypeError") == "a path is a text"
     assert refuses(vault.search, " ") == "the text to search for is empty"

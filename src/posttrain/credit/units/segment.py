@@ -292,7 +292,7 @@ def segment(recipe: UnitsRecipe, answers: Sequence[Answer], decode: Decode) -> S
     """The units of an episode's answers over all its sampled tokens [n], one answer after the other.
 
     Only the unit of `outcome` spans several answers. The end token belongs to the last unit of its answer; only with `token`
-    it is a unit of its own. Except with `token`, units do not split characters. The published code excludes the end token
+    it is its own unit. Except with `token`, units do not split characters. The published code excludes the end token
     from all units and, for a truncated answer, also the last token, which it takes for the end token. Raises `ValueError` if
     entropies for `entropy` units are missing.
     """

@@ -20,7 +20,7 @@ from posttrain.models.cuda.memory import copied_to_cpu, release_cached_memory
 from posttrain.models.policy import Policy
 
 BUCKET_BYTES = 256 * 2**20
-"""Maximum size of a bucket; a larger tensor gets a bucket of its own."""
+"""Maximum size of a bucket; a larger tensor gets its own bucket."""
 
 Bucket = list[tuple[str, str, tuple[int, ...], Any]]
 """Name, dtype, shape and bytes of tensors. The bytes are numpy arrays, which readers on one machine share."""

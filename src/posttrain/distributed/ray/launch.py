@@ -297,7 +297,7 @@ class ClusterRun:
         sentence, too_many = self.ray.get(self.monitor.record_death.remote(name, reason, pid))
         if too_many:
             raise RunError(
-                f"{sentence}; that is one death more than hardware.max_restarts = {self.recipe.hardware.max_restarts} allows; "
+                f"{sentence}; hardware.max_restarts = {self.recipe.hardware.max_restarts} is exceeded; "
                 f"find the cause, then continue with `{self._resume_command}`"
             )
         # Events that an earlier learner logged after its last checkpoint are lost with it, so repeat them.

@@ -1,6 +1,6 @@
 """Worker heartbeats, hang detection and the count of worker deaths.
 
-Every worker sends a `Heartbeat` to the `WorkerMonitor` actor, from a thread of its own (`HeartbeatSender`). The launching
+Every worker sends a `Heartbeat` to the `WorkerMonitor` actor, from its own thread (`HeartbeatSender`). The launching
 process reads the monitor and replaces workers that hang (`find_hangs`).
 """
 
@@ -198,7 +198,7 @@ class WorkerMonitor:
 
 
 class HeartbeatSender:
-    """Sends the heartbeats of this process to the monitor, from a thread of its own."""
+    """Sends the heartbeats of this process to the monitor, from its own thread."""
 
     def __init__(self, monitor: Any, name: str, seconds: float) -> None:
         """`monitor`: handle of the `WorkerMonitor` actor; `seconds`: time between two heartbeats."""

@@ -97,7 +97,7 @@ class WorkerClient:
             sentence, too_many = ray.get(self.monitor.record_death.remote(self.name, self._death_reason(), self.pid))
             if too_many:
                 raise WorkersLost(
-                    f"{sentence}; that is one death more than hardware.max_restarts allows, so the run stops; find the "
+                    f"{sentence}; hardware.max_restarts is exceeded, so the run stops; find the "
                     "cause, then continue with --resume"
                 ) from error
             since = time.monotonic()

@@ -19,7 +19,7 @@ _LOCK = "lock"
 
 
 def buckets(weights: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Split named tensors, in order, into buckets of at most `max_bytes` bytes. A larger tensor gets a bucket of its own."""
+    """Split named tensors, in order, into buckets of at most `max_bytes` bytes. A larger tensor gets its own bucket."""
     bucket: Bucket = {}
     size = 0
     for name, tensor in weights:

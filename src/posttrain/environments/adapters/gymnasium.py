@@ -75,7 +75,7 @@ class GymnasiumRecipe(GameRecipe):
     actions: list[str] = []
     """Names of the actions 0, 1, ... of a discrete action space. Default: the numbers, and words for FrozenLake, Taxi, CliffWalking and Blackjack."""
     rules: str | None = None
-    """What the system message says of the task."""
+    """Description of the task in the system message."""
     observation: Literal["auto", "text", "value"] = "auto"
     """`text`: what `render` writes with `render_mode="ansi"`; `value`: the observation itself; `auto`: text where there is one."""
     success_return: float | None = None

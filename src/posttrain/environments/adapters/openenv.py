@@ -26,7 +26,7 @@ class OpenEnvRecipe(AdapterRecipe):
     type: str = "openenv"
     """An environment of OpenEnv."""
     url: str | None = None
-    """Base URL of a running server, for example `http://localhost:8000`. Every episode is a session of its own."""
+    """Base URL of a running server, for example `http://localhost:8000`. Every episode has its own session."""
     in_process: str | None = None
     """`module:Class` of an environment that runs in this process, instead of `url`."""
     keys: dict[str, bool | int | float | str] = {}
@@ -214,7 +214,7 @@ def _action_class(kind: type, place: str) -> Any:
     hint = get_type_hints(kind.step).get("action")  # type: ignore[attr-defined]
     if isinstance(hint, type) and issubclass(hint, base):
         return hint
-    raise InputError(f"environment.in_process: {place} does not say the type of its actions; annotate `step`")
+    raise InputError(f"environment.in_process: {place} does not declare the type of its actions; annotate `step`")
 
 
 def _action_field(schema: Mapping[str, Any], wanted: str | None) -> tuple[str | None, str]:

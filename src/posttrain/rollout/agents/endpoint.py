@@ -89,7 +89,7 @@ def _app(find: Callable[[str], AgentSession]) -> Any:
     from starlette.responses import JSONResponse, Response, StreamingResponse
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    # A page in a browser must not reach the endpoint under a name of its own.
+    # A page in a browser must not reach the endpoint under its own name.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL_NAMES)
 
     def route(

@@ -25,8 +25,8 @@ from posttrain.models.cpu.backend import onednn_multiplies
 from posttrain.models.load import cache_directory
 
 PAGE = 128
-"""Tokens per page of the key/value cache. Every product reads whole pages, so on average half of a sequence's last page
-is read in vain."""
+"""Tokens per page of the key/value cache. Every product reads complete pages, so on average half of a sequence's last page
+is read without need."""
 SOURCE = Path(__file__).with_name("kernel.cpp")
 # Vectorizing a dot product needs sums to be reordered. The rest of -ffast-math is left out: it would change how the
 # whole process treats denormal numbers.
