@@ -198,7 +198,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(tiny_model, tmp_path):
     [
         ({"teacher": {}}, "there is no teacher"),
         ({"teacher": {"path": "a", "urls": ["http://b"]}}, "`path` and `urls` are set"),
-        ({"teacher": {"policy": "current"}}, "has no effect without additional text"),
+        ({"teacher": {"policy": "current"}}, "has no effect"),
         ({"teacher": {"path": "a", "timeout": 3}}, "`timeout` has no effect"),
         ({"teacher": {"urls": ["http://a"]}, "rollout": {"sampling": {"temperature": 0.7}}}, "at temperature 1"),
         ({"rollout": {"sampling": {"temperature": 0}}}, "greedily"),

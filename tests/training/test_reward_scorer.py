@@ -276,7 +276,7 @@ def test_nonfinite_weights_fail_every_episode(tiny_policy, reward_model):
 
 def test_stored_statistics_are_required(tiny_policy, tmp_path):
     path = exported(tiny_policy.recipe.path, tmp_path / "model", statistics=None)
-    with pytest.raises(InputError, match=r"^reward\.normalize: .*stores no mean and standard deviation"):
+    with pytest.raises(InputError, match=r"^reward\.normalize: .*model stores no mean and standard deviation"):
         scorer(path, tiny_policy)
     for normalize in ("running", "none"):
         scorer(path, tiny_policy, normalize=normalize)
