@@ -64,21 +64,24 @@ def tool_calls(seed: int, folder: Path) -> None:
             json.dumps([[[[call.message("c")]]]])
 
 
+SERVERS = ExitStack()
+"""Closes what `_servers` started."""
+
+
 @cache
 def _servers() -> list[tuple[str, int, dict[str, str], str]]:
-    """(kind, port, headers of one who may ask, path) of a live page and an endpoint of agents, until this process ends."""
+    """(kind, port, headers of one who may ask, path) of a live page and an endpoint of agents, until `SERVERS` is closed."""
     from tests.conftest import make_tokenizer
     from tests.rollout import test_agent_calls as agents
     from tests.runs.comparing import make_run
     from tests.view.browsing import served
 
-    stack = ExitStack()
-    atexit.register(stack.close)
-    runs = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "runs"
+    atexit.register(SERVERS.close)
+    runs = Path(SERVERS.enter_context(tempfile.TemporaryDirectory())) / "runs"
     make_run(runs, "first", seed=1)
-    page = stack.enter_context(served(runs))
+    page = SERVERS.enter_context(served(runs))
     tokenizer = make_tokenizer()
-    _, url, key = stack.enter_context(agents.served(agents.RecordingEngine(tokenizer), tokenizer))
+    _, url, key = SERVERS.enter_context(agents.served(agents.RecordingEngine(tokenizer), tokenizer))
     return [
         ("view", int(page.root.rpartition(":")[2]), {"Cookie": page.cookie()}, "/run/first"),
         ("agents", int(url.rpartition(":")[2]), {"Authorization": f"Bearer {key}"}, "/v1/models"),

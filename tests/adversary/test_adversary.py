@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.adversary.callers import SERVERS
 from tests.adversary.soak import soak
 from tests.adversary.surfaces import SURFACES, attempt
 
@@ -25,6 +26,13 @@ CASES = {
 """Surface -> number of cases, about a second each; 40 for others."""
 SLOW = {"kill": 3, "permission": 12}
 """As CASES, for surfaces whose cases train models in other processes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_server_is_left():
+    """Close the servers of `connections` and `requests`: test processes of pytest-xdist end without `atexit`."""
+    yield
+    SERVERS.close()
 
 
 @pytest.mark.parametrize("surface", [one for one in SURFACES if one not in SLOW])
