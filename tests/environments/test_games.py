@@ -134,6 +134,10 @@ def test_random_numbers_and_maps_do_not_depend_on_the_hash_seed(capsys):
     exec(code, {})
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": other}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": other},
     )
     assert done.stdout == capsys.readouterr().out

@@ -35,11 +35,11 @@ def chat(
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.rollout import SamplingRecipe
     from posttrain.rollout.view import visible
-    from posttrain.runs.directory import exported_model
+    from posttrain.runs.directory import model_path
     from posttrain.seeds import derive_seed
 
     sampling = section(SamplingRecipe, temperature=temperature)
-    policy = Policy(section(ModelRecipe, path=exported_model(model)))
+    policy = Policy(section(ModelRecipe, path=model_path(model)))
     engine, renderer = LocalEngine(policy), Renderer(policy.tokenizer, policy.end_tokens)
 
     async def answer(prompt: list[int], turn: int) -> tuple[int, ...]:

@@ -44,11 +44,11 @@ def serve(
     from posttrain.recipe.compose import section
     from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
     from posttrain.recipe.model import ModelRecipe
-    from posttrain.runs.directory import exported_model
+    from posttrain.runs.directory import model_path
     from posttrain.serving import Server, guarded
 
     with open_listener(port, "--port") as on:
-        policy = Policy(section(ModelRecipe, path=exported_model(model)))
+        policy = Policy(section(ModelRecipe, path=model_path(model)))
         recipe = section(LocalEngineRecipe) if engine == "local" else section(VllmEngineRecipe)
         server = Server(open_engine(policy, recipe, weights_change=False), Path(model).name, seed)
         found = on.getsockname()[1]

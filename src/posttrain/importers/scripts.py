@@ -272,9 +272,14 @@ _PPO_RULES: dict[str, Rule] = {
         lambda _: ({"reward.path": "runs/rlhf-unit_reward/model"}, "only selects the reward model")
     ),
 }
-_PPO_OTHERS = lambda _: (Row("other values", "of the script", Answer("no effect", {}, _OTHERS), True),)  # noqa: E731
+
+
+def _ppo_others(_: Any) -> tuple[Row, ...]:
+    return (Row("other values", "of the script", Answer("no effect", {}, _OTHERS), True),)
+
+
 _UNIT_PPO = Script(
-    Program("DenseRewardRLHF-PPO", "rl", _PPO_RULES, {}, _PPO_OTHERS, prefix=""),
+    Program("DenseRewardRLHF-PPO", "rl", _PPO_RULES, {}, _ppo_others, prefix=""),
     files=("rlhf/unit_ppo",),
     positions=_PPO_NAMES,
 )
@@ -293,7 +298,7 @@ _OUTCOME = Script(
             "data set of the fit": without_effect("not used by this reward type"),
         },
         {},
-        _PPO_OTHERS,
+        _ppo_others,
         prefix="",
     ),
     files=("rlhf/unit_ppo_outcome",),

@@ -47,7 +47,7 @@ def model_card(run: RunDirectory, licence: str | None = None) -> str:
     sections = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---",
         f"# {run.path.name}",
-        f"Trained with [posttrain](https://pypi.org/project/posttrain/), stage `{recipe.stage}`, from `{base}`.",
+        f"Trained with posttrain, stage `{recipe.stage}`, from `{base}`.",
         headline(lines),
         "## Results",
         *_results(run),

@@ -10,7 +10,7 @@ import yaml
 
 from posttrain.errors import InputError
 from posttrain.publishing.card import is_adapter, model_card
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import RunDirectory, exported_model
 
 TARGETS = ("hf", "gguf", "ollama", "vllm")
 GIGABYTE = 1_000_000_000
@@ -44,7 +44,7 @@ def export_run(
     """
     if target not in TARGETS:
         raise InputError(f"--to {target} is not supported; use {', '.join(TARGETS)}")
-    model = model_of(run)
+    model = exported_model(run.path)
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} exists and is not empty; choose another --out")
     adapter, stage = is_adapter(model), run.load_recipe().stage
@@ -72,14 +72,6 @@ def export_run(
         shutil.rmtree(out, ignore_errors=True)
         raise
     return sorted(file for file in out.rglob("*") if file.is_file())
-
-
-def model_of(run: RunDirectory) -> Path:
-    """The exported model of a run; InputError if it has none."""
-    model = run.path / "model"
-    if not (model / "config.json").is_file() and not is_adapter(model):
-        raise InputError(f"{run.path} has no model yet; wait for its end, or continue it with --resume {run.path}")
-    return model
 
 
 def _write_gguf(run: RunDirectory, model: Path, out: Path, kind: str, tell: Callable[[str], None]) -> None:

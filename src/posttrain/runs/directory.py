@@ -237,16 +237,20 @@ class RunDirectory:
                     path.unlink(missing_ok=True)
 
 
-def exported_model(model: str) -> str:
-    """The model that a run has exported, if `model` is the directory of one, or `model` itself; InputError where the run has none."""
-    run = Path(model)
-    if not (run / "recipe.yaml").is_file():
-        return model
-    if not (run / "model").is_dir():
+def exported_model(run: Path) -> Path:
+    """The model that the run in the directory `run` has exported; InputError if there is none."""
+    model = run / "model"
+    if not any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise InputError(
-            f"{run} has no model yet; wait for its end, or give the policy of a checkpoint in {run}/checkpoints"
+            f"{run} has no model yet; wait for its end, continue it with --resume {run}, or use the policy of a checkpoint in "
+            f"{run}/checkpoints"
         )
-    return str(run / "model")
+    return model
+
+
+def model_path(model: str) -> str:
+    """What `exported_model` returns if `model` is the directory of a run, otherwise `model`."""
+    return str(exported_model(Path(model))) if (Path(model) / "recipe.yaml").is_file() else model
 
 
 def recipe_hash(recipe: "Recipe") -> str:

@@ -176,8 +176,8 @@ class Trainer(Generic[Output]):
         """Time of each phase of the current step."""
         self._world = current_world()
         self._log: MetricsLog | NoLog = NoLog()
-        self._before_first_step: float | None = None
-        self._fit_announced = False
+        self._clock: tuple[int, float] | None = None
+        """Step and seconds before this process's first step, where the recipe limits the time."""
         self._world.on_rank0(self._open_log)
         self._finished = False
         """Whether all steps are made. The newest checkpoint is then the last one, and the weights may be the best ones."""
@@ -406,11 +406,10 @@ class Trainer(Generic[Output]):
         if minutes is None:
             return False
         now, left = self._log.seconds, self.settings.steps - self.step
-        if self._before_first_step is None:
-            self._before_first_step = now
-        elif left and not self._fit_announced:
-            self._fit_announced = True
-            took = now - self._before_first_step
+        if self._clock is None:
+            self._clock = self.step, now
+        elif left and self.step == self._clock[0] + 1:
+            took = now - self._clock[1]
             fit = max(0, min(left, math.ceil((60 * minutes - now) / took)))
             fits = f"all {left} steps left fit" if fit == left else f"about {fit} of the {left} steps left fit"
             self.progress.message(f"a step takes {took:.0f} s here: {fits} in max_minutes = {minutes:g}")

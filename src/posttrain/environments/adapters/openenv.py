@@ -4,7 +4,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 from pydantic import model_validator
 
@@ -114,21 +114,18 @@ class _InvalidAction(Exception):
     """The environment refused the action."""
 
 
-class _Session:
+class _Session(Protocol):
     """One episode of an environment."""
 
     def action_schema(self) -> Mapping[str, Any]:
         """JSON schema of an action."""
-        raise NotImplementedError
+        ...
 
-    def reset(self, seed: int, arguments: Mapping[str, Any]) -> Observed:
-        raise NotImplementedError
+    def reset(self, seed: int, arguments: Mapping[str, Any]) -> Observed: ...
 
-    def step(self, action: Mapping[str, Any]) -> Observed:
-        raise NotImplementedError
+    def step(self, action: Mapping[str, Any]) -> Observed: ...
 
-    def close(self) -> None:
-        raise NotImplementedError
+    def close(self) -> None: ...
 
 
 class _Server(_Session):
