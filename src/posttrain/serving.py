@@ -208,6 +208,10 @@ class Server:
         self._require_room(prompt)
         return prompt, bool(call.tools)
 
+    async def chat(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a chat completion that is not streamed, as in OpenAI's API. CallRefused for a request that is refused."""
+        return await self._chat(values, _parse(values))
+
     async def _chat(self, values: dict[str, Any], body: _Body) -> dict[str, Any]:
         prompt, tools = self._prompt(values, body)
         limit = body.max_completion_tokens or body.max_tokens
@@ -373,16 +377,22 @@ async def _read(request: Any) -> tuple[dict[str, Any], _Body]:
         json.dumps(values, allow_nan=False).encode()
         if not isinstance(values, dict):
             raise CallRefused("the request must be a JSON object")
-        if given := [key for key in _UNSUPPORTED if values.get(key)]:
-            raise CallRefused(f"{given[0]} is not supported; leave it out")
+    except (ValueError, RecursionError) as error:
+        raise CallRefused(f"the request is not valid JSON ({type(error).__name__})") from error
+    return values, _parse(values)
+
+
+def _parse(values: dict[str, Any]) -> _Body:
+    """The fields of a request that choose how tokens are sampled; CallRefused where they ask for what is not supported."""
+    if given := [key for key in _UNSUPPORTED if values.get(key)]:
+        raise CallRefused(f"{given[0]} is not supported; leave it out")
+    try:
         body = _Body.model_validate({key: values[key] for key in _Body.model_fields if values.get(key) is not None})
         body.sampling()
-        return values, body
+        return body
     except ValidationError as error:
         first = error.errors()[0]
         raise CallRefused(f"{first['loc'][0] if first['loc'] else 'the request'}: {first['msg']}") from error
-    except (ValueError, RecursionError) as error:
-        raise CallRefused(f"the request is not valid JSON ({type(error).__name__})") from error
 
 
 async def _all(coroutines: Any) -> list[_Choice]:

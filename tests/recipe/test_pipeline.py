@@ -163,7 +163,9 @@ def test_a_bad_override_of_a_stage(pipeline, override, expected):
 
 
 def test_an_evaluation_exports_no_model(pipeline):
-    with pytest.raises(InputError, match=r"stage more: .* line 21: after only evaluates and exports no model"):
+    with pytest.raises(
+        InputError, match=r"stage more: .* line 21: after only evaluates or generates and exports no model"
+    ):
         pipeline(GOOD + "- name: more\n  stage: rl\n  from: after\n")
 
 

@@ -150,7 +150,18 @@ def _binary(values: np.ndarray) -> bool:
 
 _FEW_ITEMS = 20
 _FEW_RUNS = 5
-_SETTINGS = ("signature", "encoder", "layer", "verifier", "judge", "rubric", "normalized", "model")
+_SETTINGS = (
+    "signature",
+    "encoder",
+    "layer",
+    "verifier",
+    "judge",
+    "rubric",
+    "normalized",
+    "shots",
+    "task version",
+    "model",
+)
 """Settings that must be equal for two values of a metric to be comparable."""
 
 

@@ -25,6 +25,7 @@ from posttrain.recipe.stages import (
     DpoRecipe,
     EvaluateRecipe,
     GenerateRecipe,
+    HarnessRecipe,
     Recipe,
     RewardRecipe,
     RlRecipe,
@@ -67,7 +68,7 @@ def _table(recipe: Recipe, sizes: ModelSizes, device: Device, phases: list[Phase
         rate = f", {phase.tokens / phase.seconds:,.0f} a second" if phase.tokens else ""
         table.add_row(f"  {phase.what}", duration(phase.seconds), phase.how + rate)
     step, said = total_seconds(phases), f"an estimate for one {device.name}"
-    if isinstance(recipe, EvaluateRecipe | GenerateRecipe):
+    if isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):
         table.add_row("  [bold]total[/bold]", duration(step), said)
     else:
         unit = "a step" if isinstance(recipe, RlRecipe | DistillRecipe) else "an update"
@@ -215,6 +216,10 @@ def batch_arithmetic(recipe: Recipe, tasks: TaskSplit | None = None) -> list[str
         return [*_distill(recipe), _tasks(recipe, tasks), *_evaluation(recipe, tasks, recipe.steps)]
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
         return _rows(recipe, tasks)
+    if isinstance(recipe, HarnessRecipe):
+        return [
+            f"{'the first ' + format(recipe.limit, ',') if recipe.limit else 'all'} documents of {', '.join(recipe.tasks)}"
+        ]
     return _generation(recipe) if isinstance(recipe, GenerateRecipe) else _evaluation(recipe, tasks, 0)
 
 

@@ -16,6 +16,7 @@ from posttrain.recipe.stages import (
     DpoRecipe,
     EvaluateRecipe,
     GenerateRecipe,
+    HarnessRecipe,
     Recipe,
     RewardRecipe,
     RlRecipe,
@@ -55,7 +56,7 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
     width = weight_width(recipe.model)
     count = sizes.scorer_parameters if isinstance(recipe, RewardRecipe) else sizes.parameters
     rows = {"weights": (width * count, f"{count:,} parameters of {width} bytes")}
-    if not isinstance(recipe, EvaluateRecipe | GenerateRecipe):
+    if not isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):
         rows |= _training(recipe, sizes, width)
     rows = _divided(rows, sizes, placement, width)
     if isinstance(recipe, RlRecipe) and recipe.rollout.async_rollouts:
@@ -67,7 +68,7 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
 
 def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:
     """Item -> (bytes on one engine device, how they are counted): the engine's own weights, if any, and a full KV cache."""
-    if isinstance(recipe, DpoRecipe | RewardRecipe):
+    if isinstance(recipe, DpoRecipe | RewardRecipe | HarnessRecipe):
         return {}
     if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
         return {}
@@ -153,7 +154,7 @@ def _divided(
 
 
 def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
-    assert not isinstance(recipe, EvaluateRecipe | GenerateRecipe)
+    assert not isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe)
     trained = trained_parameters(recipe.model, sizes, scorer=isinstance(recipe, RewardRecipe))
     rows = {"gradients": (width * trained, f"{trained:,} trained parameters of {width} bytes")}
     if width == 2:

@@ -29,6 +29,7 @@ from posttrain.recipe.stages import (
     DpoRecipe,
     EvaluateRecipe,
     GenerateRecipe,
+    HarnessRecipe,
     Recipe,
     RewardRecipe,
     RlRecipe,
@@ -69,8 +70,8 @@ def step_phases(
         rows: Tokens of an optimizer step on rows. Default: rows of maximum length.
         reward: Sizes of the reward model. Default: those of the policy.
 
-    The `evaluate` stage counts as one step. The `generate` stage has no phases, because the number of rows is unknown until
-    they are read.
+    The `evaluate` stage counts as one step. `generate` and `harness` have no phases, because the number of rows is unknown
+    until they are read.
     """
     if isinstance(recipe, RlRecipe):
         return _rl(recipe, sizes, device, placement, episodes or episodes_at_most(recipe), reward or sizes)
@@ -78,7 +79,7 @@ def step_phases(
         return _distill(recipe, sizes, device, placement, episodes or episodes_at_most(recipe))
     if isinstance(recipe, EvaluateRecipe):
         return evaluation_phases(recipe, sizes, device, placement)
-    if isinstance(recipe, GenerateRecipe):
+    if isinstance(recipe, GenerateRecipe | HarnessRecipe):
         return []
     return _rows(recipe, sizes, device, placement, rows or rows_at_most(recipe))
 

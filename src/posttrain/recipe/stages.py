@@ -16,6 +16,7 @@ from posttrain.recipe.engines import (
     refuse_lone_adapters,
     refuse_unknown_sampling,
 )
+from posttrain.recipe.harness import HarnessRecipe
 from posttrain.recipe.model import RewardSource
 from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, HeldOut, RolloutRecipe, SamplingRecipe, StopString
@@ -198,7 +199,7 @@ class GenerateRecipe(StageRecipe):
 
 
 Recipe = Annotated[
-    RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe | EvaluateRecipe | GenerateRecipe,
+    RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe | EvaluateRecipe | GenerateRecipe | HarnessRecipe,
     Field(discriminator="stage"),
 ]
 
@@ -210,7 +211,8 @@ STAGES: dict[
     | type[RewardRecipe]
     | type[DpoRecipe]
     | type[EvaluateRecipe]
-    | type[GenerateRecipe],
+    | type[GenerateRecipe]
+    | type[HarnessRecipe],
 ] = {
     "rl": RlRecipe,
     "distill": DistillRecipe,
@@ -219,6 +221,7 @@ STAGES: dict[
     "dpo": DpoRecipe,
     "evaluate": EvaluateRecipe,
     "generate": GenerateRecipe,
+    "harness": HarnessRecipe,
 }
 """Name of a stage -> schema of its recipe."""
 

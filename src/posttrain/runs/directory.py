@@ -80,6 +80,11 @@ class RunDirectory:
         return self.path / "report.md"
 
     @property
+    def results(self) -> Path:
+        """The results of the stage `harness`, with a score per document."""
+        return self.path / "results.json"
+
+    @property
     def failure(self) -> Path:
         """The sentence of the error that ended the run; absent if none did, or once it runs again."""
         return self.path / "failure.txt"

@@ -10,8 +10,18 @@ from rich.console import Console
 
 from posttrain.distributed.world import join_world
 from posttrain.errors import InputError
+from posttrain.plugins import require_module
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.stages import DistillRecipe, DpoRecipe, GenerateRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.stages import (
+    DistillRecipe,
+    DpoRecipe,
+    GenerateRecipe,
+    HarnessRecipe,
+    Recipe,
+    RewardRecipe,
+    RlRecipe,
+    SftRecipe,
+)
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.storage import free_space, has_state
 
@@ -180,6 +190,11 @@ def run_in_process(
             from posttrain.training import generate
 
             generate.run(recipe, run, resume, overwrite, console)
+        elif isinstance(recipe, HarnessRecipe):
+            require_module("lm_eval", "posttrain evaluate harness")
+            from posttrain.evaluation import harness
+
+            harness.run(recipe, run, console)
         else:
             from posttrain.training import evaluate
 
