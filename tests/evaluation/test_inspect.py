@@ -68,8 +68,8 @@ def test_tools_are_in_the_prompt_and_calls_are_executed(tiny_model, tmp_path, mo
     from inspect_ai.solver import generate, use_tools
     from inspect_ai.tool import tool
 
-    from posttrain.engines.protocol import Completion
     from posttrain.engines.local.engine import LocalEngine
+    from posttrain.engines.protocol import Completion
     from posttrain.episode import StopReason
 
     asked = []

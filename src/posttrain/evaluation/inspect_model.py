@@ -11,8 +11,8 @@ from inspect_ai.model import (
     ModelAPI,
     ModelOutput,
     messages_to_openai,
-    modelapi,
     model_output_from_openai,
+    modelapi,
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
