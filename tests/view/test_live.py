@@ -117,9 +117,10 @@ def test_text_of_models_stays_text_and_long_lines_stay_in_the_page(tmp_path):
     (path / "failure.txt").write_text(ATTACK)
     with served(tmp_path) as server, browsed(width=400) as page:
         page.goto(server.address)
-        assert page.locator(".runs tbody tr").count() == 1
+        assert page.locator("[data-line]").count() == 1
         page.goto(f"{server.root}/run/hostile")
         page.wait_for_selector("#charts[data-ready] canvas")
+        page.locator(".messages summary").click()
         assert "onerror" in page.locator("#marks").inner_text()
         assert page.title() == "hostile · posttrain"
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
