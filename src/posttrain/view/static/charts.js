@@ -163,7 +163,8 @@ class Chart {
 
   steps_range(low, high) {
     if (this.charts.zoom) return this.charts.zoom;
-    [low, high] = this.charts.extent ?? [low, high];
+    // All charts have one axis, except while a range is chosen.
+    if (this.charts.extent && low <= this.steps[0] && high >= this.steps.at(-1)) [low, high] = this.charts.extent;
     return low === high || low === null ? [(low ?? 0) - 1, (high ?? 0) + 1] : [low, high];
   }
 
@@ -172,7 +173,12 @@ class Chart {
     if (!values.length) return log ? [0.1, 1] : [0, 1];
     if (this.spec.whole && !log) return [-0.03, 1.05];
     let [least, most] = [Math.min(...values), Math.max(...values)];
-    if (log) return [least / 1.3, most * 1.3];
+    if (log) {
+      // uPlot's ticks have no end unless a log axis starts at one digit, and rounding noise is no value.
+      least = Math.max(least, most * 1e-9, 1e-15) / 1.3;
+      const unit = 10 ** Math.floor(Math.log10(least));
+      return [Number((Math.max(1, Math.floor(least / unit)) * unit).toPrecision(1)), Math.max(most, 1e-14) * 1.3];
+    }
     if (this.spec.stacked) least = 0;
     // Wide bands leave the plot; curves and baselines do not. A rate has no value outside 0 and 1.
     const [lowest, highest] = this.limits(log);
@@ -385,7 +391,8 @@ export class Charts {
         figure.hidden = !words.every((word) => text.includes(word));
       }
       section.hidden = figures.length > 0 && figures.every((figure) => figure.hidden);
-      if (section.matches("details") && words.length) section.open = true;
+      if (section.matches("details") && words.length && !section.open) section.open = section.dataset.opened = true;
+      else if (!words.length && section.dataset.opened) { section.open = false; delete section.dataset.opened; }
     }
   }
 
@@ -402,6 +409,9 @@ export class Charts {
 
   zoomTo(range) {
     this.zoom = range;
+    const all = document.getElementById("all");
+    all.disabled = !range;
+    all.textContent = range ? `Show all steps, not ${Math.ceil(range[0])} to ${Math.floor(range[1])}` : "Show all steps";
     this.zooming = true;
     for (const chart of this.made.values()) {
       const [low, high] = range ?? this.extent ?? [chart.steps[0], chart.steps.at(-1)];
