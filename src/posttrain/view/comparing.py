@@ -57,12 +57,12 @@ def _curve(metric: Metric, bundle: Bundle, found: Sequence[Series]) -> dict[str,
         "y": series.values,
         "nonfinite": series.nonfinite,
     }
-    counts = counts_of(bundle.sources[0].lines)
+    held_out = counts_of(bundle.sources[0].lines)
     limits_at = {step: (low, high) for step, low, _, high in limits_of(bundle.sources[0].lines, metric.key)}
     if limits_at:
         curve["low"] = [limits_at.get(step, (None, None))[0] for step in series.steps]
         curve["high"] = [limits_at.get(step, (None, None))[1] for step in series.steps]
-        curve["n"] = [counts.get(step) for step in series.steps]
+        curve["n"] = [held_out.get(step) for step in series.steps]
     return curve
 
 

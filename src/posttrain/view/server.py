@@ -254,7 +254,7 @@ class Pages:
         differing = differing_keys(sources) if len(sources) > 1 else None
         runs = [self.scanner.summary(name, self.scanner.path(name)) for name in names]
         grouped, apart = len(bundles_of(sources)[0]) < len(sources), _apart(request)
-        shown = {"names": names, "query": query, "differing": differing, "runs": runs}
+        shown: dict[str, Any] = {"names": names, "query": query, "differing": differing, "runs": runs}
         return self.render("compare.html.j2", **shown, grouped=grouped, apart=apart)
 
     def compare_charts(self, request: Request) -> Response:
