@@ -10,7 +10,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "posttrain"
 
 METRIC = re.compile(
     r"(?:rollout|policy|loss|kl|entropy|critic|units|optimizer|tokens|time|reward|preference|validation|test|correction"
-    r"|credit|agent|tools|teacher|ptx|reference|generate|speed)/[a-z_0-9]+|memory/key_value_cache"
+    r"|credit|agent|tools|teacher|ptx|reference|generate|speed)/[a-z_0-9]+|memory/(?:key_value_cache|process|gpu)"
 )
 """A metric of `metrics.jsonl`, as the source spells it."""
 NOT_METRICS = {"tokens/s"}
@@ -97,6 +97,8 @@ MEANINGS = {
     "test/accuracy": "share of test pairs ranked correctly",
     "test/loss": "loss of the test rows",
     "test/margin": "mean margin of the test pairs",
+    "memory/gpu": "largest memory that torch allocated on the GPU so far, in bytes",
+    "memory/process": "largest resident memory of the process so far, in bytes",
     "memory/key_value_cache": "largest size of the local engine's key/value cache so far, in bytes",
     "test/rows": "number of test rows",
     "time/generate": "seconds of generation",

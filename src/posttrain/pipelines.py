@@ -19,7 +19,7 @@ from posttrain.data.convert import convert_files
 from posttrain.errors import InputError
 from posttrain.planning.dry_run import tasks_of
 from posttrain.recipe.components import EnvironmentRecipe
-from posttrain.recipe.pipeline import ConvertRecipe, PipelineRecipe, PipelineStage
+from posttrain.recipe.pipeline import STAGE, ConvertRecipe, PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.stages import EvaluateRecipe
@@ -265,7 +265,7 @@ def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
     inputs: dict[str, str] = {}
     for name in stage.inputs:
         upstream = _read(pipeline.directory / name / "lineage.json")
-        inputs[f"stage {name}"] = _digest(upstream["outputs"]) if upstream else _MISSING
+        inputs[f"{STAGE}{name}"] = _digest(upstream["outputs"]) if upstream else _MISSING
         recipe = _replace_path(recipe, str(pipeline.directory / name / "model"), f"the model of {name}")
         for file in _converted(pipeline, name):
             recipe = _replace_path(recipe, str(pipeline.directory / name / file), f"{file} of {name}")

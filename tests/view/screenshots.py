@@ -3,6 +3,7 @@
 Trains the runs that the pages show, unless their folder is given: `python -m tests.view.screenshots FOLDER`.
 """
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,12 +30,10 @@ _WEIGHT = 150_000
 _PIPELINE = """
 stage: pipeline
 name: demo
+common: {environment: {type: bandit}, model: {path: "made:small"}}
 stages:
-  - name: sft
-    recipe: {stage: sft, environment: {type: bandit}, model: {path: "made:small"}, steps: 10, experts: {seeds: {count: 64}}}
-  - name: rl
-    recipe: {stage: rl, environment: {type: bandit}, model: {path: "made:small"}, steps: 10}
-    from: sft
+  - {name: sft, stage: sft, steps: 10, experts: {expert: optimal, seeds: {count: 64}}}
+  - {name: rl, stage: rl, steps: 10, from: sft}
 """
 
 
@@ -89,6 +88,7 @@ def shoot(folder: Path) -> None:
 
 if __name__ == "__main__":
     given = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT / "runs"
-    if len(sys.argv) == 1 and not given.exists():
+    if len(sys.argv) == 1 and not (given / "demo" / "rl" / "results.json").exists():  # the last of them
+        shutil.rmtree(given, ignore_errors=True)
         train(given)
     shoot(given)

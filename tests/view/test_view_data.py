@@ -204,11 +204,11 @@ def test_a_pipeline_is_a_graph(tmp_path):
     folder = tmp_path / "pipe"
     for name in ("sft", "rm", "rl"):
         make_run(folder, name)
-    for name, inputs in (("sft", {}), ("rm", {}), ("rl", {"sft": "1", "rm": "2", "a file": "3"})):
+    for name, inputs in (("sft", {}), ("rm", {}), ("rl", {"stage sft": "1", "stage rm": "2", "the file sft": "3"})):
         (folder / name / "lineage.json").write_text(json.dumps({"inputs": inputs, "outputs": {}}))
     (folder / "data").mkdir()
     (folder / "data" / "lineage.json").write_text(json.dumps({"inputs": {}, "outputs": {}}))
-    (folder / "started.json").write_text(json.dumps({"later": {"inputs": {"rl": "4"}}}))
+    (folder / "started.json").write_text(json.dumps({"later": {"inputs": {"stage rl": "4"}}}))
     scanner = Scanner(tmp_path)
     assert pipelines_among(scanner.find()) == ["pipe"]
     graph = graph_of(scanner, "pipe")
@@ -218,7 +218,7 @@ def test_a_pipeline_is_a_graph(tmp_path):
     assert len({(stage.x, stage.y) for stage in graph.stages}) == 5
     assert len(graph.arrows) == 3
     assert (stages["data"].run, stages["data"].state, stages["later"].state) == (None, "finished", "stopped")
-    (folder / "sft" / "lineage.json").write_text(json.dumps({"inputs": {"rl": "1"}}))
+    (folder / "sft" / "lineage.json").write_text(json.dumps({"inputs": {"stage rl": "1"}}))
     assert len(graph_of(scanner, "pipe").stages) == 5, "a circle in a damaged record"
 
 

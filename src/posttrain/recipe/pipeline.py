@@ -20,6 +20,9 @@ _STAGE = "stage:"
 _KEYS = ("stage", "name", "runs", "data", "common", "stages")
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
+STAGE = "stage "
+"""Before the names of stages among the inputs in `lineage.json`."""
+
 
 class ConvertedFile(BaseConfig):
     """One file that a `convert` stage makes, with the settings of `posttrain data convert`."""

@@ -270,6 +270,7 @@ _ALWAYS = (
     "optimizer/no_signal",
     "tokens/trained",
     "speed/tokens_per_second",
+    "memory/process",
 )
 _COMPARED = tuple(f"preference/{name}" for name in ("accuracy", "margin", "chosen", "rejected"))
 _FREE = {

@@ -98,7 +98,8 @@ def run_facts(run: RunDirectory, lines: list[dict[str, Any]]) -> list[tuple[str,
 def _model(recipe: "Recipe") -> str:
     if (recipe.stage == "evaluate" or recipe.stage == "generate") and recipe.remote is not None:
         return f"`{recipe.remote.model}` at {recipe.remote.url}"
-    return f"`{recipe.model.path}`, {recipe.model.dtype}" + (", LoRA" if recipe.model.lora else "")
+    dtype = f", {recipe.model.dtype}" if recipe.model.dtype else ""
+    return f"`{recipe.model.path}`{dtype}" + (", LoRA" if recipe.model.lora else "")
 
 
 def _of(done: int, steps: int | None) -> str:
@@ -193,7 +194,9 @@ def _written(value: Any) -> Any:
     """`value` with every nested section reduced to the keys that differ from the defaults."""
     if isinstance(value, BaseConfig):
         return {key: _written(member) for key, member in changed_keys(value).items()}
-    return [_written(member) for member in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_written(member) for member in value]
+    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else value
 
 
 def _plots(run: RunDirectory) -> str:

@@ -18,6 +18,7 @@ from rich.console import Console
 from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import Interrupts, current_world
 from posttrain.episode import Advantages, Episode
+from posttrain.models.cuda.memory import peak_memory
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
 from posttrain.recipe.run import CheckpointRecipe, ExportedStep, GuardRecipe, SinkName
@@ -320,6 +321,7 @@ class Trainer(Generic[Output]):
         self.step += 1
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics["time/step"] = sum(self.seconds.values())
+        metrics |= peak_memory()
         self.seconds.clear()
         self._log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)

@@ -34,6 +34,7 @@ from posttrain.runs.tables import START
 
 _LONGEST_MESSAGE = 600
 _MOST_LOGS = 8
+_GIB = 2**30
 """Runs whose metrics are kept in memory."""
 SPEED = Panel("Tokens per second", "tokens per second", [Curve("speed/tokens_per_second", "tokens per second")])
 BOUNDS = {"optimal": GREEN, "random": RED}
@@ -142,15 +143,16 @@ def _panels(lines: list[Line]) -> Iterator[tuple[Panel, str]]:
     memory = sorted(key for key in keys if key.startswith("memory/"))
     if memory:
         colors = (HELD_OUT, TRAINING, GREEN, PURPLE, RED, SKY, GREY)
-        curves = [Curve(key, key.removeprefix("memory/"), colors[i % 7]) for i, key in enumerate(memory)]
-        yield Panel("Memory", "GiB", curves), "Speed and memory"
+        labels = [(key, key.removeprefix("memory/").replace("_", " ")) for key in memory]
+        curves = [Curve(key, label, colors[i % 7]) for i, (key, label) in enumerate(labels)]
+        yield Panel("Memory, largest so far", "GiB", curves), "Speed and memory"
 
 
 def _chart(panel: Panel, section: str, lines: list[Line]) -> dict[str, Any] | None:
     curves = [drawn for curve in panel.curves if (drawn := _curve(curve, lines)) is not None]
     if not any(any(curve["y"]) or curve["nonfinite"] for curve in curves):
         return None
-    levels = [{"label": panel.reference[1], "value": panel.reference[0], "color": GREY}] if panel.reference else []
+    levels = reference_of(panel)
     key = panel.curves[-1].key if panel.curves else ""
     levels += levels_of(lines, key) if section == "Results" else []
     look = {"title": panel.title, "unit": panel.unit, "percent": panel.percent, "whole": panel.whole}
@@ -167,16 +169,31 @@ def _curve(curve: Curve, lines: list[Line]) -> dict[str, Any] | None:
         "color": curve.color,
         "trained": is_trained(lines, curve.key),
         "x": series.steps,
-        "y": series.values,
+        "y": [value / _GIB for value in series.values] if curve.key.startswith("memory/") else series.values,
         "nonfinite": series.nonfinite,
     }
     limits = {step: (low, high) for step, low, _, high in limits_of(lines, curve.key)}
     if limits:
-        counts = {line["step"]: line.get("n") for line in lines if line["kind"] == "evaluation"}
+        counts = counts_of(lines)
         drawn["low"] = [limits.get(step, (None, None))[0] for step in series.steps]
         drawn["high"] = [limits.get(step, (None, None))[1] for step in series.steps]
         drawn["n"] = [counts.get(step) for step in series.steps]
     return drawn
+
+
+def counts_of(lines: list[Line]) -> dict[int, Any]:
+    """Step -> the number of held-out episodes or rows of its evaluation."""
+    evaluations = (line for line in lines if line["kind"] == "evaluation")
+    return {line["step"]: line.get("n") or line.get("validation/rows") for line in evaluations}
+
+
+def reference_of(panel: Panel) -> list[dict[str, Any]]:
+    """The line of a panel that needs no measurement, such as guessing. The page adds its value to the label."""
+    return (
+        [{"label": panel.reference[1].partition(",")[0], "value": panel.reference[0], "color": GREY}]
+        if panel.reference
+        else []
+    )
 
 
 def levels_of(lines: list[Line], key: str) -> list[dict[str, Any]]:

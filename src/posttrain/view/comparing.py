@@ -4,16 +4,21 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.runs.panels import DOMAINS, GREY, Metric, Series, is_trained, limits_of, series_of
+from posttrain.runs.panels import DOMAINS, Metric, Series, is_trained, limits_of, series_of
 from posttrain.runs.sources import Bundle, Source, bundles_of, mean_over_seeds, shared_metrics
-from posttrain.view.charts import levels_of
+from posttrain.view.charts import counts_of, levels_of, reference_of
 
 _DASHES = 4
 
 
-def charts_of_runs(sources: Sequence[Source]) -> list[dict[str, Any]]:
+def bundled(sources: Sequence[Source], apart: bool) -> list[Bundle]:
+    """What is compared: groups of seeds, or each run if they are `apart`."""
+    return [Bundle(source.name, (source,)) for source in sources] if apart else bundles_of(sources)[0]
+
+
+def charts_of_runs(sources: Sequence[Source], apart: bool = False) -> list[dict[str, Any]]:
     """A chart per metric that runs share, with a curve per run or per group of seeds; as `charts.charts_of`."""
-    bundles, _ = bundles_of([source for source in sources if source.lines])
+    bundles = bundled([source for source in sources if source.lines], apart)
     metrics, _ = shared_metrics(bundles) if bundles else ([], [])
     charts = (_chart(metric, bundles) for metric in metrics)
     return [{**chart, "id": f"chart-{number}"} for number, chart in enumerate(charts) if chart["curves"]]
@@ -34,8 +39,7 @@ def _chart(metric: Metric, bundles: Sequence[Bundle]) -> dict[str, Any]:
     panel = metric.panel
     shared = [levels_of(one.lines, metric.key) for bundle in bundles for one in bundle.sources]
     levels = [level for level in shared[0] if all(level in one for one in shared)]
-    if panel.reference:
-        levels.append({"label": panel.reference[1], "value": panel.reference[0], "color": GREY})
+    levels += reference_of(panel)
     look = {"title": f"{panel.title}{where}", "unit": panel.unit, "percent": panel.percent, "whole": panel.whole}
     return {"section": "Curves", **look, "log": panel.logarithmic, "curves": curves, "levels": levels}
 
@@ -53,10 +57,12 @@ def _curve(metric: Metric, bundle: Bundle, found: Sequence[Series]) -> dict[str,
         "y": series.values,
         "nonfinite": series.nonfinite,
     }
+    held_out = counts_of(bundle.sources[0].lines)
     limits_at = {step: (low, high) for step, low, _, high in limits_of(bundle.sources[0].lines, metric.key)}
     if limits_at:
         curve["low"] = [limits_at.get(step, (None, None))[0] for step in series.steps]
         curve["high"] = [limits_at.get(step, (None, None))[1] for step in series.steps]
+        curve["n"] = [held_out.get(step) for step in series.steps]
     return curve
 
 
@@ -64,13 +70,20 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def paired(sources: Sequence[Source]) -> dict[str, Any]:
+def paired(sources: Sequence[Source], apart: bool = False) -> dict[str, Any]:
     """What `posttrain compare` says about the runs: its table, notes and sentence. Every other side against the first."""
     from posttrain.evaluation.compare import compare
     from posttrain.evaluation.sides import read_sides
 
-    bundles, _ = bundles_of(sources)
+    bundles = bundled(sources, apart)
+    if len(bundles) == 1 < len(sources):
+        return {"alone": True}
     words = [f"{bundle.label}={','.join(str(one.path) for one in bundle.sources)}" for bundle in bundles]
     comparison = compare(read_sides(words), common=True)
     warnings = [f"warning: {line}" for line in comparison.warnings]
-    return {"table": comparison.table(), "notes": [*comparison.details, *warnings], "sentence": comparison.sentence()}
+    return {
+        "alone": False,
+        "table": comparison.table(),
+        "notes": [*comparison.details, *warnings],
+        "sentence": comparison.sentence(),
+    }

@@ -193,7 +193,8 @@ def episode_page(
         if message["role"] == "assistant" and waiting:
             messages.append(_answer(*waiting.pop(0), sample, decode, look))
         else:
-            messages.append(Message(message["role"][:_LONGEST_ROLE], shortened(message["content"])))
+            named = " ".join(filter(None, (message["role"], str(message.get("name") or ""))))
+            messages.append(Message(named[:_LONGEST_ROLE], shortened(message["content"])))
     messages += [_answer(number, turn, sample, decode, look) for number, turn in waiting]
     ending = "success" if episode.success else episode.outcome.value
     tokens = sum(turn.stop - turn.start for turn in episode.turns)
@@ -205,6 +206,21 @@ def episode_page(
         "" if sample.units is None else unit_summary(sample.units, credited).plain,
         shortened(episode.failure or ""),
     )
+
+
+def _bad_calls(turn: Turn) -> str:
+    """What was wrong with the tool calls of an answer."""
+    counts = [(turn.info.get(f"{kind}_calls"), kind) for kind in ("malformed", "failed")]
+    return ", ".join(_counted(count, f"{kind} tool call") for count, kind in counts if isinstance(count, int) and count)
+
+
+def prompt_text(episode: Episode, decode: Decode | None) -> tuple[int, str]:
+    """The number of tokens before the first answer, and their text as the policy saw it, with the template and tools."""
+    if not episode.turns or not episode.streams or decode is None:
+        return 0, ""
+    first = episode.turns[0]
+    ids = episode.streams[first.stream].ids[: first.start].tolist()
+    return len(ids), shortened(decode(ids))
 
 
 def color(value: float, scale: float) -> str:
@@ -221,10 +237,12 @@ def _answer(number: int, turn: Turn, sample: Sample, decode: Decode | None, look
         low, high = float(advantages.min()), float(advantages.max())
         spread = "" if low == high else f" ({low:+.3f} to {high:+.3f})"
         about += f" · advantage {float(advantages.mean()):+.3f}{spread}"
+    if turn.info.get("tool_calls"):
+        about += f" · {_counted(turn.info['tool_calls'], 'tool call')}"
     empty = Message(
         "assistant",
         about=about,
-        rejected=shortened(str(turn.info.get("rejected") or "")),
+        rejected=shortened(str(turn.info.get("rejected") or _bad_calls(turn))),
         verdict=shortened(judge_verdict(turn)),
         turn=number,
     )

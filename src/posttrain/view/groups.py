@@ -8,7 +8,7 @@ from posttrain.errors import InputError
 from posttrain.rollout.view import token_decoder, unit_credit_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.view.browse import Filter, Store, at_step, group_of, steps_of
-from posttrain.view.episodes import TINTS, Look, Tint, episode_page, parting_of, scale_of
+from posttrain.view.episodes import TINTS, Look, Tint, episode_page, parting_of, prompt_text, scale_of
 from posttrain.view.play import Player, checkpoints_of
 
 
@@ -26,7 +26,8 @@ def group_page(run: RunDirectory, given: Mapping[str, str], store: Store, player
     samples = group_of(step, group)
     if not samples:
         raise InputError(f"step {step.step} has no group {group}; go back to the episodes of the run")
-    tint: Tint = next((one for one in TINTS if one == given.get("tint")), "advantage")
+    usual: Tint = "advantage" if any(sample.advantages for sample in samples) else "log-probability"
+    tint: Tint = next((one for one in TINTS if one == given.get("tint")), usual)
     checkpoint, problem = given.get("score", ""), ""
     if checkpoint:
         scores = player.scores(run, checkpoint, samples)
@@ -48,6 +49,7 @@ def group_page(run: RunDirectory, given: Mapping[str, str], store: Store, player
         "before": max((one for one in groups if one < group), default=None),
         "after": min((one for one in groups if one > group), default=None),
         "pages": pages,
+        "prompt": prompt_text(samples[0].episode, decode),
         "parting": parting,
         "tint": tint,
         "tints": TINTS,

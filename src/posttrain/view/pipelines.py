@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.recipe.pipeline import STAGE
 from posttrain.view.scan import Scanner, State, Summary
 
 WIDTH, HEIGHT, GAP_X, GAP_Y = 230, 84, 60, 26
@@ -101,5 +102,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _inputs(record: Any) -> tuple[str, ...]:
+    """The stages that a stage uses; its other inputs are files."""
     inputs = record.get("inputs") if isinstance(record, dict) else None
-    return tuple(map(str, inputs)) if isinstance(inputs, dict) else ()
+    names = map(str, inputs) if isinstance(inputs, dict) else ()
+    return tuple(name.removeprefix(STAGE) for name in names if name.startswith(STAGE))

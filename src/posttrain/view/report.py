@@ -18,8 +18,9 @@ from posttrain.runs.figures import encode
 from posttrain.runs.plots import Compared, compare, figures
 from posttrain.runs.report import changed_rows, run_facts, run_warnings
 from posttrain.runs.sources import Source, differing_keys, open_sources
-from posttrain.runs.tables import Table, headline, read_tables, score_table
+from posttrain.runs.tables import Table, headline, score_table
 from posttrain.view.episodes import EpisodePage, Sample, episode_page, largest_advantage, samples_of, shortened
+from posttrain.view.run_pages import result_tables
 from posttrain.view.templates import templates
 from posttrain.view.trajectories import draw, maker_of, row_of
 
@@ -74,7 +75,7 @@ def section_of(source: Source) -> Section:
     except PosttrainError as error:
         section.missing.append(str(error))
     section.headline = headline(source.lines)
-    section.tables = _tables(run, section)
+    section.tables = result_tables(run, section.missing)
     section.scores = score_table(source.lines)
     section.images = [image(name, figure) for name, figure in figures(source.name, source.lines)]
     section.samples, missing = _samples(run)
@@ -107,17 +108,6 @@ def runs_table(sources: Sequence[Source]) -> Table:
         rows.append((source.name, *map(str, (source.stage, model, environment, source.seed)), steps))
     headings = ("run", "stage", "model", "environment", "seed", "steps")
     return Table("Runs", headings, rows, "", words=("run", "stage", "model", "environment"))
-
-
-def _tables(run: RunDirectory, section: Section) -> list[Table]:
-    file = run.path / "results.json"
-    if not file.is_file():
-        return []
-    try:
-        return read_tables(run.path)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        section.missing.append(f"{file} cannot be read ({error}), so the final tables are missing")
-        return []
 
 
 def _samples(run: RunDirectory) -> tuple[list[tuple[str, list[EpisodePage]]], list[str]]:

@@ -6,6 +6,7 @@ from typing import Any
 from posttrain.errors import PosttrainError
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.report import changed_rows, run_facts
+from posttrain.runs.tables import Table, read_tables
 from posttrain.view.charts import Logs, charts_of, marks_of
 
 
@@ -16,10 +17,23 @@ def charts(logs: Logs, path: Path) -> dict[str, Any]:
     return {"charts": charts_of(lines), "marks": marks}
 
 
+def result_tables(run: RunDirectory, missing: list[str]) -> list[Table]:
+    """The final tables of a run, if it has any. Why they cannot be read is added to `missing`."""
+    file = run.path / "results.json"
+    if not file.is_file():
+        return []
+    try:
+        return read_tables(run.path)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        missing.append(f"{file} cannot be read ({error}), so the final tables are missing")
+        return []
+
+
 def facts(logs: Logs, path: Path) -> dict[str, Any]:
     """The recipe of a run, what differs from the defaults, and its machine. What cannot be read is in `missing`."""
     run, missing = RunDirectory(path), list[str]()
-    shown: dict[str, Any] = {"facts": [], "changed": [], "recipe": "", "missing": missing}
+    shown: dict[str, Any] = {"facts": [], "changed": [], "recipe": "", "tables": [], "missing": missing}
+    shown["tables"] = result_tables(run, missing)
     try:
         shown["facts"] = run_facts(run, logs.read(run.metrics))
         shown["changed"] = changed_rows(run)

@@ -6,7 +6,8 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,21 +76,33 @@ class Summary:
     """The result on the final held-out data if `final`, else the best evaluation so far."""
     final: bool = False
     n: int | None = None
+    best_step: int | None = None
+    """The step of the evaluated weights, where the final result has one."""
     random: float | None = None
     optimal: float | None = None
     spark: tuple[float, ...] = ()
+    curve: str = ""
+    """What the sparkline shows."""
     changed: float = 0.0
     """Time of the last change, in seconds since the epoch."""
     group: str = ""
     """Digest of the recipe without its seed and name."""
     notes: Notes = field(default_factory=Notes)
+    parts: tuple[str, ...] = ("run", "episodes", "play")
+    """The pages of the run."""
+
+    @property
+    def when(self) -> str:
+        """The local time of the last change."""
+        return datetime.fromtimestamp(self.changed).strftime("%Y-%m-%d %H:%M") if self.changed else ""
 
     @property
     def points(self) -> str:
         """The sparkline as the points of an SVG polyline, 100 wide and 24 high."""
         low, high = min(self.spark), max(self.spark)
-        width, height = 100 / (len(self.spark) - 1), 20 / ((high - low) or 1.0)
-        return " ".join(f"{i * width:.1f},{22 - (value - low) * height:.1f}" for i, value in enumerate(self.spark))
+        width, height = 100 / (len(self.spark) - 1), 20 / (high - low) if high > low else 0.0
+        middle = 0.5 * (low + high)
+        return " ".join(f"{i * width:.1f},{12 - (value - middle) * height:.1f}" for i, value in enumerate(self.spark))
 
 
 class Scanner:
@@ -131,8 +144,16 @@ class Scanner:
         if cached is not None and cached[0] == stamp:
             return cached[1]
         summary = summarize(name, RunDirectory(path), running=stamp[-1])
+        summary = replace(summary, model=self._below(summary.model))
         self._cache[name] = stamp, summary
         return summary
+
+    def _below(self, model: str) -> str:
+        """The name of the run that exported the model at the path `model`, if it is in the folder; else the path."""
+        for start in (f"{self.folder}/", f"{self.folder.name}/"):
+            if model.startswith(start) and model.endswith("/model"):
+                return model.removeprefix(start).removesuffix("/model")
+        return model
 
 
 def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
@@ -191,7 +212,18 @@ def summarize(name: str, run: RunDirectory, running: bool) -> Summary:
         changed=max(_stamp(run.metrics)[0], _stamp(run.environment_file)[0]) / 1e9,
         group=hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode()).hexdigest()[:12],
         notes=read_notes(run.path),
+        parts=_parts(run, str(recipe.get("stage"))),
         **measured,
+    )
+
+
+def _parts(run: RunDirectory, stage: str) -> tuple[str, ...]:
+    """The pages of a run: episodes if its stage or its evaluations play some, and play if it trains a language model."""
+    played = stage in ("rl", "distill") or next(run.episodes.glob("step_*"), None) is not None
+    return (
+        "run",
+        *(["episodes"] if played else []),
+        *([] if stage in ("reward", "evaluate", "generate") else ["play"]),
     )
 
 
@@ -247,10 +279,13 @@ class _Lines:
             if best is not None:
                 counted = best.get("n") or best.get("test/rows") or best.get("validation/rows")
                 result |= {"best": _interval(best, key), "final": best is final, "n": counted}
+                result["best_step"] = best.get("best_step") if isinstance(best.get("best_step"), int) else None
             for policy in ("random", "optimal"):
                 result[policy] = _number(self._policies.get(policy, {}).get(key))
             held_out = [line[key] for line in known]
-            return result | {"spark": _thinned(held_out if len(held_out) > 3 or not points else points)}
+            if len(held_out) > 3 or not points:
+                return result | {"spark": _thinned(held_out), "curve": f"held-out {name}"}
+            return result | {"spark": _thinned(points), "curve": f"{name} in training"}
         return {}
 
     def _read(self, raw: bytes) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from posttrain.loopback import ADDRESS, App, Receive, Scope, Send, header, names
 from posttrain.recipe.components import looking
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.sources import Source, differing_keys, open_sources
+from posttrain.runs.sources import Source, bundles_of, differing_keys, open_sources
 from posttrain.view import run_pages
 from posttrain.view.browse import ENDINGS, ORDERS, PAGE, SPLITS, Filter, Store, steps_of
 from posttrain.view.charts import Logs
@@ -178,7 +178,8 @@ class Pages:
                     status = 404 if isinstance(error, InputError) else 500
                     part = "hx-request" in request.headers  # htmx swaps in no answers with another status
                     template = "problem.html.j2" if part else "error.html.j2"
-                    response = self.render(template, 200 if part else status, message=str(error))
+                    message = str(error).replace(f"{self.folder}/", "")
+                    response = self.render(template, 200 if part else status, message=message)
             return response
 
         return endpoint
@@ -228,6 +229,7 @@ class Pages:
         choices: dict[str, Any] = {"splits": SPLITS, "endings": ENDINGS, "orders": ORDERS, "page_size": PAGE}
         shown: dict[str, Any] = {
             "name": name,
+            "run": self.scanner.summary(name, run.path),
             "steps": steps,
             "split": split,
             "step": step,
@@ -240,7 +242,10 @@ class Pages:
         """The episodes of a group side by side."""
         name = request.path_params["name"]
         run = RunDirectory(self.scanner.path(name))
-        return self.render("group.html.j2", name=name, **group_page(run, request.query_params, self.store, self.player))
+        shown = self.scanner.summary(name, run.path)
+        return self.render(
+            "group.html.j2", name=name, run=shown, **group_page(run, request.query_params, self.store, self.player)
+        )
 
     def compare(self, request: Request) -> Response:
         """The page that compares runs."""
@@ -248,15 +253,19 @@ class Pages:
         query = urlencode([("run", name) for name in names])
         differing = differing_keys(sources) if len(sources) > 1 else None
         runs = [self.scanner.summary(name, self.scanner.path(name)) for name in names]
-        return self.render("compare.html.j2", names=names, query=query, differing=differing, runs=runs)
+        grouped, apart = len(bundles_of(sources)[0]) < len(sources), _apart(request)
+        shown: dict[str, Any] = {"names": names, "query": query, "differing": differing, "runs": runs}
+        return self.render("compare.html.j2", **shown, grouped=grouped, apart=apart)
 
     def compare_charts(self, request: Request) -> Response:
         """The curves of several runs as JSON."""
-        return JSONResponse({"charts": charts_of_runs(self._sources(request)[1]), "marks": []})
+        return JSONResponse({"charts": charts_of_runs(self._sources(request)[1], _apart(request)), "marks": []})
 
     def compare_results(self, request: Request) -> Response:
         """The paired differences of several runs."""
-        return self.render("results.html.j2", **paired(self._sources(request)[1]))
+        names, sources = self._sources(request)
+        query = urlencode([("run", name) for name in names])
+        return self.render("results.html.j2", query=query, **paired(sources, _apart(request)))
 
     def _sources(self, request: Request) -> tuple[list[str], list[Source]]:
         names = list(dict.fromkeys(request.query_params.getlist("run")))
@@ -284,7 +293,10 @@ class Pages:
         name = request.path_params["name"]
         run = RunDirectory(self.scanner.path(name))
         environment = getattr(evaluated_environment(run.load_recipe()), "type", "")
-        return self.render("play.html.j2", name=name, checkpoints=checkpoints_of(run), environment=environment)
+        shown = self.scanner.summary(name, run.path)
+        return self.render(
+            "play.html.j2", name=name, run=shown, checkpoints=checkpoints_of(run), environment=environment
+        )
 
     def begin(self, request: Request, form: dict[str, str]) -> Response:
         """Start a chat or an episode with a checkpoint."""
@@ -364,6 +376,11 @@ class Pages:
         if kind is None or not file.is_file():
             raise InputError("there is no such file; go back to the list of runs")
         return Response(file.read_bytes(), media_type=kind, headers={"cache-control": "private, max-age=3600"})
+
+
+def _apart(request: Request) -> bool:
+    """Whether runs that differ only in their seed are compared with each other."""
+    return request.query_params.get("seeds") == "apart"
 
 
 def new_token() -> str:

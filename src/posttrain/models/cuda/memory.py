@@ -1,6 +1,8 @@
-"""Memory of a GPU that the learner shares with an engine in another process, and copies to the CPU's."""
+"""Memory of this process and of a GPU that the learner shares with an engine in another process."""
 
 import copy
+import resource
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,13 @@ def release_cached_memory(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def peak_memory() -> dict[str, float]:
+    """The largest memory so far, in bytes, as metrics: resident memory of this process, and what torch allocated on its GPU."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"memory/process": float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
+    return peak | ({"memory/gpu": float(torch.cuda.max_memory_allocated())} if torch.cuda.is_initialized() else {})
 
 
 def copied_to_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -19,6 +19,15 @@ export function shown(value, percent) {
   return percent ? `${(100 * value).toFixed(2)}%` : String(Number(value.toPrecision(7)));
 }
 
+// A number of an axis: short, because the space is.
+function tick(value, percent) {
+  if (!known(value)) return "";
+  if (percent) return `${Number((100 * value).toPrecision(4))}%`;
+  const size = Math.abs(value);
+  if (size >= 1e4) return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
+  return size > 0 && size < 1e-3 ? Number(value.toPrecision(4)).toExponential() : String(Number(value.toPrecision(4)));
+}
+
 // Centered moving mean; the window shrinks towards both ends, so that nothing lags.
 export function smoothed(values, window) {
   const half = Math.floor(window / 2);
@@ -130,7 +139,7 @@ class Chart {
       bands,
       axes: [
         { ...axis, size: 30, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
-        { ...axis, size: 62, values: (u, values) => values.map((value) => (value === null ? "" : spec.percent ? `${Math.round(1000 * value) / 10}%` : String(Number(value.toPrecision(4))))) },
+        { ...axis, size: 62, values: (u, values) => values.map((value) => tick(value, spec.percent)) },
       ],
       hooks: {
         draw: [(u) => this.draw(u)],
@@ -154,6 +163,8 @@ class Chart {
 
   steps_range(low, high) {
     if (this.charts.zoom) return this.charts.zoom;
+    // All charts have one axis, except while a range is chosen.
+    if (this.charts.extent && low <= this.steps[0] && high >= this.steps.at(-1)) [low, high] = this.charts.extent;
     return low === high || low === null ? [(low ?? 0) - 1, (high ?? 0) + 1] : [low, high];
   }
 
@@ -162,13 +173,31 @@ class Chart {
     if (!values.length) return log ? [0.1, 1] : [0, 1];
     if (this.spec.whole && !log) return [-0.03, 1.05];
     let [least, most] = [Math.min(...values), Math.max(...values)];
-    if (log) return [least / 1.3, most * 1.3];
+    if (log) {
+      // uPlot's ticks have no end unless a log axis starts at one digit, and rounding noise is no value.
+      least = Math.max(least, most * 1e-9, 1e-15) / 1.3;
+      const unit = 10 ** Math.floor(Math.log10(least));
+      return [Number((Math.max(1, Math.floor(least / unit)) * unit).toPrecision(1)), Math.max(most, 1e-14) * 1.3];
+    }
     if (this.spec.stacked) least = 0;
+    // Wide bands leave the plot; curves and baselines do not. A rate has no value outside 0 and 1.
+    const [lowest, highest] = this.limits(log);
+    const span = highest - lowest || Math.abs(highest) || 1;
+    least = Math.max(least, lowest - span, this.spec.percent ? Math.min(0, lowest) : -Infinity);
+    most = Math.min(most, highest + span, this.spec.percent ? Math.max(1, highest) : Infinity);
     const room = 0.06 * (most - least || Math.abs(most) || 1);
     return [least === 0 ? 0 : least - room, most + room];
   }
 
-  // Baselines as dashed lines, and marks of messages, guards and failures at their steps.
+  // The least and the largest value of curves and baselines, without intervals.
+  limits() {
+    const [from, to] = this.charts.zoom ?? [-Infinity, Infinity];
+    const values = this.spec.levels.map((level) => level.value);
+    for (const curve of this.spec.curves) curve.y.forEach((value, i) => { if (known(value) && curve.x[i] >= from && curve.x[i] <= to) values.push(value); });
+    return values.length ? [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))] : [-Infinity, Infinity];
+  }
+
+  // Intervals of single points, baselines as dashed lines, and marks of messages, guards and failures at their steps.
   draw(u) {
     const context = u.ctx;
     const { left, top, width, height } = u.bbox;
@@ -177,7 +206,7 @@ class Chart {
     context.font = `${11 * scale}px system-ui, sans-serif`;
     context.lineWidth = 1.2 * scale;
     context.beginPath();
-    context.rect(left, top - 12 * scale, width, height + 12 * scale);
+    context.rect(left - 8 * scale, top - 12 * scale, width + 16 * scale, height + 12 * scale);
     context.clip();
     for (const level of this.spec.levels) {
       if (this.logarithmic() && level.value <= 0) continue;
@@ -187,6 +216,15 @@ class Chart {
       context.beginPath();
       context.moveTo(left, y);
       context.lineTo(left + width, y);
+      context.stroke();
+    }
+    context.setLineDash([]);
+    for (const curve of this.spec.curves) {
+      if (!curve.low || curve.x.length > 1 || !known(curve.low[0])) continue;
+      context.strokeStyle = this.color(curve.color);
+      context.beginPath();
+      context.moveTo(u.valToPos(curve.x[0], "x", true), u.valToPos(curve.low[0], "y", true));
+      context.lineTo(u.valToPos(curve.x[0], "x", true), u.valToPos(curve.high[0], "y", true));
       context.stroke();
     }
     for (const mark of this.charts.marks) {
@@ -208,14 +246,14 @@ class Chart {
 
   describe() {
     const { title, unit, curves, levels, percent } = this.spec;
-    this.title.textContent = title;
+    const known_unit = title.toLowerCase().includes(unit.toLowerCase()) || curves.some((curve) => curve.label === unit);
+    this.title.replaceChildren(title, ...(known_unit ? [] : [element("span", "unit", ` ${unit}`)]));
     const items = [...curves.map((curve) => [curve.color, curve.label, curve.dash ?? 0]), ...levels.map((level) => [level.color, `${level.label}, ${shown(level.value, percent)}`, 1])];
     this.legend.replaceChildren(...items.map(([color, label, dash]) => {
       const item = element("li", dash ? "dashed" : "", label);
       item.style.setProperty("--swatch", this.color(color));
       return item;
     }));
-    this.legend.append(element("li", "unit", unit));
     this.plot.setAttribute("aria-label", `${title}, ${unit}: ${curves.map((curve) => `${curve.label} ${shown(curve.y.at(-1), percent)} at step ${curve.x.at(-1)}`).join("; ")}. Arrow keys read the values.`);
   }
 
@@ -278,6 +316,7 @@ export class Charts {
       this.redraw();
     });
     on("log", "change", (event) => { this.log = event.target.checked; this.redraw(); });
+    on("only", "input", () => this.filter());
     on("all", "click", () => this.zoomTo(null));
     this.load();
   }
@@ -299,6 +338,8 @@ export class Charts {
 
   show({ charts, marks }) {
     this.marks = marks;
+    const steps = charts.flatMap((spec) => spec.curves.flatMap((curve) => [curve.x[0], curve.x.at(-1), ...curve.nonfinite])).filter(known);
+    this.extent = steps.length ? [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))] : null;
     const seen = new Set();
     let section = null;
     for (const spec of charts) {
@@ -315,14 +356,16 @@ export class Charts {
       }
     }
     for (const [key, chart] of this.made) if (!seen.has(key)) { chart.root.remove(); this.made.delete(key); }
-    if (!charts.length && !this.root.children.length) this.root.append(element("p", "note waiting", "Curves appear after the first step."));
+    if (!charts.length && !this.root.children.length) this.root.append(element("p", "note waiting", this.root.dataset.ended === undefined ? "Curves appear after the first step." : "This run has no curves."));
     else if (charts.length) this.root.querySelector(".waiting")?.remove();
     const list = document.getElementById("marks");
-    list?.replaceChildren(...(marks.length ? marks : [{ step: "–", kind: "message", text: "none" }]).map((mark) => {
+    if (list) document.getElementById("count").textContent = marks.length ? `${marks.length}, the last at step ${marks.at(-1).step}` : "none";
+    list?.replaceChildren(...marks.map((mark) => {
       const item = element("li", mark.kind === "message" ? "" : "bad");
       item.append(element("b", "", `step ${mark.step} `), mark.text);
       return item;
     }));
+    this.filter();
     this.root.dataset.ready = "yes";
   }
 
@@ -338,22 +381,40 @@ export class Charts {
     return made;
   }
 
+  // Charts whose text has the words; folded sections open while words are given.
+  filter() {
+    const words = (document.getElementById("only")?.value ?? "").toLowerCase().split(/\s+/).filter(Boolean);
+    for (const section of this.root.children) {
+      const figures = [...section.querySelectorAll(".chart")];
+      for (const figure of figures) {
+        const text = `${section.dataset.name} ${figure.querySelector("figcaption").textContent}`.toLowerCase();
+        figure.hidden = !words.every((word) => text.includes(word));
+      }
+      section.hidden = figures.length > 0 && figures.every((figure) => figure.hidden);
+      if (section.matches("details") && words.length && !section.open) section.open = section.dataset.opened = true;
+      else if (!words.length && section.dataset.opened) { section.open = false; delete section.dataset.opened; }
+    }
+  }
+
   redraw() {
     for (const chart of this.made.values()) { chart.u?.destroy(); chart.u = null; chart.show(chart.spec); }
   }
 
   zoomed(source, scale) {
     if (this.zooming || !known(scale.min)) return;
-    const all = [source.steps[0], source.steps.at(-1)];
+    const all = this.extent ?? [source.steps[0], source.steps.at(-1)];
     const next = scale.min <= all[0] && scale.max >= all[1] ? null : [scale.min, scale.max];
     if (JSON.stringify(next) !== JSON.stringify(this.zoom)) this.zoomTo(next);
   }
 
   zoomTo(range) {
     this.zoom = range;
+    const all = document.getElementById("all");
+    all.disabled = !range;
+    all.textContent = range ? `Show all steps, not ${Math.ceil(range[0])} to ${Math.floor(range[1])}` : "Show all steps";
     this.zooming = true;
     for (const chart of this.made.values()) {
-      const [low, high] = range ?? [chart.steps[0], chart.steps.at(-1)];
+      const [low, high] = range ?? this.extent ?? [chart.steps[0], chart.steps.at(-1)];
       chart.u?.setScale("x", { min: low, max: high });
     }
     this.zooming = false;

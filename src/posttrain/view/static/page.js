@@ -86,5 +86,7 @@ document.addEventListener("keydown", (event) => {
 });
 // A new message comes into view.
 document.addEventListener("htmx:afterSettle", (event) => {
-  if (event.target.id === "session") event.target.lastElementChild?.scrollIntoView({ block: "nearest" });
+  if (event.target.id !== "session") return;
+  $("#token").textContent = "";
+  event.target.lastElementChild?.scrollIntoView({ block: "nearest" });
 });
