@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.compare import compare
 from posttrain.evaluation.results import read_results
 from posttrain.evaluation.sides import read_sides
+from posttrain.runs.tables import read_tables
 
 pytest.importorskip("lm_eval", reason="needs posttrain[harness]")
 
@@ -150,7 +152,7 @@ def test_a_run_has_the_numbers_of_lm_eval_with_intervals(chat, tasks, theirs, ti
     expected = simple_evaluate(
         theirs, tasks=list(tasks.values()), bootstrap_iters=0, apply_chat_template=chat, fewshot_random_seed=0
     )["results"]
-    metrics, digests = read_results(result.run / "results.json")
+    metrics, digests = read_results(result.run / "harness.json")
     row = result.evaluation[0]
     assert len(digests) == 3 * len(ROWS)
     for name in ("sums_choice/acc", "sums_choice/acc_norm", "sums_answer/exact_match"):
@@ -162,7 +164,7 @@ def test_a_run_has_the_numbers_of_lm_eval_with_intervals(chat, tasks, theirs, ti
         assert row[f"sums_text/{metric}"] == pytest.approx(expected["sums_text"][f"{metric},none"], rel=1e-4)
         assert metrics[f"sums_text/{metric}"].better == "lower"
     assert any(
-        "sums_text/bits_per_byte" in line for line in json.loads((result.run / "results.json").read_text())["dropped"]
+        "sums_text/bits_per_byte" in line for line in json.loads((result.run / "harness.json").read_text())["dropped"]
     )
 
 
@@ -171,6 +173,7 @@ def test_runs_are_compared_document_by_document(tasks, tiny_model, tmp_path):
         settings = {"model": {"path": str(tiny_model)}} | more
         posttrain.harness(tasks=tasks["choice"], runs=str(tmp_path), name=name, **settings)
     a, b, c = (str(tmp_path / name) for name in "abc")
+    assert [table.title for table in read_tables(tmp_path / "a")] == [str(tiny_model)]
     comparison = compare(read_sides([a, b]))
     test = {test.metric: test for _, test in comparison.tests}["sums_choice/acc"]
     assert (test.n, test.test) == (len(ROWS), "McNemar, exact")
@@ -216,7 +219,7 @@ def test_limits_and_a_dry_run(tasks, tiny_model, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
     assert main(["evaluate", "harness", *words, "gen_kwargs.max_gen_toks=1", "name=few"]) == 0
     assert "sums_choice/acc" in (tmp_path / "few" / "report.md").read_text()
-    metrics, _ = read_results(tmp_path / "few" / "results.json")
+    metrics, _ = read_results(tmp_path / "few" / "harness.json")
     assert len(metrics["sums_choice/acc"].scores) == 3
     assert math.isfinite(posttrain.Result.open(tmp_path / "few").evaluation[0]["sums_answer/exact_match"])
 
@@ -228,3 +231,21 @@ def test_the_command_of_lm_eval_has_the_model(tasks, tiny_model, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     file = next(tmp_path.rglob("results_*.json"))
     assert json.loads(file.read_text())["results"]["sums_choice"]["acc,none"] >= 0
+
+
+def test_groups_have_the_documents_of_their_tasks(tasks, tiny_model, tmp_path):
+    folder = tmp_path / "more"
+    folder.mkdir()
+    text = Path(tasks["choice"]).read_text()
+    for name in ("one", "two"):
+        (folder / f"{name}.yaml").write_text(text.replace("task: sums_choice", f"task: sums_{name}"))
+    (folder / "group.yaml").write_text(
+        "group: sums\ntask: [sums_one, sums_two]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    run = posttrain.harness(
+        tasks="sums", include_path=str(folder), model={"path": str(tiny_model)}, runs=str(tmp_path), name="a", limit=5
+    )
+    row = run.evaluation[0]
+    assert (row["sums/acc_n"], row["sums_one/acc_n"]) == (10, 5)
+    assert row["sums/acc"] == pytest.approx(row["sums_one/acc"])
+    assert "sums/acc_norm" not in row, "the group does not define it"

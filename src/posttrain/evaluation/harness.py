@@ -40,6 +40,7 @@ from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.runs.directory import RunDirectory, model_path
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.report import write_report
+from posttrain.runs.tables import write_results
 from posttrain.seeds import derive_seed
 
 _POSITIONS_PER_CHUNK = 512
@@ -268,11 +269,12 @@ def run(recipe: HarnessRecipe, directory: RunDirectory, console: Console) -> Non
         for name, one in results.estimates().items():
             values |= {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high, f"{name}_n": one.n}
         log.write(0, "final", {"policy": "model", **values})
-    results.write(directory.results)
+    results.write(directory.harness)
     table = results.table()
+    write_results(directory.path, [table], [])
     write_report(directory, [table], warnings=results.dropped)
     console.print(table)
-    for line in [table.note, *results.details(), f"results: {directory.results}"]:
+    for line in [table.note, *results.details(), f"results: {directory.harness}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

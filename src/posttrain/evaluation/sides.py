@@ -164,8 +164,8 @@ def _name(paths: Sequence[str]) -> str:
 
 def _read(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) -> Run:
     file = Path(path).expanduser()
-    if (file / "results.json").is_file():
-        run = Run(path, *read_results(file / "results.json"))
+    if RunDirectory(file).harness.is_file():
+        run = Run(path, *read_results(RunDirectory(file).harness))
     elif file.suffix.lower() == ".eval":
         run = Run(path, *read_inspect_log(file))
     elif file.is_dir():

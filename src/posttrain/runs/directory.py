@@ -80,9 +80,9 @@ class RunDirectory:
         return self.path / "report.md"
 
     @property
-    def results(self) -> Path:
+    def harness(self) -> Path:
         """The results of the stage `harness`, with a score per document."""
-        return self.path / "results.json"
+        return self.path / "harness.json"
 
     @property
     def failure(self) -> Path:
