@@ -129,7 +129,7 @@ def test_a_resumed_run_executes_a_file_elsewhere_only_with_trust(strangers, tmp_
         recipe.write_text(recipe.read_text().replace(str(run.parents[1] / "own.py"), str(own)))
         assert main([*RESUMED, str(copy)]) == 2
         assert (
-            f"would execute code that is not in Python files of the current folder, or that comes with the run: environment.type: {own}"
+            f"would execute code that is not in files of the current folder, or that comes with the run: environment.type: {own}"
             in capsys.readouterr().err
         )
         assert not mark.exists()
@@ -169,6 +169,7 @@ def test_files_of_this_folder_and_of_the_command_need_no_trust(strangers, tiny_m
         ({"environment": {"type": "openenv", "in_process": "x:Y"}}, "environment.in_process: x:Y"),
         ({"environment": {"type": "x.y:Own"}}, "environment.type: x.y:Own"),
         ({"environment": {"type": "resumed/inside.py"}}, "environment.type: resumed/inside.py"),
+        ({"tasks": ["a,/x/y.yaml"], "include_path": "/x/t"}, "include_path: /x/t, tasks.0: /x/y.yaml"),
         ({"model": {"path": "x", "trust_remote_code": True}}, "model.trust_remote_code: True"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.partition(":")[0],
