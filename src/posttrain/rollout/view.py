@@ -234,10 +234,13 @@ def token_decoder(run: RunDirectory) -> Decode | None:
     for directory in (run.path / "model", *sorted(run.checkpoints.glob("step_*/policy"))[::-1]):
         if (decode := _saved_decoder(directory / "tokenizer.json")) is not None:
             return decode
-    from posttrain.models.load import load_tokenizer
+    from posttrain.models.load import load_tokenizer, on_disk
 
     try:
-        tokenizer = load_tokenizer(run.load_recipe().model.model_copy(update={"trust_remote_code": False}))
+        model = run.load_recipe().model.model_copy(update={"trust_remote_code": False})
+        if not on_disk(model.path):  # looking at a run downloads nothing that it names
+            raise InputError(f"{model.path} is not on this machine")
+        tokenizer = load_tokenizer(model)
     except Exception as error:
         print(f"showing token ids because the tokenizer cannot be loaded: {error}", file=sys.stderr)
         return None
