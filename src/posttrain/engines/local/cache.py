@@ -1,8 +1,9 @@
 """The paged key/value cache of the local engine, and the attention of a forward pass that fills and reads it.
 
-A pass has new tokens of many sequences (`CachedLayout`). Prompts are attended one by one. Decoding sequences, with one new
-token each, are attended together: the compiled kernel attends to every sequence by itself; without it, torch computes
-matrix products over blocks, one page of neighboring slots each. Either way, pages that several slots share are read once.
+A pass has new tokens of many sequences (`CachedLayout`). Prompts are attended one by one. Decoding sequences, with one
+new token each, are attended together: the compiled kernel attends to every sequence separately; without the kernel,
+torch computes matrix products over blocks, one page of neighboring slots each. Either way, pages that several slots
+share are read once.
 """
 
 import ctypes
@@ -22,10 +23,10 @@ from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.forward import upload
 
 _DONT_NEED: int | None = mmap.MADV_DONTNEED if sys.platform == "linux" else None
-"""Elsewhere it does not return memory, so there the whole cache is allocated at once."""
+"""On other systems memory cannot be returned, so the whole cache is allocated at once."""
 _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 MAX_SLOT_GAP = 8
-"""Unneeded slots between two needed ones that a block includes, because reading them costs less than another product."""
+"""Maximum gap of unneeded slots that a block includes, because reading them costs less than another product."""
 MIN_SAVED_TOKENS = 512
 """Cached tokens that sharing a prefix must save before its pages are attended separately."""
 
@@ -54,11 +55,11 @@ class Segment:
 class KeyValuePages:
     """Keys and values of all layers, each [pages, slots, H_kv, PAGE, D].
 
-    Page p of slot s holds its tokens p x PAGE .. (p + 1) x PAGE - 1. The same page of neighboring slots is contiguous in
-    memory, which makes products over many sequences fast. The number of pages grows by half at a time.
+    Page p of slot s holds its tokens p x PAGE .. (p + 1) x PAGE - 1. The same page of neighboring slots is contiguous
+    in memory, which makes products over many sequences fast. The number of pages grows by half at a time.
 
-    On a CPU the tensors reserve addresses only: the system provides the memory of a page when tokens are written to it, and
-    `drop` returns it.
+    On a CPU the tensors reserve addresses only: the system provides the memory of a page when tokens are written to it,
+    and `drop` returns it.
     """
 
     def __init__(self, slots: int) -> None:
@@ -186,7 +187,7 @@ def _return_memory(page: torch.Tensor) -> None:
         _LIBRARY.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _DONT_NEED)
 
 
-# -- what decoding reads ----------------------------------------------------------------------------------------------
+# -- plan of decoding -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class Block:
 
 @dataclass(frozen=True)
 class SharedPages:
-    """Slots whose first `pages` pages hold the same tokens; those of the first slot are read for all."""
+    """Slots whose first `pages` pages contain the same tokens. The pages of the first slot are read for all of them."""
 
     slots: list[int]
     pages: int
@@ -208,7 +209,8 @@ class SharedPages:
 
 @dataclass(frozen=True)
 class Plan:
-    """What decoding reads: `shared` pages and `blocks`, in slots first .. stop - 1 and in the first `pages` pages."""
+    """The memory that decoding reads: `shared` pages and `blocks`, in slots first .. stop - 1 and the first `pages`
+    pages."""
 
     first: int
     stop: int
@@ -266,7 +268,8 @@ class DecodingAttention(Protocol):
 
 
 def decoding_attention(singles: Sequence[Segment], window: int | None, rows: torch.Tensor) -> DecodingAttention:
-    """The fastest implementation for segments of one token, sorted by slot; `rows` gives dtype, device and head sizes."""
+    """The fastest implementation for segments of one token, sorted by slot; `rows` gives dtype, device and head
+    sizes."""
     if rows.device.type == "cpu":
         kernel = decoding_kernel(rows.dtype, rows.shape[-1], rows.shape[-2])
         if kernel is not None:
@@ -275,7 +278,8 @@ def decoding_attention(singles: Sequence[Segment], window: int | None, rows: tor
 
 
 class CompiledDecodingAttention:
-    """Attends to each sequence separately. Sequences that share pages read the same ones, which stay in the CPU cache."""
+    """Attends to each sequence separately. Sequences that share pages read the same ones, which stay in the CPU
+    cache."""
 
     def __init__(self, kernel: DecodingKernel, singles: Sequence[Segment], window: int | None) -> None:
         self._kernel = kernel
@@ -295,8 +299,8 @@ class CompiledDecodingAttention:
 class TorchDecodingAttention:
     """Attention by a `Plan`.
 
-    It works on all slots from the first to the last that decodes, so that memory is contiguous. Rows of slots in between
-    are computed and discarded.
+    It computes all slots from the first to the last decoding one, so that memory is contiguous. Rows of slots in
+    between are computed and discarded.
     """
 
     def __init__(self, singles: Sequence[Segment], window: int | None, device: torch.device) -> None:
@@ -361,8 +365,8 @@ class TorchDecodingAttention:
 def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Scores [R, H_kv, G, L] of `queries` [R, H_kv, G, D] with `keys` [R, H_kv, L, D].
 
-    In bfloat16 a CPU multiplies the large matrix by the small one much faster than the other way round, which copies the
-    large one into another layout first.
+    In bfloat16, a CPU multiplies the large matrix by the small one much faster than in the reverse order, which first
+    copies the large matrix into another layout.
     """
     if keys.dtype == torch.bfloat16:
         return (keys @ queries.transpose(2, 3)).transpose(2, 3)
@@ -375,8 +379,8 @@ def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 class CachedLayout:
     """A layout of new tokens of many sequences in one row. Each sequence sees its cached tokens and, causally, itself.
 
-    Segments of one token (decoding) come first, ordered by slot, and are computed together. Longer segments (prompts) are
-    computed one by one. Prefixes that decoding sequences share are read once.
+    Segments of one token (decoding) come first, ordered by slot, and are computed together. Longer segments (prompts)
+    are computed one by one. Prefixes that decoding sequences share are read once.
     """
 
     def __init__(self, cache: KeyValuePages, segments: Sequence[Segment], device: torch.device) -> None:
@@ -491,7 +495,8 @@ class CachedLayout:
         return attend_segments(query, key, value, [segment], scaling, window, self._masks)[:, before:]
 
     def _decoding_attention(self, window: int | None, rows: torch.Tensor) -> DecodingAttention:
-        """The attention of the decoding rows. With a window, prefixes are not shared: it may hide parts of them."""
+        """The attention of the decoding rows. With a window, prefixes are not shared, because the window may hide parts
+        of them."""
         if window is not None and window > max(s.start for s in self.singles):
             window = None
         if window not in self._decoding:

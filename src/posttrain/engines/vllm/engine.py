@@ -49,11 +49,12 @@ MIB = 2**20
 class HangDetector:
     """Pings an engine while calls to it are in flight, and fails the calls when it stops responding.
 
-    The duration of a call says nothing about the engine's health, so calls have no time-out of their own.
+    The duration of a call does not indicate whether the engine is healthy, so calls have no time-out.
     """
 
     def __init__(self, ping: Callable[[], Awaitable[None]], timeout: float) -> None:
-        """`ping` returns once the engine has responded. An engine that does not respond for `timeout` seconds hangs."""
+        """`ping` returns once the engine has responded. An engine that does not respond for `timeout` seconds counts as
+        hanging."""
         self._ping = ping
         self._timeout = timeout
         self._calls: set[asyncio.Future[Any]] = set()
@@ -78,7 +79,7 @@ class HangDetector:
                 self._pinging.cancel()
 
     async def _ping_while_called(self) -> None:
-        """Ping until cancelled, when no call is in flight any more."""
+        """Ping until cancelled, which happens when no call is in flight."""
         while True:
             await asyncio.sleep(self._timeout / 4)
             calls = set(self._calls)
@@ -127,7 +128,7 @@ class VllmEngine:
             replicas: the engines to use instead of those that the settings describe.
 
         Raises:
-            InputError: a setting is wrong, or the policy does not fit vLLM.
+            InputError: a setting is wrong, or vLLM does not support the policy.
             RunError: an engine does not start.
         """
         recipe = section(VllmEngineRecipe, recipe, **settings)
@@ -216,7 +217,7 @@ class VllmEngine:
         source = source or self.policy
         # The replicas wake up to receive weights, and again to allocate their cache.
         release_cached_memory(source.device)
-        # A replica that is being restarted first receives the weights whose files are removed next.
+        # Wait for replicas that are being restarted: they read the weights whose files are removed next.
         self._run(self._on_replicas(lambda state: state.lock.acquire()))
         try:
             self._store.clear()
@@ -232,7 +233,7 @@ class VllmEngine:
         self._run(self._on_replicas(self._restart_if_dead))
 
     def sleep(self) -> None:
-        """Free the memory of every replica as far as it can."""
+        """Free as much memory of every replica as possible."""
         self._run(self._on_replicas(lambda state: self._if_alive(state, state.replica.sleep())))
 
     def close(self) -> None:
@@ -276,7 +277,8 @@ class VllmEngine:
     # -- dead replicas ------------------------------------------------------------------------------------------------
 
     async def _restart(self, state: _ReplicaState, starts: int, reason: str) -> None:
-        """Restart the replica with the current weights, unless another request has restarted it since start `starts`."""
+        """Restart the replica with the current weights, unless another request has restarted it since start
+        `starts`."""
         async with state.lock:
             if state.starts != starts:
                 return
@@ -342,7 +344,7 @@ class VllmEngine:
         if missing:
             raise RunError(
                 f"{state.replica.name} lacks {len(missing)} weights of {self.model_path}, the first of them {missing[0]}; it "
-                "was started with another model than the policy"
+                "was started with a model that differs from the policy"
             )
 
     async def _resend(self, state: _ReplicaState) -> None:
@@ -411,7 +413,7 @@ def _adapter_config(policy: Policy) -> dict[str, Any]:
 def _close(
     replicas: Sequence[Replica], store: WeightStore, loop: asyncio.AbstractEventLoop, thread: threading.Thread
 ) -> None:
-    # Stop the loop first: calls still in flight would take the shutdown for a death.
+    # Stop the loop first: calls still in flight would mistake the shutdown for a dead replica.
     loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():
         thread.join(timeout=5)
@@ -434,8 +436,8 @@ def open_vllm(
 ) -> VllmEngine:
     """A vLLM engine for contexts of up to `max_context` tokens, whose log-probabilities are exact for `sampling`.
 
-    `logs`: directory for the log files of servers started here (default: a temporary directory). `weights_change`: whether
-    weights may change while requests are in flight. In a run of several
+    `logs`: directory for the log files of servers that this process starts (default: a temporary directory).
+    `weights_change`: whether weights may change while requests are in flight. In a run of several
     processes only rank 0 has replicas; the other ranks take part in gathering sharded weights.
     """
     settings = replace(settings_of(policy, recipe, max_context, sampling), stream=weights_change)

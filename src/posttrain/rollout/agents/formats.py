@@ -79,7 +79,7 @@ def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _arguments(text: Any) -> Any:
-    """Arguments of a call as an object where they are one, for the chat template."""
+    """Arguments of a call, parsed if they are a JSON object, for the chat template."""
     return json_or_text(text or "{}") if isinstance(text, str) else text
 
 
@@ -89,11 +89,12 @@ def _call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     return {"id": str(id), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-# -- OpenAI -------------------------------------------------------------------------------------------------------------
+# -- OpenAI
+# -------------------------------------------------------------------------------------------------------------
 
 
 def openai_call(body: dict[str, Any], retry: bool) -> ChatCall:
-    """A request of chat completions. CallRefused for what the endpoint cannot do."""
+    """Parse a chat completions request. CallRefused for unsupported features."""
     if _get(body, "n", int, 1) != 1:
         raise _refuse("n must be 1; send several requests")
     if body.get("logprobs") or body.get("functions"):
@@ -197,11 +198,12 @@ def openai_error(message: str, status: int, kind: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": kind}}
 
 
-# -- Anthropic ----------------------------------------------------------------------------------------------------------
+# -- Anthropic
+# ----------------------------------------------------------------------------------------------------------
 
 
 def anthropic_call(body: dict[str, Any], retry: bool) -> ChatCall:
-    """A request of messages. CallRefused for what the endpoint cannot do."""
+    """Parse a messages request. CallRefused for unsupported features."""
     messages: list[Message] = []
     if system := _text(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})
