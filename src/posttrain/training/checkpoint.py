@@ -1,9 +1,10 @@
 """Checkpoints: written atomically, verified when read, rotated by the rules of the recipe.
 
-A checkpoint is a directory `step_N` with the policy as transformers or peft saves it, tensors such as the optimizer's in
-`tensors`, the trainer's state, and a manifest with the SHA-256 of every file. It is written to a temporary directory, synced
-to disk, and renamed. With several processes, each writes its share of the tensors, and rank 0 writes everything else. Any
-number of processes can read it. With `checkpoint.asynchronous`, a thread writes copies. Older checkpoints are reduced to the policy, and all of them when the run has ended.
+A checkpoint is a directory `step_N` with the policy as transformers or peft saves it, tensors such as the optimizer's
+in `tensors`, the trainer's state, and a manifest with the SHA-256 of every file. It is written to a temporary
+directory, synced to disk, and renamed. With several processes, each writes its share of the tensors, and rank 0 writes
+everything else. Any number of processes can read it. With `checkpoint.asynchronous`, a thread writes copies of the
+tensors. Older checkpoints are reduced to the policy; when the run ends, all of them are.
 """
 
 import json
@@ -26,7 +27,7 @@ from posttrain.runs.directory import partial_path, storage_errors, sync_director
 from posttrain.runs.storage import MANIFEST, STATE, delete_state, digest_of_file, saved_steps, size_text
 
 _WHOLE = 2
-"""Latest checkpoints that `keep: all` keeps whole."""
+"""Number of latest checkpoints that `keep: all` keeps complete."""
 
 
 class Checkpoints:
@@ -64,7 +65,8 @@ class Checkpoints:
     ) -> Path:
         """Write the checkpoint of `step`, then delete or reduce older ones. The one of step `best` is kept.
 
-        `later`: return once everything is copied, and write it in a thread. Raises what an earlier such thread raised.
+        `later`: return once everything is copied, and write the copies in a thread. Raises the exception of an earlier
+        such thread, if any.
         """
         self.wait()
         world, target, text = current_world(), self.path(step), json.dumps(state, indent=1)
@@ -114,7 +116,8 @@ class Checkpoints:
         return target
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete; raise the error that stopped it."""
+        """Wait until the checkpoint that is being written is complete. Raises the error that stopped writing, if
+        any."""
         if self._writing is None or threading.current_thread() is self._writing:
             return
         self._writing.join()
@@ -128,7 +131,7 @@ class Checkpoints:
         `policy` and `state`: bytes of the policy and of everything else in a checkpoint.
         """
         keep, regular = self.recipe.keep, self.recipe.keep_every
-        whole = 1 + (_WHOLE if keep == "all" else keep)  # one is written before the oldest is deleted
+        whole = 1 + (_WHOLE if keep == "all" else keep)  # a new checkpoint is written before the oldest is deleted
         policies = 2 + (steps // self.recipe.every if keep == "all" else 0) + (steps // regular if regular else 0)
         files = [path.stat() for path in self.directory.rglob("*") if path.is_file()]
         needed = whole * (policy + state) + policies * policy - sum(stat.st_size for stat in files)
@@ -155,7 +158,7 @@ class Checkpoints:
     def verify(self, path: Path, resumable: bool = False) -> None:
         """Raise InputError unless this run wrote every file of the checkpoint and none has changed.
 
-        `resumable`: raise it also for a checkpoint that was reduced to its policy.
+        `resumable`: also raise for a checkpoint that was reduced to its policy.
         """
         others = [s for s in self.steps() if self.path(s) != path and (self.path(s) / STATE).is_file()]
         remedy = (
@@ -183,9 +186,9 @@ class Checkpoints:
                 raise InputError(f"{path / name} is damaged: its checksum differs; {remedy}")
 
     def fall_back(self) -> list[str]:
-        """Rename checkpoints that are newer than the newest intact one to `damaged_step_N`; returns a sentence for each.
+        """Rename checkpoints newer than the newest intact one to `damaged_step_N`. Returns a message for each.
 
-        InputError if no checkpoint is intact; then none is renamed.
+        InputError if no checkpoint is intact; in this case none is renamed.
         """
         damaged: list[tuple[Path, str]] = []
         for step in reversed(self.steps()):

@@ -27,8 +27,8 @@ from posttrain.training.updater import Sample, Totals, Updater, computed, on_str
 class CriticLearner:
     """The critic with its optimizer. It learns from the same episodes as the policy.
 
-    A critic with its own trunk makes every update by itself. A critic that shares the policy's trunk makes those of the
-    value warm-up; after that, the policy's learner trains its head together with the policy.
+    A critic with its own trunk makes all of its updates. A critic that shares the policy's trunk makes only those of
+    the value warm-up; after that, the policy's learner trains its head together with the policy.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class CriticLearner:
         """Create the critic of `policy`.
 
         Args:
-            credit: gives the targets of the values.
+            credit: determines the targets of the values.
             updates: optimizer steps of the critic in the whole run.
-            stored_statistics: rewards are normalized by statistics that the reward model stores. A critic that starts
-                from that reward model then begins with values in these units.
+            stored_statistics: whether rewards are normalized by statistics stored with the reward model. A critic that
+            starts from that reward model then begins with values in these units.
 
         Raises:
             InputError: the critic's tokenizer is not the policy's.
@@ -80,8 +80,8 @@ class CriticLearner:
     ) -> PerToken:
         """The value before each sampled token, zero elsewhere. Also sets `values` and `returns` of the samples.
 
-        The target `returns` is that of `value_targets`. The explained variance of the discounted rewards
-        by the values is among the metrics of the next update.
+        The targets `returns` come from `value_targets`. The share of the variance of discounted returns that the values
+        explain is among the metrics of the next update.
         """
         self._evaluate([s for s in samples if s.values is None])
         values: PerToken = []
@@ -101,7 +101,7 @@ class CriticLearner:
         return values
 
     def update(self, samples: Sequence[Sample]) -> Totals:
-        """Make one optimizer step of the critic by itself; returns its metrics, under names that begin with `critic/`."""
+        """Make one optimizer step of the critic alone. Returns its metrics, with names that begin with `critic/`."""
         totals = self.take_fit()
         for key, value in self.learner.update(samples, self.objective).items():
             if key != "loss/total":
@@ -109,7 +109,7 @@ class CriticLearner:
         return totals
 
     def take_fit(self) -> Totals:
-        """The metrics of the last `estimate_values`, once."""
+        """Return the metrics of the last `estimate_values` and clear them."""
         fit, self._fit = self._fit, {}
         return fit
 
@@ -121,7 +121,7 @@ class CriticLearner:
         ]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors, and the trained weights of which it has no float32 masters."""
+        """The optimizer's tensors, and the trained weights that have no float32 masters."""
         tensors = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.tensors().items()}
         for name, parameter in self.model.trainable():
             if f"optimizer/{name}/master" not in tensors:
@@ -134,7 +134,7 @@ class CriticLearner:
         return {"optimizer": self.optimizer.state_dict(), **counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`, after the tensors were read."""
+        """Restore the result of `state_dict`. Call it after the tensors were read."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.learner.skipped_in_a_row, self.model.version = state["skipped_in_a_row"], state["version"]
 
