@@ -150,7 +150,8 @@ def remedies() -> Iterator[str]:
 
 
 def measure(model: str = DEMO_MODEL, seconds: float = 5.0) -> Speed:
-    """Sample and train on the demo's task for `seconds` each, after a warm-up. InputError if the model is not installed."""
+    """Sample and train on the demo's task for `seconds` each, after a warm-up. InputError if the model is not
+    installed."""
     import posttrain
     from posttrain.models.packing import row_length
 
@@ -233,7 +234,7 @@ def vector_units(file: Path = Path("/proc/cpuinfo")) -> list[str]:
 
 
 def memory(file: Path = Path("/proc/meminfo")) -> tuple[int, int]:
-    """Total and available bytes of memory; 0 where unknown."""
+    """Total and available bytes of memory; 0 if unknown."""
     try:
         lines = file.read_text().splitlines()
         sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}

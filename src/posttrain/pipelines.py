@@ -49,7 +49,7 @@ def run_pipeline(
 
     Args:
         only: run this stage only. Earlier stages must have finished. Their models are used as they are, with a warning
-            where the current recipe would give another model.
+            if the current recipe would give another model.
         start_from: like `only`, for this stage and those after it.
         overwrite: run the selected stages even if nothing has changed.
 
@@ -95,7 +95,8 @@ def _convert(recipe: ConvertRecipe, directory: Path, console: Console) -> None:
 def evaluate_checkpoints(recipe: EvaluateRecipe) -> PipelineRecipe:
     """Return the evaluations of all checkpoints at `recipe.model.path` as a pipeline, one stage for each.
 
-    The path is a run, or a pattern of checkpoints such as `runs/run/checkpoints/step_00001*`. InputError if there are none.
+    The path is a run, or a pattern of checkpoints such as `runs/run/checkpoints/step_00001*`. InputError if there are
+    none.
     """
     path = recipe.model.path
     pattern = f"{path}/checkpoints/step_*" if (Path(path) / "checkpoints").is_dir() else path
@@ -180,7 +181,8 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
 
 
 def unfinished_upstream(pipeline: PipelineRecipe, stage: PipelineStage, running: Collection[str] = ()) -> str | None:
-    """Return a stage whose model or files `stage` uses and that is neither finished nor in `running`; None if there is none."""
+    """Return a stage whose model or files `stage` uses and that is neither finished nor in `running`; None if there is
+    none."""
     missing = [name for name in stage.inputs if not _read(pipeline.directory / name / "lineage.json")]
     return next((name for name in missing if name not in running), None)
 
@@ -195,7 +197,7 @@ def require_upstream(pipeline: PipelineRecipe, stage: PipelineStage) -> None:
 
 
 def _converted(pipeline: PipelineRecipe, name: str) -> list[str]:
-    """Return the names of the files that the stage `name` makes; empty where it exports a model."""
+    """Return the names of the files that the stage `name` makes; empty if it exports a model."""
     recipe = next(stage.recipe for stage in pipeline.stages if stage.name == name)
     return [f"{file}.jsonl" for file in recipe.files] if isinstance(recipe, ConvertRecipe) else []
 
@@ -346,7 +348,7 @@ def _files(root: Path, digests: bool) -> dict[str, list[Any]]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the JSON object in `file`; empty where the file is missing or truncated."""
+    """Return the JSON object in `file`; empty if the file is missing or truncated."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -365,7 +367,7 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     """Print the results of the stages and write them to `<pipeline>/report.md`, with links to the stages' reports.
 
     Stages that play the same environment share one table; the tables of other stages follow. Returns the path, or None
-    where there are no results.
+    if there are no results.
     """
     rows = combined_rows(pipeline)
     tables = []
@@ -405,7 +407,8 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
 
 
 def _to_look_at(pipeline: PipelineRecipe) -> list[str]:
-    """Return the learning curve of the last stage that trained on episodes, and the command that shows the last of these."""
+    """Return the learning curve of the last stage that trained on episodes, and the command that shows the last of
+    these."""
     for stage in reversed(_finished(pipeline)):
         run = pipeline.directory / stage.name
         steps = [stored.step for stored in stored_steps(run / "episodes") if stored.split == "train"]
@@ -417,7 +420,8 @@ def _to_look_at(pipeline: PipelineRecipe) -> list[str]:
 
 
 def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:
-    """Return rows for the random policy, the model before any stage and after each finished stage, and the optimal policy.
+    """Return rows for the random policy, the model before any stage and after each finished stage, and the optimal
+    policy.
 
     Only stages that play the same environment on the same final seeds as the last one are included.
     """

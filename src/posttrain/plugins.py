@@ -37,7 +37,8 @@ Group = Literal[
   dotted name adds to a group of the command line: `data.mazes` becomes `posttrain data mazes`.
 - `posttrain.losses`, `posttrain.credits`: the `type` of a policy loss or credit -> its function, as for
   `posttrain.register_loss` and `posttrain.register_credit`.
-- `posttrain.models`: NAME of `model.path=made:NAME` -> a function without arguments that makes the model where it does not
+- `posttrain.models`: NAME of `model.path=made:NAME` -> a function without arguments that makes the model where it does
+not
   exist yet, and returns its directory.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
@@ -106,10 +107,11 @@ _trusted: ContextVar[tuple[str, ...] | None] = ContextVar("trusted", default=Non
 
 @contextmanager
 def trusting(words: Sequence[str]) -> Iterator[None]:
-    """Inside, Python files are executed if they are in the current folder or one of `words` has their path, and refused otherwise.
+    """Inside, Python files are executed if they are in the current folder or one of `words` has their path, and refused
+    otherwise.
 
-    A recipe or a run of somebody else may name any file of this machine, and the command line must not execute one that its
-    user did not name. Python callers are not restricted.
+    A recipe or a run of somebody else may name any file of this machine, and the command line must not execute one that
+    its user did not name. Python callers are not restricted.
     """
     before = _trusted.set(tuple(words))
     try:
@@ -119,7 +121,7 @@ def trusting(words: Sequence[str]) -> Iterator[None]:
 
 
 def require_trust(path: Path) -> None:
-    """Raises InputError where the file at `path` must not be executed, see `trusting`."""
+    """Raises InputError if the file at `path` must not be executed, see `trusting`."""
     words = _trusted.get()
     if words is None or path.resolve().is_relative_to(Path.cwd().resolve()) or any(str(path) in word for word in words):
         return

@@ -39,7 +39,7 @@ class Result:
     """One row per policy of the final table: `policy`, values by name with the limits of their 95% intervals
     (`success`, `success_low`, `success_high`), and `n`, the environment seeds or rows they were measured on."""
     best_step: int | None
-    """The step whose weights were exported; None where no checkpoint was chosen."""
+    """The step whose weights were exported; None if no checkpoint was chosen."""
     warnings: list[str]
     """What the run warned of."""
 

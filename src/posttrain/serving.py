@@ -1,7 +1,7 @@
 """`posttrain serve`: an OpenAI-compatible server for one policy, on the loopback address.
 
-Chat completions (with tools and streaming), completions and models. Log-probabilities are those of the sampled tokens, at
-the request's temperature and before top-p, top-k and min-p, as the learner computes them.
+Chat completions (with tools and streaming), completions and models. Log-probabilities are those of the sampled tokens,
+at the request's temperature and before top-p, top-k and min-p, as the learner computes them.
 """
 
 import asyncio
@@ -134,7 +134,8 @@ class Server:
         app.add_route("/v1/models", models, methods=["GET"])
         return app
 
-    # -- sampling -------------------------------------------------------------------------------------------------------
+    # -- sampling
+    # -------------------------------------------------------------------------------------------------------
 
     async def _complete(
         self,
@@ -178,8 +179,8 @@ class Server:
         shown = ""
         try:
             while (token := await tokens.get()) is not None:
-                # When the client leaves, anyio cancels only a task that does not wait for a finished future. With a token
-                # per pass of the event loop, the one of the queue always is.
+                # When the client leaves, anyio cancels only a task that does not wait for a finished future. With a
+                # token per pass of the event loop, the one of the queue always is.
                 await asyncio.sleep(0)
                 ids.append(token)
                 text = self.renderer.answer_text(ids)
@@ -196,7 +197,8 @@ class Server:
         finally:
             task.cancel()
 
-    # -- chat completions -----------------------------------------------------------------------------------------------
+    # -- chat completions
+    # -----------------------------------------------------------------------------------------------
 
     def _prompt(self, values: dict[str, Any], body: _Body) -> tuple[list[int], bool]:
         """The prompt of a chat, and whether it has tools."""
@@ -209,7 +211,8 @@ class Server:
         return prompt, bool(call.tools)
 
     async def chat(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a chat completion that is not streamed, as in OpenAI's API. CallRefused for a request that is refused."""
+        """The answer to a chat completion that is not streamed, as in OpenAI's API. CallRefused for a request that is
+        refused."""
         return await self._chat(values, _parse(values))
 
     async def _chat(self, values: dict[str, Any], body: _Body) -> dict[str, Any]:
@@ -274,7 +277,8 @@ class Server:
             ]
         }
 
-    # -- completions ----------------------------------------------------------------------------------------------------
+    # -- completions
+    # ----------------------------------------------------------------------------------------------------
 
     def _prompts(self, body: _Body) -> list[list[int]]:
         """The prompts as tokens. A text gets the tokenizer's special tokens, as in other servers."""
@@ -366,7 +370,7 @@ def guarded(app: App, port: int, key: str | None) -> tuple[App, Callable[[Scope]
 
 
 async def _read(request: Any) -> tuple[dict[str, Any], _Body]:
-    """The JSON object of a request. CallRefused where it is too large, no object, or asks for what is not supported."""
+    """The JSON object of a request. CallRefused if it is too large, no object, or asks for what is not supported."""
     received = bytearray()
     async for part in request.stream():
         received += part
@@ -383,7 +387,7 @@ async def _read(request: Any) -> tuple[dict[str, Any], _Body]:
 
 
 def _parse(values: dict[str, Any]) -> _Body:
-    """The fields of a request that choose how tokens are sampled; CallRefused where they ask for what is not supported."""
+    """The fields of a request that choose how tokens are sampled; CallRefused if they ask for what is not supported."""
     if given := [key for key in _UNSUPPORTED if values.get(key)]:
         raise CallRefused(f"{given[0]} is not supported; leave it out")
     try:

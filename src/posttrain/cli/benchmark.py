@@ -51,7 +51,7 @@ def benchmark(
 
 
 def _scripts(folder: Path) -> dict[str, Path]:
-    """Name -> script. InputError where there is no such folder."""
+    """Name -> script. InputError if there is no such folder."""
     scripts = {file.stem: file for file in sorted(folder.glob("*.py")) if not file.stem.startswith("_")}
     if not scripts:
         raise InputError(

@@ -13,8 +13,9 @@ from posttrain.recipe.validation import nearest_type
 class Program:
     """`stage`: the stage of the recipe. `rules`: what to make of each flag.
 
-    `defaults`: values of flags that have an effect without being given. `implied`: rows of what the framework does and no flag
-    changes. `other_names`: names of the same flags in other versions. `rows_of`: flag that names the training data.
+    `defaults`: values of flags that have an effect without being given. `implied`: rows of what the framework does and
+    no flag changes. `other_names`: names of the same flags in other versions. `rows_of`: flag that names the training
+    data.
     """
 
     framework: str
@@ -82,7 +83,7 @@ class Program:
 
 
 def values_of(rows: Iterable[Row]) -> dict[str, Any]:
-    """Dotted keys of the recipe with their values. InputError where two flags set a key to different values."""
+    """Dotted keys of the recipe with their values. InputError if two flags set a key to different values."""
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for row in rows:

@@ -70,8 +70,8 @@ def step_phases(
         rows: Tokens of an optimizer step on rows. Default: rows of maximum length.
         reward: Sizes of the reward model. Default: those of the policy.
 
-    The `evaluate` stage counts as one step. `generate` and `harness` have no phases, because the number of rows is unknown
-    until they are read.
+    The `evaluate` stage counts as one step. `generate` and `harness` have no phases, because the number of rows is
+    unknown until they are read.
     """
     if isinstance(recipe, RlRecipe):
         return _rl(recipe, sizes, device, placement, episodes or episodes_at_most(recipe), reward or sizes)
@@ -226,7 +226,7 @@ def _rl(
 def _teacher(
     teacher: TeacherRecipe, model: ModelRecipe, sizes: ModelSizes, device: Device, placement: Placement, tokens: Tokens
 ) -> list[Phase]:
-    """The teacher's forward passes; empty where it is on servers."""
+    """The teacher's forward passes; empty if it is on servers."""
     if teacher.urls:
         return []
     teacher_model = (teacher_sizes(teacher.path) if teacher.path is not None else None) or sizes

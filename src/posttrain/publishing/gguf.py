@@ -27,7 +27,8 @@ _NORMAL, _CONTROL, _USER = 1, 3, 4
 
 @dataclass(frozen=True)
 class Check:
-    """Comparison of the written file with the model: relative difference of the logits, and agreement of the best token."""
+    """Comparison of the written file with the model: relative difference of the logits, and agreement of the best
+    token."""
 
     difference: float
     agreement: float
@@ -212,7 +213,7 @@ def load_gguf(file: Path, head_dim: int | None = None) -> tuple[Any, Any]:
 
 
 def compare(model: Any, tokenizer: Any, file: Path) -> Check:
-    """Load the file with transformers and compare tokens and logits. RunError where the tokens differ."""
+    """Load the file with transformers and compare tokens and logits. RunError if the tokens differ."""
     loaded, again = load_gguf(file, _head_dim(model.config))
     if again.get_vocab() != tokenizer.get_vocab():
         differing = set(again.get_vocab().items()) ^ set(tokenizer.get_vocab().items())

@@ -1,7 +1,7 @@
 """Find the component that a recipe names by `type`: a built-in name, `module:Class`, or `path/to/file.py`.
 
-Components are named by text and imported on demand, so a recipe can be read without torch, and your own environments work
-like the built-in ones. A `Factory` makes components in this process or, in a cluster run, on another one.
+Components are named by text and imported on demand, so a recipe can be read without torch, and your own environments
+work like the built-in ones. A `Factory` makes components in this process or, in a cluster run, on another one.
 """
 
 import functools
@@ -53,7 +53,7 @@ class EnvironmentRecipe(BaseConfig):
 
     @property
     def rows_key(self) -> str | None:
-        """The recipe key of the files whose rows are the tasks; None where tasks are generated from seeds."""
+        """The recipe key of the files whose rows are the tasks; None if tasks are generated from seeds."""
         return None
 
 
@@ -62,9 +62,9 @@ _looking: ContextVar[bool] = ContextVar("looking", default=False)
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Inside, environments that are neither games of this package nor plug-ins have no code: `environment_class` returns one that
-    takes all keys and cannot be played. Run directories may come from other people, and looking at one must not run what it
-    names."""
+    """Inside, environments that are neither games of this package nor plug-ins have no code: `environment_class`
+    returns one that takes all keys and cannot be played. Run directories may come from other people, and looking at one
+    must not run what it names."""
     before = _looking.set(True)
     try:
         yield
@@ -83,7 +83,8 @@ def register_environment(name: Any) -> Any:
         class Maze(posttrain.Environment): ...
 
     As a function, `register_environment(Maze)` registers the class under the name by which other processes import it
-    (`module:Class` or `path/to/file.py:Class`), and returns that name. InputError for the name of a built-in environment.
+    (`module:Class` or `path/to/file.py:Class`), and returns that name. InputError for the name of a built-in
+    environment.
     """
     if isinstance(name, type):
         place = place_of(name)
@@ -204,8 +205,8 @@ def _class_in(module: Any, class_name: str, where: str) -> Any:
 
 
 class Factory(Generic[P, T]):
-    """A function that makes a component in this process. Inside `placed_by`, another function makes it, such as one that
-    makes it on a worker of a cluster."""
+    """A function that makes a component in this process. Inside `placed_by`, another function makes it, such as one
+    that makes it on a worker of a cluster."""
 
     def __init__(self, here: Callable[P, T]) -> None:
         self.here = here
