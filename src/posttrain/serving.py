@@ -27,14 +27,14 @@ from posttrain.rollout.agents.session import CallRefused, ChatAnswer
 from posttrain.seeds import derive_seed
 
 MAX_BODY = 32 << 20
-"""Largest request in bytes."""
+"""Maximum size of a request in bytes."""
 _POLL_SECONDS = 0.25
 _UNSUPPORTED = ("echo", "suffix", "best_of", "logit_bias", "presence_penalty", "frequency_penalty", "functions")
-"""Fields that would change the answer. They are refused unless they are null, false or 0."""
+"""Unsupported fields that would change the answer. They are refused unless they are null, false or 0."""
 
 
 class _Body(BaseModel):
-    """The fields of both kinds of request that choose how tokens are sampled."""
+    """Sampling fields of both kinds of request."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -57,7 +57,7 @@ class _Body(BaseModel):
 
     def sampling(self) -> SamplingRecipe:
         """InputError for a value that is not allowed."""
-        top_k = max(self.top_k, 0)  # other servers switch it off with -1
+        top_k = max(self.top_k, 0)  # other servers use -1 to disable it
         return section(SamplingRecipe, temperature=self.temperature, top_p=self.top_p, top_k=top_k, min_p=self.min_p)
 
     @property
@@ -110,7 +110,7 @@ class Server:
                     values, body = await _read(request)
                     made = answer(values, body)
                     if body.stream:
-                        # The first event is made now, so that an error has its own status.
+                        # Compute the first event now, so that an error still gets its own HTTP status.
                         events = made.__aiter__()
                         first = await anext(events)
                         return StreamingResponse(_after(first, events), media_type="text/event-stream")
@@ -145,7 +145,7 @@ class Server:
         index: int,
         show: Callable[[int], None] | None = None,
     ) -> _Choice:
-        """One completion of `prompt`. `show` gets each token as it is sampled, from engines that can."""
+        """One completion of `prompt`. `show` is called with each token as it is sampled, if the engine supports it."""
         if body.seed is None:
             seed = derive_seed(self._seed, "serve", self._count)
             self._count += 1
@@ -170,7 +170,8 @@ class Server:
         )
 
     async def _pieces(self, prompt: Sequence[int], body: _Body, limit: int | None) -> AsyncIterator[str | _Choice]:
-        """The text of a completion in pieces, then the completion. Text that may belong to a stop string waits."""
+        """The text of a completion in pieces, then the completion. Text that may be part of a stop string is held
+        back."""
         held = max((len(stop) - 1 for stop in body.stops), default=0)
         tokens: asyncio.Queue[int | None] = asyncio.Queue()
         task = asyncio.create_task(self._complete(prompt, body, limit, 0, tokens.put_nowait))
@@ -179,13 +180,14 @@ class Server:
         shown = ""
         try:
             while (token := await tokens.get()) is not None:
-                # When the client leaves, anyio cancels only a task that does not wait for a finished future. With a
-                # token per pass of the event loop, the one of the queue always is.
+                # When the client disconnects, anyio does not cancel a task that waits for a finished future. With a
+                # token per pass of the
+                # event loop, the future of the queue is always finished.
                 await asyncio.sleep(0)
                 ids.append(token)
                 text = self.renderer.answer_text(ids)
                 ready = text[: len(text) - held] if held else text
-                # A character of several tokens is sent once it is whole.
+                # A character of several tokens is sent once it is complete.
                 stopped = any(stop in text for stop in body.stops)
                 if not stopped and ready.startswith(shown) and len(ready) > len(shown) and "\ufffd" not in ready[-1:]:
                     yield ready[len(shown) :]
@@ -211,8 +213,8 @@ class Server:
         return prompt, bool(call.tools)
 
     async def chat(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a chat completion that is not streamed, as in OpenAI's API. CallRefused for a request that is
-        refused."""
+        """The answer to a chat completion without streaming, as in OpenAI's API. CallRefused for an unsupported
+        request."""
         return await self._chat(values, _parse(values))
 
     async def _chat(self, values: dict[str, Any], body: _Body) -> dict[str, Any]:
@@ -239,7 +241,7 @@ class Server:
 
         yield chunk({"role": "assistant", "content": ""})
         async for piece in self._pieces(prompt, body, body.max_completion_tokens or body.max_tokens):
-            # With tools, what is text and what is a call is known at the end.
+            # With tools, text and calls can be distinguished only at the end.
             if isinstance(piece, str):
                 if not tools:
                     yield chunk({"content": piece})
@@ -269,7 +271,7 @@ class Server:
                 {
                     "token": token,
                     "logprob": logprob,
-                    # Part of a character is no text.
+                    # A partial character is not text.
                     "bytes": None if "\ufffd" in token else list(token.encode()),
                     "top_logprobs": [],
                 }
@@ -346,9 +348,9 @@ class Server:
 
 
 def guarded(app: App, port: int, key: str | None) -> tuple[App, Callable[[Scope], bool]]:
-    """`app` for requests of this machine's programs, with `key` if there is one; and whether a request is admitted.
+    """`app`, restricted to programs of this machine that send `key` (if set), and the test for admitted requests.
 
-    A page in a browser sends the address of its site (`Origin`), and is refused.
+    Web pages in a browser send the header `Origin` and are refused.
     """
 
     def refusal(scope: Scope) -> tuple[int, str] | None:
@@ -370,7 +372,7 @@ def guarded(app: App, port: int, key: str | None) -> tuple[App, Callable[[Scope]
 
 
 async def _read(request: Any) -> tuple[dict[str, Any], _Body]:
-    """The JSON object of a request. CallRefused if it is too large, no object, or asks for what is not supported."""
+    """The JSON object of a request. CallRefused if it is too large, is not an object, or needs unsupported features."""
     received = bytearray()
     async for part in request.stream():
         received += part
@@ -387,7 +389,7 @@ async def _read(request: Any) -> tuple[dict[str, Any], _Body]:
 
 
 def _parse(values: dict[str, Any]) -> _Body:
-    """The fields of a request that choose how tokens are sampled; CallRefused if they ask for what is not supported."""
+    """The sampling fields of a request. CallRefused for unsupported values."""
     if given := [key for key in _UNSUPPORTED if values.get(key)]:
         raise CallRefused(f"{given[0]} is not supported; leave it out")
     try:
@@ -407,7 +409,7 @@ async def _all(coroutines: Any) -> list[_Choice]:
 
 
 async def _unless_gone(request: Any, answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """The answer, cancelled if the client closes the connection."""
+    """The answer. Its computation is cancelled if the client closes the connection."""
     from starlette.requests import ClientDisconnect
 
     task = asyncio.ensure_future(answer)

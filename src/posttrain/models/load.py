@@ -396,7 +396,8 @@ def _adapter_config(path: str) -> dict[str, Any]:
 
 
 def _with_adapters(model: Any, path: str) -> Any:
-    """`model` with the adapters at `path` merged. Files that need pickle are refused: unpickling can run their code."""
+    """`model` with the adapters at `path` merged. Files that need pickle are refused, because unpickling can run
+    code."""
     from peft import PeftModel
 
     if not (Path(path) / "adapter_model.safetensors").is_file():

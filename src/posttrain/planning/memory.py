@@ -31,7 +31,8 @@ _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 
 
 def with_dtypes(recipe: R, device: Device | None) -> R:
-    """The recipe with the precision that each of its models has on `device`. Unknown ones (None) stay open."""
+    """The recipe with the precision that each of its models has on `device`. For an unknown device (None), it is
+    unchanged."""
     if device is None:
         return recipe
 
@@ -72,7 +73,7 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
         return {}
     if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
         return {}
-    assert isinstance(recipe.engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model takes no memory here"
+    assert isinstance(recipe.engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model needs no local memory"
     width = weight_width(recipe.model)
     rows = {}
     if placement.engines or isinstance(recipe.engine, VllmEngineRecipe):
@@ -130,7 +131,7 @@ _DIVIDED = (
     "teacher",
     "language model for entropies",
 )
-"""Items that sharding divides. Activations and logits depend on the tokens of each device."""
+"""Items that sharding divides. Activations and logits depend on the number of tokens on each device."""
 _OFFLOADED = ("float32 masters and their gradients", "AdamW state")
 
 
@@ -228,7 +229,7 @@ def _reference(recipe: DpoRecipe | RlRecipe, sizes: ModelSizes, width: int, trai
 
 
 def _teacher(recipe: RlRecipe | DistillRecipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
-    """The teacher's weights, and what it says about the tokens of a step."""
+    """The teacher's weights, and its scores of the tokens of a step."""
     teacher = recipe.teacher
     assert teacher is not None
     if teacher.path is not None:

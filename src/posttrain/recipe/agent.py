@@ -7,7 +7,7 @@ from pydantic import Field
 from posttrain.recipe.base import BaseConfig
 
 SCORED_ELSEWHERE = ("environment", "report", "none")
-"""Values of `agent.reward` that are no function."""
+"""Values of `agent.reward` that do not name a function."""
 
 
 class AgentRecipe(BaseConfig):
@@ -32,7 +32,7 @@ class AgentRecipe(BaseConfig):
     """For `report` and functions: success is a reward of at least this, unless the report has `success`. null: report
     no success."""
     max_concurrent: int = Field(16, ge=1)
-    """Largest number of agents that run at a time."""
+    """Maximum number of agents that run at a time."""
     lockstep: bool = True
     """true: a forward pass of the local engine waits until every running agent has called it or ended, so that a
     resumed run repeats the same bits. false: it waits for no agent, which is faster where agents take long between

@@ -21,7 +21,7 @@ _ELSEWHERE = {
 }
 """Field of a request -> the recipe key that sets it."""
 _OTHER_SHAPE = ("stream", "n", "tools", "functions")
-"""Fields of a request that make the reply something other than one text."""
+"""Fields of a request with which the reply is not a single text."""
 
 
 class LocalEngineRecipe(BaseConfig):
@@ -52,7 +52,7 @@ class OpenAIEngineRecipe(BaseConfig):
     api_key_variable: str | None = None
     """Name of the environment variable that holds the API key. Null: send a placeholder key."""
     max_concurrent: int = Field(8, ge=1)
-    """Largest number of concurrent episodes; each has at most one request open."""
+    """Maximum number of concurrent episodes; each has at most one request open."""
     timeout: float = Field(120, gt=0)
     """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are
     not followed."""
@@ -101,7 +101,7 @@ def has_thinking(environment: EnvironmentRecipe) -> bool:
 
 
 def no_primer(environment: EnvironmentRecipe, primer: str) -> str:
-    """Why an environment that begins every answer with `primer` cannot be played remotely, and what to set."""
+    """Why an environment with the primer `primer` cannot be played remotely, and the setting to change."""
     if hasattr(environment, "opened_by"):
         remedy = "set environment.opened_by=policy"
     elif hasattr(_format(environment), "prime"):
@@ -149,9 +149,9 @@ class VllmEngineRecipe(BaseConfig):
     cache_gigabytes: float | None = Field(None, gt=0)
     """Size of the key/value cache in GiB. Null: what `gpu_memory_utilization` leaves on a GPU, 2 on a CPU."""
     max_num_seqs: int = Field(256, ge=1)
-    """Largest number of concurrent sequences per server."""
+    """Maximum number of concurrent sequences per server."""
     tokens_per_forward: int = Field(8192, ge=16)
-    """Largest number of tokens (prefill and decoding) in one forward pass."""
+    """Maximum number of tokens (prefill and decoding) in one forward pass."""
     max_model_len: int | None = Field(None, ge=16)
     """Longest context in tokens. Null: `rollout.tokens_per_episode`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -161,7 +161,7 @@ class VllmEngineRecipe(BaseConfig):
     enforce_eager: bool | None = None
     """Run without compilation and CUDA graphs. Null: false on a GPU, true on a CPU."""
     bucket_megabytes: int = Field(512, ge=1)
-    """Largest bucket of a weight transfer, in MiB; at least one tensor."""
+    """Maximum size of a bucket of a weight transfer, in MiB; at least one tensor."""
     adapters: Literal["merged", "adapter_only"] = "merged"
     """With `model.lora`. `merged`: send full weights with the adapters merged. `adapter_only`: send only the adapters;
     the engine keeps the frozen base weights."""
@@ -177,7 +177,7 @@ class VllmEngineRecipe(BaseConfig):
 
     @property
     def slots(self) -> int:
-        """Largest number of concurrent sequences on all servers."""
+        """Maximum number of concurrent sequences on all servers."""
         return self.max_num_seqs * self.replicas
 
     @property
@@ -215,6 +215,6 @@ def has_truncated_logprobs(engine: LocalEngineRecipe | VllmEngineRecipe, samplin
 
 
 def refuse_lone_adapters(engine: object, model: ModelRecipe) -> None:
-    """ValueError if adapters alone are to be sent and there are none."""
+    """ValueError if only adapters would be sent but the model has none."""
     if isinstance(engine, VllmEngineRecipe) and engine.adapters == "adapter_only" and model.lora is None:
         raise ValueError("`engine.adapters: adapter_only` needs adapters; set `model.lora`, or use merged")

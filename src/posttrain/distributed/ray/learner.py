@@ -66,7 +66,7 @@ class LearnerWorker(Worker):
         return ray.util.get_node_ip_address(), port, ray.get_runtime_context().get_node_id(), gpus, os.getpid()
 
     def run(self, job: Job) -> LearnerExit:
-        """Run the stage to its end. Errors of posttrain are returned, all others raised."""
+        """Run the stage to its end. Errors of posttrain are returned; all others are raised."""
         from posttrain.distributed.world import AlreadyReported, RankLost
         from posttrain.training.stage import run_in_process
 
