@@ -30,6 +30,10 @@ _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 """Names of the matrices in the order of `ModelSizes.linear_sizes`."""
 
 
+_FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per weight of a 4-bit matrix: the number, a byte of scale for 64 of them, and 4 bytes for 256 scales."""
+
+
 def with_dtypes(recipe: R, device: Device | None) -> R:
     """The recipe with the precision that each of its models has on `device`. Unknown ones (None) stay open."""
     if device is None:
@@ -56,6 +60,10 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
     width = weight_width(recipe.model)
     count = sizes.scorer_parameters if isinstance(recipe, RewardRecipe) else sizes.parameters
     rows = {"weights": (width * count, f"{count:,} parameters of {width} bytes")}
+    if recipe.model.load_in_4bit:
+        packed = sizes.layers * sizes.layer
+        size = round(_FOUR_BITS * packed) + width * (count - packed)
+        rows["weights"] = (size, f"{packed:,} parameters of 4 bits, {count - packed:,} of {width} bytes")
     if not isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):
         rows |= _training(recipe, sizes, width)
     rows = _divided(rows, sizes, placement, width)
@@ -110,7 +118,7 @@ def peak_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement) -> tupl
 
 def weight_width(model: ModelRecipe) -> int:
     """Bytes per weight."""
-    return 2 if model.dtype == "bfloat16" else 4
+    return 2 if model.dtype == "bfloat16" or model.load_in_4bit else 4
 
 
 def cache_bytes(sizes: ModelSizes, width: int, tensor: int = 1) -> int:

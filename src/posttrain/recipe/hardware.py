@@ -41,13 +41,14 @@ class EnvironmentPlacement(BaseConfig):
 
 
 class DedicatedPlacement(BaseConfig):
-    """GPUs for one model alone, as other systems place them. `posttrain cluster plan` estimates such placements; a run
-    rejects them."""
+    """Processes for one model alone, each with one GPU on clusters with GPUs. They work at the same time as the learners."""
 
     critic: int = Field(0, ge=0)
-    """GPUs for the critic alone. 0: it runs on the learners' GPUs."""
+    """Processes of a critic with `critic.backbone: separate`; they divide its state (FSDP2). 0: it runs in the learners' processes."""
     reference: int = Field(0, ge=0)
-    """GPUs for the reference model alone. 0: it runs on the learners' GPUs."""
+    """Copies of the reference model of the KL penalty; each scores a share of the episodes. 0: it runs in the learners' processes."""
+    cpus: float = Field(1.0, gt=0)
+    """CPU cores per process."""
 
 
 class HardwareRecipe(BaseConfig):

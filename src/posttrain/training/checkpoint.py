@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,12 @@ class Checkpoints:
         state: dict[str, Any],
         best: int | None,
         later: bool = False,
+        remote: Mapping[str, Callable[[Path], None]] | None = None,
     ) -> Path:
         """Write the checkpoint of `step`, then delete or reduce older ones. The one of step `best` is kept.
 
-        `later`: return once everything is copied, and write it in a thread. Raises what an earlier such thread raised.
+        `later`: return once everything is copied, and write it in a thread. `remote`: functions by which other processes
+        write tensors to a directory, by its name; rank 0 calls them. Raises what an earlier such thread raised.
         """
         self.wait()
         world, target, text = current_world(), self.path(step), json.dumps(state, indent=1)
@@ -96,6 +99,8 @@ class Checkpoints:
 
         with storage_errors(target):
             world.on_rank0(begin)
+            for name, write_there in (remote or {}).items():
+                world.on_rank0(partial(write_there, aside / name))
         if not later:
             write(lambda: model.save(aside / "policy"), tensors)
             return target
@@ -214,8 +219,8 @@ class Checkpoints:
                 os.fsync(handle.fileno())
         digests = {str(path.relative_to(aside)): digest_of_file(path) for path in files}
         write_atomically(aside / MANIFEST, json.dumps({"run": self.run_id, "step": step, "files": digests}, indent=1))
-        sync_directory(aside / "policy")
-        sync_directory(aside / "tensors")
+        for directory in (path for path in aside.iterdir() if path.is_dir()):
+            sync_directory(directory)
 
     def _rotate(self, best: int | None) -> None:
         keep, regular = self.recipe.keep, self.recipe.keep_every

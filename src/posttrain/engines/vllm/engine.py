@@ -380,7 +380,9 @@ class VllmEngine:
         bucket = self.recipe.bucket_megabytes * MIB
         if self.recipe.max_restarts == 0 and not self.recipe.urls:
             return 2 * bucket
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.policy.model.parameters())
+        # A byte of 4-bit weights is sent as two numbers of two bytes.
+        widths = ((p, p.element_size() if p.is_floating_point() else 4) for p in self.policy.model.parameters())
+        return sum(parameter.numel() * width for parameter, width in widths)
 
     async def _on_replicas(self, call: Callable[[_ReplicaState], Coroutine[Any, Any, T]]) -> list[T]:
         """Call all replicas concurrently and return the results; after all have ended, raise the first error."""
