@@ -296,5 +296,7 @@ def test_flash_attention_is_activated_through_torch(device, thin_model, monkeypa
         raise ModuleNotFoundError("No module named 'flash_attn_interface'")
 
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", missing)
-    with pytest.raises(InputError, match=r"model\.attention: fa3 could not be activated .*install flash_attn_interface"):
+    with pytest.raises(
+        InputError, match=r"model\.attention: fa3 could not be activated .*install flash_attn_interface"
+    ):
         Policy(made.recipe(thin_model, attention="fa3"))

@@ -28,7 +28,7 @@ class LocalEngineRecipe(BaseConfig):
     """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache across turns and groups."""
 
     type: Literal["local"] = "local"
-    """`local`: in this process, on the weights in training."""
+    """`local`: in this process, on the weights in training. If no engine is given, `rl`, `distill` and `generate` use `vllm` on a GPU where vLLM is installed; the run prints which and why."""
     slots: int = Field(64, ge=1)
     """Number of sequences in the key/value cache, which is the largest number decoded at the same time."""
     tokens_per_forward: int = Field(2048, ge=16)
