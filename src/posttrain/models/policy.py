@@ -172,7 +172,16 @@ class TrainedModel:
 
     def save_later(self, directory: Path) -> Callable[[], None]:
         """Copy the trained weights to CPU memory; returns a function that writes what `save` would have written now, and
-        may run in another thread. For a model that is not sharded."""
+        may run in another thread. All ranks call it; only that of rank 0 writes."""
+        world = current_world()
+        if self.sharded is not None:
+            gathered = self.gather_weights(self.saved_tensors())
+            if not world.is_rank0:
+                return lambda: None
+            assert gathered is not None
+            own = {name: tensor.clone() for name, tensor in gathered.items()} if world.size == 1 else gathered
+            self.tokenizer.save_pretrained(directory)
+            return lambda: self.model.save_pretrained(directory, state_dict=own)  # type: ignore[operator]
         copies: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.saved_tensors().items():  # a tensor with several names stays one

@@ -130,7 +130,7 @@ class OptimizerRecipe(BaseConfig):
     """AdamW, its schedule, and gradient clipping."""
 
     type: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw`: moments in float32, 8 bytes per trained weight. `adamw_8bit`: moments in blocks of 8-bit numbers, 2 bytes (bitsandbytes); for one process."""
+    """`adamw`: moments in float32, 8 bytes per trained weight. `adamw_8bit`: moments in blocks of 8-bit numbers, 2 bytes (bitsandbytes). Not with `hardware.offload`, and such a run resumes with as many processes as it was saved with."""
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate, after warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -3,14 +3,16 @@
 A checkpoint is a directory `step_N` with the policy as transformers or peft saves it, tensors such as the optimizer's in
 `tensors`, the trainer's state, and a manifest with the SHA-256 of every file. It is written to a temporary directory, synced
 to disk, and renamed. With several processes, each writes its share of the tensors, and rank 0 writes everything else. Any
-number of processes can read it. With `checkpoint.asynchronous`, a thread writes copies. Older checkpoints are reduced to the policy, and all of them when the run has ended.
+number of processes can read it. With `checkpoint.asynchronous`, a thread of each process writes copies.
+Older checkpoints are reduced to the policy, and all of them when the run has ended.
 """
 
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -34,12 +36,6 @@ class Checkpoints:
     """The checkpoints of one run, in `directory`. `run_id` identifies the run in each of them."""
 
     def __init__(self, directory: Path, run_id: str, recipe: CheckpointRecipe) -> None:
-        """Raises InputError for asynchronous checkpoints of several processes."""
-        if recipe.asynchronous and (current_world().sharded or not current_world().is_single_process):
-            raise InputError(
-                "checkpoint.asynchronous is for runs in one process without hardware.offload: all; remove it: several "
-                "processes write their shares at the same time"
-            )
         self.directory = directory
         self.run_id = run_id
         self.recipe = recipe
@@ -86,12 +82,11 @@ class Checkpoints:
             sync_directory(self.directory)
             self._rotate(best)
 
-        def write(save_model: Callable[[], None], tensors: Mapping[str, torch.Tensor]) -> None:
+        @contextmanager
+        def removing_parts() -> Iterator[None]:
             with storage_errors(target):
                 try:
-                    save_model()
-                    write_tensors(aside / "tensors", tensors)
-                    world.on_rank0(conclude)
+                    yield
                 except BaseException:
                     if world.is_rank0:
                         shutil.rmtree(aside, ignore_errors=True)
@@ -102,7 +97,10 @@ class Checkpoints:
             for name, write_there in (remote or {}).items():
                 world.on_rank0(partial(write_there, aside / name))
         if not later:
-            write(lambda: model.save(aside / "policy"), tensors)
+            with removing_parts():
+                model.save(aside / "policy")
+                write_tensors(aside / "tensors", tensors)
+                world.on_rank0(conclude)
             return target
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         with storage_errors(target):
@@ -110,7 +108,12 @@ class Checkpoints:
 
         def attempt() -> None:
             try:
-                write(save_model, copies)
+                with removing_parts():
+                    # Every process has written when this returns, so rank 0 needs no further call of all.
+                    write_tensors(aside / "tensors", copies, background=True)
+                    save_model()
+                    if world.is_rank0:
+                        conclude()
             except BaseException as error:
                 self._failure = error
 
@@ -119,13 +122,13 @@ class Checkpoints:
         return target
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete; raise the error that stopped it."""
+        """Wait until the checkpoint that is being written is complete; raise the error that stopped it, on every process."""
         if self._writing is None or threading.current_thread() is self._writing:
             return
         self._writing.join()
         self._writing, failure, self._failure = None, self._failure, None
-        if failure is not None:
-            raise failure
+        for error in current_world().gather([] if failure is None else [failure]):
+            raise error
 
     def require_room(self, steps: int, policy: int, state: int) -> None:
         """InputError if the disk has no room for the checkpoints of `steps` steps and the exported model.

@@ -70,7 +70,11 @@ class Optimizer:
         self.masters = [_master(parameter, self._offloads) for parameter in self.parameters]
         decays = [decayed(name, parameter) for name, parameter in parameters]
         groups = [
-            {"params": [m for m, d in zip(self.masters, decays, strict=True) if d == decay], "weight_decay": rate}
+            # A process may have no share of a small parameter, and bitsandbytes has no kernel for nothing.
+            {
+                "params": [m for m, d in zip(self.masters, decays, strict=True) if d == decay and m.numel()],
+                "weight_decay": rate,
+            }
             for decay, rate in ((True, recipe.weight_decay), (False, 0.0))
         ]
         self._adamw: Any = self._made([group for group in groups if group["params"]])
@@ -83,10 +87,10 @@ class Optimizer:
         recipe = self.recipe
         settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.betas, "eps": recipe.epsilon}
         if recipe.type == "adamw_8bit":
-            if self._offloads or not current_world().is_single_process or current_world().sharded:
+            if current_world().hardware.offload != "none":
                 raise InputError(
-                    "optimizer.type adamw_8bit keeps its state on the device of one process, whole; use adamw with "
-                    "hardware.offload or several processes, which need no smaller state"
+                    "optimizer.type adamw_8bit keeps its state on the device; with hardware.offload use adamw, whose state is "
+                    "in CPU memory"
                 )
             bitsandbytes = require_module("bitsandbytes", "optimizer.type adamw_8bit")
             eight = bitsandbytes.optim.AdamW8bit(groups, **settings)
@@ -99,6 +103,11 @@ class Optimizer:
             zeros = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
             adamw.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
         return adamw
+
+    @property
+    def own_part(self) -> str:
+        """The end of the names of tensors that only as many processes can read."""
+        return f"/{current_world().rank} of {current_world().size}"
 
     @property
     def learning_rate(self) -> float:
@@ -174,6 +183,10 @@ class Optimizer:
                     continue
                 if isinstance(value, int):  # bitsandbytes counts steps in plain numbers
                     value = self._counts.setdefault(name, torch.zeros((), dtype=torch.int64)).fill_(value)
+                if self.recipe.type == "adamw_8bit" and is_sharded(parameter) and value.dim():
+                    # Blocks of 8-bit numbers are those of this process's share, whose scales no other share has.
+                    tensors[f"{name}/{key}{self.own_part}"] = value
+                    continue
                 tensors[f"{name}/{key}"] = shard_like(value, parameter) if value.shape == master.shape else value
             if compute_dtype(parameter) != torch.float32 or (self._offloads and is_sharded(parameter)):
                 tensors[f"{name}/master"] = shard_like(master.detach(), parameter)

@@ -289,7 +289,9 @@ class SyncRollouts:
         engine = self.manager.engine
         begun, counters = time.perf_counter(), replace(engine.counters)
         with self.manager.worker(self.manager.rollout.sampling) as worker:
+            loaded = time.perf_counter() - begun
             batch = collect(worker, self.tasks, step, self.greedy)
+            batch.metrics["time/weights"] = loaded
         work = asdict(engine.counters.since(counters))
         of_ranks = current_world().gather([work])
         batch.counters = EngineCounters(**{name: sum(each[name] for each in of_ranks) for name in work})

@@ -19,6 +19,7 @@ from rich.console import Console
 from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import Interrupts, current_world
 from posttrain.episode import Advantages, Episode
+from posttrain.errors import InputError
 from posttrain.models.cuda.memory import peak_memory
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
@@ -214,6 +215,13 @@ class Trainer(Generic[Output]):
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
         targets, random = self._tensors(state["step"]), random_states(self.model.device)
+        if state["processes"] != self._world.size and any(
+            name.endswith(self.learner.optimizer.own_part) for name in targets
+        ):
+            raise InputError(
+                f"{directory.parent} has the 8-bit optimizer state of {state['processes']} processes, in shares that others cannot "
+                f"read; resume with hardware.processes={state['processes']}"
+            )
         same = state["processes"] == self._world.size and state.get("devices") == sorted(random)
         read_tensors(tensors, targets | (self._named(random) if same else {}))
         if same:
