@@ -52,7 +52,7 @@ CHECKS = {
 def judged(part: str, rows: Sequence[Row]) -> list[Row]:
     """The rows with the verdict of the part's check in the first of them."""
     check = CHECKS.get(part)
-    if check is None or not rows:
+    if check is None or not rows or rows[0].note.startswith("not run"):
         return list(rows)
     passed = all(row.value == row.value for row in rows) and check.passes(rows)
     verdict = "passed" if passed else "FAILED"

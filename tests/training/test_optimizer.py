@@ -91,3 +91,14 @@ def test_a_copy_on_another_device_keeps_weights_tied():
     assert {tensor.device.type for tensor in copy.state_dict().values()} == {"meta"}
     assert copy[0].bias is copy[1].bias
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_that_slept_makes_the_same_steps(dtype, monkeypatch):
+    expected = stepped(made(dtype=dtype))
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload="rollouts")))
+    optimizer = made(dtype=dtype)
+    stepped(optimizer, 0, 2)
+    optimizer.sleep()
+    optimizer.wake()
+    assert all(map(torch.equal, stepped(optimizer, 2, 4), expected))

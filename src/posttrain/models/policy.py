@@ -434,7 +434,7 @@ class Policy(TrainedModel):
     @property
     def _offloads_reference(self) -> bool:
         """Whether the reference model is in CPU memory between its passes. FSDP moves sharded models itself."""
-        return current_world().hardware.offload == "optimizer" and not current_world().sharded
+        return current_world().hardware.offload in ("optimizer", "rollouts") and not current_world().sharded
 
     def _reference_copy(self) -> tuple[torch.nn.Module, ShardedModel | None]:
         if self._reference is None:

@@ -112,6 +112,8 @@ def peak_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement) -> tupl
     engine = engine_memory(recipe, sizes, placement)
     rows = {what: count for what, (count, _) in memory_estimate(recipe, sizes, placement).items() if what not in engine}
     passing = sum(rows.get(what, 0) for what in ("activations, roughly", "logits", "gathered temporarily"))
+    if isinstance(recipe, RlRecipe) and recipe.hardware.offload == "rollouts":
+        passing += sum(rows.get(what, 0) for what in _OFFLOADED)
     learning, sampling = sum(rows.values()), sum(count for count, _ in engine.values())
     return learning, sampling + (learning - passing if placement.colocated else 0)
 
@@ -180,7 +182,7 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         assert isinstance(recipe, DpoRecipe | RlRecipe)
         if recipe.model.lora is None:
             rows["reference model"] = _reference(recipe, sizes, width, trained)
-            if offloads:
+            if recipe.hardware.offload in ("optimizer", "rollouts"):
                 rows["reference model"] = (0, "in CPU memory, and on the device when there are no gradients")
         else:
             rows["reference model"] = (0, "the policy with adapters disabled")

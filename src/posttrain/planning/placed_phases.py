@@ -62,7 +62,7 @@ def placement_of(recipe: PlacedRecipe, devices: bool) -> Placement:
         engines=count,
         tensor=hardware.engines.devices if count else 1,
         colocated=hardware.engines.colocated or not count,
-        offloaded=hardware.offload != "none",
+        offloaded=hardware.offload in ("optimizer", "all"),
         async_rollouts=recipe.rollout.async_rollouts if apart and isinstance(recipe, RlRecipe) else 0,
     )
 

@@ -101,13 +101,13 @@ def placed_recipe(recipe: Recipe) -> PlacedRecipe:
 def refuse_placement(recipe: PlacedRecipe) -> None:
     """Raise `InputError` for a placement that can be planned but not run, or without a model to place."""
     dedicated = recipe.hardware.dedicated
-    of_rl = isinstance(recipe, RlRecipe)
-    if dedicated.critic and not (of_rl and recipe.has_critic and recipe.critic.backbone == "separate"):
+    rl = recipe if isinstance(recipe, RlRecipe) else None
+    if dedicated.critic and not (rl and rl.has_critic and rl.critic.backbone == "separate"):
         raise InputError(
             "hardware.dedicated.critic: there is no critic with weights of its own; set credit.type=gae and "
             "critic.backbone=separate, or hardware.dedicated.critic=0"
         )
-    if dedicated.reference and not (of_rl and recipe.kl.coefficient > 0 and not recipe.moves_reference):
+    if dedicated.reference and not (rl and rl.kl.coefficient > 0 and not rl.moves_reference):
         raise InputError(
             "hardware.dedicated.reference: there is no KL penalty with a fixed reference model; set kl.coefficient above 0 "
             "without kl.reference.update_every, or hardware.dedicated.reference=0"

@@ -87,6 +87,14 @@ class CriticUpdater:
         """As `Updater.take_warnings`."""
         return self.learner.take_warnings()
 
+    def sleep(self) -> None:
+        """As `Optimizer.sleep`."""
+        self.optimizer.sleep()
+
+    def wake(self) -> None:
+        """As `Optimizer.wake`."""
+        self.optimizer.wake()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors, and the trained weights of which it has no float32 masters."""
         tensors = {f"optimizer/{name}": tensor for name, tensor in self.optimizer.tensors().items()}

@@ -105,14 +105,29 @@ class Optimizer:
         return adamw
 
     @property
-    def own_part(self) -> str:
-        """The end of the names of tensors that only as many processes can read."""
-        return f"/{current_world().rank} of {current_world().size}"
-
-    @property
     def learning_rate(self) -> float:
         """Of the next update."""
         return self.recipe.learning_rate * learning_rate_factor(self.recipe, self.updates, self.total_updates)
+
+    def sleep(self) -> None:
+        """With `hardware.offload: rollouts`, move masters and moments to CPU memory until `wake`."""
+        if current_world().hardware.offload == "rollouts":
+            self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Move them back to the parameters' device."""
+        if current_world().hardware.offload == "rollouts":
+            self._move(local_shard(self.parameters[0]).device)
+
+    def _move(self, device: torch.device) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter and not is_sharded(parameter):
+                master.data = master.data.to(device, copy=True)
+            state = self._adamw.state[master]
+            for key, value in state.items():
+                # Small and on the device for the fused kernel: the count of steps.
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[key] = value.to(device, copy=True)
 
     def collect(self) -> None:
         """Add the gradients of the last backward pass to those of the masters, in float32."""
@@ -185,7 +200,7 @@ class Optimizer:
                     value = self._counts.setdefault(name, torch.zeros((), dtype=torch.int64)).fill_(value)
                 if self.recipe.type == "adamw_8bit" and is_sharded(parameter) and value.dim():
                     # Blocks of 8-bit numbers are those of this process's share, whose scales no other share has.
-                    tensors[f"{name}/{key}{self.own_part}"] = value
+                    tensors[f"{name}/{key}/{current_world().rank} of {current_world().size}"] = value
                     continue
                 tensors[f"{name}/{key}"] = shard_like(value, parameter) if value.shape == master.shape else value
             if compute_dtype(parameter) != torch.float32 or (self._offloads and is_sharded(parameter)):

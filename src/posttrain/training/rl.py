@@ -308,6 +308,7 @@ def make_components(
     if isinstance(recipe.credit, TokenBaselineCredit):
         of_energies = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
         energies = Updater(policy, optimizer, recipe.learner, of_energies)
+    manager.sleepers = [optimizer, *([] if critic is None else [critic.updater])]
     joint = {"critic": critic.updater.optimizer} if critic is not None and head is not None else {}
     learner = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
     left_out, summary = too_long(

@@ -50,6 +50,14 @@ def sharding_of(engine: Engine) -> EpisodeSharding:
     return EpisodeSharding.BY_GROUP if isinstance(engine, LocalEngine) else EpisodeSharding.RANK0
 
 
+class Sleeper(Protocol):
+    """An optimizer whose state may be in CPU memory while it is not used."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
 class RolloutManager:
     """An engine that samples with the weights of a policy, and the workers that play episodes with it."""
 
@@ -75,6 +83,8 @@ class RolloutManager:
             logs: directory for the logs of an engine in another process.
             agent: the program that plays the episodes.
         """
+        self.sleepers: list[Sleeper] = []
+        """What leaves the device while episodes are sampled."""
         self.policy = policy
         self.environment = EnvironmentFactory(environment)
         self.rollout = rollout
@@ -108,6 +118,8 @@ class RolloutManager:
         The KV cache starts empty, so samples do not depend on an earlier evaluation or on a resume.
         """
         with self.lock:
+            for optimizer in self.sleepers:
+                optimizer.sleep()
             self.engine.load_weights(self.policy.version)
             worker = RolloutWorker(
                 engine=self.engine,
@@ -125,6 +137,8 @@ class RolloutManager:
                 with AgentEndpoint() as endpoint:
                     yield AgentWorker(**vars(worker), agent=self.agent, endpoint=endpoint)
             self.engine.sleep()
+            for optimizer in self.sleepers:
+                optimizer.wake()
 
 
 # -- which tasks --------------------------------------------------------------------------------------------------------

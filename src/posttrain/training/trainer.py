@@ -215,9 +215,7 @@ class Trainer(Generic[Output]):
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
         targets, random = self._tensors(state["step"]), random_states(self.model.device)
-        if state["processes"] != self._world.size and any(
-            name.endswith(self.learner.optimizer.own_part) for name in targets
-        ):
+        if state["processes"] != self._world.size and self.learner.optimizer.recipe.type == "adamw_8bit":
             raise InputError(
                 f"{directory.parent} has the 8-bit optimizer state of {state['processes']} processes, in shares that others cannot "
                 f"read; resume with hardware.processes={state['processes']}"

@@ -223,6 +223,12 @@ class RayCritic:
         warnings, self._warnings = self._warnings, []
         return warnings
 
+    def sleep(self) -> None:
+        """No effect: no engine uses the workers' devices."""
+
+    def wake(self) -> None:
+        """No effect."""
+
     def tensors(self) -> dict[str, Any]:
         """None here."""
         return {}

@@ -45,7 +45,8 @@ def replace_linear_layers(model: torch.nn.Module) -> None:
             if layer.bias is not None:
                 four.bias = torch.nn.Parameter(layer.bias.data, requires_grad=False)
             setattr(owner, name, four.eval())
-    model.is_loaded_in_4bit = True  # type: ignore[assignment] (peft asks for it)
+    whole: Any = model
+    whole.is_loaded_in_4bit = True  # peft asks for it
 
 
 def is_four_bit(layer: Any) -> bool:
