@@ -52,6 +52,14 @@ def sharding_of(engine: Engine) -> EpisodeSharding:
     return EpisodeSharding.BY_GROUP if isinstance(engine, LocalEngine) else EpisodeSharding.RANK0
 
 
+class Sleeper(Protocol):
+    """An optimizer whose state may be in CPU memory while it is not used."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
 class RolloutManager:
     """An engine that samples with the weights of a policy, and the workers that play episodes with it."""
 
@@ -77,6 +85,8 @@ class RolloutManager:
             logs: directory for the logs of an engine in another process.
             agent: the program that plays the episodes.
         """
+        self.sleepers: list[Sleeper] = []
+        """What leaves the device while episodes are sampled."""
         self.policy = policy
         self.environment = EnvironmentFactory(environment)
         self.rollout = rollout
@@ -110,6 +120,8 @@ class RolloutManager:
         evaluation or on a resume.
         """
         with self.lock:
+            for optimizer in self.sleepers:
+                optimizer.sleep()
             self.engine.load_weights(self.policy.version)
             worker = RolloutWorker(
                 engine=self.engine,
@@ -127,6 +139,8 @@ class RolloutManager:
                 with AgentEndpoint() as endpoint:
                     yield AgentWorker(**vars(worker), agent=self.agent, endpoint=endpoint)
             self.engine.sleep()
+            for optimizer in self.sleepers:
+                optimizer.wake()
 
 
 # -- which tasks
@@ -293,7 +307,9 @@ class SyncRollouts:
         engine = self.manager.engine
         begun, counters = time.perf_counter(), replace(engine.counters)
         with self.manager.worker(self.manager.rollout.sampling) as worker:
+            loaded = time.perf_counter() - begun
             batch = collect(worker, self.tasks, step, self.greedy)
+            batch.metrics["time/weights"] = loaded
         work = asdict(engine.counters.since(counters))
         of_ranks = current_world().gather([work])
         batch.counters = EngineCounters(**{name: sum(each[name] for each in of_ranks) for name in work})
