@@ -313,6 +313,7 @@ def _numbers(values: Sequence[float]) -> str:
 
 # -- processes --------------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class NoReport:
     """Why a process has no report."""

@@ -288,27 +288,3 @@ def shown_value(value: Any) -> str:
     if isinstance(value, list | dict) or "\n" in text:
         return json.dumps(value, ensure_ascii=False)
     return text
-
-
-def markdown_table(imported: Imported) -> str:
-    """The table of the command's flags: `| flag | value | our key | our value | outcome | note |`."""
-    lines = ["| flag | value | our key | our value | outcome | note |", "|---|---|---|---|---|---|"]
-    for row in imported.rows:
-        keys = ", ".join(f"`{key}`" for key in row.answer.keys) or "–"
-        ours = [_cell(value) for value in row.answer.keys.values()]
-        shown = ours[:1] if len(set(ours)) == 1 else ours
-        flag = f"({row.flag})" if row.implied else f"`{row.flag}`"
-        outcome = {"unknown": "**unknown**", "not supported": "**not supported**"}.get(
-            row.answer.outcome, row.answer.outcome
-        )
-        cells = [flag, _escaped(row.value), keys, ", ".join(shown) or "–", outcome, _escaped(row.answer.note)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(value: Any) -> str:
-    return f"`{_escaped(shown_value(value))}`"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")

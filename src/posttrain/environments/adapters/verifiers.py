@@ -45,7 +45,7 @@ class VerifiersRecipe(EnvironmentRecipe):
 class Verifiers(Environment):
     """A taskset of verifiers whose tasks are one prompt, one answer. The seed is the position in the taskset.
 
-    Refused: tasksets with tools, with an environment or an agent program of their own, and tasks or rewards that run in a
+    Refused: tasksets with tools, with an `Env` or a `Harness`, and tasks or rewards that run in a
     sandbox. Judges are called as the taskset configures them.
     """
 
@@ -129,7 +129,9 @@ def _read(name: str, keys: str, limit: int | None) -> Sequence[Any]:
     if reason := _needs_more(name, kind, config, loaders):
         raise InputError(f"environment.taskset: {name} {reason}, and this environment gives one answer to one prompt")
     if limit is None and not taskset.bounded:
-        raise InputError(f"environment.taskset: {name} is infinite; set environment.tasks to the number of tasks to read")
+        raise InputError(
+            f"environment.taskset: {name} is infinite; set environment.tasks to the number of tasks to read"
+        )
     try:
         tasks = list(islice(taskset, limit))
     except Exception as error:
@@ -148,9 +150,9 @@ def _needs_more(name: str, kind: Any, config: Any, loaders: Any) -> str | None:
     base = require_module("verifiers.v1.task", _OWNER).Task
     task = kind.task_type()
     if loaders.environment_class(name) is not loaders.environment_class(""):
-        return "has an environment of its own"
+        return "exports an Env"
     if loaders.default_harness_id(name) == name:
-        return "has an agent program of its own"
+        return "exports a Harness"
     if kind.toolsets(config) or task.toolsets(config.task):
         return "has tools that run as servers"
     if task.NEEDS_CONTAINER or task.setup is not base.setup or task.finalize is not base.finalize:
