@@ -91,10 +91,13 @@ def import_commands(
     found, others = [], []
     for command in read_commands(text, variables):
         imported = import_command(command, rows)
-        if imported is None:
-            others.append(command)
-        else:
+        if imported is not None:
             found.append(imported)
+        elif (script := _script_of(command)) is not None and script != source:
+            inside = import_commands(script, {**variables, **command.assignments}, rows)
+            found, others = [*found, *inside[0]], [*others, *inside[1]]
+        else:
+            others.append(command)
     if not found:
         shown = " ".join(others[0].words)[:100] if others else source[:100]
         raise InputError(
@@ -102,6 +105,14 @@ def import_commands(
             "verl.trainer.main_ppo, and train.sh or train.py of RAGEN"
         )
     return found, others
+
+
+def _script_of(command: Command) -> str | None:
+    """The file of `bash FILE` without arguments, whose commands are imported; None for other commands."""
+    words = command.words
+    if len(words) == 2 and words[0] in ("bash", "sh", "source") and Path(words[1]).is_file():
+        return words[1]
+    return None
 
 
 def import_command(command: Command, rows: int | None = None) -> Imported | None:
