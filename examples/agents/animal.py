@@ -5,14 +5,8 @@ import random
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.recipe.components import EnvironmentRecipe
 
-ANIMALS = (
-    "horse cat dog cow sheep goat lion tiger bear wolf fox rabbit mouse duck goose eagle owl frog snake shark "
-    "whale camel monkey pig hen donkey deer elephant giraffe zebra"
-).split()
-THINGS = (
-    "lamp chair table spoon fork plate cup bottle door window book pencil hammer nail rope carpet mirror clock basket bucket "
-    "ladder brick candle pillow blanket shoe hat coat ring bell"
-).split()
+ANIMALS = ["horse", "cat", "dog", "cow", "sheep", "goat", "lion", "tiger", "bear", "wolf", "fox", "rabbit", "mouse", "duck", "goose", "eagle", "owl", "frog", "snake", "shark", "whale", "camel", "monkey", "pig", "hen", "donkey", "deer", "elephant", "giraffe", "zebra"]
+THINGS = ["lamp", "chair", "table", "spoon", "fork", "plate", "cup", "bottle", "door", "window", "book", "pencil", "hammer", "nail", "rope", "carpet", "mirror", "clock", "basket", "bucket", "ladder", "brick", "candle", "pillow", "blanket", "shoe", "hat", "coat", "ring", "bell"]
 HELD_OUT = 1_000_000
 
 
