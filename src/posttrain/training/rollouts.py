@@ -157,6 +157,8 @@ class TaskOrder:
         self.seeds = [seed for seed in seeds if seed not in left_out]
         self.run_seed = run_seed
         self.drawn = drawn
+        self._shuffled: tuple[int, np.ndarray] | None = None
+        """The pass that was drawn from last, and its order."""
         self._digest = hashlib.blake2b(np.array(self.seeds, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
     def take(self, count: int) -> list[int]:
@@ -184,7 +186,10 @@ class TaskOrder:
         self.drawn = state["drawn"]
 
     def _order(self, passes: int) -> np.ndarray:
-        return random_stream(self.run_seed, "tasks", passes).permutation(len(self.seeds))
+        """Indices of `seeds` in the order of pass number `passes`. A shuffle of many seeds takes long, so the last is kept."""
+        if self._shuffled is None or self._shuffled[0] != passes:
+            self._shuffled = passes, random_stream(self.run_seed, "tasks", passes).permutation(len(self.seeds))
+        return self._shuffled[1]
 
 
 # -- the episodes of a step
