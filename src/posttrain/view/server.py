@@ -56,7 +56,7 @@ _BODY_BYTES = 64 << 10
 """Maximum size of a form."""
 _POLL_SECONDS = 0.7
 """Time between two looks at the files of what a page shows."""
-_FIRST_SECONDS = 0.1
+_FIRST_SECONDS = 0.05
 """Time that the first page of the list spends on runs that have not been read yet."""
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 
@@ -196,14 +196,14 @@ class Pages:
         return self.whole_list(Query.of(request.query_params))
 
     def whole_list(self, query: Query) -> Response:
-        """The page of the list. It reads runs for a tenth of a second at most, so that it is painted at once."""
+        """The page of the list, without waiting for all runs to be read, so that it is painted at once."""
         listing, pipelines = listed(self.scanner, query, read=_FIRST_SECONDS), pipelines_among(self.scanner.find())
         return self.render("runs.html.j2", query=query, listing=listing, pipelines=pipelines)
 
     def runs_list(self, request: Request) -> Response:
         """The list without the page around it."""
         query = Query.of(request.query_params)
-        response = self.render("list.html.j2", query=query, listing=listed(self.scanner, query, read=2.0))
+        response = self.render("list.html.j2", query=query, listing=listed(self.scanner, query, read=0.5))
         if request.headers.get("hx-trigger") == "filter":
             response.headers["hx-replace-url"] = f"/?{query.address()}"
         return response
