@@ -305,6 +305,9 @@ def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:
         return 16 * sizes.hidden, f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
     width = _critic_width(recipe)
     trained = trained_parameters(recipe.critic.model(recipe.model), sizes, scorer=True)
+    if recipe.hardware.offload == "optimizer":
+        count = width * (sizes.scorer_parameters + trained)
+        return count, "weights and gradients, assuming the size of the policy; the rest is in CPU memory"
     count = width * sizes.scorer_parameters + (width + 8 + (8 if width == 2 else 0)) * trained
     return count, "weights, gradients and AdamW state, assuming the size of the policy"
 
