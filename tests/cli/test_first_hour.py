@@ -86,7 +86,7 @@ def test_a_resume_from_another_folder_names_the_first_one(supervised, capsys, mo
     monkeypatch.chdir(rows / "other")
     capsys.readouterr()
     assert main(["sft", "--resume", "../runs/s", "steps=2"]) == 2
-    assert capsys.readouterr().err.strip().endswith(f"; the run was begun in {rows}, so resume it there")
+    assert capsys.readouterr().err.strip().endswith(f"; the run was started in {rows}, so resume it there")
     monkeypatch.chdir(rows)
     assert main(["sft", "--resume", "runs/s", "steps=2"]) == 0
 

@@ -447,7 +447,7 @@ def test_a_json_list_without_end_is_not_read_into_memory(tmp_path):
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found[0] == {"a": 1}
-    assert found[1:] == ["broken JSON: Unterminated string starting at; the file is not read further"]
+    assert found[1:] == ["broken JSON: Unterminated string starting at; the rest of the file is not read"]
     assert most < 350 << 20
 
 

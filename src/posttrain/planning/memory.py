@@ -35,7 +35,8 @@ _FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def with_dtypes(recipe: R, device: Device | None) -> R:
-    """The recipe with the precision that each of its models has on `device`. Unknown ones (None) stay open."""
+    """The recipe with the precision that each of its models has on `device`. For an unknown device (None), it is
+    unchanged."""
     if device is None:
         return recipe
 
@@ -80,7 +81,7 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
         return {}
     if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
         return {}
-    assert isinstance(recipe.engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model takes no memory here"
+    assert isinstance(recipe.engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model needs no local memory"
     width = weight_width(recipe.model)
     rows = {}
     if placement.engines or isinstance(recipe.engine, VllmEngineRecipe):
@@ -140,7 +141,7 @@ _DIVIDED = (
     "teacher",
     "language model for entropies",
 )
-"""Items that sharding divides. Activations and logits depend on the tokens of each device."""
+"""Items that sharding divides. Activations and logits depend on the number of tokens on each device."""
 _OFFLOADED = ("float32 masters and their gradients", "AdamW state")
 
 
@@ -238,7 +239,7 @@ def _reference(recipe: DpoRecipe | RlRecipe, sizes: ModelSizes, width: int, trai
 
 
 def _teacher(recipe: RlRecipe | DistillRecipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
-    """The teacher's weights, and what it says about the tokens of a step."""
+    """The teacher's weights, and its scores of the tokens of a step."""
     teacher = recipe.teacher
     assert teacher is not None
     if teacher.path is not None:

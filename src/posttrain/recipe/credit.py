@@ -178,7 +178,7 @@ def register_credit(name: str) -> Callable[[F], F]:
             best = {group: returns[groups == group].max() for group in groups}
             return scale * (returns - [best[group] for group in groups])
 
-    The function gets arguments by the names of its parameters, of the N episodes of a step:
+    Arguments are passed by the names of the function's parameters. For the N episodes of a step:
 
     - `returns` [N] float64: sum of each episode's rewards;
     - `groups` [N] int64: the group of each episode;

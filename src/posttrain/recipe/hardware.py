@@ -1,4 +1,4 @@
-"""What a run computes on: the number of learner processes and, on a Ray cluster, where everything else runs."""
+"""Hardware of a run: the number of learner processes and, on a Ray cluster, the placement of all other workers."""
 
 from typing import Literal
 

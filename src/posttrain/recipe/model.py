@@ -26,7 +26,7 @@ def with_thinking(template: str, thinking: "Thinking") -> str | None:
 
 
 def thinking_of(template: str) -> Literal["on", "off"] | None:
-    """The setting that `with_thinking` gave the template; None if it gave none."""
+    """The setting that `with_thinking` stored in the template; None if there is none."""
     for name in SWITCHES:
         for value, thinking in (("true", "on"), ("false", "off")):
             if template.startswith(_DEFAULT.replace("NAME", name).replace("VALUE", value)):
@@ -123,7 +123,7 @@ class RewardSource(BaseConfig):
     dtype: Dtype = None
     """Precision of the reward model's weights, as `model.dtype`. Null: bfloat16 on a GPU, float32 on a CPU."""
     tokens_per_batch: int = Field(4096, ge=16)
-    """Largest number of tokens in one forward pass of the reward model."""
+    """Maximum number of tokens in one forward pass of the reward model."""
 
 
 class OptimizerRecipe(BaseConfig):

@@ -86,7 +86,7 @@ class RlRecipe(SampledRecipe):
 
     @property
     def rewards_beside_scores(self) -> list[str]:
-        """Keys of rewards that are part of the return but of none of the scores that an environment reports."""
+        """Keys of rewards that are part of the return but not of the scores that an environment reports."""
         return [*self._penalties(), *(["reward"] if self.reward is not None else [])]
 
     @property

@@ -63,7 +63,7 @@ class GuardRecipe(BaseConfig):
 
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 LOGGED_IN = ("runs", "sinks", "tracking", "plots")
-"""Keys of where a run is stored, logged and drawn. They do not change what it computes."""
+"""Keys that control only storage, logging and figures of a run. They do not change its results."""
 
 
 class TrackingRecipe(BaseConfig):

@@ -29,7 +29,7 @@ from posttrain.runs.directory import partial_path, storage_errors, sync_director
 from posttrain.runs.storage import MANIFEST, STATE, delete_state, digest_of_file, saved_steps, size_text
 
 _WHOLE = 2
-"""Latest checkpoints that `keep: all` keeps whole."""
+"""Number of latest checkpoints that `keep: all` keeps complete."""
 
 
 class Checkpoints:
@@ -136,7 +136,7 @@ class Checkpoints:
         `policy` and `state`: bytes of the policy and of everything else in a checkpoint.
         """
         keep, regular = self.recipe.keep, self.recipe.keep_every
-        whole = 1 + (_WHOLE if keep == "all" else keep)  # one is written before the oldest is deleted
+        whole = 1 + (_WHOLE if keep == "all" else keep)  # a new checkpoint is written before the oldest is deleted
         policies = 2 + (steps // self.recipe.every if keep == "all" else 0) + (steps // regular if regular else 0)
         files = [path.stat() for path in self.directory.rglob("*") if path.is_file()]
         needed = whole * (policy + state) + policies * policy - sum(stat.st_size for stat in files)
@@ -163,7 +163,7 @@ class Checkpoints:
     def verify(self, path: Path, resumable: bool = False) -> None:
         """Raise InputError unless this run wrote every file of the checkpoint and none has changed.
 
-        `resumable`: raise it also for a checkpoint that was reduced to its policy.
+        `resumable`: also raise for a checkpoint that was reduced to its policy.
         """
         others = [s for s in self.steps() if self.path(s) != path and (self.path(s) / STATE).is_file()]
         remedy = (
@@ -191,9 +191,9 @@ class Checkpoints:
                 raise InputError(f"{path / name} is damaged: its checksum differs; {remedy}")
 
     def fall_back(self) -> list[str]:
-        """Rename checkpoints that are newer than the newest intact one to `damaged_step_N`; returns a sentence for each.
+        """Rename checkpoints newer than the newest intact one to `damaged_step_N`. Returns a message for each.
 
-        InputError if no checkpoint is intact; then none is renamed.
+        InputError if no checkpoint is intact; in this case none is renamed.
         """
         damaged: list[tuple[Path, str]] = []
         for step in reversed(self.steps()):

@@ -142,8 +142,8 @@ def open_critic(
 class CriticLearner:
     """The critic and its targets. It learns from the same episodes as the policy.
 
-    A critic with its own trunk makes every update by itself. A critic that shares the policy's trunk makes those of the
-    value warm-up; after that, the policy's learner trains its head together with the policy.
+    A critic with its own trunk makes all of its updates. A critic that shares the policy's trunk makes only those of
+    the value warm-up; after that, the policy's learner trains its head together with the policy.
     """
 
     def __init__(
@@ -159,10 +159,10 @@ class CriticLearner:
         """Create the critic of `policy`.
 
         Args:
-            credit: gives the targets of the values.
+            credit: determines the targets of the values.
             updates: optimizer steps of the critic in the whole run.
-            stored_statistics: rewards are normalized by statistics that the reward model stores. A critic that starts
-                from that reward model then begins with values in these units.
+            stored_statistics: whether rewards are normalized by statistics stored with the reward model. A critic that
+            starts from that reward model then begins with values in these units.
 
         Raises:
             InputError: the critic's tokenizer is not the policy's.
@@ -193,8 +193,8 @@ class CriticLearner:
     ) -> PerToken:
         """The value before each sampled token, zero elsewhere. Also sets `values` and `returns` of the samples.
 
-        The target `returns` is that of `value_targets`. The explained variance of the discounted rewards
-        by the values is among the metrics of the next update.
+        The targets `returns` come from `value_targets`. The share of the variance of discounted returns that the values
+        explain is among the metrics of the next update.
         """
         if self._begun is None:
             self.begin_values(samples)
@@ -225,7 +225,7 @@ class CriticLearner:
         return lambda: fit | finish()
 
     def take_fit(self) -> Totals:
-        """The metrics of the last `estimate_values`, once."""
+        """Return the metrics of the last `estimate_values` and clear them."""
         fit, self._fit = self._fit, {}
         return fit
 

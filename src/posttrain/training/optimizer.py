@@ -1,4 +1,4 @@
-"""The optimizer: AdamW on float32 masters, its schedule, and where its state is kept."""
+"""The optimizer: AdamW on float32 master weights, its schedule, and the location of its state."""
 
 import math
 import re
@@ -16,9 +16,9 @@ from posttrain.recipe.model import OptimizerRecipe
 
 
 def learning_rate_factor(recipe: OptimizerRecipe, update: int, total: int) -> float:
-    """What the learning rate is multiplied by at `update` (0 is the first) of `total`.
+    """Factor of the learning rate at `update` (0 is the first) of `total`.
 
-    Warm-up over W updates: (update + 1) / (W + 1), so the first is small and not lost. Then, with
+    Warm-up over W updates: (update + 1) / (W + 1), so the first update is small but not 0. Then, with
     x = (update - W) / (total - W) from 0 to 1 and final fraction f:
     `constant`: 1; `linear`: 1 - (1 - f) x; `cosine`: f + (1 - f) (1 + cos(pi x)) / 2.
     Source of cosine: Loshchilov and Hutter 2017, "SGDR", arXiv 1608.03983, without restarts.
@@ -38,17 +38,18 @@ _NOT_DECAYED = re.compile(
 
 
 def decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies to a parameter: to matrices, but not to norms, biases and embeddings of position.
+    """Whether weight decay applies to a parameter: to matrices, but not to norms, biases and position embeddings.
 
-    As `Trainer.get_decay_parameter_names` of transformers, which decays embeddings of position and other vectors too.
+    Similar to `Trainer.get_decay_parameter_names` of transformers, which also decays position embeddings and other
+    vectors.
     """
     return parameter.ndim > 1 and _NOT_DECAYED.search(name) is None
 
 
 class Optimizer:
-    """Steps the parameters of a policy. Parameters in bfloat16 have masters in float32, which are what is optimized; of
-    parameters that are divided among processes, the masters are this process's shares. With `hardware.offload: optimizer`,
-    masters, their gradients and the moments are in CPU memory, and AdamW runs there.
+    """Updates the parameters of a policy. Parameters in bfloat16 have float32 master weights, which are optimized.
+    Masters of sharded parameters are this process's shards. With `hardware.offload: optimizer`, masters, their
+    gradients and the moments are in CPU memory, and AdamW runs there.
 
     AdamW: Loshchilov and Hutter 2019, "Decoupled weight decay regularization".
     """
@@ -59,7 +60,7 @@ class Optimizer:
         """`parameters`: names and parameters; `updates`: optimizer steps of the whole run, for the schedule.
 
         Raises:
-            InputError: the type of the optimizer does not fit the processes, or its package is missing.
+            InputError: the optimizer's type does not support this setup of processes, or its package is missing.
         """
         self.recipe = recipe
         self.total_updates = updates
@@ -82,7 +83,7 @@ class Optimizer:
         self._counts: dict[str, torch.Tensor] = {}
 
     def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer of the recipe, with the state that it would begin with, so that a checkpoint always has the same
+        """The optimizer of the recipe, with its state already initialized, so that checkpoints always have the same
         tensors."""
         recipe = self.recipe
         settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.betas, "eps": recipe.epsilon}
@@ -106,7 +107,7 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """The learning rate of the next update."""
         return self.recipe.learning_rate * learning_rate_factor(self.recipe, self.updates, self.total_updates)
 
     def sleep(self) -> None:
@@ -145,18 +146,19 @@ class Optimizer:
             parameter.grad = None
 
     def add_up(self) -> None:
-        """Add up the gradients of all processes, once the last of an update is collected; of divided parameters they are
-        added up already."""
+        """Sum the gradients over all processes, after the last `collect` of an update. Gradients of sharded parameters
+        are already
+        summed."""
         pairs = zip(self._divided, self.masters, strict=True)
         current_world().sum([m.grad for divided, m in pairs if m.grad is not None and not divided])
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
 
     def gradient_norm(self) -> torch.Tensor:
-        """The norm of the collected gradients, a scalar; 0 where there are none."""
+        """The norm of the collected gradients, a scalar; 0 if there are none."""
         norms = []
         for of_shares in (False, True):
             gradients = [
@@ -173,7 +175,7 @@ class Optimizer:
     def step(self) -> float:
         """Clip and apply the collected gradients; returns their norm before clipping.
 
-        A norm that is not finite changes nothing. Gradients are cleared in every case.
+        If the norm is not finite, nothing is applied. Gradients are cleared in either case.
         """
         total = self.gradient_norm()
         norm = float(total)
@@ -189,8 +191,9 @@ class Optimizer:
         return norm
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything in tensors that resuming needs besides the parameters: moments, counts and masters. They are the
-        optimizer's own, to be written, or read into."""
+        """All tensors that resuming needs besides the parameters: moments, counts and masters. They share memory with
+        the
+        optimizer, so a checkpoint can be written from them or read into them."""
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key, value in self._adamw.state[master].items():
@@ -208,11 +211,12 @@ class Optimizer:
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
-        """What else resuming needs, as plain JSON."""
+        """The remaining state that resuming needs, as plain JSON."""
         return {"updates": self.updates, "names": self.names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`, once `tensors` were read; ValueError when it belongs to other parameters."""
+        """Restore the result of `state_dict`, after `tensors` were read. ValueError if it belongs to other
+        parameters."""
         if state["names"] != self.names:
             raise ValueError("the optimizer state belongs to other parameters")
         self.updates = state["updates"]
@@ -222,7 +226,7 @@ class Optimizer:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Give parameters the values of masters that are copies of them."""
+        """Copy the values of the masters to their parameters."""
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 if master is not parameter and (self._offloads or not is_sharded(parameter)):

@@ -45,7 +45,7 @@ def open_reference(policy: Policy, learner: Updater[TokenScores]) -> ReferenceMo
 
 
 def move_towards(averages: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], mix: float) -> None:
-    """averages <- mix * weights + (1 - mix) * averages, in place; with mix = 1 a copy, bit for bit.
+    """averages <- mix * weights + (1 - mix) * averages, in place. With mix = 1 it is an exact copy.
 
     `averages`, `weights`: tensors of equal shapes in pairs, float32 where mix < 1.
 
@@ -62,15 +62,15 @@ def move_towards(averages: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
 class MovingReference:
     """The reference model of a policy, updated every `update_every` optimizer steps of that policy.
 
-    It changes the copy that `Policy.as_reference` scores with. Where the weights are not float32 and `mix` is below 1, the
-    average is kept in float32, because small changes would be rounded away. `tensors` are what a checkpoint needs.
+    It updates the copy that `Policy.as_reference` scores with. If the weights are not float32 and `mix` is below 1, the
+    average is stored in float32, because small changes would be lost to rounding. `tensors` belong in a checkpoint.
 
     Attributes:
         updates: updates of the reference model so far.
     """
 
     def __init__(self, recipe: ReferenceRecipe, policy: Policy, optimizer: Optimizer) -> None:
-        """Load the reference model. `optimizer`: that of all trained parameters of `policy`.
+        """Load the reference model. `optimizer`: the optimizer of all trained parameters of `policy`.
 
         Raises:
             InputError: the policy has adapters, or is sharded.
@@ -95,7 +95,8 @@ class MovingReference:
         self._averages = [p.float() if rounded and p.dtype != torch.float32 else p for p in self._parameters]
 
     def follow(self) -> None:
-        """Update the reference model if the policy has made enough optimizer steps. Call it after each, in `critical()`."""
+        """Update the reference model if it is due. Call it after each optimizer step of the policy, inside
+        `critical()`."""
         if (self.policy.version - self._start) // self.every == self.updates:
             return
         self.updates += 1
@@ -104,20 +105,20 @@ class MovingReference:
         self._hand_out()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages, to be written, or read into."""
+        """The averages, from which a checkpoint is written or into which it is read."""
         return dict(zip(self.optimizer.names, self._averages, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of updates."""
+        """The number of updates."""
         return {"updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`, once `tensors` were read."""
+        """Restore the result of `state_dict`, after `tensors` were read."""
         self.updates = state["updates"]
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Give parameters of a lower precision the values of their averages."""
+        """Copy the averages to parameters of lower precision."""
         for parameter, average in zip(self._parameters, self._averages, strict=True):
             if average is not parameter:
                 parameter.copy_(average)

@@ -129,7 +129,7 @@ def train(
 
 @dataclass(frozen=True)
 class Components:
-    """What a run works with, and its settings. Components that the recipe does not ask for are None."""
+    """The components of a run, and its settings. Components that the recipe does not use are None."""
 
     policy: Policy
     learner: Updater[TokenScores]
@@ -154,9 +154,9 @@ class Components:
     objective: Callable[[bool], Objective[TokenScores]]
     """The objective of an update, given whether no update of the step came before it."""
     needs_old_logprobs: bool
-    """Whether the learner's old log-probabilities need a forward pass: the first update of a step takes its own."""
+    """Whether old log-probabilities need an additional forward pass. The first update of a step uses its own pass."""
     scores_all: bool
-    """Whether a pass before the updates scores every sample; else it scores those that need old log-probabilities."""
+    """Whether a pass before the updates scores every sample, or only those that need old log-probabilities."""
 
     def samples(self, batch: RolloutBatch, step: int) -> list[Sample]:
         """One sample per stream. A teacher scores them, and episodes that it cannot score leave the batch."""
@@ -184,7 +184,7 @@ class Components:
         set_bonus_tokens(episodes, samples, self.entropy.recipe, self.policy)
 
     def credit(self, batch: RolloutBatch, samples: Sequence[Sample], step: int) -> StepCredit:
-        """One advantage per sampled token: rewards, with those of units, go through the baseline or the critic."""
+        """One advantage per sampled token: rewards, including those of units, go through the baseline or the critic."""
         episodes = batch.episodes
         self.rewards.running.include(episodes)
         energies = token_energies(self.energies, episodes, samples) if self.energies is not None else None
@@ -201,7 +201,8 @@ class Components:
         return self.unit_credit.credit(episodes, samples, step, rewards, advantages)
 
     def update(self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int) -> Totals:
-        """`epochs_per_step` passes over the episodes. Each divides the groups among `updates_per_step` optimizer steps."""
+        """`epochs_per_step` passes over the episodes. Each divides the groups among `updates_per_step` optimizer
+        steps."""
         epochs, per_epoch = self.updates.epochs_per_step, self.updates.updates_per_step
         critic, version = self.critic, self.policy.version
         groups = [episode.group for episode in episodes for _ in episode.streams]
@@ -231,7 +232,7 @@ class Components:
                 self.reference.follow()
             if not update["optimizer/skipped"][0]:
                 add_totals(update, metrics_without_pass(objective, chosen))
-            if not first:  # the weights are no longer those that sampled
+            if not first:  # the weights have changed since sampling
                 update.pop("policy/mismatch", None)
             if critic is not None and critic.head is not None:
                 update["critic/skipped"] = update["optimizer/skipped"]
@@ -250,7 +251,7 @@ class Components:
 
 
 def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
-    """Give each sample the advantages of its sampled tokens."""
+    """Set `advantages` of each sample."""
     streams = [stream for episode in credit.values for stream in episode]
     for sample, advantages in zip(samples, streams, strict=True):
         sample.advantages = advantages[sample.stream.sampled]
@@ -266,7 +267,7 @@ def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:
 
 
 def rounds_or_drops(model: ModelRecipe, device: torch.device) -> bool:
-    """Whether the learner's log-probabilities have a dtype below float32 or dropout of the adapters in them."""
+    """Whether the learner's log-probabilities have a precision below float32, or are affected by adapter dropout."""
     rounded = resolve_dtype(model.dtype, device) != torch.float32
     return rounded or (model.lora is not None and model.lora.dropout > 0)
 
@@ -274,7 +275,7 @@ def rounds_or_drops(model: ModelRecipe, device: torch.device) -> bool:
 def make_components(
     recipe: RlRecipe, run: RunDirectory, callbacks: Sequence[Callback], make_rollouts: MakeRollouts
 ) -> Components:
-    """All that `recipe` asks for. Raises InputError for settings that do not fit together or do not fit the model."""
+    """Create the components of `recipe`. InputError for settings that conflict with each other or with the model."""
     tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
     warnings = [
         *recipe_warnings(recipe),

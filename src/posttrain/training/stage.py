@@ -1,4 +1,4 @@
-"""Running one stage in this process, and what it says about precision."""
+"""Run one stage in this process, with notes about precision and threads."""
 
 import os
 from collections.abc import Sequence
@@ -34,8 +34,10 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def precision_notes(recipe: Recipe) -> list[str]:
-    """One sentence for each model of `recipe` whose precision depends on this machine: what is selected and why, and where
-    bfloat16 is emulated. Before them, one for `device: auto` on a machine whose GPU torch cannot use."""
+    """One sentence for each model of `recipe` whose precision depends on this machine, with the selected dtype and the
+    reason,
+    and for each model whose bfloat16 is emulated. The first sentence is about `device: auto` if torch cannot use the
+    GPU."""
     if recipe.remote is not None:
         return []
     notes = unused_gpu(recipe.model.device)
@@ -54,7 +56,7 @@ def precision_notes(recipe: Recipe) -> list[str]:
     from posttrain.models.load import has_bfloat16, resolve_device
 
     if recipe.model.device == "cuda" and not torch.cuda.is_available():
-        return notes  # A dry run on another machine. A run stops when it loads the model.
+        return notes  # A dry run for another machine. A real run stops when it loads the model.
     device = resolve_device(recipe.model.device)
     native = has_bfloat16(device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
@@ -95,7 +97,7 @@ def unused_gpu(device: str) -> list[str]:
 
 
 def _finish_ended(recipe: Recipe, run: RunDirectory, console: Console) -> None:
-    """Say that the run has ended. InputError if more steps are asked for than it was begun with."""
+    """Report that the run has ended. InputError if the recipe has more steps than the run was started with."""
     steps = getattr(recipe, "steps", None)
     if steps is not None and steps > run.saved_step() and steps != run.load_recipe().steps:  # type: ignore[union-attr]
         raise InputError(
@@ -108,7 +110,7 @@ def _finish_ended(recipe: Recipe, run: RunDirectory, console: Console) -> None:
 
 
 def with_threads(recipe: Recipe, resume: bool, console: Console) -> Recipe:
-    """The recipe with the number of threads that is fastest beside the other processes of this machine, decided once.
+    """The recipe with the fastest number of threads, given the other processes of this machine. Decided once per run.
 
     The number is stored with the run, because results on another number of threads differ in their last bits.
     """
@@ -132,8 +134,8 @@ def _threads_of(recipe: Recipe, console: Console) -> int | None:
     threads = threads_beside(busy)
     if threads is not None:
         console.print(
-            f"model.threads is {threads}: {busy:.0f} other threads are busy on this machine, and fewer threads are faster "
-            "beside them; set model.threads to override",
+            f"model.threads is {threads}: {busy:.0f} other threads are busy on this machine, so fewer are faster; "
+            "set model.threads to override",
             markup=False,
             highlight=False,
             soft_wrap=True,
@@ -180,7 +182,7 @@ def run_in_process(
     console: Console | None = None,
     callbacks: Sequence["Callback"] = (),
 ) -> RunDirectory:
-    """Run the stage in this process, which is the only one of the run or one of several; returns the run.
+    """Run the stage in this process, which may be one of several of the run. Returns the run.
 
     Arguments and errors are those of `posttrain.stages.run_stage`.
     """

@@ -58,7 +58,8 @@ Was a plot given up before? | a plot was given up before | no plot was given up 
 Will bees be kept? | bees will be kept | no bees will be kept
 Is the plot shared? | the plot is shared | the plot is not shared
 Is a shed planned? | a shed is planned | no shed is planned
-Is the plot over {} square metres? | the plot is over {} square metres | the plot is at most {} square metres | 50 100 200
+Is the plot over {} square metres? | the plot is over {} square metres | the plot is at most {} square metres | 50 100
+200
 
 car rental | Garage | booking
 Is the driver's licence clean? | the driver's licence is clean | the driver's licence has points
@@ -217,7 +218,7 @@ def _attribute(fact: tuple[str, ...], random: np.random.Generator) -> Attribute:
 
 
 def _with_rules(domain: str, attributes: tuple[Attribute, ...], random: np.random.Generator) -> Policy | None:
-    """Return a policy with random rules; None where a question is unused or a part is redundant."""
+    """Return a policy with random rules; None if a question is unused or a part is redundant."""
     count = sum(len(attribute.questions) for attribute in attributes)
     owner = [place for place, attribute in enumerate(attributes) for _ in attribute.questions]
     rules: list[Rule] = []

@@ -106,7 +106,7 @@ class RayEnvironment(Environment):
         return step
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
-        """The result of a method. After a death of the worker, the episode is replayed on the restarted one first."""
+        """The result of a method. If the worker died, the episode is first replayed on the restarted worker."""
         while True:
             restart = self._worker.restarts
             try:
@@ -141,7 +141,7 @@ def _close(actor: Any, environment_id: str) -> None:
     try:
         actor.close.remote(environment_id)
     except Exception:
-        return  # Ray has shut down, and the worker with it
+        return  # Ray has shut down, including the worker
 
 
 class Worker:
@@ -194,7 +194,7 @@ def recipe_from(document: str) -> Any:
 
 
 def staged_model(recipe: Any) -> Any:
-    """The `model` section for an engine's copy of the policy: on the CPU if vLLM computes with weights of its own."""
+    """The `model` section for an engine's copy of the policy: on the CPU if vLLM has separate weights."""
     from posttrain.models.load import resolve_device, resolve_dtype
 
     if recipe.engine.type == "local":
@@ -278,7 +278,7 @@ class EngineWorker(Worker):
 
 
 class EnvironmentWorker(Worker):
-    """Environments of many episodes. Methods run in threads, those of one environment one at a time."""
+    """Environments of many episodes. Methods run in threads; each environment runs one method at a time."""
 
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
@@ -294,7 +294,7 @@ class EnvironmentWorker(Worker):
         return observation, environment.primer
 
     def step(self, environment_id: str, number: int, action: Action) -> Step:
-        """Step with `action`, the episode's action `number`. A repeated call returns the same step."""
+        """Step with `action`, which is the episode's action `number`. A repeated call returns the same step."""
         if environment_id not in self._environments:
             raise UnknownEnvironment
         environment, played, last = self._environments[environment_id]
@@ -343,7 +343,7 @@ class RewardWorker(Worker):
         return self.scorer.statistics
 
     def scores(self, episodes: list[Episode]) -> list[tuple[float, Any]]:
-        """The score of each episode, and those of its units if the model rewards units."""
+        """The score of each episode, and the scores of its units if the model rewards units."""
         from posttrain.training.reward_scorer import OF_UNITS
 
         raws = self.scorer.scores(episodes)

@@ -39,16 +39,16 @@ from posttrain.runs.directory import RunDirectory
 THREADS = 32
 """Number of environments that one worker steps concurrently."""
 _PLACEMENT_SECONDS = 120.0
-"""Maximum wait for the placement group."""
+"""Maximum wait for the placement group, in seconds."""
 _LOST_RANK_SECONDS = 15.0
-"""Maximum time between one learner's loss of another and the report of which one died."""
+"""Maximum seconds between the loss of the connection between learners and the report of which learner died."""
 
 
 def launch(recipe: Recipe, resume: bool, overwrite: bool, console: Console) -> None:
     """Run the stage on the cluster at `recipe.hardware.ray` and wait for it.
 
-    Raises what the stage would raise in this process: InputError, RunError or KeyboardInterrupt. After Ctrl-C or SIGTERM the
-    learners save a checkpoint; a second signal ends the run at once.
+    Raises the same errors as the stage in this process: InputError, RunError or KeyboardInterrupt. After Ctrl-C or
+    SIGTERM, the learners save a checkpoint; a second signal ends the run at once.
     """
     placed = placed_recipe(recipe)
     refuse_placement(placed)
@@ -77,9 +77,10 @@ class ClusterRun:
         self.reference_document = recipe.model_copy(update={"model": whole}).model_dump_json()
         hardware = recipe.hardware
         self.heartbeat_seconds = min(1.0, hardware.hang_timeout / 10)
-        # On this machine: the monitor must outlive all workers.
+        # Place the monitor on this machine, because it must outlive all workers.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        # Workers look the monitor up by name: a handle among their arguments would have to outlive their restarts.
+        # Workers look up the monitor by name, because a handle among their arguments would have to outlive their
+        # restarts.
         self.monitor_name = f"monitor-{uuid4().hex}"
         options = {"num_cpus": 0, "scheduling_strategy": here, "name": self.monitor_name}
         self.monitor = ray.remote(WorkerMonitor).options(**options).remote(hardware.max_restarts)
@@ -265,7 +266,7 @@ class ClusterRun:
             return None
 
     def _wait_for_learners(self, references: list[Any]) -> list[LearnerExit] | None:
-        """How the learners ended; None if one died, which is recorded and reported."""
+        """How the learners ended; None if a learner died, which is recorded and reported."""
         left, ends, since_lost = dict(enumerate(references)), {}, None
         while left:
             ready, _ = self.ray.wait(list(left.values()), num_returns=len(left), timeout=0.5)
@@ -340,7 +341,7 @@ class ClusterRun:
         """Raise the error of the stage, if there was one."""
         stopped = [end.message for end in ended if end.code == INTERRUPTED]
         if stopped:
-            # The learner prints it as well, but Ray may not relay the last lines of a process that ends.
+            # The learner prints the message as well, but Ray may not relay the last lines of a process that ends.
             self.console.print(next(filter(None, stopped), "stopped"), markup=False, soft_wrap=True)
             raise KeyboardInterrupt
         for end in ended:

@@ -57,7 +57,7 @@ class LearnerWorker(Worker):
         return self.heartbeat.name
 
     def run(self, job: Job) -> LearnerExit:
-        """Run the stage to its end. Errors of posttrain are returned, all others raised."""
+        """Run the stage to its end. Errors of posttrain are returned; all others are raised."""
         from posttrain.distributed.world import AlreadyReported, RankLost
         from posttrain.training.stage import run_in_process
 

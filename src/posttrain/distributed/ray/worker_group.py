@@ -13,7 +13,7 @@ from posttrain.runs.metrics import record_event
 
 _RETRY_SECONDS = 0.2
 _MACHINE_CHECKS = 20
-"""Checks, half a second apart, of whether a machine is dead before its worker is restarted elsewhere."""
+"""Number of checks, half a second apart, for a dead machine before its worker is restarted elsewhere."""
 _RESTART_SECONDS = 3600.0
 """Maximum wait for a worker to restart, for instance until another machine joins the cluster."""
 
@@ -137,7 +137,8 @@ class WorkerClient:
             self.heartbeat.end_call(self.name, number)
 
     def _death_reason(self) -> str:
-        """Whether the worker's machine died, which Ray notices only after some seconds, or its process alone."""
+        """The reason for the death: the worker's machine, which Ray notices only after some seconds, or only its
+        process."""
         import ray
 
         status = ray.get(self.monitor.statuses.remote()).get(self.name)
@@ -154,7 +155,7 @@ class WorkerClient:
 
 
 def unwrap_ray_error(error: Exception) -> Exception:
-    """The error as the worker raised it, or WorkerDied for Ray's errors about dead actors, nodes and lost objects."""
+    """The error that the worker raised, or WorkerDied for Ray's errors about dead actors, nodes and lost objects."""
     from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
 
     if isinstance(error, RayActorError | NodeDiedError | ObjectLostError):

@@ -82,7 +82,7 @@ class VllmEngine:
             replicas: the engines to use instead of those that the settings describe.
 
         Raises:
-            InputError: a setting is wrong, or the policy does not fit vLLM.
+            InputError: a setting is wrong, or vLLM does not support the policy.
             RunError: an engine does not start.
         """
         recipe = section(VllmEngineRecipe, recipe, **settings)
@@ -176,7 +176,7 @@ class VllmEngine:
         source = source or self.policy
         # The replicas wake up to receive weights, and again to allocate their cache.
         release_cached_memory(source.device)
-        # A replica that is being restarted first receives the weights whose files are removed next.
+        # Wait for replicas that are being restarted: they read the weights whose files are removed next.
         self._run(self._on_replicas(lambda state: state.lock.acquire()))
         try:
             self._store.clear()
@@ -192,7 +192,7 @@ class VllmEngine:
         self._run(self._on_replicas(self._restart_if_dead))
 
     def sleep(self) -> None:
-        """Free the memory of every replica as far as it can."""
+        """Free as much memory of every replica as possible."""
         self._run(self._on_replicas(lambda state: self._if_alive(state, state.replica.sleep())))
 
     def close(self) -> None:
@@ -236,7 +236,8 @@ class VllmEngine:
     # -- dead replicas ------------------------------------------------------------------------------------------------
 
     async def _restart(self, state: _ReplicaState, starts: int, reason: str) -> None:
-        """Restart the replica with the current weights, unless another request has restarted it since start `starts`."""
+        """Restart the replica with the current weights, unless another request has restarted it since start
+        `starts`."""
         async with state.lock:
             if state.starts != starts:
                 return
@@ -367,7 +368,7 @@ class VllmEngine:
         if missing:
             raise RunError(
                 f"{state.replica.name} lacks {len(missing)} weights of {self.model_path}, the first of them {missing[0]}; it "
-                "was started with another model than the policy"
+                "was started with a model that differs from the policy"
             )
 
     async def _resend(self, state: _ReplicaState) -> None:
@@ -442,7 +443,7 @@ def _adapter_config(policy: Policy) -> dict[str, Any]:
 def _close(
     replicas: Sequence[Replica], store: WeightStore, loop: asyncio.AbstractEventLoop, thread: threading.Thread
 ) -> None:
-    # Stop the loop first: calls still in flight would take the shutdown for a death.
+    # Stop the loop first: calls still in flight would mistake the shutdown for a dead replica.
     loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():
         thread.join(timeout=5)
@@ -479,8 +480,8 @@ def open_vllm(
 ) -> VllmEngine:
     """A vLLM engine for contexts of up to `max_context` tokens, whose log-probabilities are exact for `sampling`.
 
-    `logs`: directory for the log files of servers started here (default: a temporary directory). `weights_change`: whether
-    weights may change while requests are in flight. In a run of several
+    `logs`: directory for the log files of servers that this process starts (default: a temporary directory).
+    `weights_change`: whether weights may change while requests are in flight. In a run of several
     processes only rank 0 has replicas; the other ranks take part in gathering sharded weights.
     """
     settings = replace(settings_of(policy, recipe, max_context, sampling), stream=weights_change)

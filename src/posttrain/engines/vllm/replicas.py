@@ -1,4 +1,4 @@
-"""vLLM replicas: an engine in this process, behind a server that someone else started, or behind one started here."""
+"""vLLM replicas: an engine in this process, behind an existing server, or behind a server that this process starts."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class EngineDied(Exception):
-    """The engine is gone, and its requests with it."""
+    """The engine is gone, and its requests are lost."""
 
 
 class EngineRefused(Exception):
@@ -86,11 +86,11 @@ class Replica(Protocol):
         ...
 
     def request_stop(self) -> None:
-        """Ask the engine to shut down; `close` follows. Lets several engines shut down in parallel."""
+        """Ask the engine to shut down, before `close`. This lets several engines shut down in parallel."""
         ...
 
     def close(self) -> None:
-        """Stop the engine if it was started here."""
+        """Stop the engine if this process started it."""
         ...
 
 
@@ -230,7 +230,8 @@ _CHUNK_BYTES = 2**20
 async def http_request(
     url: str, method: str, path: str, headers: dict[str, str], content: bytes | Path = b""
 ) -> dict[str, Any]:
-    """Send a request to the server at `url` and return the JSON of its response; `content` is the body or a file with it.
+    """Send a request to the server at `url` and return the JSON of its response. `content` is the body or a file with
+    it.
 
     Raises EngineRefused for a status other than 200 and EngineDied if the connection fails or closes early.
     """
@@ -309,7 +310,7 @@ _LOG_LINES = 6
 
 
 class ServerReplica:
-    """A vLLM server at `url`, which is empty until the server is up."""
+    """A vLLM server at `url`, which is empty until the server is running."""
 
     def __init__(
         self,
@@ -320,7 +321,7 @@ class ServerReplica:
         same_machine: bool,
         required: Settings | None = None,
     ) -> None:
-        """`required`: settings that a server started by someone else must satisfy."""
+        """`required`: settings that an existing server must satisfy."""
         self.name = name
         self.url = url
         self.start_timeout = start_timeout
@@ -348,7 +349,7 @@ class ServerReplica:
             await asyncio.sleep(1)
 
     def _check_settings(self, info: dict[str, Any]) -> None:
-        """RunError if the settings of the server do not fit this run."""
+        """RunError if the settings of the server are incompatible with this run."""
         if self.required is None:
             return
         for key, option in (("logprobs", "logprobs"), ("adapter_rank", "adapter-rank")):
@@ -400,10 +401,10 @@ class ServerReplica:
         await self._call("/sleep", {})
 
     def request_stop(self) -> None:
-        """No effect: someone else started the server."""
+        """No effect: this process did not start the server."""
 
     def close(self) -> None:
-        """No effect: someone else started the server."""
+        """No effect: this process did not start the server."""
 
     async def _call(
         self, path: str, content: bytes | Path | dict[str, Any] | None = None, headers: dict[str, str] | None = None
@@ -506,7 +507,8 @@ class LaunchedServerReplica(ServerReplica):
         return [self.python, "-m", module, self.settings.model, *internal, *options]
 
     def _environment(self) -> dict[str, str]:
-        """Environment variables of the server. It can import this posttrain, but no other package of this interpreter."""
+        """Environment variables of the server. It can import this posttrain, but no other package of this
+        interpreter."""
         import posttrain
 
         package = Path(self._folder.name) / "path"

@@ -5,8 +5,8 @@ on Zen 5: 108 against 250 GFLOP/s per core). The processor alone decides which l
 every run and after every resume on a machine.
 
 transformers writes norms, gates and rotary positions as chains of small operations. Each operation reads and writes all
-activations, and some keep results for the backward pass; on a CPU they cost as much as the matrix products. Here each is
-one autograd function that keeps only its inputs. Weights, module names and results (up to rounding) do not change.
+activations, and some keep results for the backward pass; on a CPU they cost as much as the matrix products. Here each
+is one autograd function that keeps only its inputs. Weights, module names and results (up to rounding) do not change.
 """
 
 import ctypes
@@ -47,8 +47,8 @@ def prefers_onednn() -> bool:
 def onednn_multiplies(dtype: torch.dtype) -> bool:
     """Whether oneDNN computes matrix products in `dtype` on this processor.
 
-    In bfloat16 it needs AVX-512 or AVX-NE-CONVERT; on other processors PyTorch has kernels of its own. A small product
-    decides, because ONEDNN_MAX_CPU_ISA can hide instructions that the processor has.
+    In bfloat16 it needs AVX-512 or AVX-NE-CONVERT; on other processors PyTorch uses its own kernels. The function tries
+    a small product, because ONEDNN_MAX_CPU_ISA can hide instructions that the processor has.
     """
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
@@ -64,8 +64,8 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 def prepare_bfloat16() -> None:
     """Make sure that this processor can multiply in bfloat16, natively or by PyTorch's own slow kernels.
 
-    PyTorch selects oneDNN by the processor's name, although ONEDNN_MAX_CPU_ISA may hide the instructions that oneDNN needs;
-    every product then fails. Raises `InputError` if products fail without oneDNN as well.
+    PyTorch selects oneDNN by the processor's name, although ONEDNN_MAX_CPU_ISA may hide the instructions that oneDNN
+    needs; every product then fails. Raises `InputError` if products fail without oneDNN as well.
     """
     if _multiplies_bfloat16():
         return
@@ -221,8 +221,9 @@ def bound_kept_kernels() -> None:
 def keep_freed_memory() -> None:
     """Keep freed blocks of up to 32 MiB in the heap of this process instead of returning them to the system.
 
-    Otherwise the activations of a training step are returned at its end and mapped again, page by page and zeroed, in the
-    next one: a tenth of the step on a CPU. The peak of memory in use stays the same. No effect without the GNU C library.
+    Otherwise the activations of a training step are returned at its end and mapped again, page by page and zeroed, in
+    the next one, which takes a tenth of the step on a CPU. Peak memory does not change. No effect without the GNU C
+    library.
     """
     if sys.platform != "linux":
         return
