@@ -62,7 +62,7 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
     count = sizes.scorer_parameters if isinstance(recipe, RewardRecipe) else sizes.parameters
     rows = {"weights": (width * count, f"{count:,} parameters of {width} bytes")}
     if recipe.model.load_in_4bit:
-        packed = sizes.layers * sizes.layer
+        packed = sizes.layers * sum(inputs * outputs for inputs, outputs in sizes.linear_sizes)
         size = round(_FOUR_BITS * packed) + width * (count - packed)
         rows["weights"] = (size, f"{packed:,} parameters of 4 bits, {count - packed:,} of {width} bytes")
     if not isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):

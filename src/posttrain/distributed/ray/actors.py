@@ -244,7 +244,8 @@ def staged_model(recipe: Any) -> Any:
     if recipe.engine.type == "local":
         return recipe.model
     dtype = resolve_dtype(recipe.model.dtype, resolve_device(recipe.model.device))
-    return recipe.model.model_copy(update={"device": "cpu", "dtype": str(dtype).removeprefix("torch.")})
+    kernels = {"fused": "auto", "load_in_4bit": False}  # nothing is computed there, and both need a GPU
+    return recipe.model.model_copy(update={"device": "cpu", "dtype": str(dtype).removeprefix("torch."), **kernels})
 
 
 class EngineWorker(Worker):

@@ -73,7 +73,7 @@ class ClusterRun:
         self.gpus = sum(node.devices for node in self.nodes)
         self.workers, self.share = place(recipe, self.nodes)
         self.document = recipe.model_dump_json()
-        whole = recipe.model.model_copy(update={"lora": None, "gradient_checkpointing": False})
+        whole = recipe.model.model_copy(update={"lora": None, "load_in_4bit": False, "gradient_checkpointing": False})
         self.reference_document = recipe.model_copy(update={"model": whole}).model_dump_json()
         hardware = recipe.hardware
         self.heartbeat_seconds = min(1.0, hardware.hang_timeout / 10)
