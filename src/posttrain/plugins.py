@@ -38,7 +38,7 @@ Group = Literal[
 - `posttrain.losses`, `posttrain.credits`: the `type` of a policy loss or credit -> its function, as for
   `posttrain.register_loss` and `posttrain.register_credit`.
 - `posttrain.models`: NAME of `model.path=made:NAME` -> a function without arguments that creates the model if it does
-not exist yet, and returns its directory.
+  not exist yet, and returns its directory.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
 

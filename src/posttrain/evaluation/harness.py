@@ -69,7 +69,8 @@ class HarnessModel(TemplateLM):
         max_batch_size: Any = None,
     ) -> None:
         """`path`: a run, or what `model.path` takes; otherwise `policy` and `engine`. The batch sizes of lm-eval are
-        not used."""
+        not used.
+        """
         super().__init__()
         if policy is None:
             if path is None:
@@ -245,7 +246,8 @@ class HarnessModel(TemplateLM):
 
 def run(recipe: HarnessRecipe, directory: RunDirectory, console: Console) -> None:
     """Evaluate on `recipe.tasks`, write results and report, and print the table. InputError if data of a task is
-    missing."""
+    missing.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with offline():
         manager = TaskManager(include_path=recipe.include_path)
@@ -312,7 +314,8 @@ def offline() -> Iterator[None]:
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Any]:
     """The tasks and groups of lm-eval with these names or files. InputError if one is unknown, or its data is not
-    local."""
+    local.
+    """
     tasks: list[Any] = []
     for name in names:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():

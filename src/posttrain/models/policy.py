@@ -52,8 +52,8 @@ class TrainedModel:
             model: a hub id, a directory, a `.gguf` file, `packaged:smollm2-135m`, or a complete `ModelRecipe`.
             seed: run seed; adapters and new heads are initialized from it.
             trained: whether the weights will be optimized; otherwise sharded weights keep their dtype instead of
-            float32 master weights. settings: further keys of the `model` section, for example `dtype="bfloat16"` or
-            `lora={"rank": 16}`.
+                float32 master weights.
+            settings: further keys of the `model` section, for example `dtype="bfloat16"` or `lora={"rank": 16}`.
 
         Raises:
             InputError: there is no such model, or a setting is wrong.
@@ -165,7 +165,8 @@ class TrainedModel:
     def save_later(self, directory: Path) -> Callable[[], None]:
         """Copy the trained weights to CPU memory. Returns a function that writes the files of `save` with these weights
         and may
-        run in another thread. Only for a model that is not sharded."""
+        run in another thread. Only for a model that is not sharded.
+        """
         copies: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.saved_tensors().items():  # a tensor with several names stays one
@@ -182,7 +183,8 @@ class TrainedModel:
 
     def gather_weights(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
         """Gather `tensors` (default: the model's whole state) in rank 0's CPU memory; None for a model that is not
-        sharded."""
+        sharded.
+        """
         if self.sharded is None:
             return None
         self.sharded.reshard()

@@ -32,7 +32,8 @@ _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 
 def with_dtypes(recipe: R, device: Device | None) -> R:
     """The recipe with the precision that each of its models has on `device`. For an unknown device (None), it is
-    unchanged."""
+    unchanged.
+    """
     if device is None:
         return recipe
 

@@ -117,7 +117,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete. Raises the error that stopped writing, if
-        any."""
+        any.
+        """
         if self._writing is None or threading.current_thread() is self._writing:
             return
         self._writing.join()

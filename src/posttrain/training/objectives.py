@@ -289,7 +289,8 @@ def scores(
     learner: Updater[TokenScores], samples: Sequence[Sample], done: Callable[[int], None] = lambda count: None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Log-probabilities [n] and entropies [n] float32 of the sampled tokens of each sample, and the values [n] float32
-    before them, None without a value head; without gradient. `done` as in `logprobs`."""
+    before them, None without a value head; without gradient. `done` as in `logprobs`.
+    """
     by_sample: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
     for group, output in learner.without_gradient(samples):
         ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
@@ -332,7 +333,8 @@ def _flat(parts: Sequence[np.ndarray | None], device: torch.device) -> torch.Ten
 
 def episode_ids(samples: Sequence[Sample]) -> list[int]:
     """The episode of each sample. A sample without an episode, such as a supervised row, counts as a separate
-    episode."""
+    episode.
+    """
     return [-1 - i if sample.episode is None else sample.episode for i, sample in enumerate(samples)]
 
 
@@ -354,13 +356,14 @@ class PolicyObjective:
 
         Args:
             kl_coefficient: current value of an adaptive coefficient; default `kl.coefficient`. The samples need
-            `ref_logprobs` if it is above 0.
+                `ref_logprobs` if it is above 0.
             entropy: the samples need `entropies` if `top_share` is below 1, and `bonus` if `tokens` is not `all`.
             entropy_coefficient: current value of an adaptive coefficient; default `entropy.coefficient`.
             random: draws the tokens of `clip_cov`. All processes need the same generator state.
             old: where old log-probabilities come from. With `learner`, the samples need `old_logprobs`, except in a
-            first update. first_update: whether this is the step's first update. The current policy then equals the
-            learner's old policy, so the ratio is exactly 1 for any precision and any micro-batches.
+                first update.
+            first_update: whether this is the step's first update. The current policy then equals the learner's old
+                policy, so the ratio is exactly 1 for any precision and any micro-batches.
         """
         self.loss = loss
         self.old = old
@@ -379,7 +382,8 @@ class PolicyObjective:
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """One weight per sample, and the divisor. Also sets the values that depend on the whole update: `factors` and
         `held` of
-        the samples, and the scale of the entropy bonus."""
+        the samples, and the scale of the entropy bonus.
+        """
         masked = [self._is_masked(sample) for sample in samples]
         lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
         weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
@@ -404,7 +408,8 @@ class PolicyObjective:
     def has_signal(self, sample: Sample) -> bool:
         """Tokens without credit do not contribute, unless there is a KL penalty or an entropy bonus. With a target
         entropy, all
-        tokens count even while the bonus is off, because the entropy is measured over all of them."""
+        tokens count even while the bonus is off, because the entropy is measured over all of them.
+        """
         if self._is_masked(sample):
             return False
         if self.kl_coefficient > 0 or self.entropy_coefficient > 0 or self.entropy.target is not None:
@@ -481,7 +486,8 @@ class MixedObjective:
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """The policy's weights and divisor. Weights of supervised tokens are scaled so that, after the division, the
         rows
-        contribute coefficient x mean."""
+        contribute coefficient x mean.
+        """
         of_policy, divisor = self.policy.weigh([s for s in samples if not s.ptx])
         _, tokens = self.ptx.weigh([s for s in samples if s.ptx])
         weights = iter(of_policy)
@@ -551,7 +557,8 @@ class SharedObjective:
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """The policy's weights and divisor. Also computes the weight of the values for the following calls, so that,
         after the
-        division, they contribute coefficient x mean."""
+        division, they contribute coefficient x mean.
+        """
         weights, divisor = self.policy.weigh(samples)
         _, tokens = self.values.weigh(samples)
         self._value_weight = self.coefficient * divisor / tokens
@@ -572,7 +579,8 @@ class SharedObjective:
 
 class SupervisedObjective:
     """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step weighted by
-    `Sample.weight`."""
+    `Sample.weight`.
+    """
 
     def __init__(self, loss: SftLossRecipe | None = None) -> None:
         """Default: negative log-likelihood."""

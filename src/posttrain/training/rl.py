@@ -170,7 +170,8 @@ class Components:
         for KL and,
         with `scores_all`, the learner's own log-probabilities and entropies. The latter pass also computes the values
         of a critic
-        on the policy's trunk."""
+        on the policy's trunk.
+        """
         if self.kl.recipe.coefficient > 0:
             with self.policy.as_reference():
                 references = logprobs(self.learner, samples)
@@ -201,7 +202,8 @@ class Components:
 
     def update(self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int) -> Totals:
         """`epochs_per_step` passes over the episodes. Each divides the groups among `updates_per_step` optimizer
-        steps."""
+        steps.
+        """
         epochs, per_epoch = self.updates.epochs_per_step, self.updates.updates_per_step
         critic, version = self.critic, self.policy.version
         groups = [episode.group for episode in episodes for _ in episode.streams]

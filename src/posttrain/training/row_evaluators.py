@@ -27,7 +27,8 @@ class LossEvaluator:
     ) -> None:
         """`validation`: rows of the learning curve. `test`: rows of the final table; if empty, the validation rows.
         `title`: name
-        of the run, for the table."""
+        of the run, for the table.
+        """
         self.learner = learner
         self.validation, self.test = validation, test
         self.title = title

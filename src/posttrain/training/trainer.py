@@ -1,5 +1,6 @@
 """Shared state of a training loop: evaluation, checkpoints, logging, interruption, the end of the run, collapse
-guards."""
+guards.
+"""
 
 import math
 import shutil
@@ -72,7 +73,8 @@ class Callback:
 
     def on_episodes(self, step: int, episodes: Sequence[Episode]) -> None:
         """Called after the rollouts of each step of `rl` and `distill`, with all sampled episodes, before the
-        update."""
+        update.
+        """
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,9 @@ class Trainer(Generic[Output]):
 
         Args:
             model: the model that `learner` trains.
-            evaluators: measure the model on held-out data, for the learning curve and for the final table. best_by:
-            maps the values of an evaluation to the score that selects the best checkpoint (larger is better). None
-            keeps the last checkpoint.
+            evaluators: measure the model on held-out data, for the learning curve and for the final table.
+            best_by: maps the values of an evaluation to the score that selects the best checkpoint (larger is better).
+                None keeps the last checkpoint.
             stateful: further objects whose state belongs in a checkpoint, by name.
             checkpointables: the same for objects with tensors. They may change only inside `interrupts.critical()`.
             warnings: sentences for the user, reported before the first step.
@@ -184,7 +186,8 @@ class Trainer(Generic[Output]):
         self._world.on_rank0(self._open_log)
         self._finished = False
         """Whether all steps are done. The newest checkpoint is then the last one, and the weights may be those of the
-        best."""
+        best.
+        """
         self._lost: list[str] = []
         """What is missing in the log of a resumed run."""
         self._state: dict[str, Any] = {}
@@ -408,7 +411,8 @@ class Trainer(Generic[Output]):
 
     def out_of_time(self, minutes: float | None) -> bool:
         """Whether the run has worked for `minutes`, interruptions excluded. Reports after the first step how many will
-        fit."""
+        fit.
+        """
         if minutes is None:
             return False
         now, left = self._log.seconds, self.settings.steps - self.step
@@ -562,7 +566,8 @@ class Guards:
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
     """The state of torch's global generators, by device: of the CPU, and of every accelerator of the type of
-    `device`."""
+    `device`.
+    """
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         module = torch.get_device_module(device)

@@ -125,7 +125,8 @@ class WorkerClient:
 
     def _death_reason(self) -> str:
         """The reason for the death: the worker's machine, which Ray notices only after some seconds, or only its
-        process."""
+        process.
+        """
         import ray
 
         status = ray.get(self.monitor.statuses.remote()).get(self.name)

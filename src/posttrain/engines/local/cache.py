@@ -210,7 +210,8 @@ class SharedPages:
 @dataclass(frozen=True)
 class Plan:
     """The memory that decoding reads: `shared` pages and `blocks`, in slots first .. stop - 1 and the first `pages`
-    pages."""
+    pages.
+    """
 
     first: int
     stop: int
@@ -269,7 +270,8 @@ class DecodingAttention(Protocol):
 
 def decoding_attention(singles: Sequence[Segment], window: int | None, rows: torch.Tensor) -> DecodingAttention:
     """The fastest implementation for segments of one token, sorted by slot; `rows` gives dtype, device and head
-    sizes."""
+    sizes.
+    """
     if rows.device.type == "cpu":
         kernel = decoding_kernel(rows.dtype, rows.shape[-1], rows.shape[-2])
         if kernel is not None:
@@ -279,7 +281,8 @@ def decoding_attention(singles: Sequence[Segment], window: int | None, rows: tor
 
 class CompiledDecodingAttention:
     """Attends to each sequence separately. Sequences that share pages read the same ones, which stay in the CPU
-    cache."""
+    cache.
+    """
 
     def __init__(self, kernel: DecodingKernel, singles: Sequence[Segment], window: int | None) -> None:
         self._kernel = kernel
@@ -496,7 +499,8 @@ class CachedLayout:
 
     def _decoding_attention(self, window: int | None, rows: torch.Tensor) -> DecodingAttention:
         """The attention of the decoding rows. With a window, prefixes are not shared, because the window may hide parts
-        of them."""
+        of them.
+        """
         if window is not None and window > max(s.start for s in self.singles):
             window = None
         if window not in self._decoding:

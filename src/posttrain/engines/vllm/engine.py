@@ -54,7 +54,8 @@ class HangDetector:
 
     def __init__(self, ping: Callable[[], Awaitable[None]], timeout: float) -> None:
         """`ping` returns once the engine has responded. An engine that does not respond for `timeout` seconds counts as
-        hanging."""
+        hanging.
+        """
         self._ping = ping
         self._timeout = timeout
         self._calls: set[asyncio.Future[Any]] = set()
@@ -278,7 +279,8 @@ class VllmEngine:
 
     async def _restart(self, state: _ReplicaState, starts: int, reason: str) -> None:
         """Restart the replica with the current weights, unless another request has restarted it since start
-        `starts`."""
+        `starts`.
+        """
         async with state.lock:
             if state.starts != starts:
                 return

@@ -438,7 +438,8 @@ class LaunchedServerReplica(ServerReplica):
 
     def _environment(self) -> dict[str, str]:
         """Environment variables of the server. It can import this posttrain, but no other package of this
-        interpreter."""
+        interpreter.
+        """
         import posttrain
 
         package = Path(self._folder.name) / "path"

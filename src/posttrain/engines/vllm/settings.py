@@ -41,7 +41,8 @@ class Settings:
     stream: bool = True
     """Return tokens as they are sampled, so that each gets the version of its weights. If false, only complete answers
     are
-    returned, which suffices if weights change only between requests."""
+    returned, which suffices if weights change only between requests.
+    """
     threads: int = 0
     """On a CPU: number of unbound threads; 0: one thread bound to each core."""
 
