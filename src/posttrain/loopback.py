@@ -3,6 +3,7 @@ token.
 """
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
@@ -116,12 +117,18 @@ def open_listener(port: int, option: str) -> socket.socket:
 
 
 def serve(app: App, on: socket.socket, admitted: Callable[[Scope], bool]) -> None:
-    """Serve `app` until a signal ends the process."""
+    """Serve `app` until a signal ends the process. Requests in progress then have two seconds and are cancelled."""
     import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # An open page follows its server for as long as it can, so cancelling it is no error to report.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            await super().shutdown(sockets)
 
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        log_level="error",  # a stranger could fill the terminal with warnings about malformed requests
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -132,4 +139,4 @@ def serve(app: App, on: socket.socket, admitted: Callable[[Scope], bool]) -> Non
         backlog=_BACKLOG,
         timeout_graceful_shutdown=2,
     )
-    uvicorn.Server(config).run(sockets=[on])
+    Server(config).run(sockets=[on])

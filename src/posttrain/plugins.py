@@ -119,15 +119,27 @@ def trusting(words: Sequence[str]) -> Iterator[None]:
         _trusted.reset(before)
 
 
-def require_trust(path: Path) -> None:
-    """Raises InputError if the file at `path` must not be executed, see `trusting`."""
+def restricted() -> bool:
+    """Whether this is inside `trusting`."""
+    return _trusted.get() is not None
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether the file at `path` may be executed, see `trusting`."""
     words = _trusted.get()
-    if words is None or path.resolve().is_relative_to(Path.cwd().resolve()) or any(str(path) in word for word in words):
-        return
-    raise InputError(
-        f"{path} is outside the current folder and no argument names it, so it is not executed; read it, and add --trust "
-        "to execute it"
-    )
+    # A word such as `environment.tools=[own.py:look,own.py:take]` names a file between other signs.
+    named = re.compile(rf"(?:^|[=\[,\s'\"]){re.escape(str(path))}(?:$|[:\],\s'\"])")
+    inside = path.resolve().is_relative_to(Path.cwd().resolve())
+    return words is None or inside or any(named.search(word) for word in words)
+
+
+def require_trust(path: Path) -> None:
+    """Raises InputError where the file at `path` must not be executed, see `trusting`."""
+    if not is_trusted(path):
+        raise InputError(
+            f"{path} is outside the current folder and no argument names it, so it is not executed; read it, and add --trust "
+            "to execute it"
+        )
 
 
 def pip_command(module: str, distribution: str = "posttrain") -> str:

@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from posttrain.data.messages import UnusableRow, check_value
 from posttrain.data.rendering import Renderer
 from posttrain.data.tools import call_id
 from posttrain.engines.protocol import Completion, Engine, Request
@@ -26,8 +27,8 @@ from posttrain.rollout.agents import formats
 from posttrain.rollout.agents.session import CallRefused, ChatAnswer
 from posttrain.seeds import derive_seed
 
-MAX_BODY = 32 << 20
-"""Maximum size of a request in bytes."""
+MAX_CHOICES = 1024
+"""Largest number of answers to one request."""
 _POLL_SECONDS = 0.25
 _UNSUPPORTED = ("echo", "suffix", "best_of", "logit_bias", "presence_penalty", "frequency_penalty", "functions")
 """Unsupported fields that would change the answer. They are refused unless they are null, false or 0."""
@@ -50,6 +51,14 @@ class _Body(BaseModel):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    model: str = Field("", max_length=1000)
+
+    @field_validator("stop")
+    @classmethod
+    def _few(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, list) and len(value) > 64:
+            raise ValueError(f"has {len(value)} texts; it can have 64")
+        return value
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -107,7 +116,8 @@ class Server:
         def route(path: str, answer: Callable[[dict[str, Any], _Body], Any]) -> None:
             async def post(request: HttpRequest) -> Response:
                 try:
-                    values, body = await _read(request)
+                    values = await formats.read_body(request)
+                    body = _parse(values)
                     made = answer(values, body)
                     if body.stream:
                         # Compute the first event now, so that an error still gets its own HTTP status.
@@ -209,14 +219,19 @@ class Server:
             raise CallRefused("top_logprobs must be 0; the engine returns the log-probability of the sampled token")
         read = ("messages", "tools", "tool_choice", "response_format", "functions")
         call = formats.openai_call({key: values[key] for key in read if key in values}, False)
+        if self.renderer.surely_longer(call.messages, call.tools, self.context):
+            raise self._too_long(f"more than {self.context}")
         prompt = self.renderer.prompt(call.messages, tools=call.tools)
         self._require_room(prompt)
         return prompt, bool(call.tools)
 
     async def chat(self, values: dict[str, Any]) -> dict[str, Any]:
         """The answer to a chat completion without streaming, as in OpenAI's API. CallRefused for an unsupported
-        request.
-        """
+        request."""
+        try:
+            check_value(values, "it")
+        except UnusableRow as error:
+            raise CallRefused(f"the request cannot be used: {error}") from error
         return await self._chat(values, _parse(values))
 
     async def _chat(self, values: dict[str, Any], body: _Body) -> dict[str, Any]:
@@ -292,6 +307,11 @@ class Server:
             raise CallRefused("logprobs must be at most 1; the engine returns the log-probability of the sampled token")
         tokenizer = self.engine.policy.tokenizer
         prompts = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
+        if len(prompts) * body.n > MAX_CHOICES:
+            raise CallRefused(f"the request asks for {len(prompts) * body.n} answers; ask for at most {MAX_CHOICES}")
+        for one in prompts:
+            if isinstance(one, str) and self.renderer.surely_longer([{"content": one}], [], self.context):
+                raise self._too_long(f"more than {self.context}")
         found = [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else list(one) for one in prompts]
         if bad := [id for ids in found for id in ids if not 0 <= id < len(tokenizer)]:
             raise CallRefused(f"the prompt has token {bad[0]}, and the model has {len(tokenizer)} tokens")
@@ -301,9 +321,11 @@ class Server:
 
     def _require_room(self, prompt: Sequence[int]) -> None:
         if not 0 < len(prompt) < self.context:
-            limits = f"at least 1 and fewer than the model's {self.context}"
-            message = f"the prompt has {len(prompt)} tokens; it must have {limits}"
-            raise CallRefused(message, kind="context_length_exceeded")
+            raise self._too_long(str(len(prompt)))
+
+    def _too_long(self, tokens: str) -> CallRefused:
+        limits = f"at least 1 and fewer than the model's {self.context}"
+        return CallRefused(f"the prompt has {tokens} tokens; it must have {limits}", kind="context_length_exceeded")
 
     async def _texts(self, values: dict[str, Any], body: _Body) -> dict[str, Any]:
         prompts = self._prompts(body)
@@ -345,7 +367,7 @@ class Server:
 
     def _head(self, values: dict[str, Any], prefix: str, kind: str) -> dict[str, Any]:
         self._count += 1
-        model = str(values.get("model") or self.name)
+        model = values.get("model") or self.name
         return {"id": f"{prefix}-{self._count}", "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -371,23 +393,6 @@ def guarded(app: App, port: int, key: str | None) -> tuple[App, Callable[[Scope]
         await app(scope, receive, send)
 
     return application, lambda scope: refusal(scope) is None
-
-
-async def _read(request: Any) -> tuple[dict[str, Any], _Body]:
-    """The JSON object of a request. CallRefused if it is too large, is not an object, or needs unsupported features."""
-    received = bytearray()
-    async for part in request.stream():
-        received += part
-        if len(received) > MAX_BODY:
-            raise CallRefused(f"the request has more than {MAX_BODY >> 20} MiB", 413, "request_too_large")
-    try:
-        values = json.loads(received)
-        json.dumps(values, allow_nan=False).encode()
-        if not isinstance(values, dict):
-            raise CallRefused("the request must be a JSON object")
-    except (ValueError, RecursionError) as error:
-        raise CallRefused(f"the request is not valid JSON ({type(error).__name__})") from error
-    return values, _parse(values)
 
 
 def _parse(values: dict[str, Any]) -> _Body:

@@ -17,6 +17,7 @@ from posttrain.environments.rewards import register_reward
 from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
+from posttrain.recipe.executed import require_trust_of_run
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import Layer, read_file
 from posttrain.recipe.stages import STAGES, EvaluateRecipe, Recipe
@@ -403,7 +404,9 @@ def _resumed(stage: str, layers: Sequence[Layer], run: Path) -> Recipe:
             )
     # The run may have been moved or renamed; it continues at its current location.
     place = directory.path.resolve()
-    recipe = typed_recipe(merge_typed([read_file(str(directory.recipe_file)), *layers], stage), stage)
+    begun = read_file(str(directory.recipe_file))
+    require_trust_of_run(directory.recipe_file, begun.values)
+    recipe = typed_recipe(merge_typed([begun, *layers], stage), stage)
     done, steps = directory.saved_step(), getattr(recipe, "steps", None)
     if steps is not None and steps < done:
         raise InputError(

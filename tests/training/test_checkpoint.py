@@ -332,7 +332,7 @@ def test_what_a_thread_writes_is_the_state_at_the_time_of_the_call(tiny_model, t
 def test_a_failure_of_the_thread_stops_the_run_at_the_next_checkpoint(saved, tiny_model, monkeypatch):
     policy = Policy(str(tiny_model))
 
-    def full(*arguments):
+    def full(*arguments, **keywords):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("posttrain.training.checkpoint.write_tensors", full)

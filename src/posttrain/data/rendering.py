@@ -57,6 +57,17 @@ class Renderer:
         """Return the tokens of a conversation up to the policy's answer; `primer` is text that starts the answer."""
         return self.encode(self.text(messages, tools) + primer)
 
+    def surely_longer(self, messages: Sequence[Message], tools: Sequence[Tool], tokens: int) -> bool:
+        """Whether a conversation has more than `tokens` tokens however it is divided into them, found without rendering it."""
+        if len(messages) > tokens:
+            return True
+        longest = self._longest_token
+        return _characters([*messages, *tools]) > tokens * longest
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()))
+
     def continuation(
         self, messages: Sequence[Message], ended: bool, primer: str = "", tools: Sequence[Tool] = ()
     ) -> list[int]:
@@ -228,6 +239,14 @@ class Renderer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of rendered text."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _characters(value: Any) -> int:
+    """Number of characters of all texts in a message or a tool."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, inner))
 
 
 def _fold_system(messages: Sequence[Message]) -> list[Message]:

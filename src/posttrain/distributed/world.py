@@ -151,7 +151,7 @@ def _attempt(work: Callable[[], Any]) -> _Result:
 
 
 _SINGLE_PROCESS = World(HardwareRecipe())
-_state: dict[str, Any] = {"world": _SINGLE_PROCESS, "control": None}
+_state: dict[str, Any] = {"world": _SINGLE_PROCESS, "control": None, "background": None}
 
 
 def current_world() -> World:
@@ -273,13 +273,14 @@ def _connect(world: World, on_gpu: bool) -> Any:
     group_store = dist.PrefixStore("posttrain", store)
     dist.init_process_group(backend, store=group_store, rank=world.rank, world_size=world.size, timeout=timeout)
     _state["control"] = dist.new_group(backend="gloo", timeout=timeout)
+    _state["background"] = dist.new_group(backend="gloo", timeout=timeout)
     return store
 
 
 def _disconnect() -> None:
     import torch.distributed as dist
 
-    _state["world"], _state["control"] = _SINGLE_PROCESS, None
+    _state["world"], _state["control"], _state["background"] = _SINGLE_PROCESS, None, None
     dist.destroy_process_group()
 
 
@@ -291,9 +292,12 @@ def _divide_threads(world: World) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
 
 
-def control_group() -> Any:
-    """The gloo process group, for small objects and for tensors in CPU memory; None in a single process."""
-    return _state["control"]
+def control_group(background: bool = False) -> Any:
+    """The gloo process group, for small objects and for tensors in CPU memory; None in a single process.
+
+    `background`: the one of the thread that writes checkpoints, whose calls must not mix with others.
+    """
+    return _state["background" if background else "control"]
 
 
 def _claim_report(store: Any, world: World) -> bool:

@@ -8,7 +8,9 @@ a finding.
 import json
 import math
 import os
+import re
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -145,7 +147,7 @@ def audit(
     reports = processes.play(task)
     first, second = reports
     findings = list(_failures(name, seeds, reports))
-    if isinstance(first, str) or isinstance(second, str):
+    if isinstance(first, NoReport) or isinstance(second, NoReport):
         return Audit(name, (seeds.start, len(seeds)), {}, 0, math.nan, math.nan, findings)
     results = {player: _score([one for one in first if one.player == player]) for player in players}
     scores = {player: score for player, score in results.items() if score is not None}
@@ -191,8 +193,10 @@ def _command(name: str, seeds: Iterable[int], players: Iterable[str], show: bool
 
 
 def _failures(name: str, seeds: range, reports: "tuple[Report, Report]") -> Iterator[Finding]:
-    for report in dict.fromkeys(report for report in reports if isinstance(report, str)):
-        yield Finding("exceptions", True, report, _command(name, seeds, ()))
+    for report in dict.fromkeys(report for report in reports if isinstance(report, NoReport)):
+        of_one = report.player is not None and report.seed is not None
+        command = _command(name, [report.seed], [report.player]) if of_one else _command(name, seeds, ())
+        yield Finding("exceptions", True, report.text, command)
 
 
 def _findings(
@@ -310,8 +314,19 @@ def _numbers(values: Sequence[float]) -> str:
 
 # -- processes --------------------------------------------------------------------------------------------------------
 
-Report = list[Episodes] | str
-"""The report of a process, or the reason why it has none."""
+
+@dataclass(frozen=True)
+class NoReport:
+    """Why a process has no report."""
+
+    text: str
+    player: str | None = None
+    """Who played when the time was over."""
+    seed: int | None = None
+
+
+Report = list[Episodes] | NoReport
+"""What a process found, or why it has no report."""
 
 
 class AuditProcesses:
@@ -343,22 +358,37 @@ class AuditProcesses:
             process.stdin.flush()
         except BrokenPipeError:
             return self._death(hash_seed)
-        line = self._line(process)
+        lines = _lines(process, monotonic() + self._seconds)
+        # The child reports every episode when it starts, and all results at the end.
+        played: list[tuple[str, int]] = []
+        while line := next(lines):
+            report = json.loads(line)
+            if isinstance(report, dict):
+                played.append((report["player"], report["seed"]))
+                continue
+            return NoReport(report) if isinstance(report, str) else [Episodes(**one) for one in report]
         if line is None:
-            self._stop(hash_seed)
-            return f"no result within {self._seconds:g} s"
-        if not line:
-            return self._death(hash_seed)
-        report = json.loads(line)
-        if isinstance(report, str):
-            return report
-        return [Episodes(**one) for one in report]
+            return self._time_over(hash_seed, played, len(task["players"]) * task["seeds"][1])
+        return self._death(hash_seed)
 
-    def _death(self, hash_seed: str) -> str:
-        """Why the process ended: its exit status and its last line of output."""
+    def _time_over(self, hash_seed: str, played: Sequence[tuple[str, int]], total: int) -> NoReport:
+        """What was running when the time was over, which separates one call that hangs from many slow ones."""
+        # `audit_child` writes its stack when it gets this signal.
+        self._processes[hash_seed].send_signal(signal.SIGABRT)
+        self._stop(hash_seed)
+        if not played:
+            return NoReport(f"no result within {self._seconds:g} s")
+        player, seed = played[-1]
+        calls = [re.match(r'File "(.*)", line (\d+) in (\w+)', line.strip()) for line in self._written(hash_seed)]
+        place = next((f" in {Path(call[1]).name}, line {call[2]} ({call[3]})" for call in calls if call), "")
+        done = f"{len(played) - 1} of {total} done, then {player} on seed {seed}{place}"
+        return NoReport(f"no result within {self._seconds:g} s: {done}", player, seed)
+
+    def _death(self, hash_seed: str) -> NoReport:
+        """Why the process is gone: its exit status and the last line that it wrote."""
         code = self._stop(hash_seed)
-        lines = self._output(hash_seed).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"its process ended with exit status {code}{': ' + lines[-1][:_SHOWN] if lines else ''}"
+        lines = self._written(hash_seed)
+        return NoReport(f"its process ended with exit status {code}{': ' + lines[-1][:_SHOWN] if lines else ''}")
 
     def _start(self, hash_seed: str) -> subprocess.Popen[bytes]:
         environment = {
@@ -377,19 +407,8 @@ class AuditProcesses:
         """File for output of the process other than reports."""
         return Path(self._folder.name) / hash_seed
 
-    def _line(self, process: subprocess.Popen[bytes]) -> bytes | None:
-        """The next line of its output, empty at the end; None if the time limit was reached."""
-        assert process.stdout is not None
-        end, received = monotonic() + self._seconds, b""
-        while not received.endswith(b"\n"):
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - monotonic()))
-            if not ready:
-                return None
-            part = os.read(process.stdout.fileno(), 1 << 20)
-            if not part:
-                return b""
-            received += part
-        return received
+    def _written(self, hash_seed: str) -> list[str]:
+        return self._output(hash_seed).read_text(encoding="utf-8", errors="replace").strip().splitlines()
 
     def _stop(self, hash_seed: str) -> int:
         process = self._processes.pop(hash_seed)
@@ -404,6 +423,24 @@ class AuditProcesses:
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
+
+
+def _lines(process: subprocess.Popen[bytes], end: float) -> Iterator[bytes | None]:
+    """The lines that a process writes until the time `end`: empty where it is over, None where the time is."""
+    assert process.stdout is not None
+    received = b""
+    while True:
+        line, complete, rest = received.partition(b"\n")
+        if complete:
+            received = rest
+            yield line
+            continue
+        if not select.select([process.stdout], [], [], max(0.0, end - monotonic()))[0]:
+            yield None
+        part = os.read(process.stdout.fileno(), 1 << 20)
+        if not part:
+            yield b""
+        received += part
 
 
 def overrides_of(keys: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -2,6 +2,7 @@
 standard output.
 """
 
+import faulthandler
 import hashlib
 import importlib
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -27,23 +29,29 @@ def main() -> None:
     # Environments print, and their output must not mix with the reports.
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    for line in sys.stdin:
-        try:
-            report: Any = [asdict(one) for one in play_all(json.loads(line))]
-        except Exception as error:
-            report = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    # The audit sends SIGABRT when its time is over, and quotes the stack.
+    faulthandler.enable(all_threads=False)
+
+    def write(report: Any) -> None:
         reports.write(json.dumps(report) + "\n")
         reports.flush()
 
+    for line in sys.stdin:
+        try:
+            write([asdict(one) for one in play_all(json.loads(line), write)])
+        except Exception as error:
+            write(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
-def play_all(task: dict[str, Any]) -> list[Episodes]:
-    """The episodes of one task, see `audit.audit`."""
+
+def play_all(task: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> list[Episodes]:
+    """The episodes of one task, see `audit.audit`. `write` gets the player and the seed before each starts."""
     kind = environment_class(task["type"])
     recipe = kind.Recipe.model_validate_json(task["recipe"])
     start, count = task["seeds"]
     episodes, prompts, answers = [], dict[int, str](), dict[int, str]()
     for seed in range(start, start + count):
         for player in task["players"]:
+            write({"player": player, "seed": seed})
             one, played = _play_twice(kind, recipe, seed, player, task["needs_success"])
             if one is None:
                 continue

@@ -104,8 +104,7 @@ class Environment(ABC):
 
     def act(self, answer: ParsedAnswer) -> Step:
         """Apply an answer that was parsed with the syntax of the policy's chat template. Called instead of `step` if
-        the
-        observation has tools.
+        the observation has tools.
         """
         raise NotImplementedError(
             f"{type(self).__name__} offers tools but has no `act`; derive it from ToolEnvironment"

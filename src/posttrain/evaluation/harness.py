@@ -28,11 +28,12 @@ from rich.console import Console
 
 from posttrain.engines.factory import open_engine
 from posttrain.engines.protocol import Completion, Engine, Request
-from posttrain.errors import InputError
+from posttrain.errors import InputError, PosttrainError
 from posttrain.evaluation.predictions import digest_of
 from posttrain.evaluation.results import Better, MetricResult, Results
 from posttrain.evaluation.statistics import ItemScores, combine, item_means, item_sums
 from posttrain.models.policy import Policy
+from posttrain.plugins import require_trust
 from posttrain.recipe.compose import section
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.harness import HarnessRecipe
@@ -250,25 +251,28 @@ def run(recipe: HarnessRecipe, directory: RunDirectory, console: Console) -> Non
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with offline():
+        if recipe.include_path is not None:
+            require_trust(Path(recipe.include_path))
         manager = TaskManager(include_path=recipe.include_path)
         tasks = load_tasks(manager, recipe.tasks)
         policy = Policy(recipe.model.model_copy(update={"path": model_path(recipe.model.path)}), recipe.seed)
         engine = open_engine(policy, recipe.engine, logs=directory.logs, weights_change=False)
-        found = simple_evaluate(
-            HarnessModel(None, policy, engine, recipe.seed, recipe.tokens_per_batch),
-            tasks=tasks,
-            task_manager=manager,
-            num_fewshot=recipe.num_fewshot,
-            limit=recipe.limit,
-            bootstrap_iters=0,
-            apply_chat_template=recipe.apply_chat_template,
-            system_instruction=recipe.system_instruction,
-            gen_kwargs=dict(recipe.gen_kwargs) or None,
-            random_seed=recipe.seed,
-            numpy_random_seed=recipe.seed,
-            torch_random_seed=recipe.seed,
-            fewshot_random_seed=recipe.seed,
-        )
+        with rows_named():
+            found = simple_evaluate(
+                HarnessModel(None, policy, engine, recipe.seed, recipe.tokens_per_batch),
+                tasks=tasks,
+                task_manager=manager,
+                num_fewshot=recipe.num_fewshot,
+                limit=recipe.limit,
+                bootstrap_iters=0,
+                apply_chat_template=recipe.apply_chat_template,
+                system_instruction=recipe.system_instruction,
+                gen_kwargs=dict(recipe.gen_kwargs) or None,
+                random_seed=recipe.seed,
+                numpy_random_seed=recipe.seed,
+                torch_random_seed=recipe.seed,
+                fewshot_random_seed=recipe.seed,
+            )
     assert found is not None
     results = harness_results(found, recipe)
     if not results.metrics:
@@ -285,6 +289,27 @@ def run(recipe: HarnessRecipe, directory: RunDirectory, console: Console) -> Non
     console.print(table)
     for line in [table.note, *results.details(), f"results: {directory.harness}"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def rows_named() -> Iterator[None]:
+    """Turn an error that lm-eval raises for a row or a template, of whatever type, into an InputError."""
+    try:
+        yield
+    except PosttrainError:
+        raise
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise InputError(
+            f"tasks: lm-eval cannot use a task or one of its rows ({type(cause).__name__}: {_reason(cause)}); correct the rows "
+            "or the task; --debug shows where it failed"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 @contextmanager
@@ -320,18 +345,22 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Any]:
     for name in names:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise InputError(f"tasks: there is no task file {name}; correct the path")
-        try:
-            loaded = manager.load([name])
-        except KeyError as error:
-            raise InputError(
-                f"tasks: lm-eval has no task {name}; see `lm-eval ls tasks`, or give a task file"
-            ) from error
-        except (ConnectionError, FileNotFoundError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            raise InputError(
-                f"tasks: the data of {name} is not on this machine ({reason}); download it first, or give a task "
-                "file that reads local files"
-            ) from error
+        if name.endswith((".yaml", ".yml")):
+            require_trust(Path(name))  # its templates and functions are code
+        with rows_named():
+            try:
+                loaded = manager.load([name])
+            except KeyError as error:
+                if Path(name).is_file():
+                    raise
+                raise InputError(
+                    f"tasks: lm-eval has no task {name}; see `lm-eval ls tasks`, or give a task file"
+                ) from error
+            except (ConnectionError, FileNotFoundError) as error:
+                raise InputError(
+                    f"tasks: the data of {name} is not on this machine ({_reason(error)}); download the data set before, or "
+                    "give a task file that reads local files"
+                ) from error
         # The first group contains the others.
         groups = list(loaded.get("groups", {}).values())
         tasks += groups[:1] or loaded["tasks"].values()

@@ -91,10 +91,13 @@ def import_commands(
     found, others = [], []
     for command in read_commands(text, variables):
         imported = import_command(command, rows)
-        if imported is None:
-            others.append(command)
-        else:
+        if imported is not None:
             found.append(imported)
+        elif (script := _script_of(command)) is not None and script != source:
+            inside = import_commands(script, {**variables, **command.assignments}, rows)
+            found, others = [*found, *inside[0]], [*others, *inside[1]]
+        else:
+            others.append(command)
     if not found:
         shown = " ".join(others[0].words)[:100] if others else source[:100]
         raise InputError(
@@ -102,6 +105,14 @@ def import_commands(
             "verl.trainer.main_ppo, and train.sh or train.py of RAGEN"
         )
     return found, others
+
+
+def _script_of(command: Command) -> str | None:
+    """The file of `bash FILE` without arguments, whose commands are imported; None for other commands."""
+    words = command.words
+    if len(words) == 2 and words[0] in ("bash", "sh", "source") and Path(words[1]).is_file():
+        return words[1]
+    return None
 
 
 def import_command(command: Command, rows: int | None = None) -> Imported | None:
@@ -288,27 +299,3 @@ def shown_value(value: Any) -> str:
     if isinstance(value, list | dict) or "\n" in text:
         return json.dumps(value, ensure_ascii=False)
     return text
-
-
-def markdown_table(imported: Imported) -> str:
-    """The table of the command's flags: `| flag | value | our key | our value | outcome | note |`."""
-    lines = ["| flag | value | our key | our value | outcome | note |", "|---|---|---|---|---|---|"]
-    for row in imported.rows:
-        keys = ", ".join(f"`{key}`" for key in row.answer.keys) or "–"
-        ours = [_cell(value) for value in row.answer.keys.values()]
-        shown = ours[:1] if len(set(ours)) == 1 else ours
-        flag = f"({row.flag})" if row.implied else f"`{row.flag}`"
-        outcome = {"unknown": "**unknown**", "not supported": "**not supported**"}.get(
-            row.answer.outcome, row.answer.outcome
-        )
-        cells = [flag, _escaped(row.value), keys, ", ".join(shown) or "–", outcome, _escaped(row.answer.note)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(value: Any) -> str:
-    return f"`{_escaped(shown_value(value))}`"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")

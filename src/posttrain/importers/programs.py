@@ -27,6 +27,8 @@ class Program:
     limit: str = ""
     """Flag that limits the number of training rows."""
     prefix: str = "--"
+    negation: bool = False
+    """`--no_FLAG` turns off a switch, as with the parser of transformers."""
 
     def name_of(self, flag: str) -> str:
         """The name of a flag in `rules`; flags of the command line may have `-` for `_`."""
@@ -37,12 +39,14 @@ class Program:
 
     def table(self, words: list[tuple[str, str]], rows: int | None) -> list[Row]:
         """A row for each flag, for each default that has an effect, and for behavior that no flag changes."""
-        given, written = {}, {}
+        given, written, shown = {}, {}, {}
         for flag, value in words:
-            name = self.name_of(flag)
-            given[name], written[name] = value or SET, flag
+            name, turned = self._switched(self.name_of(flag))
+            given[name], written[name], shown[name] = turned or value or SET, flag, value or SET
         flags = Flags(given, self.defaults, rows)
-        repeated = {name for name in given if sum(self.name_of(flag) == name for flag, _ in words) > 1}
+        repeated = {
+            name for name in given if sum(self._switched(self.name_of(flag))[0] == name for flag, _ in words) > 1
+        }
         found: list[Row] = []
         taken: set[str] = set()
         for name, value in given.items():
@@ -52,7 +56,7 @@ class Program:
                 note = "; ".join(part for part in (answer.note, "given twice; the last one is used") if part)
                 answer = Answer(answer.outcome, answer.keys, note)
             taken |= set(answer.keys)
-            found.append(Row(f"{self.prefix}{written[name]}", value, answer))
+            found.append(Row(f"{self.prefix}{written[name]}", shown[name], answer))
         for name, value in self.defaults.items():
             if name not in given:
                 answer = self._answer(name, value, flags)
@@ -66,6 +70,14 @@ class Program:
                 taken |= set(row.answer.keys)
                 found.append(row)
         return found
+
+    def _switched(self, name: str) -> tuple[str, str]:
+        """The switch that `no_NAME` turns off, and `false`; other flags as they are."""
+        plain = self.name_of(name.removeprefix("no_"))
+        rule = self.rules.get(plain)
+        if self.negation and name not in self.rules and name != plain and rule is not None and rule.switch:
+            return plain, "false"
+        return name, ""
 
     def _answer(self, name: str, value: str, flags: Flags) -> Answer:
         try:

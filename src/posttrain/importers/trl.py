@@ -199,7 +199,15 @@ _DEFAULTS = {**COMMON_DEFAULTS, "max_length": "1024", "num_train_epochs": "3"}
 
 
 def _program(stage: str, rules: dict[str, Rule], rate: str, implied: Any, **more: str) -> Program:
-    return Program("TRL", stage, rules, {**_DEFAULTS, "learning_rate": rate, **more}, implied, rows_of="dataset_name")
+    return Program(
+        "TRL",
+        stage,
+        rules,
+        {**_DEFAULTS, "learning_rate": rate, **more},
+        implied,
+        rows_of="dataset_name",
+        negation=True,
+    )
 
 
 PROGRAMS = {
@@ -225,6 +233,10 @@ def find(word: str, after: list[str], before: list[str]) -> tuple[Program, list[
         name, after = after[0], after[1:]
     elif (script := Path(word)).suffix == ".py" and script.stem in _SCRIPTS:
         name = script.stem if script.stem in HELPSTEER else _SCRIPTS[script.stem]
+    elif "examples/scripts/" in word and word.endswith(".py"):
+        raise InputError(
+            f"{word} has no importer; those of examples/scripts with one are {', '.join(f'{one}.py' for one in _SCRIPTS)}"
+        )
     else:
         return None
     config = _config(after)

@@ -470,13 +470,14 @@ PROGRAMS = {
     "grpo": Program(
         "TRL", "rl", _GRPO,
         {**_DEFAULTS, "num_generations": "8", "beta": "0.0", "loss_type": "dapo", "scale_rewards": "group"},
-        _of_grpo, rows_of="dataset_name",
+        _of_grpo, rows_of="dataset_name", negation=True,
     ),
     "rloo": Program(
-        "TRL", "rl", _RLOO, {**_DEFAULTS, "num_generations": "2", "beta": "0.05"}, _of_rloo, rows_of="dataset_name"
+        "TRL", "rl", _RLOO, {**_DEFAULTS, "num_generations": "2", "beta": "0.05"}, _of_rloo, rows_of="dataset_name",
+        negation=True,
     ),
-    "old_rloo": Program("TRL", "rl", _OLD, _OLD_DEFAULTS, _of_rloo),
+    "old_rloo": Program("TRL", "rl", _OLD, _OLD_DEFAULTS, _of_rloo, negation=True),
     "rloo_helpsteer_training": Program(
-        "TRL", "rl", _OLD, {**_OLD_DEFAULTS, "save_steps": "500"}, _of_helpsteer
+        "TRL", "rl", _OLD, {**_OLD_DEFAULTS, "save_steps": "500"}, _of_helpsteer, negation=True,
     ),
 }  # fmt: skip

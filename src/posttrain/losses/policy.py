@@ -269,8 +269,7 @@ def dppo(recipe: DppoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[t
 
 def _bernoulli_kl(sampled: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     """KL in nats of the Bernoulli distributions of this token against any other, from log-probabilities [N]. Zero where
-    both
-    are certain.
+    both are certain.
     """
     certain = -torch.finfo(sampled.dtype).eps
     others = [torch.log(-torch.expm1(logprobs.clamp(max=certain))) for logprobs in (sampled, now)]

@@ -16,8 +16,11 @@ import torch
 
 from posttrain.errors import InputError
 from posttrain.models.attention import use_packed_attention
-from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16, use_fused_layers
+from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16
+from posttrain.models.cuda.attention import use_flash_attention
+from posttrain.models.cuda.four_bit import quantize
 from posttrain.models.forward import use_float32_head
+from posttrain.models.fused_layers import resolve_fused, use_fused_layers
 from posttrain.plugins import entry_points, load, require_module
 from posttrain.recipe.model import SWITCHES, LoraRecipe, ModelRecipe, with_thinking
 
@@ -373,8 +376,11 @@ def _load(
         if adapter.get("modules_to_save"):
             missing = [name for name in missing if name.split(".")[0] not in adapter["modules_to_save"]]
     use_packed_attention(model)
-    use_fused_layers(model)
+    use_fused_layers(model, resolve_fused(recipe.fused, device))
+    use_flash_attention(recipe.attention, device)
     bound_kept_kernels()
+    if recipe.load_in_4bit:
+        quantize(model, device)
     try:
         return model.to(device_override or device).eval(), missing
     except torch.OutOfMemoryError as error:

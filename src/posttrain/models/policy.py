@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, is_sharded, set_shard
 from posttrain.distributed.world import current_world, threads_per_process
 from posttrain.errors import InputError
+from posttrain.models.cuda.four_bit import dequantized
 from posttrain.models.cuda.memory import copied_to
 from posttrain.models.forward import (
     TokenMetric,
@@ -64,6 +65,10 @@ class TrainedModel:
             torch.set_num_threads(threads)
         self.recipe = recipe
         self.seed = seed
+        if recipe.load_in_4bit and current_world().sharded:
+            raise InputError(
+                "model.load_in_4bit is for one process without hardware.offload: all; remove it, or set hardware.processes=1"
+            )
         self.tokenizer: Any = load_tokenizer(recipe)
         self.end_tokens = load_end_tokens(recipe.path, self.tokenizer)
         """Token ids that end a completion: the end tokens of the tokenizer and of the generation configuration."""
@@ -73,6 +78,10 @@ class TrainedModel:
             torch.manual_seed(derive_seed(seed, "adapters"))
             # peft returns the model in training mode, with dropout on.
             self.model = add_adapters(self.model, recipe.lora, self.task).eval()
+            if recipe.load_in_4bit:  # peft makes adapters of packed matrices in float32
+                dtype = self.model.get_input_embeddings().weight.dtype  # type: ignore[operator, union-attr]
+                for parameter in (p for p in self.model.parameters() if p.requires_grad):
+                    parameter.data = parameter.data.to(dtype)
         if recipe.gradient_checkpointing:
             inner = transformer(self.model)
             # The method has two names in the supported versions of transformers.
@@ -164,9 +173,16 @@ class TrainedModel:
 
     def save_later(self, directory: Path) -> Callable[[], None]:
         """Copy the trained weights to CPU memory. Returns a function that writes the files of `save` with these weights
-        and may
-        run in another thread. Only for a model that is not sharded.
-        """
+        and may run in another thread. All ranks call both; only rank 0 writes."""
+        world = current_world()
+        if self.sharded is not None:
+            gathered = self.gather_weights(self.saved_tensors())
+            if not world.is_rank0:
+                return lambda: None
+            assert gathered is not None
+            own = {name: tensor.clone() for name, tensor in gathered.items()} if world.size == 1 else gathered
+            self.tokenizer.save_pretrained(directory)
+            return lambda: self.model.save_pretrained(directory, state_dict=own)  # type: ignore[operator]
         copies: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.saved_tensors().items():  # a tensor with several names stays one
@@ -245,8 +261,14 @@ class TrainedModel:
     def _merged(self, tensors: dict[str, torch.Tensor] | None) -> Any:
         """A whole copy of the model with its adapters merged. `tensors`: the gathered state of a sharded model."""
         assert self.recipe.lora is not None
-        merged = add_adapters(self.load(), self.recipe.lora, self.task)
-        merged.load_state_dict(self.model.state_dict() if tensors is None else tensors)
+        # Adapters of 4-bit matrices are added to the matrices that those were made from.
+        whole_numbers = copy.copy(self)
+        whole_numbers.recipe = self.recipe.model_copy(update={"load_in_4bit": False})
+        merged = add_adapters(whole_numbers.load(), self.recipe.lora, self.task)
+        if self.recipe.load_in_4bit:
+            merged.load_state_dict(dict(self.trainable()), strict=False)
+        else:
+            merged.load_state_dict(self.model.state_dict() if tensors is None else tensors)
         whole: Any = merged.merge_and_unload()  # type: ignore[operator]
         whole.config = transformer(self.model).config
         return whole
@@ -417,7 +439,7 @@ class Policy(TrainedModel):
     @property
     def _offloads_reference(self) -> bool:
         """Whether the reference model is in CPU memory between its passes. FSDP moves sharded models itself."""
-        return current_world().hardware.offload == "optimizer" and not current_world().sharded
+        return current_world().hardware.offload in ("optimizer", "rollouts") and not current_world().sharded
 
     def _reference_copy(self) -> tuple[torch.nn.Module, ShardedModel | None]:
         if self._reference is None:
@@ -467,10 +489,10 @@ def _merged_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in base.named_parameters():
         owner = next((prefix for prefix in _module_prefixes(name) if prefix in adapted), None)
         if owner is None:
-            yield name, full_tensor(parameter).detach()
+            yield name, full_tensor(dequantized(parameter)).detach()
         elif name.startswith(f"{owner}base_layer."):
             last = name.removeprefix(f"{owner}base_layer.")
-            tensor = full_tensor(parameter).detach()
+            tensor = full_tensor(dequantized(parameter)).detach()
             if last == "weight":
                 for adapter in adapted[owner].active_adapters:
                     tensor = tensor + _adapter_delta(adapted[owner], adapter)

@@ -30,6 +30,10 @@ _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 """Names of the matrices in the order of `ModelSizes.linear_sizes`."""
 
 
+_FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per weight of a 4-bit matrix: the number, a byte of scale for 64 of them, and 4 bytes for 256 scales."""
+
+
 def with_dtypes(recipe: R, device: Device | None) -> R:
     """The recipe with the precision that each of its models has on `device`. For an unknown device (None), it is
     unchanged.
@@ -58,6 +62,10 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
     width = weight_width(recipe.model)
     count = sizes.scorer_parameters if isinstance(recipe, RewardRecipe) else sizes.parameters
     rows = {"weights": (width * count, f"{count:,} parameters of {width} bytes")}
+    if recipe.model.load_in_4bit:
+        packed = sizes.layers * sizes.layer
+        size = round(_FOUR_BITS * packed) + width * (count - packed)
+        rows["weights"] = (size, f"{packed:,} parameters of 4 bits, {count - packed:,} of {width} bytes")
     if not isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):
         rows |= _training(recipe, sizes, width)
     rows = _divided(rows, sizes, placement, width)
@@ -106,13 +114,15 @@ def peak_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement) -> tupl
     engine = engine_memory(recipe, sizes, placement)
     rows = {what: count for what, (count, _) in memory_estimate(recipe, sizes, placement).items() if what not in engine}
     passing = sum(rows.get(what, 0) for what in ("activations, roughly", "logits", "gathered temporarily"))
+    if isinstance(recipe, RlRecipe) and recipe.hardware.offload == "rollouts":
+        passing += sum(rows.get(what, 0) for what in _OFFLOADED)
     learning, sampling = sum(rows.values()), sum(count for count, _ in engine.values())
     return learning, sampling + (learning - passing if placement.colocated else 0)
 
 
 def weight_width(model: ModelRecipe) -> int:
     """Bytes per weight."""
-    return 2 if model.dtype == "bfloat16" else 4
+    return 2 if model.dtype == "bfloat16" or model.load_in_4bit else 4
 
 
 def cache_bytes(sizes: ModelSizes, width: int, tensor: int = 1) -> int:
@@ -174,7 +184,7 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         assert isinstance(recipe, DpoRecipe | RlRecipe)
         if recipe.model.lora is None:
             rows["reference model"] = _reference(recipe, sizes, width, trained)
-            if offloads:
+            if recipe.hardware.offload in ("optimizer", "rollouts"):
                 rows["reference model"] = (0, "in CPU memory, and on the device when there are no gradients")
         else:
             rows["reference model"] = (0, "the policy with adapters disabled")

@@ -250,5 +250,5 @@ class CriticRecipe(BaseConfig):
 
     def model(self, policy: ModelRecipe) -> ModelRecipe:
         """The model section of a separate critic. Keys that it does not have come from the policy's `model`."""
-        keys = {"path": self.path or policy.path, "dtype": self.dtype, "lora": self.lora}
+        keys = {"path": self.path or policy.path, "dtype": self.dtype, "lora": self.lora, "load_in_4bit": False}
         return policy.model_copy(update=keys)

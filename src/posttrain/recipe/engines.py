@@ -30,7 +30,7 @@ class LocalEngineRecipe(BaseConfig):
     """
 
     type: Literal["local"] = "local"
-    """`local`: in this process, on the weights in training."""
+    """`local`: in this process, on the weights in training. If no engine is given, `rl`, `distill` and `generate` use `vllm` on a GPU where vLLM is installed; the run prints which and why."""
     slots: int = Field(64, ge=1)
     """Number of sequences in the key/value cache, which is the largest number decoded at the same time."""
     tokens_per_forward: int = Field(2048, ge=16)
@@ -172,7 +172,9 @@ class VllmEngineRecipe(BaseConfig):
     enforce_eager: bool | None = None
     """Run without compilation and CUDA graphs. Null: false on a GPU, true on a CPU."""
     bucket_megabytes: int = Field(512, ge=1)
-    """Maximum size of a bucket of a weight transfer, in MiB; at least one tensor."""
+    """Largest bucket of a weight transfer, in MiB; at least one tensor."""
+    weight_transfer: Literal["files", "ipc", "nccl"] = "files"
+    """How weights are sent. `files`: through shared memory of the CPU; works everywhere. `ipc`: one server opens the learner's memory on the same GPU. `nccl`: a broadcast to servers on GPUs of their own (gloo between CPUs). The last two need whole weights in the learner's process: one learner process, `adapters: merged`, and no Ray."""
     adapters: Literal["merged", "adapter_only"] = "merged"
     """With `model.lora`. `merged`: send full weights with the adapters merged. `adapter_only`: send only the adapters;
     the engine keeps the frozen base weights.
@@ -206,6 +208,14 @@ class VllmEngineRecipe(BaseConfig):
             for key in ("servers", "urls", "python", "token_variable"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"`{key}` has no effect with `mode: in_process`; set `mode: servers`")
+        if self.weight_transfer != "files" and self.adapters == "adapter_only":
+            raise ValueError(
+                "`adapters: adapter_only` sends files; remove `weight_transfer`, or set `adapters: merged`"
+            )
+        if self.weight_transfer == "ipc" and (self.servers > 1 or self.tensor_parallel > 1 or self.urls):
+            raise ValueError(
+                "`weight_transfer: ipc` is for one server on the learner's GPU; set `weight_transfer: nccl` for other GPUs"
+            )
         if self.urls and self.servers != 1:
             raise ValueError("`urls` names running servers and `servers` starts new ones; set only one of them")
         if self.token_variable is not None and not self.urls:

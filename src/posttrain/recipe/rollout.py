@@ -32,13 +32,20 @@ class SamplingRecipe(BaseConfig):
     """How tokens are sampled."""
 
     temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; 0 is greedy. Log-probabilities refer to the distribution after the temperature and before truncation by `top_p`, `top_k` and `min_p`; those of vLLM at temperatures other than 1, after both."""
+    """Sampling temperature; 0 is greedy, and others are at least 0.001. Log-probabilities refer to the distribution after the temperature and before truncation by `top_p`, `top_k` and `min_p`; those of vLLM at temperatures other than 1, after both."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this total probability. 1: off."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, lt=1 << 31)
     """Sample from the `top_k` most probable tokens. 0: off."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample from tokens whose probability is at least `min_p` times that of the most probable token. 0: off."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _finite_logits(cls, value: float) -> float:
+        if 0 < value < 1e-3:
+            raise ValueError(f"{value} is between 0 and 0.001; use 0 for greedy decoding")
+        return value
 
 
 class FailureRecipe(BaseConfig):

@@ -30,6 +30,8 @@ Split = Literal["train", "evaluation", "final"]
 FORMAT = 2
 _LARGEST, _EXPANSION = 256 << 20, 50
 """A file is damaged if it unpacks to more than this many bytes and to more than this many times its size."""
+_PART = 1 << 12
+"""Bytes that are unpacked at a time. Repetitive episodes unpack to hundreds of times their size."""
 _DAMAGE = (
     *(OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError),
     zstandard.ZstdError,
@@ -126,7 +128,7 @@ def stored_records(path: Path) -> Iterator[bytes]:
         with open(path, "rb") as file:
             most = max(_LARGEST, _EXPANSION * os.fstat(file.fileno()).st_size)
             content, rest, size, header = zstandard.ZstdDecompressor().decompressobj(), b"", 0, False
-            while not content.eof and (part := file.read(1 << 16)):
+            while not content.eof and (part := file.read(_PART)):
                 *lines, rest = (rest + content.decompress(part)).split(b"\n")
                 size += sum(map(len, lines))
                 if size + len(rest) > most:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages
 from posttrain.credit.units.offsets import Decode, align
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.store import StoredStep
 from posttrain.runs.directory import RunDirectory
@@ -121,8 +122,7 @@ def unit_summary(units: CreditedUnits, recipe: UnitCreditRecipe | None) -> Text:
 
 def unit_text(episode: Episode, turn: Turn, decode: Decode | None) -> UnitText:
     """A function that returns the text of a unit by exact offsets, so no character at its ends is lost or split.
-    Without
-    `decode`, it returns token ids.
+    Without `decode`, it returns token ids.
     """
     ids = episode.streams[turn.stream].ids
     if decode is None:
@@ -237,24 +237,36 @@ def token_decoder(run: RunDirectory) -> Decode | None:
     model is never executed.
     """
     for directory in (run.path / "model", *sorted(run.checkpoints.glob("step_*/policy"))[::-1]):
-        if (decode := _saved_decoder(directory / "tokenizer.json")) is not None:
+        if (decode := _decoder_in(directory)) is not None:
             return decode
-    from posttrain.models.load import load_tokenizer
-
     try:
-        tokenizer = load_tokenizer(run.load_recipe().model.model_copy(update={"trust_remote_code": False}))
+        model = run.load_recipe().model.model_copy(update={"trust_remote_code": False})
+        return _decoder_in(Path(model.path)) or _loaded_decoder(model.model_dump_json())
     except Exception as error:
         print(f"showing token ids because the tokenizer cannot be loaded: {error}", file=sys.stderr)
         return None
+
+
+def _decoder_in(directory: Path) -> Decode | None:
+    """The decoder of the `tokenizer.json` in a directory; None if there is none, or it is damaged."""
+    file = directory / "tokenizer.json"
+    return _saved_decoder(file, file.stat().st_mtime_ns) if file.is_file() else None
+
+
+@lru_cache(maxsize=4)
+def _loaded_decoder(model: str) -> Decode:
+    """The decoder of the model of a recipe, given as JSON."""
+    from posttrain.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(ModelRecipe.model_validate_json(model))
     return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
 
-def _saved_decoder(file: Path) -> Decode | None:
-    """The decoder of a `tokenizer.json`, without torch and transformers; None if there is none, or it is damaged."""
+@lru_cache(maxsize=4)
+def _saved_decoder(file: Path, changed: int) -> Decode | None:
+    """The decoder of a `tokenizer.json` as it was at time `changed`, without torch and transformers; None if it is damaged."""
     from tokenizers import Tokenizer
 
-    if not file.is_file():
-        return None
     try:
         return partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=False)
     except Exception:  # a damaged tokenizer counts as missing, whatever its error

@@ -44,7 +44,9 @@ def delete_state(checkpoint: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return  # damaged; `Checkpoints.verify` reports it when it is loaded
     write_atomically(checkpoint / MANIFEST, json.dumps(manifest | {"files": policy}, indent=1))
-    shutil.rmtree(checkpoint / "tensors", ignore_errors=True)
+    for directory in checkpoint.iterdir():
+        if directory.is_dir() and directory.name != "policy":
+            shutil.rmtree(directory, ignore_errors=True)
     (checkpoint / STATE).unlink()
 
 
@@ -108,6 +110,11 @@ class Usage:
     """Whether the run has ended, so that its training state is no longer needed."""
 
 
+def _of_state(parts: tuple[str, ...]) -> bool:
+    """Whether a file at `parts` below a run belongs to a directory of training state in a checkpoint."""
+    return parts[0] == "checkpoints" and len(parts) > 3 and parts[2] != "policy"
+
+
 def usage_of(run: RunDirectory) -> Usage:
     """Sizes of the files of a run. A file with several names counts once."""
     files = {path: path.lstat() for path in run.path.rglob("*") if not path.is_dir() or path.is_symlink()}
@@ -115,7 +122,7 @@ def usage_of(run: RunDirectory) -> Usage:
     state = sum(
         stat.st_size
         for path, stat in files.items()
-        if path.name == STATE or path.relative_to(run.path).parts[2:3] == ("tensors",)
+        if path.name == STATE or _of_state(path.relative_to(run.path).parts)
     )
     weights: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in _weights(run):

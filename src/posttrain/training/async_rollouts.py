@@ -305,8 +305,7 @@ class AsyncRollouts:
 
     def take(self, step: int) -> RolloutBatch:
         """Wait for the batch of `step`. Raises the error that ended the thread, if any. With several processes, rank 0
-        samples and
-        broadcasts the batch.
+        samples and broadcasts the batch.
         """
         begun = time.perf_counter()
         sampled = self._world.on_rank0(self._sampler.next)

@@ -141,6 +141,7 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
     manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, logs=run.logs)
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
+    manager.sleepers = [optimizer]
     temperature = recipe.rollout.sampling.temperature
     learner = Updater(
         policy, optimizer, recipe.learner, distillation_forward(policy, recipe.learner, temperature, recipe.loss)

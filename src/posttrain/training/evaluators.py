@@ -34,8 +34,7 @@ class Evaluator(Protocol):
 
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
         """Values of the learning curve, on the data that selects the best checkpoint. `played` is called with the
-        number of
-        finished episodes or rows and the total.
+        number of finished episodes or rows and the total.
         """
         ...
 

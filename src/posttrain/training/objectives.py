@@ -381,8 +381,7 @@ class PolicyObjective:
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """One weight per sample, and the divisor. Also sets the values that depend on the whole update: `factors` and
-        `held` of
-        the samples, and the scale of the entropy bonus.
+        `held` of the samples, and the scale of the entropy bonus.
         """
         masked = [self._is_masked(sample) for sample in samples]
         lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
@@ -407,8 +406,7 @@ class PolicyObjective:
 
     def has_signal(self, sample: Sample) -> bool:
         """Tokens without credit do not contribute, unless there is a KL penalty or an entropy bonus. With a target
-        entropy, all
-        tokens count even while the bonus is off, because the entropy is measured over all of them.
+        entropy, all tokens count even while the bonus is off, because the entropy is measured over all of them.
         """
         if self._is_masked(sample):
             return False
@@ -485,8 +483,7 @@ class MixedObjective:
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """The policy's weights and divisor. Weights of supervised tokens are scaled so that, after the division, the
-        rows
-        contribute coefficient x mean.
+        rows contribute coefficient x mean.
         """
         of_policy, divisor = self.policy.weigh([s for s in samples if not s.ptx])
         _, tokens = self.ptx.weigh([s for s in samples if s.ptx])
@@ -556,8 +553,7 @@ class SharedObjective:
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """The policy's weights and divisor. Also computes the weight of the values for the following calls, so that,
-        after the
-        division, they contribute coefficient x mean.
+        after the division, they contribute coefficient x mean.
         """
         weights, divisor = self.policy.weigh(samples)
         _, tokens = self.values.weigh(samples)

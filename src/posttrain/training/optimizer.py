@@ -71,7 +71,11 @@ class Optimizer:
         self.masters = [_master(parameter, self._offloads) for parameter in self.parameters]
         decays = [decayed(name, parameter) for name, parameter in parameters]
         groups = [
-            {"params": [m for m, d in zip(self.masters, decays, strict=True) if d == decay], "weight_decay": rate}
+            # A process may have no share of a small parameter, and bitsandbytes has no kernel for nothing.
+            {
+                "params": [m for m, d in zip(self.masters, decays, strict=True) if d == decay and m.numel()],
+                "weight_decay": rate,
+            }
             for decay, rate in ((True, recipe.weight_decay), (False, 0.0))
         ]
         self._adamw: Any = self._made([group for group in groups if group["params"]])
@@ -85,10 +89,10 @@ class Optimizer:
         recipe = self.recipe
         settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.betas, "eps": recipe.epsilon}
         if recipe.type == "adamw_8bit":
-            if self._offloads or not current_world().is_single_process or current_world().sharded:
+            if current_world().hardware.offload != "none":
                 raise InputError(
-                    "optimizer.type adamw_8bit keeps its whole state on the device of one process; use adamw with "
-                    "hardware.offload or several processes, which need no smaller state"
+                    "optimizer.type adamw_8bit keeps its state on the device; with hardware.offload use adamw, whose state is "
+                    "in CPU memory"
                 )
             bitsandbytes = require_module("bitsandbytes", "optimizer.type adamw_8bit")
             eight = bitsandbytes.optim.AdamW8bit(groups, **settings)
@@ -107,6 +111,26 @@ class Optimizer:
         """The learning rate of the next update."""
         return self.recipe.learning_rate * learning_rate_factor(self.recipe, self.updates, self.total_updates)
 
+    def sleep(self) -> None:
+        """With `hardware.offload: rollouts`, move masters and moments to CPU memory until `wake`."""
+        if current_world().hardware.offload == "rollouts":
+            self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Move them back to the parameters' device."""
+        if current_world().hardware.offload == "rollouts":
+            self._move(local_shard(self.parameters[0]).device)
+
+    def _move(self, device: torch.device) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master is not parameter and not is_sharded(parameter):
+                master.data = master.data.to(device, copy=True)
+            state = self._adamw.state[master]
+            for key, value in state.items():
+                # Small and on the device for the fused kernel: the count of steps.
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[key] = value.to(device, copy=True)
+
     def collect(self) -> None:
         """Add the gradients of the last backward pass to those of the masters, in float32."""
         pairs = [
@@ -124,8 +148,7 @@ class Optimizer:
 
     def add_up(self) -> None:
         """Sum the gradients over all processes, after the last `collect` of an update. Gradients of sharded parameters
-        are already
-        summed.
+        are already summed.
         """
         pairs = zip(self._divided, self.masters, strict=True)
         current_world().sum([m.grad for divided, m in pairs if m.grad is not None and not divided])
@@ -170,8 +193,7 @@ class Optimizer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors that resuming needs besides the parameters: moments, counts and masters. They share memory with
-        the
-        optimizer, so a checkpoint can be written from them or read into them.
+        the optimizer, so a checkpoint can be written from them or read into them.
         """
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
@@ -180,6 +202,10 @@ class Optimizer:
                     continue
                 if isinstance(value, int):  # bitsandbytes counts steps in plain numbers
                     value = self._counts.setdefault(name, torch.zeros((), dtype=torch.int64)).fill_(value)
+                if self.recipe.type == "adamw_8bit" and is_sharded(parameter) and value.dim():
+                    # Blocks of 8-bit numbers are those of this process's share, whose scales no other share has.
+                    tensors[f"{name}/{key}/{current_world().rank} of {current_world().size}"] = value
+                    continue
                 tensors[f"{name}/{key}"] = shard_like(value, parameter) if value.shape == master.shape else value
             if compute_dtype(parameter) != torch.float32 or (self._offloads and is_sharded(parameter)):
                 tensors[f"{name}/master"] = shard_like(master.detach(), parameter)

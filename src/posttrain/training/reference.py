@@ -1,14 +1,47 @@
-"""A reference model that follows the policy (TR-DPO), instead of staying the initial model."""
+"""The reference model of the KL penalty, and one that follows the policy (TR-DPO) instead of staying the initial model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain.errors import InputError
+from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
+from posttrain.recipe.components import Factory
 from posttrain.recipe.loss import ADAPTERS_OFF, ReferenceRecipe
+from posttrain.training.objectives import logprobs
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Sample, Updater
+
+
+class ReferenceModel:
+    """The reference model in this process: the policy with its adapters off, or a copy of its initial weights."""
+
+    def __init__(self, policy: Policy, learner: Updater[TokenScores]) -> None:
+        self.policy, self.learner = policy, learner
+
+    def load(self) -> None:
+        """Load the copy now instead of at its first use."""
+        with self.policy.as_reference():
+            pass
+
+    def begin(self, samples: Sequence[Sample]) -> Callable[[], list[np.ndarray]]:
+        """A function that returns the log-probabilities [n] float32 of the sampled tokens of each sample. A reference model
+        on processes of its own computes them meanwhile."""
+
+        def finish() -> list[np.ndarray]:
+            with self.policy.as_reference():
+                return logprobs(self.learner, samples)
+
+        return finish
+
+
+@Factory
+def open_reference(policy: Policy, learner: Updater[TokenScores]) -> ReferenceModel:
+    """The reference model of `policy`, which `learner` trains."""
+    return ReferenceModel(policy, learner)
 
 
 def move_towards(averages: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], mix: float) -> None:

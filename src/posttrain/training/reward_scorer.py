@@ -194,8 +194,7 @@ class RewardShaping:
 
     def shape(self, episodes: Sequence[Episode], samples: Sequence[Sample], kl_coefficient: float) -> RewardStreams:
         """Reward streams of `episodes`. The `samples` need `ref_logprobs` if the KL penalty is in the reward, and the
-        teacher's
-        scores if a teacher is.
+        teacher's scores if a teacher is.
         """
         rewards = reward_streams(episodes)
         for episode, streams in zip(episodes, rewards.values, strict=True):

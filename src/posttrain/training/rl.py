@@ -42,7 +42,7 @@ from posttrain.training.objectives import (
     token_forward,
 )
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.reference import MovingReference
+from posttrain.training.reference import MovingReference, ReferenceModel, open_reference
 from posttrain.training.reward_scorer import RewardShaping, RunningStatistics, open_scorer
 from posttrain.training.rollouts import (
     RolloutBatch,
@@ -142,6 +142,8 @@ class Components:
     teacher: Teacher | None
     ptx: FixedRows | None
     kl: KlController
+    reference_model: ReferenceModel | None
+    """Of the KL penalty."""
     reference: MovingReference | None
     """Moves the reference model of the KL penalty."""
     entropy: EntropyController
@@ -167,20 +169,18 @@ class Components:
 
     def score(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> None:
         """Set the fields of every sample that rewards, credit and losses need: the reference model's log-probabilities
-        for KL and,
-        with `scores_all`, the learner's own log-probabilities and entropies. The latter pass also computes the values
-        of a critic
-        on the policy's trunk.
-        """
-        if self.kl.recipe.coefficient > 0:
-            with self.policy.as_reference():
-                references = logprobs(self.learner, samples)
-            for sample, reference in zip(samples, references, strict=True):
-                sample.ref_logprobs = reference
+        for KL and, with `scores_all`, the learner's own log-probabilities and entropies. The latter pass also computes
+        the values of a critic on the policy's trunk."""
+        if self.critic is not None and self.critic.head is None:
+            self.critic.begin_values(samples)
+        references = None if self.reference_model is None else self.reference_model.begin(samples)
         if self.scores_all:
             for sample, (old, entropies, values) in zip(samples, scores(self.learner, samples), strict=True):
                 sample.old_logprobs = old if self.needs_old_logprobs else None
                 sample.entropies, sample.values = entropies, values
+        if references is not None:
+            for sample, reference in zip(samples, references(), strict=True):
+                sample.ref_logprobs = reference
         set_bonus_tokens(episodes, samples, self.entropy.recipe, self.policy)
 
     def credit(self, batch: RolloutBatch, samples: Sequence[Sample], step: int) -> StepCredit:
@@ -219,13 +219,16 @@ class Components:
             warm_up = critic is not None and critic.policy_waits
             if critic is not None:
                 learns_here = warm_up or critic.head is None
-                add_totals(totals, critic.update(chosen) if learns_here else critic.take_fit())
+                values_step = critic.begin_update(chosen) if learns_here else critic.take_fit
             if warm_up:
+                add_totals(totals, values_step())
                 continue
             rows = self.ptx.batch((step - 1) * epochs * per_epoch + number) if self.ptx is not None else []
             first = self.policy.version == version
             objective = self.objective(first)
             update = self.learner.update([*chosen, *rows], objective)
+            if critic is not None:
+                add_totals(totals, values_step())
             if self.reference is not None:
                 self.reference.follow()
             if not update["optimizer/skipped"][0]:
@@ -307,7 +310,8 @@ def make_components(
     if isinstance(recipe.credit, TokenBaselineCredit):
         of_energies = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
         energies = Updater(policy, optimizer, recipe.learner, of_energies)
-    joint = {"critic": critic.optimizer} if critic is not None and head is not None else {}
+    manager.sleepers = [optimizer, *([] if critic is None else [critic.updater])]
+    joint = {"critic": critic.updater.optimizer} if critic is not None and head is not None else {}
     learner = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
     left_out, summary = too_long(
         recipe.environment, recipe.rollout, manager.renderer, tasks, recipe.evaluation.environment
@@ -356,16 +360,17 @@ def make_components(
         manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out.held_out
     )
     checkpointables: dict[str, Checkpointable] = {"critic": critic} if critic is not None else {}
+    reference_model = open_reference(policy, learner) if recipe.kl.coefficient > 0 else None
     reference = MovingReference(recipe.kl.reference, policy, optimizer) if recipe.moves_reference else None
     if reference is not None:
         checkpointables["reference"] = reference
     if isinstance(rollouts, AsyncRollouts):
         checkpointables["async_rollouts"] = rollouts
-        if recipe.kl.coefficient > 0 or (recipe.teacher is not None and recipe.teacher.policy == "initial"):
-            # Load the reference model now: while transformers loads a model, torch's default dtype changes in all
-            # threads.
-            with policy.as_reference():
-                pass
+        # Load the reference model now: while transformers loads a model, torch's default dtype changes in all threads.
+        if reference_model is not None:
+            reference_model.load()
+        if recipe.teacher is not None and recipe.teacher.policy == "initial":
+            ReferenceModel(policy, learner).load()
     trainer = Trainer(
         LoopSettings.of(recipe, recipe.steps),
         run,
@@ -375,6 +380,7 @@ def make_components(
         best_by=evaluator.choice(recipe.evaluation.metric),
         stateful={"tasks": order, "kl": kl, "entropy": entropy, "guards": guards, "reward": running},
         checkpointables=checkpointables,
+        remote={} if critic is None or critic.updater.remote_state is None else {"critic": critic.updater.remote_state},
         warnings=warnings,
         callbacks=callbacks,
         start=start_values(recipe),
@@ -392,6 +398,7 @@ def make_components(
         teacher=teacher,
         ptx=ptx,
         kl=kl,
+        reference_model=reference_model,
         reference=reference,
         entropy=entropy,
         guards=guards,

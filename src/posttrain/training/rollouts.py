@@ -45,12 +45,19 @@ from posttrain.seeds import random_stream
 
 def sharding_of(engine: Engine) -> EpisodeSharding:
     """How several processes divide episodes: an engine in this process plays this process's groups; an engine outside
-    this
-    process plays all groups, on behalf of rank 0.
+    this process plays all groups, on behalf of rank 0.
     """
     if current_world().is_single_process:
         return EpisodeSharding.NONE
     return EpisodeSharding.BY_GROUP if isinstance(engine, LocalEngine) else EpisodeSharding.RANK0
+
+
+class Sleeper(Protocol):
+    """An optimizer whose state may be in CPU memory while it is not used."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
 
 
 class RolloutManager:
@@ -78,6 +85,8 @@ class RolloutManager:
             logs: directory for the logs of an engine in another process.
             agent: the program that plays the episodes.
         """
+        self.sleepers: list[Sleeper] = []
+        """What leaves the device while episodes are sampled."""
         self.policy = policy
         self.environment = EnvironmentFactory(environment)
         self.rollout = rollout
@@ -111,6 +120,8 @@ class RolloutManager:
         evaluation or on a resume.
         """
         with self.lock:
+            for optimizer in self.sleepers:
+                optimizer.sleep()
             self.engine.load_weights(self.policy.version)
             worker = RolloutWorker(
                 engine=self.engine,
@@ -128,6 +139,8 @@ class RolloutManager:
                 with AgentEndpoint() as endpoint:
                     yield AgentWorker(**vars(worker), agent=self.agent, endpoint=endpoint)
             self.engine.sleep()
+            for optimizer in self.sleepers:
+                optimizer.wake()
 
 
 # -- which tasks
@@ -144,6 +157,8 @@ class TaskOrder:
         self.seeds = [seed for seed in seeds if seed not in left_out]
         self.run_seed = run_seed
         self.drawn = drawn
+        self._shuffled: tuple[int, np.ndarray] | None = None
+        """The pass that was drawn from last, and its order."""
         self._digest = hashlib.blake2b(np.array(self.seeds, dtype=np.int64).tobytes(), digest_size=8).hexdigest()
 
     def take(self, count: int) -> list[int]:
@@ -171,7 +186,10 @@ class TaskOrder:
         self.drawn = state["drawn"]
 
     def _order(self, passes: int) -> np.ndarray:
-        return random_stream(self.run_seed, "tasks", passes).permutation(len(self.seeds))
+        """Indices of `seeds` in the order of pass number `passes`. A shuffle of many seeds takes long, so the last is kept."""
+        if self._shuffled is None or self._shuffled[0] != passes:
+            self._shuffled = passes, random_stream(self.run_seed, "tasks", passes).permutation(len(self.seeds))
+        return self._shuffled[1]
 
 
 # -- the episodes of a step
@@ -294,7 +312,9 @@ class SyncRollouts:
         engine = self.manager.engine
         begun, counters = time.perf_counter(), replace(engine.counters)
         with self.manager.worker(self.manager.rollout.sampling) as worker:
+            loaded = time.perf_counter() - begun
             batch = collect(worker, self.tasks, step, self.greedy)
+            batch.metrics["time/weights"] = loaded
         work = asdict(engine.counters.since(counters))
         of_ranks = current_world().gather([work])
         batch.counters = EngineCounters(**{name: sum(each[name] for each in of_ranks) for name in work})

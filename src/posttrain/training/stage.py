@@ -3,12 +3,14 @@
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
 from rich.console import Console
 
-from posttrain.distributed.world import join_world
+from posttrain.distributed.world import current_world, join_world
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
 from posttrain.recipe.hardware import HardwareRecipe
@@ -51,6 +53,7 @@ def precision_notes(recipe: Recipe) -> list[str]:
         return notes
     import torch
 
+    from posttrain.models.fused_layers import resolve_fused
     from posttrain.models.load import has_bfloat16, resolve_device
 
     if recipe.model.device == "cuda" and not torch.cuda.is_available():
@@ -58,6 +61,8 @@ def precision_notes(recipe: Recipe) -> list[str]:
     device = resolve_device(recipe.model.device)
     native = has_bfloat16(device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+    if recipe.model.fused == "auto" and resolve_fused("auto", device) == "liger":
+        notes.append("model.fused auto is liger: the package liger-kernel is installed")
     for name, dtype in open_ones.items():
         if dtype is None and device.type == "cpu":
             continue
@@ -139,6 +144,38 @@ def _threads_of(recipe: Recipe, console: Console) -> int | None:
     return threads
 
 
+def with_engine(recipe: Recipe, console: Console) -> Recipe:
+    """The recipe with the engine of this machine's device, if it names none; prints which and why on a GPU.
+
+    On a GPU that is vLLM: its decoding steps are CUDA graphs, and those of the local engine hundreds of launches.
+    """
+    if not isinstance(recipe, RlRecipe | DistillRecipe | GenerateRecipe) or "engine" in recipe.model_fields_set:
+        return recipe
+    from posttrain.models.load import resolve_device
+
+    if resolve_device(recipe.model.device).type != "cuda":
+        return recipe
+    world = current_world()
+    chosen, reason = recipe, ""
+    if find_spec("vllm") is None:
+        reason = "vLLM is not installed here; install it, or set engine.type=vllm and engine.python to an interpreter with it"
+    elif world.size > world.local_size:
+        reason = "vLLM servers of a run are on one machine; on several, set hardware.ray"
+    elif (Path(recipe.model.path).expanduser() / "adapter_config.json").is_file():
+        reason = f"{recipe.model.path} is an adapter, and vLLM needs a whole model"
+    else:
+        engine = {"type": "vllm", "servers": world.size}
+        try:
+            chosen = type(recipe).model_validate(recipe.model_dump(exclude_unset=True) | {"engine": engine})
+        except ValidationError as error:
+            reason = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+    kind = "local" if reason else "vllm"
+    reason = reason or "decoding on a GPU needs CUDA graphs, which the local engine does not have"
+    if world.is_rank0:
+        console.print(f"engine.type is {kind}: {reason}", markup=False, highlight=False, soft_wrap=True)
+    return chosen
+
+
 def run_in_process(
     recipe: Recipe,
     resume: bool = False,
@@ -161,6 +198,8 @@ def run_in_process(
 
     # Each stage is imported when it runs, to start quickly.
     with join_world(hardware, recipe.model.device) as world, ExitStack() as held:
+        if not resume:
+            recipe = with_engine(recipe, console)
         if world.is_single_process:
             recipe = with_threads(recipe, resume, console)
         run = world.on_rank0(opened)

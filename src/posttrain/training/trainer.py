@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.console import Console
 from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import Interrupts, current_world
 from posttrain.episode import Advantages, Episode
+from posttrain.errors import InputError
 from posttrain.models.cuda.memory import peak_memory
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
@@ -53,6 +55,17 @@ class Checkpointable(Stateful, Protocol):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors, from which a checkpoint is written or into which it is read."""
         ...
+
+
+class RemoteState(Protocol):
+    """Tensors of a checkpoint that processes of their own hold, write and read. Rank 0 alone makes the calls."""
+
+    size: int
+    """Bytes in a checkpoint."""
+
+    def write(self, directory: Path) -> None: ...
+
+    def read(self, directory: Path) -> None: ...
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -144,6 +157,7 @@ class Trainer(Generic[Output]):
         best_by: Callable[[dict[str, Any]], float] | None = None,
         stateful: Mapping[str, Stateful] | None = None,
         checkpointables: Mapping[str, Checkpointable] | None = None,
+        remote: Mapping[str, RemoteState] | None = None,
         warnings: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
         start: Mapping[str, Any] | None = None,
@@ -157,6 +171,7 @@ class Trainer(Generic[Output]):
                 None keeps the last checkpoint.
             stateful: further objects whose state belongs in a checkpoint, by name.
             checkpointables: the same for objects with tensors. They may change only inside `interrupts.critical()`.
+            remote: the same for tensors in other processes, by name.
             warnings: sentences for the user, reported before the first step.
             callbacks: called after each step, evaluation and rollout.
             start: values of the model on the final data before training, if an earlier run has measured them.
@@ -169,6 +184,7 @@ class Trainer(Generic[Output]):
         self.best_by = best_by
         self.stateful = dict(stateful or {})
         self.checkpointables = dict(checkpointables or {})
+        self.remote = dict(remote or {})
         self.warnings = list(warnings)
         self.callbacks = list(callbacks)
         self.start = start
@@ -205,6 +221,11 @@ class Trainer(Generic[Output]):
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
         targets, random = self._tensors(state["step"]), random_states(self.model.device)
+        if state["processes"] != self._world.size and self.learner.optimizer.recipe.type == "adamw_8bit":
+            raise InputError(
+                f"{directory.parent} has the 8-bit optimizer state of {state['processes']} processes, in shares that others cannot "
+                f"read; resume with hardware.processes={state['processes']}"
+            )
         same = state["processes"] == self._world.size and state.get("devices") == sorted(random)
         read_tensors(tensors, targets | (self._named(random) if same else {}))
         if same:
@@ -214,6 +235,8 @@ class Trainer(Generic[Output]):
         self.learner.optimizer.load_state_dict(state["optimizer"])
         for name, checkpointable in self.checkpointables.items():
             checkpointable.load_state_dict(state["checkpointables"][name])
+        for name, each in self.remote.items():
+            self._world.on_rank0(partial(each.read, tensors.parent / name))
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.model.version = state["version"]
         self.learner.skipped_in_a_row = state["skipped_in_a_row"]
@@ -269,8 +292,11 @@ class Trainer(Generic[Output]):
                 self.warn(take_events())
 
     def _require_room(self) -> None:
+        of_remote = sum(each.size for each in self.remote.values())
         self.checkpoints.require_room(
-            self.settings.steps, _bytes(self.model.saved_tensors().values()), _bytes(self._tensors(1).values())
+            self.settings.steps,
+            _bytes(self.model.saved_tensors().values()),
+            _bytes(self._tensors(1).values()) + of_remote,
         )
 
     def begin(self) -> None:
@@ -386,7 +412,8 @@ class Trainer(Generic[Output]):
             "checkpointables": {name: each.state_dict() for name, each in self.checkpointables.items()},
         }
         tensors = self._tensors(self.step) | self._named(self._random)
-        return self.checkpoints.save(self.step, self.model, tensors, state, best, later)
+        remote = {name: each.write for name, each in self.remote.items()}
+        return self.checkpoints.save(self.step, self.model, tensors, state, best, later, remote)
 
     def _tensors(self, step: int) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint of `step` except the model's and the random states."""

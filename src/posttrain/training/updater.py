@@ -183,8 +183,7 @@ def _by_row(indices: Sequence[int], samples: Sequence[Sample]) -> dict[int, list
 
 def divided(samples: Sequence[Sample], budget: int, processes: int) -> list[list[int]]:
     """Micro-batches of at most `budget` tokens, made by `pack`. If there would be fewer micro-batches than processes,
-    they are
-    made smaller, as far as samples can be divided.
+    they are made smaller, as far as samples can be divided.
     """
     groups = pack(samples, budget)
     if len(groups) >= processes:
@@ -400,8 +399,7 @@ class Updater(Generic[Output]):
 
     def _draw(self, number: int) -> tuple[int | str, ...]:
         """Names the dropout masks of this process's micro-batch `number` of the next update by its position among the
-        micro-batches
-        of all processes, so that the masks do not depend on which process computes it.
+        micro-batches of all processes, so that the masks do not depend on which process computes it.
         """
         return self._keys[0], self.optimizer.updates, number * self._world.size + self._world.rank
 

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.environments.protocol import Action, Environment, Observation, Step
 from posttrain.episode import Episode
 from posttrain.recipe.components import EnvironmentRecipe, environment_class, environment_recipe
-from posttrain.recipe.model import RewardSource
+from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.stages import Recipe
 from posttrain.training.reward_scorer import OF_UNITS, RewardScorer
 
@@ -163,6 +164,26 @@ class Worker:
     def get_pid(self) -> int:
         """Id of the process. Returns once the worker has started."""
         return os.getpid()
+
+    def location(self) -> tuple[str, int, str, list[int], int]:
+        """Address of the machine, a free port on it, its id in Ray, the GPUs of this process, and the process id."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        gpus = [int(device) for device in ray.get_gpu_ids()]
+        return ray.util.get_node_ip_address(), port, ray.get_runtime_context().get_node_id(), gpus, os.getpid()
+
+
+class PolicyFiles:
+    """What other models need of a policy that is in other processes."""
+
+    def __init__(self, model: ModelRecipe) -> None:
+        from posttrain.models.load import load_tokenizer
+
+        self.recipe = model
+        self.tokenizer = load_tokenizer(model)
 
 
 def recipe_from(document: str) -> Any:
@@ -312,17 +333,10 @@ class RewardWorker(Worker):
 
     def __init__(self, document: str, *common: Any) -> None:
         super().__init__(*common)
-        from posttrain.models.load import load_tokenizer
         from posttrain.training.reward_scorer import RewardScorer
 
         recipe = recipe_from(document)
-
-        class _PolicyTokenizer:
-            """The attributes of a policy that the scorer needs."""
-
-            tokenizer = load_tokenizer(recipe.model)
-
-        self.scorer = RewardScorer(recipe.reward, _PolicyTokenizer(), recipe.model.device)  # type: ignore[arg-type]
+        self.scorer = RewardScorer(recipe.reward, PolicyFiles(recipe.model), recipe.model.device)  # type: ignore[arg-type]
 
     def statistics(self) -> tuple[float, float]:
         """Mean and standard deviation that rewards are normalized with."""

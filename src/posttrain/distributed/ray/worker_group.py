@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.distributed.ray.monitor import KILLED, HeartbeatSender, dead_machine
-from posttrain.errors import PosttrainError, WorkersLost
+from posttrain.errors import PosttrainError, RunError, WorkersLost
 from posttrain.runs.metrics import record_event
 
 _RETRY_SECONDS = 0.2
@@ -33,10 +33,23 @@ class WorkerGroup:
     engines: Sequence[WorkerHandle] = ()
     rewards: Sequence[WorkerHandle] = ()
     environments: Sequence[WorkerHandle] = ()
+    references: Sequence[WorkerHandle] = ()
+    critics: Sequence[WorkerHandle] = ()
 
 
 class WorkerDied(Exception):
     """A worker died before it returned from a call."""
+
+
+class StateLost(RunError):
+    """A worker died, and with it state that only checkpoints have."""
+
+    def __init__(self, worker: str, pid: int) -> None:
+        super().__init__(f"{worker} died, and the run can only continue from its last checkpoint")
+        self.worker, self.pid = worker, pid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateLost, (self.worker, self.pid)
 
 
 class WorkerClient:

@@ -14,6 +14,7 @@ from torch.nn.functional import rms_norm
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import SamplingLinear, decoding_kernel
 from posttrain.models.cpu.backend import rotate
+from posttrain.models.cuda.four_bit import is_four_bit
 from posttrain.models.forward import Float32Head, float32_product, hidden_states, logits_of, transformer, upload
 from posttrain.recipe.rollout import SamplingRecipe
 
@@ -46,6 +47,8 @@ def decoder_of(model: torch.nn.Module) -> Decoder:
     inner = transformer(model)
     config = inner.config
     known = config.model_type in STREAMLINED and config.hidden_act == "silu"
+    if known and is_four_bit(getattr(inner, inner.base_model_prefix).layers[0].self_attn.q_proj):
+        known = False  # Only the module multiplies by packed matrices.
     return StreamlinedDecoder(inner) if known else ModuleDecoder(model)
 
 

@@ -139,6 +139,14 @@ class Host:
         """Load the tensors of a safetensors file on this machine."""
         await self.engine.collective_rpc("receive_weights", args=(path,))
 
+    async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
+        """Let the workers join the learner's process group, from rank `first` of `size`."""
+        await self.engine.collective_rpc("join_transfer", args=(address, port, first, size))
+
+    async def receive_buffer(self, described: dict[str, Any]) -> None:
+        """Load the tensors of a buffer that the learner shares or broadcasts."""
+        await self.engine.collective_rpc("receive_buffer", args=(described,))
+
     async def finish_weights(self) -> list[str]:
         """Sample with the new weights from now on. Returns the names of missing parameters; with any, nothing
         changes.

@@ -12,14 +12,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from posttrain.engines.vllm.settings import Settings, preloaded_libraries, process_environment
 from posttrain.errors import InputError, RunError
+
+T = TypeVar("T")
 
 
 class EngineDied(Exception):
@@ -63,6 +65,14 @@ class Replica(Protocol):
         """As `Host.receive_weights`."""
         ...
 
+    async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
+        """As `Host.join_transfer`."""
+        ...
+
+    async def receive_buffer(self, described: dict[str, Any]) -> None:
+        """As `Host.receive_buffer`."""
+        ...
+
     async def finish_weights(self) -> list[str]:
         """As `Host.finish_weights`."""
         ...
@@ -82,6 +92,54 @@ class Replica(Protocol):
     def close(self) -> None:
         """Stop the engine if this process started it."""
         ...
+
+
+class HangDetector:
+    """Pings an engine while calls to it are in flight, and fails the calls when it stops responding.
+
+    The duration of a call does not indicate whether the engine is healthy, so calls have no time-out.
+    """
+
+    def __init__(self, ping: Callable[[], Awaitable[None]], timeout: float) -> None:
+        """`ping` returns once the engine has responded. An engine that is silent for `timeout` seconds counts as hanging."""
+        self._ping = ping
+        self._timeout = timeout
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._hung: set[asyncio.Future[Any]] = set()
+
+    async def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of `call`, a call to the engine. EngineDied if the engine hangs."""
+        task = asyncio.ensure_future(call)
+        self._calls.add(task)
+        if len(self._calls) == 1:
+            self._pinging = asyncio.ensure_future(self._ping_while_called())
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task in self._hung:
+                raise EngineDied(f"it did not respond for {self._timeout:g} s") from None
+            raise
+        finally:
+            self._calls.discard(task)
+            self._hung.discard(task)
+            if not self._calls:
+                self._pinging.cancel()
+
+    async def _ping_while_called(self) -> None:
+        """Ping until cancelled, when no call is in flight any more."""
+        while True:
+            await asyncio.sleep(self._timeout / 4)
+            calls = set(self._calls)
+            try:
+                async with asyncio.timeout(3 * self._timeout / 4):
+                    await self._ping()
+            except TimeoutError:
+                self._hung = calls & self._calls
+                for task in self._hung:
+                    task.cancel()
+            except (EngineDied, EngineRefused):
+                # The calls themselves raise it.
+                pass
 
 
 class InProcessReplica:
@@ -123,6 +181,12 @@ class InProcessReplica:
 
     async def receive_weights(self, path: Path) -> None:
         await self._call("receive_weights", str(path))
+
+    async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
+        await self._call("join_transfer", address, port, first, size)
+
+    async def receive_buffer(self, described: dict[str, Any]) -> None:
+        await self._call("receive_buffer", described)
 
     async def finish_weights(self) -> list[str]:
         return await self._call("finish_weights")
@@ -315,6 +379,12 @@ class ServerReplica:
             await self._call("/weights/bucket", {"path": str(path)})
         else:
             await self._call("/weights/bucket", path, _BINARY)
+
+    async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
+        await self._call("/weights/join", {"address": address, "port": port, "first": first, "size": size})
+
+    async def receive_buffer(self, described: dict[str, Any]) -> None:
+        await self._call("/weights/buffer", described)
 
     async def finish_weights(self) -> list[str]:
         return (await self._call("/weights/finish", {}))["missing"]

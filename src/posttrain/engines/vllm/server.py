@@ -100,6 +100,10 @@ class Server:
         elif (method, path) == ("POST", "/adapter") and self.trusts_paths:
             self.trainer_folders.add(Path(job["folder"]).parent)
             await self.host.load_adapter(job["folder"], job["version"])
+        elif (method, path) == ("POST", "/weights/join"):
+            await self.host.join_transfer(job["address"], job["port"], job["first"], job["size"])
+        elif (method, path) == ("POST", "/weights/buffer"):
+            await self.host.receive_buffer(job)
         elif (method, path) == ("POST", "/sleep"):
             await self.host.sleep()
         else:

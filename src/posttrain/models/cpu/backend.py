@@ -1,4 +1,4 @@
-"""CPU backend: matrix products, the fused layers of known decoders, and the C heap.
+"""CPU backend: matrix products, the fused functions of known decoders, and the C heap.
 
 PyTorch computes float32 products with MKL, which on AMD processors runs at half the speed of oneDNN or less (measured
 on Zen 5: 108 against 250 GFLOP/s per core). The processor alone decides which library is used, so it is the same in
@@ -11,7 +11,6 @@ is one autograd function that keeps only its inputs. Weights, module names and r
 
 import ctypes
 import os
-import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -19,17 +18,13 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 
 from posttrain.errors import InputError
-from posttrain.models.attention import ATTENTION_NAME
 
 PROCESSORS = Path("/proc/cpuinfo")
 KERNELS_KEPT = 128
 """Capacity of oneDNN's cache of compiled products, one per shape. A step of equal shapes needs about thirty."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Decoders of transformers whose norm, gated MLP and attention these functions can replace."""
-
 ELEMENTS_IN_CACHE = 1 << 17
 """Float32 numbers that a norm processes at a time."""
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
@@ -125,10 +120,10 @@ class _Linear(torch.autograd.Function):
         return grad_x, matmul(gradient.t(), x) if ctx.needs_input_grad[1] else None
 
 
-# -- fused layers ------------------------------------------------------------------------------------------------------
+# -- fused functions ------------------------------------------------------------------------------------------------------
 
 
-class _RmsNorm(torch.autograd.Function):
+class RmsNorm(torch.autograd.Function):
     """weight * x / sqrt(mean(x^2) + epsilon) over the last dimension: Zhang and Sennrich 2019, arXiv 1910.07467."""
 
     @staticmethod
@@ -168,7 +163,7 @@ def _parts(rows: torch.Tensor) -> list[slice]:
     return [slice(start, start + count) for start in range(0, len(rows), count)]
 
 
-class _Gated(torch.autograd.Function):
+class Gated(torch.autograd.Function):
     """silu(gate) * up, the gated unit of Shazeer 2020, arXiv 2002.05202."""
 
     @staticmethod
@@ -184,7 +179,7 @@ class _Gated(torch.autograd.Function):
         return of_gate, silu(gate).mul_(gradient)
 
 
-class _Rotary(torch.autograd.Function):
+class Rotary(torch.autograd.Function):
     """Rotary positions (Su et al. 2021, arXiv 2104.09864) of `heads` [..., T, H, D] with `cos`, `sin` [T, 1, D]."""
 
     @staticmethod
@@ -209,69 +204,6 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction:
     rotated[..., :half].addcmul_(heads[..., half:], sin[..., :half], value=-direction)
     rotated[..., half:].addcmul_(heads[..., :half], sin[..., half:], value=direction)
     return rotated
-
-
-class _Norm(torch.nn.Module):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if hidden_states.device.type != "cpu":
-            # One kernel of PyTorch, as in the local engine.
-            return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)  # type: ignore[arg-type]
-        return _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
-
-
-class _Mlp(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[operator]
-
-
-class _Attention(torch.nn.Module):
-    def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: Any = None, **keywords: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        attention: Any = self
-        layout = keywords.get("layout")
-        installed = attention.config._attn_implementation == ATTENTION_NAME
-        if layout is None or not installed:
-            return super().forward(hidden_states, position_embeddings=position_embeddings, **keywords)
-        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = (project(hidden_states).view(shape) for project in projections)
-        if hasattr(attention, "q_norm"):
-            query, key = attention.q_norm(query), attention.k_norm(key)
-        cos, sin = (part[0, :, None] for part in position_embeddings)
-        query, key = _Rotary.apply(query, cos, sin), _Rotary.apply(key, cos, sin)
-        heads = (rows[0].transpose(0, 1) for rows in (query, key, value))
-        # Qwen sets the window per layer, Mistral in the configuration; Llama has none.
-        owner = attention.config if attention.config.model_type == "mistral" else attention
-        window = getattr(owner, "sliding_window", None)
-        out = layout.attend(attention.layer_idx, *heads, attention.scaling, window)
-        return attention.o_proj(out.transpose(0, 1).reshape(*hidden_states.shape[:-1], -1)), None
-
-
-_REPLACEMENTS = {"RMSNorm": _Norm, "MLP": _Mlp, "Attention": _Attention}
-
-
-def use_fused_layers(model: torch.nn.Module) -> None:
-    """Replace the norms, MLPs and attention of known decoders in `model` by the functions of this file, in place.
-
-    Float32 linear layers use oneDNN where it is faster. All other modules stay as they are.
-    """
-    module: Any
-    # The output projection is computed together with the log-probabilities.
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    for module in model.modules():
-        cls = type(module)
-        if cls is torch.nn.Linear and module is not head and module.weight.dtype == torch.float32 and prefers_onednn():
-            module.__class__ = OneDnnLinear
-            continue
-        known = re.fullmatch(rf"transformers\.models\.({'|'.join(FAMILIES)})\.modeling_\1", cls.__module__)
-        part = _REPLACEMENTS.get(re.sub(r"^(Llama|Mistral|Qwen2|Qwen3)", "", cls.__name__)) if known else None
-        if part is None:
-            continue
-        if part is _Mlp and module.config.hidden_act != "silu":
-            continue
-        # A subclass, not a method on the instance: copies of a module then compute with their own weights.
-        module.__class__ = type(cls.__name__, (part, cls), {"__module__": __name__})
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

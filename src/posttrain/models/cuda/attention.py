@@ -8,12 +8,13 @@ continues it, for the duration of the call. Streams without a shared prefix need
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.errors import InputError
 from posttrain.models.attention import RowSegment
 from posttrain.models.forward import upload
 
@@ -68,6 +69,33 @@ def supports(device: torch.device, dtype: torch.dtype, size: int) -> bool:
         and size <= 256
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
+
+
+def use_flash_attention(name: Literal["fa2", "fa3", "fa4"], device: torch.device) -> None:
+    """Select the FlashAttention of PyTorch's attention functions in this process; no effect on a CPU.
+
+    Raises:
+        InputError: its package is missing, or does not fit the GPU.
+    """
+    from torch.nn.attention import (
+        activate_flash_attention_impl,
+        current_flash_attention_impl,
+        restore_flash_attention_impl,
+    )
+
+    wanted = None if name == "fa2" else name.upper()
+    if device.type != "cuda" or current_flash_attention_impl() == wanted:
+        return
+    if wanted is None:
+        restore_flash_attention_impl()
+        return
+    try:
+        activate_flash_attention_impl(wanted)
+    except (ImportError, RuntimeError, ValueError) as error:
+        package = {"FA3": "flash_attn_interface", "FA4": "flash-attn-4"}[wanted]
+        raise InputError(
+            f"model.attention: {name} could not be activated ({str(error).splitlines()[0]}); install {package}, or use fa2"
+        ) from error
 
 
 def supports_cache() -> bool:

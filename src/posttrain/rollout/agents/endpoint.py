@@ -1,21 +1,17 @@
 """The endpoint through which agents call the policy: HTTP on loopback, with one key per episode."""
 
 import asyncio
-import json
 import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from posttrain.data.messages import UnusableRow, check_value
 from posttrain.loopback import ADDRESS, Scope, guarded_protocol
 from posttrain.plugins import require_module
 from posttrain.rollout.agents import formats
 from posttrain.rollout.agents.session import AgentSession, CallRefused, ChatAnswer, ChatCall
 
-MAX_BODY = 32 << 20
-"""Largest request in bytes."""
 _POLL_SECONDS = 0.25
 _LOCAL_NAMES = [ADDRESS, "localhost"]
 _STARTING = 256
@@ -104,7 +100,7 @@ def _app(find: Callable[[str], AgentSession]) -> Any:
         async def post(request: Request) -> Response:
             try:
                 session = find(_key(request.headers))
-                body = await _body(request)
+                body = await formats.read_body(request)
                 retry = request.headers.get("x-stainless-retry-count", "0") != "0"
                 answer = await _ask(request, session, read(body, retry))
             except CallRefused as error:
@@ -148,26 +144,6 @@ def _key(headers: Any) -> str:
     """The key in the header of either format."""
     given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
     return str(given).strip()
-
-
-async def _body(request: Any) -> dict[str, Any]:
-    """The JSON object of a request. CallRefused if the body is too large or is not a JSON object."""
-    received = bytearray()
-    async for part in request.stream():
-        received += part
-        if len(received) > MAX_BODY:
-            raise CallRefused(f"the request has more than {MAX_BODY >> 20} MiB", 413, "request_too_large")
-    try:
-        body = json.loads(received)
-        check_value(body, "it")
-        json.dumps(body, allow_nan=False)
-    except UnusableRow as error:
-        raise CallRefused(f"the request cannot be used: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CallRefused(f"the request is not valid JSON ({type(error).__name__})") from error
-    if not isinstance(body, dict):
-        raise CallRefused("the request must be a JSON object")
-    return body
 
 
 async def _ask(request: Any, session: AgentSession, call: ChatCall) -> ChatAnswer:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from posttrain.data.messages import UnusableRow, check_value
 from posttrain.data.rendering import Message
 from posttrain.data.tools import json_or_text
 from posttrain.episode import CUT_OFF, StopReason
@@ -15,6 +16,30 @@ from posttrain.rollout.agents.session import CallRefused, ChatAnswer, ChatCall
 MODEL = "policy"
 """The name under which the endpoint offers the policy. Requests may name any model."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+MAX_BODY = 32 << 20
+"""Largest request in bytes."""
+
+
+async def read_body(request: Any) -> dict[str, Any]:
+    """The JSON object of a request of starlette. CallRefused where it is too large, nested too deeply, or no object."""
+    received = bytearray()
+    async for part in request.stream():
+        received += part
+        if len(received) > MAX_BODY:
+            raise CallRefused(f"the request has more than {MAX_BODY >> 20} MiB", 413, "request_too_large")
+    try:
+        body = json.loads(received)
+        check_value(body, "it")
+        json.dumps(body, allow_nan=False)
+    except UnusableRow as error:
+        raise CallRefused(f"the request cannot be used: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CallRefused(f"the request is not valid JSON ({type(error).__name__})") from error
+    if not isinstance(body, dict):
+        raise CallRefused("the request must be a JSON object")
+    return body
 
 
 def _refuse(message: str) -> CallRefused:

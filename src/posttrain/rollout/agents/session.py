@@ -143,12 +143,15 @@ class AgentSession:
             self._open.discard(task)
 
     async def _sample(self, call: ChatCall) -> ChatAnswer:
-        keys = _chain(call.messages, call.tools)
-        text, prompt = self._prompt(call, keys)
         limit = self.rollout.tokens_per_episode
-        if len(prompt) >= limit:
+        long = self.renderer.surely_longer(call.messages, call.tools, limit)
+        if not long:
+            keys = _chain(call.messages, call.tools)
+            text, prompt = self._prompt(call, keys)
+        if long or len(prompt) >= limit:
+            size = f"more than {limit}" if long else len(prompt)
             raise CallRefused(
-                f"the prompt has {len(prompt)} tokens, and rollout.tokens_per_episode is {limit}",
+                f"the prompt has {size} tokens, and rollout.tokens_per_episode is {limit}",
                 kind="context_length_exceeded",
             )
         budget = min(self.rollout.tokens_per_turn, limit - len(prompt))

@@ -27,8 +27,7 @@ from posttrain.models.load import cache_directory
 
 PAGE = 128
 """Tokens per page of the key/value cache. Every product reads complete pages, so on average half of a sequence's last
-page
-is read unnecessarily.
+page is read unnecessarily.
 """
 SOURCE = Path(__file__).with_name("kernel.cpp")
 # Vectorizing a dot product requires reordering of sums. The rest of -ffast-math is left out, because it would change
@@ -151,11 +150,11 @@ class DecodingKernel:
 def decoding_kernel(dtype: torch.dtype, head: int, groups: int) -> DecodingKernel | None:
     """The kernel for heads of size `head` with `groups` query heads per key head.
 
-    Returns None if `head` is not a multiple of 64, the dtype is neither float32 nor bfloat16, or there is no compiler.
+    Returns None if `head` is not a multiple of 32, the dtype is neither float32 nor bfloat16, or there is no compiler.
     Warns if compilation fails. `POSTTRAIN_KERNEL=0` disables the kernel.
     """
     command = compiler()
-    if command is None or dtype not in TYPES or head % 64 or os.environ.get("POSTTRAIN_KERNEL") == "0":
+    if command is None or dtype not in TYPES or head % 32 or os.environ.get("POSTTRAIN_KERNEL") == "0":
         return None
     macros = [f"-DTYPE_BF16={TYPES[dtype]}", f"-DHEAD={head}", f"-DGROUPS={groups}", f"-DPAGE={PAGE}"]
     try:
