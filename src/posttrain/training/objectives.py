@@ -289,8 +289,7 @@ def scores(
     learner: Updater[TokenScores], samples: Sequence[Sample], done: Callable[[int], None] = lambda count: None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Log-probabilities [n] and entropies [n] float32 of the sampled tokens of each sample, and the values [n] float32
-    before them, None without a value head; without gradient. `done` as in `logprobs`.
-    """
+    before them, None without a value head; without gradient. `done` as in `logprobs`."""
     by_sample: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
     for group, output in learner.without_gradient(samples):
         ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
@@ -333,8 +332,7 @@ def _flat(parts: Sequence[np.ndarray | None], device: torch.device) -> torch.Ten
 
 def episode_ids(samples: Sequence[Sample]) -> list[int]:
     """The episode of each sample. A sample without an episode, such as a supervised row, counts as a separate
-    episode.
-    """
+    episode."""
     return [-1 - i if sample.episode is None else sample.episode for i, sample in enumerate(samples)]
 
 
@@ -381,8 +379,7 @@ class PolicyObjective:
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """One weight per sample, and the divisor. Also sets the values that depend on the whole update: `factors` and
-        `held` of the samples, and the scale of the entropy bonus.
-        """
+        `held` of the samples, and the scale of the entropy bonus."""
         masked = [self._is_masked(sample) for sample in samples]
         lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
         weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
@@ -406,8 +403,7 @@ class PolicyObjective:
 
     def has_signal(self, sample: Sample) -> bool:
         """Tokens without credit do not contribute, unless there is a KL penalty or an entropy bonus. With a target
-        entropy, all tokens count even while the bonus is off, because the entropy is measured over all of them.
-        """
+        entropy, all tokens count even while the bonus is off, because the entropy is measured over all of them."""
         if self._is_masked(sample):
             return False
         if self.kl_coefficient > 0 or self.entropy_coefficient > 0 or self.entropy.target is not None:
@@ -483,8 +479,7 @@ class MixedObjective:
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """The policy's weights and divisor. Weights of supervised tokens are scaled so that, after the division, the
-        rows contribute coefficient x mean.
-        """
+        rows contribute coefficient x mean."""
         of_policy, divisor = self.policy.weigh([s for s in samples if not s.ptx])
         _, tokens = self.ptx.weigh([s for s in samples if s.ptx])
         weights = iter(of_policy)
@@ -553,8 +548,7 @@ class SharedObjective:
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """The policy's weights and divisor. Also computes the weight of the values for the following calls, so that,
-        after the division, they contribute coefficient x mean.
-        """
+        after the division, they contribute coefficient x mean."""
         weights, divisor = self.policy.weigh(samples)
         _, tokens = self.values.weigh(samples)
         self._value_weight = self.coefficient * divisor / tokens
@@ -575,8 +569,7 @@ class SharedObjective:
 
 class SupervisedObjective:
     """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step weighted by
-    `Sample.weight`.
-    """
+    `Sample.weight`."""
 
     def __init__(self, loss: SftLossRecipe | None = None) -> None:
         """Default: negative log-likelihood."""

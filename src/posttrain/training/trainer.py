@@ -1,6 +1,5 @@
 """Shared state of a training loop: evaluation, checkpoints, logging, interruption, the end of the run, collapse
-guards.
-"""
+guards."""
 
 import math
 import shutil
@@ -86,8 +85,7 @@ class Callback:
 
     def on_episodes(self, step: int, episodes: Sequence[Episode]) -> None:
         """Called after the rollouts of each step of `rl` and `distill`, with all sampled episodes, before the
-        update.
-        """
+        update."""
 
 
 @dataclass(frozen=True)
@@ -202,8 +200,7 @@ class Trainer(Generic[Output]):
         self._world.on_rank0(self._open_log)
         self._finished = False
         """Whether all steps are done. The newest checkpoint is then the last one, and the weights may be those of the
-        best.
-        """
+        best."""
         self._lost: list[str] = []
         """What is missing in the log of a resumed run."""
         self._state: dict[str, Any] = {}
@@ -438,8 +435,7 @@ class Trainer(Generic[Output]):
 
     def out_of_time(self, minutes: float | None) -> bool:
         """Whether the run has worked for `minutes`, interruptions excluded. Reports after the first step how many will
-        fit.
-        """
+        fit."""
         if minutes is None:
             return False
         now, left = self._log.seconds, self.settings.steps - self.step
@@ -593,8 +589,7 @@ class Guards:
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
     """The state of torch's global generators, by device: of the CPU, and of every accelerator of the type of
-    `device`.
-    """
+    `device`."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         module = torch.get_device_module(device)
