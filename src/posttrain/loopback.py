@@ -128,7 +128,7 @@ def serve(app: App, on: socket.socket, admitted: Callable[[Scope], bool]) -> Non
 
     config = uvicorn.Config(
         app,
-        log_level="error",  # a stranger could fill the terminal with warnings about malformed requests
+        log_level="error",  # any client could fill the terminal with warnings about malformed requests
         access_log=False,
         proxy_headers=False,
         server_header=False,
