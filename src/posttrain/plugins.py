@@ -134,7 +134,7 @@ def is_trusted(path: Path) -> bool:
 
 
 def require_trust(path: Path) -> None:
-    """Raises InputError where the file at `path` must not be executed, see `trusting`."""
+    """Raises InputError if the file at `path` must not be executed, see `trusting`."""
     if not is_trusted(path):
         raise InputError(
             f"{path} is outside the current folder and no argument names it, so it is not executed; read it, and add --trust "

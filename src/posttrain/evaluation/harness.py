@@ -293,7 +293,7 @@ def run(recipe: HarnessRecipe, directory: RunDirectory, console: Console) -> Non
 
 @contextmanager
 def rows_named() -> Iterator[None]:
-    """Turn an error that lm-eval raises for a row or a template, of whatever type, into an InputError."""
+    """Turn any error that lm-eval raises for a row or a template into an InputError."""
     try:
         yield
     except PosttrainError:

@@ -72,7 +72,7 @@ class Program:
         return found
 
     def _switched(self, name: str) -> tuple[str, str]:
-        """The switch that `no_NAME` turns off, and `false`; other flags as they are."""
+        """For `no_NAME`, the switch and `false`; other flags unchanged."""
         plain = self.name_of(name.removeprefix("no_"))
         rule = self.rules.get(plain)
         if self.negation and name not in self.rules and name != plain and rule is not None and rule.switch:

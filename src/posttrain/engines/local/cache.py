@@ -52,7 +52,7 @@ class Segment:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of pairs of a query and a key that it attends to."""
         return self.count * self.start + self.count * (self.count + 1) // 2
 
 
