@@ -122,7 +122,8 @@ class Checkpoints:
         return target
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete; raise the error that stopped it, on every process."""
+        """Wait until the checkpoint that is being written is complete. If writing failed, raises its error on every
+        process."""
         if self._writing is None or threading.current_thread() is self._writing:
             return
         self._writing.join()
