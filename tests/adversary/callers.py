@@ -229,7 +229,8 @@ def commands(seed: int, folder: Path) -> None:
     import yaml
 
     from posttrain.errors import InputError
-    from posttrain.importers.commands import import_commands, markdown_table
+    from posttrain.importers.commands import import_commands
+    from posttrain.importers.tables import markdown_table
     from tests.importers import test_documents as documents
 
     draw = random.Random(seed)

@@ -3,13 +3,14 @@
 import json
 import signal
 import subprocess
+from http.client import HTTPConnection
 
 import pytest
 
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from tests.runs.comparing import make_run
-from tests.view.browsing import browsed, command, eventually, needs_browser, served, trained
+from tests.view.browsing import Server, browsed, command, eventually, needs_browser, served, trained
 
 ATTACK = "<script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
 
@@ -87,6 +88,17 @@ def test_notes_are_the_only_file_that_is_written(server, folder):
     assert json.loads((folder / "first" / "notes.json").read_text()) == {"tags": ["keep", "a<b"], "note": "looks good"}
     assert "a&lt;b" in server.ask("/", cookie=cookie).text
     assert server.ask("/notes/first", "POST", "note=" + "x" * 100_000, cookie=cookie, origin=server.root).status == 413
+
+
+def test_ctrl_c_ends_the_server_without_complaint_while_a_page_is_open(folder):
+    words = command("view", folder, "--no-browser")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        server = Server(process.stdout.readline().strip(), process)
+        connection = HTTPConnection(server.root.removeprefix("http://"), timeout=60)
+        connection.request("GET", "/events", headers={"cookie": server.cookie()})
+        assert connection.getresponse().readline() == b"retry: 1000\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "posttrain: interrupted\n"
 
 
 def test_code_that_a_run_names_is_not_imported(tmp_path):

@@ -56,6 +56,8 @@ _BODY_BYTES = 64 << 10
 """Maximum size of a form."""
 _POLL_SECONDS = 0.7
 """Time between two looks at the files of what a page shows."""
+_FIRST_SECONDS = 0.05
+"""Time that the first page of the list spends on runs that have not been read yet."""
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 
@@ -191,14 +193,17 @@ class Pages:
 
     def runs(self, request: Request) -> Response:
         """The list of runs, with what is known of them so far; the rest follows by `/list`."""
-        query = Query.of(request.query_params)
-        listing, pipelines = listed(self.scanner, query, read=0.12), pipelines_among(self.scanner.find())
+        return self.whole_list(Query.of(request.query_params))
+
+    def whole_list(self, query: Query) -> Response:
+        """The page of the list, without waiting for all runs to be read, so that it is painted at once."""
+        listing, pipelines = listed(self.scanner, query, read=_FIRST_SECONDS), pipelines_among(self.scanner.find())
         return self.render("runs.html.j2", query=query, listing=listing, pipelines=pipelines)
 
     def runs_list(self, request: Request) -> Response:
         """The list without the page around it."""
         query = Query.of(request.query_params)
-        response = self.render("list.html.j2", query=query, listing=listed(self.scanner, query, read=2.0))
+        response = self.render("list.html.j2", query=query, listing=listed(self.scanner, query, read=0.5))
         if request.headers.get("hx-trigger") == "filter":
             response.headers["hx-replace-url"] = f"/?{query.address()}"
         return response
@@ -389,5 +394,7 @@ def new_token() -> str:
 
 
 def guarded(folder: Path, port: int, token: str) -> Guard:
-    """The application with its guard."""
-    return Guard(Pages(folder).app(), port, token)
+    """The application with its guard. It has shown the list once, so that the first page need not wait for templates."""
+    pages = Pages(folder)
+    pages.whole_list(Query())
+    return Guard(pages.app(), port, token)

@@ -15,15 +15,17 @@ from posttrain.rollout.agents.session import AgentSession, CallRefused, ChatAnsw
 _POLL_SECONDS = 0.25
 _LOCAL_NAMES = [ADDRESS, "localhost"]
 _STARTING = 256
-"""Connections that may be open without a call with a known key: agents that start at the same time."""
+"""Maximum number of open connections that have not yet sent a known key, for agents that start at the same time."""
 _HEADER_SECONDS = 30.0
-"""Time that such a connection has. Many agents that start at once are slow."""
+"""Seconds after which such a connection is closed. Generous, because many agents that start at once are slow."""
 _REMEMBERED = 100_000
-"""Sessions that are kept before ended ones are dropped."""
+"""Number of sessions to keep before ended ones are dropped."""
 
 
 class AgentEndpoint:
-    """Serves chat completions and messages in a thread, as a context manager. A key selects the session that answers."""
+    """Serves chat completions and messages in a thread, as a context manager. A key selects the session that
+    answers.
+    """
 
     def __init__(self) -> None:
         """InputError if fastapi or uvicorn is not installed."""
@@ -34,7 +36,7 @@ class AgentEndpoint:
         self._socket.bind((ADDRESS, 0))
         self._socket.listen(2048)  # now, so that calls wait until the thread accepts them
         self.url = f"http://{ADDRESS}:{self._socket.getsockname()[1]}"
-        """Without the path `/v1`, which clients of OpenAI expect in theirs and clients of Anthropic add."""
+        """Without the path `/v1`: OpenAI clients expect it in their base URL, Anthropic clients add it."""
         config = uvicorn.Config(
             _app(self._session),
             log_level="critical",
@@ -85,7 +87,7 @@ def _app(find: Callable[[str], AgentSession]) -> Any:
     from starlette.responses import JSONResponse, Response, StreamingResponse
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    # A page in a browser must not reach the endpoint under its own name.
+    # Checks the Host header, so that a web page cannot reach the endpoint by DNS rebinding.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL_NAMES)
 
     def route(

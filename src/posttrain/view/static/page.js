@@ -1,6 +1,4 @@
-// What every page has: theme, live updates, keyboard, selection of runs.
-import { Charts } from "./charts.js";
-
+// What every page has: theme, live updates, keyboard, selection of runs. Only pages with charts load their script.
 const $ = (selector) => document.querySelector(selector);
 const dark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 
@@ -11,7 +9,7 @@ function switchTheme() {
 }
 
 const place = $("[data-charts]");
-const charts = place ? new Charts(place, dark) : null;
+const charts = place ? new (await import("./charts.js")).Charts(place, dark) : null;
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts?.redraw());
 $("#theme").addEventListener("click", switchTheme);
 $("#help").addEventListener("click", () => $("#keys").showModal());
