@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from tests.adversary import callers, disguises, hosts, strangers
+from tests.adversary import callers, disguises, hosts, models, strangers
 
 SECRET = "hunter2-outside"
 
@@ -528,6 +528,9 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "requests": callers.requests,
     "answers": callers.answers,
     "commands": callers.commands,
+    "serve": models.serve,
+    "harness": models.harness,
+    "inspect_log": models.inspect_log,
     "archive": strangers.archive,
     "poisoned_episode": strangers.poisoned_episode,
     "injection": strangers.injection,

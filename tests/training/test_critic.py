@@ -171,7 +171,7 @@ def test_a_warm_up_that_never_ends_is_refused():
 
 
 PLACES = {
-    "critic": "posttrain.training.critic:CriticLearner.update",
+    "critic": "posttrain.training.critic:CriticUpdater.update",
     "values": "posttrain.training.critic:CriticLearner.estimate_values",
     "optimizer": "posttrain.training.updater:Optimizer.step",
     "tensors": "torch:save",
@@ -234,8 +234,8 @@ def test_the_value_gradient_does_not_depend_on_the_split(tiny_model, reward_mode
             )
             return 1.0
 
-        monkeypatch.setattr(type(critic.optimizer), "step", keep)
-        critic.learner.update(samples, ValueObjective(0.2))
+        monkeypatch.setattr(type(critic.updater.optimizer), "step", keep)
+        critic.updater.learner.update(samples, ValueObjective(0.2))
         return found, len(pack(samples, budget))
 
     whole, one = gradients(4096)

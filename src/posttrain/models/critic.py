@@ -25,9 +25,9 @@ class Critic(RewardModel):
     def values(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         """Values [N] float32 of all sampled tokens, differentiable, in one packed forward pass.
 
-        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool. Values are ordered stream by stream. Each is that of the
-        state before the token is sampled, read at the position that predicts it. What streams share from their beginning on
-        is computed once.
+        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool. Values are ordered stream by stream. Each is the value
+        of the state before the token is sampled, read at the position that predicts it. A prefix that several streams
+        share is computed once.
         """
         row = pack_row(streams, sampled)
         ids, positions = upload(row.ids, self.device), upload(row.layout.positions(), self.device)

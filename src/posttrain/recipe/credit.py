@@ -178,7 +178,7 @@ def register_credit(name: str) -> Callable[[F], F]:
             best = {group: returns[groups == group].max() for group in groups}
             return scale * (returns - [best[group] for group in groups])
 
-    The function gets arguments by the names of its parameters, of the N episodes of a step:
+    Arguments are passed by the names of the function's parameters. For the N episodes of a step:
 
     - `returns` [N] float64: sum of each episode's rewards;
     - `groups` [N] int64: the group of each episode;
@@ -250,5 +250,5 @@ class CriticRecipe(BaseConfig):
 
     def model(self, policy: ModelRecipe) -> ModelRecipe:
         """The model section of a separate critic. Keys that it does not have come from the policy's `model`."""
-        keys = {"path": self.path or policy.path, "dtype": self.dtype, "lora": self.lora}
+        keys = {"path": self.path or policy.path, "dtype": self.dtype, "lora": self.lora, "load_in_4bit": False}
         return policy.model_copy(update=keys)

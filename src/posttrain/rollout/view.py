@@ -29,7 +29,9 @@ def visible(text: str) -> str:
 
 
 def judge_verdict(turn: Turn) -> str:
-    """Score and reason of a judge, as its environment stored them; empty if there is none, or not in that form."""
+    """Score and reason of a judge as the environment stored them; empty if there are none, or if their form is
+    unknown.
+    """
     match turn.info.get("judge"):
         case {"score": int() | float() as score, "reason": str(reason)}:
             return f"judge {score:.2f}: {reason}"
@@ -73,8 +75,8 @@ UnitText = Callable[[int, int], Text]
 def view_units(episode: Episode, turn: Turn, units: CreditedUnits, text: UnitText) -> Table:
     """One row per unit of the answer of `turn`: number, credit with a bar, tokens, text.
 
-    Bars are scaled by the episode's largest credit. The credit of a unit that starts in an earlier answer is shown
-    there.
+    Bars are scaled by the episode's largest credit. The credit of a unit that starts in an earlier answer is shown with
+    that answer.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("unit", justify="right", style="dim", no_wrap=True)
@@ -119,8 +121,9 @@ def unit_summary(units: CreditedUnits, recipe: UnitCreditRecipe | None) -> Text:
 
 
 def unit_text(episode: Episode, turn: Turn, decode: Decode | None) -> UnitText:
-    """A function that returns the text of a unit by exact offsets, so no character is lost or split at its end. Without
-    `decode` it returns token ids."""
+    """A function that returns the text of a unit by exact offsets, so no character at its ends is lost or split.
+    Without `decode`, it returns token ids.
+    """
     ids = episode.streams[turn.stream].ids
     if decode is None:
         return lambda start, stop: Text(" ".join(map(str, ids[start:stop].tolist())))
@@ -135,14 +138,14 @@ def unit_text(episode: Episode, turn: Turn, decode: Decode | None) -> UnitText:
             shown.append(repr(exact), style="dim")
         if stop > body:
             shown.append(f" {ending}" if shown else ending, style="dim")
-        return shown or Text("…", style="dim")  # the first bytes of a character that ends in the next unit
+        return shown or Text("…", style="dim")  # the first bytes of a character that is completed in the next unit
 
     return text_between
 
 
 def units_in_turn(episode: Episode, turn: Turn, units: CreditedUnits) -> Iterator[tuple[int, int, int, bool]]:
-    """(unit, start, stop, continued) of each unit of `turn`. Positions are in the turn's stream; `continued` units start
-    in an earlier answer."""
+    """(unit, start, stop, continued) of each unit of `turn`. Positions are in the turn's stream; `continued` units
+    start in an earlier answer."""
     streams = episode.streams
     before = sum(int(stream.sampled.sum()) for stream in streams[: turn.stream])
     first = before + int(streams[turn.stream].sampled[: turn.start].sum())
@@ -153,7 +156,7 @@ def units_in_turn(episode: Episode, turn: Turn, units: CreditedUnits) -> Iterato
 
 
 def _bar(credit: float, scale: float) -> Text:
-    """A bar from the middle to the right for positive credit, to the left for negative."""
+    """A bar from the center: to the right for positive credit, to the left for negative credit."""
     full, half = divmod(round(2 * HALF_BAR * abs(credit) / scale) if scale > 0 else 0, 2)
     left = ("▐" * half + "█" * full if credit < 0 else "").rjust(HALF_BAR)
     right = ("█" * full + "▌" * half if credit > 0 else "").ljust(HALF_BAR)
@@ -230,7 +233,8 @@ def view_episode(
 def token_decoder(run: RunDirectory) -> Decode | None:
     """The decoder of the run's tokenizer; None, with a message on stderr, if the tokenizer cannot be loaded.
 
-    The tokenizer that the run saved comes first, because its initial model may be gone. No code of a model is executed.
+    The tokenizer saved in the run is tried first, because the initial model may no longer exist. Code that belongs to a
+    model is never executed.
     """
     for directory in (run.path / "model", *sorted(run.checkpoints.glob("step_*/policy"))[::-1]):
         if (decode := _decoder_in(directory)) is not None:

@@ -1,4 +1,4 @@
-"""Runs and TensorBoard logs as they are read for a comparison, and their means over seeds."""
+"""Reads runs and TensorBoard logs for a comparison, and computes means over seeds."""
 
 import json
 import math
@@ -28,7 +28,7 @@ from posttrain.runs.tables import Table
 _DRAWN = ("train", "evaluation")
 """Kinds of lines whose metrics are drawn. A sink names its tags `kind/metric`."""
 _NOT_DRAWN = ("baseline", "final", "warning")
-"""Kinds of lines that an event file holds without their text fields, such as the name of the policy."""
+"""Kinds of lines whose text fields, such as the name of the policy, are missing in an event file."""
 
 
 def event_directories(path: Path) -> list[Path]:
@@ -48,7 +48,7 @@ def read_events(path: Path) -> list[Line]:
     values = _scalars(path)
     if not values:
         raise InputError(
-            f"{path} holds no scalars; give a TensorBoard event file (its name contains `tfevents`), a directory of "
+            f"{path} has no scalars; give a TensorBoard event file (its name contains `tfevents`), a directory of "
             "event files, or the directory of a posttrain run"
         )
     from_sink = all(tag.partition("/")[0] in (*_DRAWN, *_NOT_DRAWN) for tag in values)
@@ -266,7 +266,9 @@ def t_975(freedom: int) -> float:
 
 
 def common_name(names: Sequence[str]) -> str:
-    """What the names of runs with several seeds begin with, without a trailing `seed`; the first name if that is nothing."""
+    """The common prefix of the names of runs with several seeds, without a trailing `seed`; the first name if it is
+    empty.
+    """
     common = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     shared = "".join(letters[0] for letters in common)
     if all(name[len(shared) :][:1] in tuple("0123456789") or name == shared for name in names):
@@ -290,8 +292,8 @@ _MAX_LISTED = 6
 def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[Metric], list[str]]:
     """The metrics that are drawn by default, and warnings on those left out.
 
-    Runs of posttrain contribute the metrics of a report, other logs contribute all of their metrics. With several bundles, at least two
-    must have the metric. With several stages, metrics that each stage defines differently are left out.
+    Runs of posttrain contribute the metrics of a report; other logs contribute all metrics. With several bundles, at
+    least two must have the metric. With several stages, metrics that each stage defines differently are left out.
     """
     per_bundle = [
         {key for source in bundle.sources for key in _default_keys(source.lines, source.run is None)}

@@ -34,7 +34,9 @@ class OpenEnvRecipe(AdapterRecipe):
     reset: dict[str, bool | int | float | str] = {}
     """Arguments of `reset` besides the seed, for example `{split: train}`."""
     action_field: str | None = None
-    """The field of an action that takes the answer. Default: the only field without a default, or the only one. Without one, answers are JSON objects."""
+    """The field of an action that takes the answer. Default: the only field without a default, or the only one. Without
+    one, answers are JSON objects.
+    """
     observation_field: str | None = None
     """The field of an observation that the policy sees. Default: the only field of text, else all of them as JSON."""
 
@@ -53,7 +55,7 @@ class OpenEnv(Adapter):
     Recipe = OpenEnvRecipe
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
-        """InputError where openenv is not installed, the class does not exist, or the server does not answer."""
+        """InputError if openenv is not installed, the class does not exist, or the server does not answer."""
         super().__init__(recipe)
         require_module("openenv.core", "environment.type openenv")
         self._session: _Session | None = None
@@ -82,7 +84,7 @@ class OpenEnv(Adapter):
             observation, reward, over = self._session.step(values)
         except _InvalidAction as error:
             return Outcome(f"Rejected: {error}.", 0.0, False, rejected=str(error))
-        # A step without a reward has none to give; environments of OpenEnv leave it out before the end.
+        # A missing reward counts as 0: OpenEnv environments omit it before the end of an episode.
         return Outcome(self._shown(observation), float(reward or 0.0), over)
 
     def _shown(self, observation: Mapping[str, Any]) -> str:
@@ -111,7 +113,7 @@ Observed = tuple[Mapping[str, Any], float | None, bool]
 
 
 class _InvalidAction(Exception):
-    """The environment refused the action."""
+    """The environment rejected the action."""
 
 
 class _Session(Protocol):
@@ -215,7 +217,7 @@ def _action_class(kind: type, place: str) -> Any:
 
 
 def _action_field(schema: Mapping[str, Any], wanted: str | None) -> tuple[str | None, str]:
-    """The field of an action that takes the answer, and its JSON type; None where an answer is a JSON object."""
+    """The field of an action that contains the answer, and its JSON type; None if an answer is a JSON object."""
     fields = {name: facts for name, facts in schema.get("properties", {}).items() if name != "metadata"}
     if wanted is not None and wanted not in fields:
         raise InputError(f"environment.action_field: actions have {', '.join(fields) or 'no fields'}, not {wanted!r}")
@@ -228,7 +230,7 @@ def _action_field(schema: Mapping[str, Any], wanted: str | None) -> tuple[str | 
 
 
 def _action(answer: str, field: str | None, kind: str) -> dict[str, Any]:
-    """The fields of an action. ValueError with what was expected."""
+    """The fields of an action. ValueError with the expected form."""
     text = answer.strip()
     if field is None:
         try:
