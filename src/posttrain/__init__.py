@@ -2,8 +2,8 @@
 
     import posttrain
 
-    result = posttrain.rl("recipe.yaml", steps=20)       # a whole stage; `sft`, `dpo`, `reward`, ... are alike policy =
-    posttrain.Policy("packaged:smollm2-135m")   # or the parts of your own training loop
+    result = posttrain.rl("recipe.yaml", steps=20)       # a stage; also `sft`, `dpo`, `reward`, ...
+    policy = posttrain.Policy("packaged:smollm2-135m")   # or the parts for a custom training loop
 
 Importing the package is light: torch, transformers and optional packages are imported when a name that needs them is used.
 """

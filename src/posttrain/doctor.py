@@ -151,7 +151,8 @@ def remedies() -> Iterator[str]:
 
 def measure(model: str = DEMO_MODEL, seconds: float = 5.0) -> Speed:
     """Sample and train on the demo's task for `seconds` each, after a warm-up. InputError if the model is not
-    installed."""
+    installed.
+    """
     import posttrain
     from posttrain.models.packing import row_length
 

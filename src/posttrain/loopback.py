@@ -1,5 +1,6 @@
 """HTTP servers that are reachable only from this machine: the loopback address, and limits on connections without a
-token."""
+token.
+"""
 
 import asyncio
 import logging
@@ -21,7 +22,8 @@ _FLOOD = 512
 """Maximum number of connections without an admitted request, including new ones. Further connections are refused."""
 _BACKLOG = 256
 """Number of connections to accept at once. Together with `_FLOOD`, it stays below the usual limit of 1,024 open
-files."""
+files.
+"""
 _HEADER_SECONDS = 5.0
 """Seconds after which a connection without an admitted request is closed."""
 
@@ -126,7 +128,7 @@ def serve(app: App, on: socket.socket, admitted: Callable[[Scope], bool]) -> Non
 
     config = uvicorn.Config(
         app,
-        log_level="error",  # a stranger could fill the terminal with warnings about malformed requests
+        log_level="error",  # any client could fill the terminal with warnings about malformed requests
         access_log=False,
         proxy_headers=False,
         server_header=False,

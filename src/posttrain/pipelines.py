@@ -49,13 +49,13 @@ def run_pipeline(
 
     Args:
         only: run only this stage. Earlier stages must have finished. Their models are used unchanged, with a warning if
-        the current recipe would produce a different model.
+            the current recipe would produce a different model.
         start_from: like `only`, for this stage and those after it.
         overwrite: run the selected stages even if nothing has changed.
 
     Raises:
         InputError: an unknown stage, or a stage whose upstream stage has not finished. Also raises the errors of
-        `run_stage`.
+            `run_stage`.
     """
     console = console or Console()
     selected = chosen_stages(pipeline, only, start_from)
@@ -183,7 +183,8 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
 
 def unfinished_upstream(pipeline: PipelineRecipe, stage: PipelineStage, running: Collection[str] = ()) -> str | None:
     """Return a stage whose model or files `stage` uses and that is neither finished nor in `running`; None if there is
-    none."""
+    none.
+    """
     missing = [name for name in stage.inputs if not _read(pipeline.directory / name / "lineage.json")]
     return next((name for name in missing if name not in running), None)
 
@@ -409,7 +410,8 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
 
 def _to_look_at(pipeline: PipelineRecipe) -> list[str]:
     """Return the learning curve of the last stage that trained on episodes, and the command that shows its last
-    episodes."""
+    episodes.
+    """
     for stage in reversed(_finished(pipeline)):
         run = pipeline.directory / stage.name
         steps = [stored.step for stored in stored_steps(run / "episodes") if stored.split == "train"]

@@ -38,7 +38,7 @@ Group = Literal[
 - `posttrain.losses`, `posttrain.credits`: the `type` of a policy loss or credit -> its function, as for
   `posttrain.register_loss` and `posttrain.register_credit`.
 - `posttrain.models`: NAME of `model.path=made:NAME` -> a function without arguments that creates the model if it does
-not exist yet, and returns its directory.
+  not exist yet, and returns its directory.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
 
@@ -134,7 +134,7 @@ def is_trusted(path: Path) -> bool:
 
 
 def require_trust(path: Path) -> None:
-    """Raises InputError where the file at `path` must not be executed, see `trusting`."""
+    """Raises InputError if the file at `path` must not be executed, see `trusting`."""
     if not is_trusted(path):
         raise InputError(
             f"{path} is outside the current folder and no argument names it, so it is not executed; read it, and add --trust "

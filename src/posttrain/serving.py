@@ -181,7 +181,8 @@ class Server:
 
     async def _pieces(self, prompt: Sequence[int], body: _Body, limit: int | None) -> AsyncIterator[str | _Choice]:
         """The text of a completion in pieces, then the completion. Text that may be part of a stop string is held
-        back."""
+        back.
+        """
         held = max((len(stop) - 1 for stop in body.stops), default=0)
         tokens: asyncio.Queue[int | None] = asyncio.Queue()
         task = asyncio.create_task(self._complete(prompt, body, limit, 0, tokens.put_nowait))
@@ -225,7 +226,8 @@ class Server:
         return prompt, bool(call.tools)
 
     async def chat(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a chat completion that is not streamed, as in OpenAI's API. CallRefused for a request that is refused."""
+        """The answer to a chat completion without streaming, as in OpenAI's API. CallRefused for an unsupported
+        request."""
         try:
             check_value(values, "it")
         except UnusableRow as error:

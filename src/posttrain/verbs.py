@@ -56,9 +56,9 @@ def sft(
     Args:
         recipe: recipes of stage `sft`, merged left to right.
         callbacks: called during the run, see `Callback`.
-        resume: the directory of a run to continue. Only `steps` and `hardware` may then be overridden. fall_back: with
-        `resume`, set damaged checkpoints aside and continue from the newest intact one. overwrite: delete a run of the
-        same name first.
+        resume: the directory of a run to continue. Only `steps` and `hardware` may then be overridden.
+        fall_back: with `resume`, set damaged checkpoints aside and continue from the newest intact one.
+        overwrite: delete a run of the same name first.
         console: rich console for progress; default: standard output.
         overrides: keys of the recipe.
 
@@ -118,9 +118,10 @@ def rl(
 
     Args:
         reward: a function `(prompt, answer, **row) -> float | dict[str, float]`, which scores the answers of the
-            environment `text_task`; a list of functions or of tuples of a function and its weight; or the `reward` section of the recipe, which names a reward model.
+            environment `text_task`; a list of functions or of tuples of a function and its weight; or the `reward`
+            section of the recipe, which names a reward model.
         engine: a function `(policy, recipe) -> Engine` that creates the engine of this process, such as a subclass of
-        `LocalEngine`; or the `engine` section of the recipe.
+            `LocalEngine`; or the `engine` section of the recipe.
     """
     return _run("rl", recipe, overrides, callbacks, resume, overwrite, console, reward, fall_back, engine)
 
@@ -141,7 +142,7 @@ def distill(
 
     Args:
         reward: a function that scores the answers of the environment `text_task`, as for `rl`. It only measures success
-        and is not used for training.
+            and is not used for training.
     """
     return _run("distill", recipe, overrides, callbacks, resume, overwrite, console, reward, fall_back)
 

@@ -23,7 +23,7 @@ def rows(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_dry_run_is_one_screen_and_the_rest_is_asked_for(tiny_model, tmp_path):
+def test_a_dry_run_is_one_screen_and_the_rest_is_optional(tiny_model, tmp_path):
     words = ["rl", "environment.type=bandit", f"model.path={tiny_model}", "--dry-run", f"runs={tmp_path}"]
     code, short = in_terminal(*words, "--on", "h200", width=80)
     assert code == 0

@@ -93,7 +93,7 @@ def bomb(levels, width):
     ],
     ids=["aliases", "lists", "sections", "digits", "hexadecimal", "timestamp", "bool", "surrogate"],
 )
-def test_a_small_text_cannot_stand_for_a_huge_recipe(text, message, tmp_path):
+def test_a_small_file_cannot_expand_to_a_huge_recipe(text, message, tmp_path):
     with pytest.raises(InputError, match=message):
         read_text(text, "recipe.yaml")
     with pytest.raises(InputError, match=message):

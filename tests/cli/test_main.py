@@ -50,7 +50,7 @@ def test_help_imports_little():
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(verb, capsys):
+def test_every_verb_has_help(verb, capsys):
     assert main([verb, "--help"]) == 0
     said = capsys.readouterr().out
     assert f"posttrain {verb}" in said

@@ -304,7 +304,7 @@ REFERENCE = 0.3 * np.array([[1.0, -1.0], [-1.0, 0.5], [0.3, 0.0], [0.0, 1.0], [1
 """Logits of a reference policy less those of the policy."""
 
 
-def test_importance_weighted_kl_has_the_gradient_of_the_kl_whoever_samples():
+def test_importance_weighted_kl_has_the_gradient_of_the_kl_for_any_sampling_policy():
     log_rollout = log_softmax(PARAMETERS - 1.5 * REFERENCE)
     every = trajectories()
     choices = torch.tensor([choice for t in every for choice in t.choices])

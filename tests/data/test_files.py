@@ -425,7 +425,7 @@ def test_large_rows_of_other_formats_are_counted(tmp_path, name, content):
     assert rows[-1][1] == {"a": "b"}
 
 
-def test_a_json_list_is_read_in_pieces_whatever_their_borders(tmp_path, monkeypatch):
+def test_a_json_list_is_read_in_pieces_with_any_borders(tmp_path, monkeypatch):
     rows = [{"a": 'é\U0001f600\\"' * (n % 7), "n": [n, -1.5e-7, None, True, {}]} for n in range(300)]
     file = tmp_path / "a.json"
     for text in (json.dumps(rows), json.dumps(rows, ensure_ascii=False, indent=1), json.dumps(list(range(300)))):

@@ -143,7 +143,7 @@ def test_what_looks_like_a_key_is_replaced_and_words_are_not():
         '{"choices": ' + "[" * 100_000,
     ],
 )
-def test_nonsense_is_a_failed_request(text):
+def test_a_malformed_reply_is_a_failed_request(text):
     with server(lambda send: send(body(text))) as port, pytest.raises(ChatRequestError, match=r"the model m at http"):
         ask(port)
 

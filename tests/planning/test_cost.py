@@ -128,7 +128,7 @@ def said(recipe, sizes, device):
     return console.file.getvalue()
 
 
-def test_dry_run_claims_no_time_without_limits():
+def test_dry_run_predicts_no_time_without_limits():
     found = said(recipe_of(), SIZES, None)
     assert "no estimate without a device: pass --on with one of h200, h100" in found
     assert "a step" not in found.split("\ntime\n")[1]
@@ -151,7 +151,7 @@ def test_dry_run_names_a_device_that_is_too_small():
     assert "has" not in said(recipe_of("model.dtype=bfloat16"), SIZES, H200).split("total")[1].split("\n")[0]
 
 
-def test_no_time_is_claimed_for_sizes_that_do_not_add_up():
+def test_no_time_is_predicted_for_inconsistent_sizes():
     mixture = ModelSizes(30_500_000_000, 48, 2048, 6144, 32, 4, 128, 151_936)
     assert not plain(mixture)
     assert "no estimate: the model is not a plain decoder" in said(recipe_of(), mixture, H200)

@@ -104,7 +104,7 @@ def test_a_run_killed_after_step_0_resumes_to_the_same_bits(tiny_model, tmp_path
 
 
 @pytest.mark.parametrize("what", ["write_atomically", "shutil.rmtree"])
-def test_a_kill_while_the_state_is_deleted_is_made_up_for(tiny_model, tmp_path, monkeypatch, what):
+def test_a_deletion_that_a_kill_interrupted_is_completed(tiny_model, tmp_path, monkeypatch, what):
     recipe = typed(tiny_model, tmp_path, checkpoint={"every": 1, "keep_state": "always"})
     run = run_stage(recipe, console=Console(file=io.StringIO()))
 

@@ -306,7 +306,7 @@ def test_a_renamed_key_of_the_environment_file_is_named(trained, renamed, capsys
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_what_a_thread_writes_is_the_state_at_the_time_of_the_call(tiny_model, tmp_path, monkeypatch, lora):
+def test_a_thread_writes_the_state_at_the_time_of_the_call(tiny_model, tmp_path, monkeypatch, lora):
     policy = Policy(str(tiny_model), lora=lora)
     state, files = {"m/exp_avg": torch.ones(3)}, {}
     held = threading.Event()

@@ -55,14 +55,14 @@ def test_without_vllm_the_remedy_is_printed(gpu, monkeypatch):
     assert "engine.type is local: vLLM is not installed here; install it, or set engine.type=vllm" in said
 
 
-def test_what_vllm_cannot_do_keeps_the_local_engine(gpu, tmp_path):
+def test_settings_without_support_in_vllm_keep_the_local_engine(gpu, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     recipe, same, said = chosen(f"model.path={tmp_path}")
     assert same is recipe
     assert "is an adapter, and vLLM needs a whole model" in said
 
 
-def test_a_cpu_says_nothing():
+def test_on_a_cpu_nothing_is_printed():
     recipe, same, said = chosen()
     assert same is recipe
     assert not said

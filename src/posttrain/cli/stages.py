@@ -116,7 +116,8 @@ def show_what_exists(recipe: "Recipe", console: "Console") -> None:
 
 def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ()) -> None:
     """Load everything that the run would load before its model, and print the results. Arguments and errors as for
-    `check_recipe`."""
+    `check_recipe`.
+    """
     from posttrain.planning.dry_run import show_line
     from posttrain.training.checks import check_recipe
 

@@ -167,7 +167,8 @@ class Converter:
 
     row: Callable[..., dict[str, Any] | str]
     """A row of the data set -> a row for the stages, or the reason to skip it. Takes `language` if `language` is
-    set."""
+    set.
+    """
     kind: Kind
     """The kind of the converted rows."""
     hub: str | None = None
@@ -244,7 +245,7 @@ def convert_rows(
 
     Raises:
         InputError: `out` has another suffix, `name` or `source` is unknown, there is no row to write, or most rows of a
-        sample contradict the sign of the preferences.
+            sample contradict the sign of the preferences.
     """
     converter = find_converter(name)
     if out is not None:

@@ -61,8 +61,7 @@ def read_documents(folder: Path, template: Path, answers: Path | None = None) ->
 
     Raises:
         InputError: a file is not text or empty, two documents have the same text, an answer belongs to no document, or
-        the
-            template has no `{document}`.
+            the template has no `{document}`.
     """
     pattern = _text(template, "--template")
     if "{document}" not in pattern:

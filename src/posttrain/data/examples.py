@@ -59,12 +59,12 @@ def load_dataset(
         pairs = posttrain.load_dataset("pairs.jsonl", "pair", columns={"prompt": "question"})
 
     Args:
-        source: a `.parquet`, `.jsonl`, `.json` or `.csv` file, a directory of those, a hub id, or a list of them. kind:
-        what a row is: `conversation` (sft), `pair` (dpo, reward), `unpaired` (kto; a pair becomes one good and one
-            bad answer) or `prompt` (rl, generate).
+        source: a `.parquet`, `.jsonl`, `.json` or `.csv` file, a directory of those, a hub id, or a list of them.
+        kind: what a row is: `conversation` (sft), `pair` (dpo, reward), `unpaired` (kto; a pair becomes one good and
+            one bad answer) or `prompt` (rl, generate).
         split, subset: of hub data sets.
-        columns: names of the columns that differ from the defaults, by the keys of `columns` in a recipe. max_rows:
-        maximum number of usable rows from each source.
+        columns: names of the columns that differ from the defaults, by the keys of `columns` in a recipe.
+        max_rows: maximum number of usable rows from each source.
         strict: raise for rows that cannot be used. Otherwise they are left out with a warning that names them.
 
     Returns:

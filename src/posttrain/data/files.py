@@ -26,7 +26,8 @@ from posttrain.recipe.data import SourceRecipe
 
 Row = tuple[str, dict[str, Any] | str]
 """The origin of a row (`train.jsonl row 12`, counted from 1; in JSON lines, the line number), and the row or its
-problem as `category: detail`."""
+problem as `category: detail`.
+"""
 
 BATCH = 256
 """Parquet rows converted to Python values at a time."""
@@ -103,7 +104,8 @@ def _names_split(name: str, split: str) -> bool:
 
 def plain(value: Any) -> Any:
     """Return `value` with numpy scalars and arrays, tuples, sets and decimals as plain Python, and dates as ISO
-    text."""
+    text.
+    """
     if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, dict):

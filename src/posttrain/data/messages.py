@@ -140,8 +140,8 @@ def _message(value: Any, where: str) -> Message:
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments as an object, parsed if they are JSON text, as in OpenAI's files. Templates
-    would quote
-    the text."""
+    would quote the text.
+    """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -35,7 +35,8 @@ class TokenRow:
     """The label of an unpaired answer."""
     prompt_digest: str = ""
     """Digest of the messages before the first answer, where their tokens are trained too (`loss_on: all`), or of plain
-    text."""
+    text.
+    """
     weight: float = 1.0
     """Weight of the row in the training loss."""
 

@@ -33,7 +33,8 @@ class ToolCall:
 
     def message(self, id: str) -> dict[str, Any]:
         """The call as an entry of `tool_calls` in a message for a chat template. `id` is used if the policy gave
-        none."""
+        none.
+        """
         return {"id": self.id or id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -100,7 +101,8 @@ def parse_hermes(text: str) -> ParsedAnswer:
 
 def parse_llama(text: str) -> ParsedAnswer:
     """`{"name": ..., "parameters": {...}}` as the whole answer, as Llama 3 writes it. Several are separated by
-    semicolons."""
+    semicolons.
+    """
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{") or '"name"' not in body:
         return ParsedAnswer(text.strip())
@@ -139,7 +141,8 @@ SYNTAXES: dict[str, Callable[[str], ParsedAnswer]] = {
 
 def parse_served(text: str, calls: Sequence[tuple[str, Any]]) -> ParsedAnswer:
     """An answer whose calls were parsed by a server or transformers: their names, and arguments as an object or JSON
-    text."""
+    text.
+    """
     parsed = ParsedAnswer(text)
     for name, arguments in calls:
         parsed.calls.extend(_calls_of_value({"name": name, "arguments": arguments}, parsed.errors))
@@ -165,7 +168,8 @@ def _read_json(text: str) -> tuple[Any, int]:
 
 def _first_json(text: str, errors: list[str]) -> tuple[Any, str]:
     """The JSON value at the start of `text`, and the remaining text. If there is none, adds an error and returns
-    None."""
+    None.
+    """
     try:
         value, end = _read_json(text)
     except ValueError as error:

@@ -84,12 +84,14 @@ class ShardedModel:
 
     def set_last_backward(self, last: bool) -> None:
         """Declare, before a backward pass, whether it is the last one of the update. After the last, gradients are
-        complete."""
+        complete.
+        """
         self._root.set_requires_gradient_sync(last or self._reduces_each)
 
     def reshard(self) -> None:
         """Free weights that are still gathered after a forward pass. Call it before other code reads or changes
-        weights."""
+        weights.
+        """
         if not self._held:
             for group in self._groups:
                 group.reshard()

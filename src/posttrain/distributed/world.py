@@ -24,7 +24,8 @@ _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that `torchrun`, and a launch by posttrain, set for each process."""
 _TIMEOUT_DAYS = 7
 """Time-out of collective calls, longer than any rollout. A rank that exits is detected at once through its
-connection."""
+connection.
+"""
 
 
 class AlreadyReported(PosttrainError):

@@ -48,7 +48,8 @@ def _refuse_other_origins(response: Any) -> None:
 
 class _Deadline(threading.local):
     """Deadline of the request of this thread. Threads share connections, each of which is used by one thread at a
-    time."""
+    time.
+    """
 
     at = math.inf
 

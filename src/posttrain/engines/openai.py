@@ -1,5 +1,6 @@
 """The client of OpenAI-compatible servers, for judges and remote models. Every failed request is a
-`ChatRequestError`."""
+`ChatRequestError`.
+"""
 
 import os
 import re

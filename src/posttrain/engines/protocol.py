@@ -75,7 +75,8 @@ class SteppedEngine(Protocol):
 
     before_forward: Callable[[], None] | None
     """Called before each forward pass, when every open episode waits for the engine. It may load weights and cancel
-    requests. The same calls before the same passes give bit-identical results."""
+    requests. The same calls before the same passes give bit-identical results.
+    """
 
 
 class Engine(Protocol):

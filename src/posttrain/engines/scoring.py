@@ -1,5 +1,6 @@
 """Log-probabilities of given tokens from a model behind a server, using its completions endpoint with token ids as
-prompt."""
+prompt.
+"""
 
 import itertools
 import math
@@ -51,7 +52,8 @@ class ScoringServers:
 
     def score(self, prompts: Sequence[Sequence[int]], top: int) -> list[ScoredPrompt | ChatRequestError]:
         """Score token ids, with the `top` most probable tokens at each position. Returns the error of each failed
-        request."""
+        request.
+        """
 
         def scored(ids: Sequence[int]) -> ScoredPrompt | ChatRequestError:
             with self._lock:

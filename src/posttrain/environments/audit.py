@@ -321,12 +321,12 @@ class NoReport:
 
     text: str
     player: str | None = None
-    """Who played when the time was over."""
+    """The player whose episode was running when the time was over."""
     seed: int | None = None
 
 
 Report = list[Episodes] | NoReport
-"""What a process found, or why it has no report."""
+"""The findings of a process, or the reason why it has none."""
 
 
 class AuditProcesses:
@@ -372,7 +372,7 @@ class AuditProcesses:
         return self._death(hash_seed)
 
     def _time_over(self, hash_seed: str, played: Sequence[tuple[str, int]], total: int) -> NoReport:
-        """What was running when the time was over, which separates one call that hangs from many slow ones."""
+        """The call that was running when the time was over; it shows whether one call hangs or many are slow."""
         # `audit_child` writes its stack when it gets this signal.
         self._processes[hash_seed].send_signal(signal.SIGABRT)
         self._stop(hash_seed)
@@ -385,7 +385,7 @@ class AuditProcesses:
         return NoReport(f"no result within {self._seconds:g} s: {done}", player, seed)
 
     def _death(self, hash_seed: str) -> NoReport:
-        """Why the process is gone: its exit status and the last line that it wrote."""
+        """The reason why the process ended: its exit status and the last line that it wrote."""
         code = self._stop(hash_seed)
         lines = self._written(hash_seed)
         return NoReport(f"its process ended with exit status {code}{': ' + lines[-1][:_SHOWN] if lines else ''}")
@@ -426,7 +426,8 @@ class AuditProcesses:
 
 
 def _lines(process: subprocess.Popen[bytes], end: float) -> Iterator[bytes | None]:
-    """The lines that a process writes until the time `end`: empty where it is over, None where the time is."""
+    """The lines that a process writes until the time `end`, followed by "" if the process has ended, or None if time is
+    over."""
     assert process.stdout is not None
     received = b""
     while True:

@@ -1,5 +1,6 @@
 """The process that plays for `posttrain env audit`: one task per line of standard input, one report per line of
-standard output."""
+standard output.
+"""
 
 import faulthandler
 import hashlib

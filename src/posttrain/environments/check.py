@@ -1,5 +1,6 @@
 """Checks of every environment that do not rely on its own code: `posttrain env validate` runs them before
-`validate`."""
+`validate`.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

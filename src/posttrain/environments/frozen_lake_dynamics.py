@@ -50,7 +50,8 @@ class Lake:
 @lru_cache(maxsize=512)
 def lake_of(seed: int, size: int, frozen: float, slippery: bool) -> Lake:
     """Return the lake of `seed`. Cells are ice with probability `frozen`; maps are redrawn until the goal is
-    reachable."""
+    reachable.
+    """
     draw = random_stream("frozen_lake", seed, "map")
     while True:
         ice = draw.random(size * size) < frozen

@@ -22,7 +22,8 @@ Value = str | int | bool | list[str]
 @dataclass(frozen=True)
 class _Attribute:
     """A key, the sentence that states it, and its possible values: words, a range of integers, two sentences, or a
-    list."""
+    list.
+    """
 
     key: str
     sentence: str | tuple[str, str]
@@ -168,7 +169,8 @@ TOPICS: dict[str, tuple[_Attribute, ...]] = {
     ),
 }
 """Topics of the texts. No key of `film` or `machine` occurs in another topic, so they can be used for held-out
-tasks."""
+tasks.
+"""
 
 
 class JsonAnswerRecipe(EnvironmentRecipe):
@@ -180,7 +182,8 @@ class JsonAnswerRecipe(EnvironmentRecipe):
     """One answer ends the episode."""
     topics: list[str] = ["person", "shop", "book", "animal", "town", "match", "dish", "house"]
     """Topics of the texts: these, film or machine. A schema is a choice of keys of one topic, so other topics are
-    schemas that were never seen."""
+    schemas that were never seen.
+    """
     keys: tuple[int, int] = (2, 4)
     """Smallest and largest number of keys asked for."""
     facts_weight: float = Field(0.5, ge=0, le=1)
@@ -262,13 +265,15 @@ class JsonAnswer(Environment):
     @classmethod
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
         """The optimal policy is always right. There is no random policy, because random text has the form with
-        probability 0."""
+        probability 0.
+        """
         return {"optimal": Baseline(1.0, 1.0, len(seeds))}
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
         """The right object gets 1, a wrong fact does not count as right, and other keys or types do not count as the
-        form."""
+        form.
+        """
         assert isinstance(recipe, JsonAnswerRecipe)
         environment = cls(recipe)
         for seed in seeds:

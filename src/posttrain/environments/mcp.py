@@ -1,5 +1,6 @@
 """Tools of MCP servers, which are started as processes (stdio) or reached over HTTP. A server serves all episodes of a
-process."""
+process.
+"""
 
 import asyncio
 import atexit
@@ -100,7 +101,8 @@ class _Connection:
 
     def call(self, name: str, arguments: dict[str, Any], timeout: float) -> str:
         """The result of a call as text. ToolFailure with the message of the tool; RuntimeError if the server does not
-        answer."""
+        answer.
+        """
         future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, arguments), self._loop)
         try:
             result = future.result(timeout)

@@ -28,10 +28,12 @@ class Observation:
     state: str | None = None
     """A name of the state, for credit that compares actions taken in the same state (`gigpo`). Two episodes of a task
     must have
-    the same name exactly when they are in the same state. None: states are compared by their observation tokens."""
+    the same name exactly when they are in the same state. None: states are compared by their observation tokens.
+    """
     tools: list[dict[str, Any]] = field(default_factory=list)
     """The tools that the policy may call in this episode, in OpenAI's format. With tools, answers are passed to
-    `act`."""
+    `act`.
+    """
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,8 @@ class Environment(ABC):
 
     def act(self, answer: ParsedAnswer) -> Step:
         """Apply an answer that was parsed with the syntax of the policy's chat template. Called instead of `step` if
-        the
-        observation has tools."""
+        the observation has tools.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} offers tools but has no `act`; derive it from ToolEnvironment"
         )
@@ -132,7 +134,8 @@ class Environment(ABC):
     @classmethod
     def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
         """Return the dotted key that makes rewards below 0 possible, which `credit.type: maxrl` refuses; None if none
-        is known."""
+        is known.
+        """
         return None
 
     @classmethod
@@ -148,7 +151,8 @@ class Environment(ABC):
     @classmethod
     def variants(cls) -> Sequence[Mapping[str, Any]]:
         """Return the keys of every complete task that this environment offers, for `posttrain env list TYPE` and `env
-        audit --all`."""
+        audit --all`.
+        """
         return [{}] if cls.self_contained else []
 
     def expert(self) -> str:
@@ -190,7 +194,8 @@ def environment_maker(recipe: EnvironmentRecipe) -> Callable[[EnvironmentRecipe]
 
 class EnvironmentFactory:
     """Creates environments of one kind with the same settings. Every call returns a new instance, which plays one
-    episode."""
+    episode.
+    """
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         """InputError if there is no environment of the type `recipe.type`."""

@@ -50,7 +50,8 @@ def exact(answer: str, label: Any) -> float:
 
 def contains(answer: str, label: Any) -> float:
     """1 if the row's `label` occurs in the answer (case-sensitive), else 0. Note that long answers may contain many
-    labels."""
+    labels.
+    """
     return float(_text(label) in answer)
 
 
@@ -102,7 +103,8 @@ def parameter_of(column: str) -> str:
 
 class RewardFunction:
     """Wraps a reward function for an environment: passes the parameters that the function accepts, and checks its
-    result."""
+    result.
+    """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         """`name`: its name in messages. InputError if it has no parameter `answer`."""
@@ -155,7 +157,8 @@ class RewardFunction:
 
 class WeightedRewards:
     """Combines several reward functions: the score is the sum of weight x score, and every score is reported by
-    name."""
+    name.
+    """
 
     def __init__(self, parts: Sequence[tuple[RewardFunction, float]]) -> None:
         """`parts`: functions and their weights. Functions with the same name are numbered."""
@@ -235,7 +238,8 @@ def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
 
 def load_function(where: str, key: str) -> Callable[..., Any]:
     """The function at `module:function` or `path/to/file.py:function`. InputError, which names the `key`, if there is
-    none."""
+    none.
+    """
     place, _, name = where.rpartition(":")
     if not place:
         raise InputError(f"{key}: {where!r} is not a function; write `module:function` or `path/to/file.py:function`")

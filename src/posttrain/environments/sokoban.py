@@ -78,7 +78,8 @@ class SokobanRecipe(GameRecipe):
     """Reward for the move that puts the last box on a target."""
     observation: ObservationForm = "grid"
     """`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: boxes, targets and walls relative to the
-    player."""
+    player.
+    """
     symbols: SokobanSymbols = SokobanSymbols()
 
     @model_validator(mode="after")

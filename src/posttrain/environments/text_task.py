@@ -1,5 +1,6 @@
 """One prompt, one answer, one score from a reward function, a verifier or a judge. Reward models score outside the
-environment."""
+environment.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +71,8 @@ class TextTaskRecipe(EnvironmentRecipe):
     """Maximum number of answers. An answer without calls ends the episode, so more than one needs `tools` or `mcp`."""
     prompts: TaskSources = []
     """Rows to answer: a path, or a list of paths and sections. The environment seed is the row number, from 0, over all
-    sources. `evaluation.held_out` divides them."""
+    sources. `evaluation.held_out` divides them.
+    """
     columns: ColumnsRecipe = ColumnsRecipe()
     """Column names of `prompts`."""
     reasoning_gym: ReasoningGymRecipe | None = None
@@ -83,12 +85,14 @@ class TextTaskRecipe(EnvironmentRecipe):
     """A function `(prompt, answer, **row) -> float` that scores, or a list of functions and of sections with `function`
     and `weight`, whose weighted sum is the score: `exact`, `contains`, `final_number`, `module:function` or
     `path/to/file.py:function`. It may be `async`, and may return a mapping whose `score` is the score; its other
-    numbers are reported, and `credit.type: gdpo` trains on them."""
+    numbers are reported, and `credit.type: gdpo` trains on them.
+    """
     judge: JudgeRecipe | None = None
     """A language model that scores."""
     score_weight: float = Field(1.0, ge=0)
     """Weight of the score of the function, judge or verifier in the reward. 0 only reports it, beside the reward of a
-    reward model."""
+    reward model.
+    """
     success_reward: float | None = 1.0
     """Success is a score of at least this. null, or a missing score, reports no success."""
     tools: list[str] = []
@@ -152,7 +156,8 @@ class _Task:
 
 class TextTask(Environment):
     """Answer one prompt of a data set once, after calls of tools if there are any. Success is a score of at least
-    `success_reward`."""
+    `success_reward`.
+    """
 
     Recipe = TextTaskRecipe
     self_contained = False
@@ -260,7 +265,8 @@ class TextTask(Environment):
 
     def step(self, action: str) -> Step:
         """Score the answer; the reward is 0 if only a reward model scores. With tools, calls in the syntax of Hermes
-        are run. Raises RewardFailure or JudgeFailure."""
+        are run. Raises RewardFailure or JudgeFailure.
+        """
         return self._finish(action) if self._calls is None else self.act(parse_hermes(action))
 
     def act(self, answer: ParsedAnswer) -> Step:
@@ -417,7 +423,8 @@ _table_lock = Lock()
 
 def prompt_table(recipe: TextTaskRecipe) -> PromptTable:
     """Return the rows of `recipe.prompts`, read once per process unless a file changes. InputError if no row is
-    usable."""
+    usable.
+    """
     # Environments run in threads; without the lock, each thread would read the files.
     with _table_lock:
         versions = tuple(_version(Path(source.path).expanduser()) for source in recipe.prompts)

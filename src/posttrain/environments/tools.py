@@ -122,7 +122,8 @@ class ToolCalls:
 
     def step(self, answer: ParsedAnswer) -> Step | None:
         """Run the calls of an answer; None for an answer without calls, which ends the episode. RuntimeError after the
-        end."""
+        end.
+        """
         if self.ended:
             raise RuntimeError("the episode has ended; call reset")
         turn, self._turn = self._turn, self._turn + 1
@@ -200,7 +201,8 @@ class ToolEnvironment(Environment):
 
     def step(self, action: str) -> Step:
         """Apply an answer whose calls are in Hermes syntax: `<tool_call>{"name": ..., "arguments":
-        {...}}</tool_call>`."""
+        {...}}</tool_call>`.
+        """
         return self.act(parse_hermes(action))
 
     def act(self, answer: ParsedAnswer) -> Step:

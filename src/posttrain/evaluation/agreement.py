@@ -38,9 +38,8 @@ def open_truth(where: str, rubric: Rubric) -> Truth:
 
     Args:
         where: a column with numbers on the scale of the rubric, or a reward function (`module:function`,
-        `file.py:function`,
-            `exact`), whose number is in [0, 1]. If it returns several named numbers, the one with the rubric's name
-            counts, else `score`.
+            `file.py:function`, `exact`), whose number is in [0, 1]. If it returns several named numbers, the one with
+            the rubric's name counts, else `score`.
 
     Raises:
         InputError: there is no such function.
@@ -124,7 +123,8 @@ def pair_agreement(
 
     Args:
         truth: adds `error_rate` and removes differences in quality from the other numbers. InputError if no pair has a
-        truth. judges_side: the side of the pairs (0 or 1) that the judge's own model wrote; adds `self_preference`.
+            truth.
+        judges_side: the side of the pairs (0 or 1) that the judge's own model wrote; adds `self_preference`.
     """
     judged = [
         (pair, record["first_shown"]) for pair, record in zip(pairs, records, strict=True) if record["first_shown"]
@@ -198,7 +198,8 @@ def _wrong(shown: Sequence[float], better: float) -> float:
 
 def _fit(items: Sequence[str], y: np.ndarray, regressors: Sequence[np.ndarray]) -> ItemScores:
     """The coefficient of the first of `regressors` ([n] each) in a least-squares fit of `y` [n], without another
-    intercept."""
+    intercept.
+    """
     x = np.stack(regressors, axis=1)
     normal = (x[:, :, None] * x[:, None]).reshape(len(y), -1)
     return item_sums("least_squares", zip(items, np.concatenate([normal, x * y[:, None]], axis=1), strict=True))

@@ -334,7 +334,8 @@ def check_environments(runs: Sequence[Run]) -> list[str]:
 
 def check_settings(name: str, runs: Sequence[Run]) -> list[str]:
     """Raises `InputError` for a metric computed with different settings; warns about perplexities of different
-    models."""
+    models.
+    """
     one = runs[0]
     for run in runs[1:]:
         known, other = one.metrics[name].about, run.metrics[name].about

@@ -70,7 +70,8 @@ class HarnessModel(TemplateLM):
         max_batch_size: Any = None,
     ) -> None:
         """`path`: a run, or what `model.path` takes; otherwise `policy` and `engine`. The batch sizes of lm-eval are
-        not used."""
+        not used.
+        """
         super().__init__()
         if policy is None:
             if path is None:
@@ -246,7 +247,8 @@ class HarnessModel(TemplateLM):
 
 def run(recipe: HarnessRecipe, directory: RunDirectory, console: Console) -> None:
     """Evaluate on `recipe.tasks`, write results and report, and print the table. InputError if data of a task is
-    missing."""
+    missing.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with offline():
         if recipe.include_path is not None:
@@ -291,7 +293,7 @@ def run(recipe: HarnessRecipe, directory: RunDirectory, console: Console) -> Non
 
 @contextmanager
 def rows_named() -> Iterator[None]:
-    """Turn an error that lm-eval raises for a row or a template, of whatever type, into an InputError."""
+    """Turn any error that lm-eval raises for a row or a template into an InputError."""
     try:
         yield
     except PosttrainError:
@@ -337,7 +339,8 @@ def offline() -> Iterator[None]:
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Any]:
     """The tasks and groups of lm-eval with these names or files. InputError if one is unknown, or its data is not
-    local."""
+    local.
+    """
     tasks: list[Any] = []
     for name in names:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():

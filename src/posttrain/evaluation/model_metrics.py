@@ -376,7 +376,8 @@ def evaluate_rewards(
 
 def rewards_of(rows: Sequence[Prediction], model: ModelWorkers[Rewards]) -> tuple[list[float | None], dict[str, int]]:
     """The normalized reward of each row (None if it has none; raw without statistics), and the number of Nones by
-    reason."""
+    reason.
+    """
     left_out: dict[str, int] = {}
     usable = []
     for place, row in enumerate(rows):

@@ -95,7 +95,8 @@ def read_models(words: Sequence[str]) -> list[Run]:
 
 def _results_in(path: str, details: list[str]) -> list[str]:
     """The results files of a directory that is not a run, otherwise `path` itself. Other JSON files are noted in
-    `details`."""
+    `details`.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir() or (folder / "recipe.yaml").is_file():
         return [path]

@@ -69,10 +69,12 @@ class Evaluation:
 
     success: Estimate | None
     """Success rate over all seeds; failed episodes count as unsuccessful. None if the environment does not report
-    success."""
+    success.
+    """
     mean_return: Estimate
     """Mean return over seeds with an episode that did not fail, as failed episodes have no return; NaN without such
-    seeds."""
+    seeds.
+    """
     n: int
     """Number of seeds."""
     episodes: int

@@ -40,7 +40,8 @@ class Entry:
     """Value over all items that the model has."""
     test: PairedTest | None
     """Test of this model (B) against the base (A) on their shared items; None for the base, or if nothing can be
-    tested."""
+    tested.
+    """
 
     @property
     def difference(self) -> str:

@@ -1,5 +1,6 @@
 """Metrics of a file of predictions: BLEU, chrF, exact match and verifiers. Metrics with a model are in
-`model_metrics`."""
+`model_metrics`.
+"""
 
 import json
 import math

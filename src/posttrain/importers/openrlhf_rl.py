@@ -98,7 +98,7 @@ def _discount(value: str, flags: Flags) -> Answer:
 
 
 def _gae(key: str) -> Rule:
-    """A key of GAE; of other estimators, nothing."""
+    """A key that applies to GAE only."""
 
     def apply(value: str, flags: Flags) -> Answer:
         if has_critic(flags):

@@ -64,7 +64,7 @@ class Script:
 
 
 def _results(option: str, suffix: str) -> Rule:
-    """The file of results: each command has one of its own in the folder of the model."""
+    """The file of results: a separate one for each command, in the folder of the model."""
 
     def apply(value: str, _: Flags) -> Answer:
         return Answer(

@@ -89,7 +89,8 @@ class EntropyController:
 
     def update(self, entropy: float | None) -> None:
         """Adapt to `entropy`, the measured entropy per token in nats. None or a value that is not finite changes
-        nothing."""
+        nothing.
+        """
         target = self.recipe.target
         if target is None or entropy is None or not math.isfinite(entropy):
             return
@@ -99,7 +100,8 @@ class EntropyController:
 
     def update_from(self, metrics: Mapping[str, float]) -> None:
         """Adapt to the entropy of the tokens that get the bonus, taken from a step's `metrics`. No effect if it is
-        missing."""
+        missing.
+        """
         self.update(metrics.get("policy/entropy" if self.recipe.tokens == "all" else "policy/bonus_entropy"))
 
     def state_dict(self) -> dict[str, Any]:

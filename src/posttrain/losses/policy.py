@@ -78,8 +78,7 @@ def token_weights(
     - `token_mean`: weight 1, divisor sum of lengths (DAPO, arXiv 2503.14476). Biased: the divisor is
       random, and correlates with returns if lengths do.
     - `sequence_mean`: weight 1 / sampled tokens of the episode, in all its streams, divisor number of episodes with
-    sampled
-      tokens (GRPO, arXiv 2402.03300). Biased: a token of a short episode has more weight than one of a long episode.
+      sampled tokens (GRPO, arXiv 2402.03300). Biased: a token of a short episode has more weight than one of a long episode.
     - `constant`: weight 1, divisor `constant` (Dr. GRPO, arXiv 2503.20783). Unbiased up to that constant.
 
     ValueError if `constant` is needed and missing. A step without sampled tokens has divisor 1.
@@ -100,7 +99,8 @@ def token_weights(
 
 def token_ratio(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """pi / pi_old at each token [N], differentiable; pi_old is `batch.old_logprobs`, or the rollout policy if that is
-    None."""
+    None.
+    """
     return bounded_exp(logprobs - old_logprobs(batch))
 
 
@@ -269,8 +269,8 @@ def dppo(recipe: DppoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[t
 
 def _bernoulli_kl(sampled: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     """KL in nats of the Bernoulli distributions of this token against any other, from log-probabilities [N]. Zero where
-    both
-    are certain."""
+    both are certain.
+    """
     certain = -torch.finfo(sampled.dtype).eps
     others = [torch.log(-torch.expm1(logprobs.clamp(max=certain))) for logprobs in (sampled, now)]
     return sampled.exp() * (sampled - now) - torch.expm1(sampled) * (others[0] - others[1])
@@ -362,7 +362,8 @@ def dft(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
 def registered_loss(recipe: PolicyLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
     """Losses [N] and metrics of a function registered with `register_loss`. RunError if the losses have another
-    shape."""
+    shape.
+    """
     result = recipe.call(logprobs, batch)
     losses, metrics = result if isinstance(result, tuple) else (result, {})
     if losses.shape != logprobs.shape:

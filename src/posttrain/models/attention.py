@@ -23,7 +23,8 @@ class RowSegment(NamedTuple):
     stop: int
     before: tuple[tuple[int, int], ...] = ()
     """The stream's tokens before the segment: ranges [start, stop) of the row, each non-empty, in the stream's
-    order."""
+    order.
+    """
 
     @property
     def seen(self) -> int:

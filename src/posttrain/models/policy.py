@@ -53,8 +53,8 @@ class TrainedModel:
             model: a hub id, a directory, a `.gguf` file, `packaged:smollm2-135m`, or a complete `ModelRecipe`.
             seed: run seed; adapters and new heads are initialized from it.
             trained: whether the weights will be optimized; otherwise sharded weights keep their dtype instead of
-            float32 master weights. settings: further keys of the `model` section, for example `dtype="bfloat16"` or
-            `lora={"rank": 16}`.
+                float32 master weights.
+            settings: further keys of the `model` section, for example `dtype="bfloat16"` or `lora={"rank": 16}`.
 
         Raises:
             InputError: there is no such model, or a setting is wrong.
@@ -172,8 +172,8 @@ class TrainedModel:
         current_world().on_rank0(lambda: self._write(self.model, directory, tensors))
 
     def save_later(self, directory: Path) -> Callable[[], None]:
-        """Copy the trained weights to CPU memory; returns a function that writes what `save` would have written now, and
-        may run in another thread. All ranks call it; only that of rank 0 writes."""
+        """Copy the trained weights to CPU memory. Returns a function that writes the files of `save` with these weights
+        and may run in another thread. All ranks call both; only rank 0 writes."""
         world = current_world()
         if self.sharded is not None:
             gathered = self.gather_weights(self.saved_tensors())
@@ -199,7 +199,8 @@ class TrainedModel:
 
     def gather_weights(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
         """Gather `tensors` (default: the model's whole state) in rank 0's CPU memory; None for a model that is not
-        sharded."""
+        sharded.
+        """
         if self.sharded is None:
             return None
         self.sharded.reshard()

@@ -36,7 +36,8 @@ _FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 def with_dtypes(recipe: R, device: Device | None) -> R:
     """The recipe with the precision that each of its models has on `device`. For an unknown device (None), it is
-    unchanged."""
+    unchanged.
+    """
     if device is None:
         return recipe
 

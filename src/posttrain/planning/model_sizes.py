@@ -185,7 +185,8 @@ def _counted(sizes: ModelSizes) -> ModelSizes:
 
 def _stored_parameters(directory: Path) -> int:
     """Number of elements of all tensors in the directory's safetensors files, from their headers; 0 without such
-    files."""
+    files.
+    """
     count = 0
     for file in sorted(directory.glob("*.safetensors")):
         try:

@@ -83,7 +83,8 @@ def _write_gguf(run: RunDirectory, model: Path, out: Path, kind: str, tell: Call
 
 def copy_model(model: Path, out: Path, shard_bytes: int) -> None:
     """Copy a transformers or peft model. Weights larger than `shard_bytes` are split into several files with an
-    index."""
+    index.
+    """
     from huggingface_hub import save_torch_state_dict
     from safetensors import safe_open
 

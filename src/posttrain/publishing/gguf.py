@@ -28,7 +28,8 @@ _NORMAL, _CONTROL, _USER = 1, 3, 4
 @dataclass(frozen=True)
 class Check:
     """Comparison of the written file with the model: relative difference of the logits, and agreement of the best
-    token."""
+    token.
+    """
 
     difference: float
     agreement: float

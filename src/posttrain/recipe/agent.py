@@ -17,26 +17,31 @@ class AgentRecipe(BaseConfig):
     """Command line of the agent, run in the current folder without a shell. `{task}` and `{seed}` are replaced by the
     task's last message and by its seed. The agent gets them in `POSTTRAIN_TASK` and `POSTTRAIN_SEED` and the task on
     its standard input as well, and the endpoint in `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
-    `ANTHROPIC_API_KEY`."""
+    `ANTHROPIC_API_KEY`.
+    """
     timeout: float = Field(600.0, gt=0)
     """Seconds after which the agent and its child processes are ended and the episode fails."""
     report: Literal["stdout", "file"] = "stdout"
     """Where the agent reports. `stdout`: its standard output. `file`: the file that `POSTTRAIN_REPORT` names. A JSON
     object, in its last line or as a whole, may have `answer`, `reward`, `success` and `scores`. Other text is the
-    answer."""
+    answer.
+    """
     reward: str = "environment"
     """What rewards an episode. `environment`: the environment, which gets the reported answer as the action. `report`:
     `reward` of the report. `none`: only a reward model. Else a function as in `environment.reward`: `module:function`
-    or `path/to/file.py:function`."""
+    or `path/to/file.py:function`.
+    """
     success_reward: float | None = 1.0
     """For `report` and functions: success is a reward of at least this, unless the report has `success`. null: report
-    no success."""
+    no success.
+    """
     max_concurrent: int = Field(16, ge=1)
     """Maximum number of agents that run at a time."""
     lockstep: bool = True
     """true: a forward pass of the local engine waits until every running agent has called it or ended, so that a
     resumed run repeats the same bits. false: it waits for no agent, which is faster where agents take long between
-    calls."""
+    calls.
+    """
 
     @property
     def function(self) -> str | None:

@@ -65,8 +65,8 @@ def looking() -> Iterator[None]:
     """Inside the block, environments that are neither games of this package nor plug-ins are not imported:
     `environment_class`
     returns a class that accepts all keys and cannot be played. Run directories may come from other people, and reading
-    one must
-    not execute the code that it names."""
+    one must not execute the code that it names.
+    """
     before = _looking.set(True)
     try:
         yield
@@ -208,8 +208,8 @@ def _class_in(module: Any, class_name: str, where: str) -> Any:
 
 class Factory(Generic[P, T]):
     """A function that creates a component in this process. Inside `placed_by`, another function creates it, for example
-    on a
-    worker of a cluster."""
+    on a worker of a cluster.
+    """
 
     def __init__(self, here: Callable[P, T]) -> None:
         self.here = here

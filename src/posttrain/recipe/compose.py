@@ -68,8 +68,8 @@ def chosen(kinds: Registry, value: str | BaseConfig | Mapping[str, Any], /, **ke
 
 def plain_values(value: Any) -> Any:
     """`value` in its YAML form: paths as text, typed sections as mappings, tuples as lists, dotted keys nested, and the
-    class of
-    an environment as the `type` that names it."""
+    class of an environment as the `type` that names it.
+    """
     if isinstance(value, BaseConfig):
         return value.model_dump(mode="json")
     if isinstance(value, Path):

@@ -26,7 +26,8 @@ _OTHER_SHAPE = ("stream", "n", "tools", "functions")
 
 class LocalEngineRecipe(BaseConfig):
     """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache
-    across turns and groups."""
+    across turns and groups.
+    """
 
     type: Literal["local"] = "local"
     """`local`: in this process, on the weights in training. If no engine is given, `rl`, `distill` and `generate` use `vllm` on a GPU where vLLM is installed; the run prints which and why."""
@@ -37,7 +38,8 @@ class LocalEngineRecipe(BaseConfig):
     cache_bytes: int | None = Field(None, ge=1)
     """CPU only: largest size of the key/value cache in bytes. Requests wait until their prompt and longest answer fit.
     Null: as much as `slots` sequences need. Memory is taken page by page as sequences grow, and returned when new
-    weights arrive if it was not used since the last ones."""
+    weights arrive if it was not used since the last ones.
+    """
 
 
 class OpenAIEngineRecipe(BaseConfig):
@@ -55,23 +57,27 @@ class OpenAIEngineRecipe(BaseConfig):
     """Maximum number of concurrent episodes; each has at most one request open."""
     timeout: float = Field(120, gt=0)
     """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are
-    not followed."""
+    not followed.
+    """
     retries: int = Field(3, ge=0)
     """Retries after a timeout, a lost connection, or status 429 or 5xx, with exponential backoff."""
     stop_at: Literal["here", "server"] = "here"
     """Where answers are cut at `rollout.stop_strings`. `here`: in this process, after the whole answer arrived; works
     with every server. `server`: the strings are sent, which saves tokens; only for servers that report which string
-    matched (vLLM, SGLang)."""
+    matched (vLLM, SGLang).
+    """
     token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """Request field that carries `rollout.tokens_per_turn`. Some models accept only `max_completion_tokens`."""
     send_seed: bool = True
     """Send a seed with each non-greedy request. Set to false for servers that reject it."""
     send_temperature: bool = True
     """Send the sampling temperature. Set to false for models that reject it, such as o3; they use their own
-    temperature."""
+    temperature.
+    """
     extra_body: dict[str, Any] = {}
     """Additional JSON fields of every request, for example `top_k: 20`. Do not put secrets here: the recipe is stored
-    in the run directory."""
+    in the run directory.
+    """
 
     @field_validator("extra_body")
     @classmethod
@@ -125,25 +131,30 @@ class VllmEngineRecipe(BaseConfig):
     """`vllm`: a separate vLLM engine."""
     mode: Literal["servers", "in_process"] = "servers"
     """`servers`: server processes with an HTTP interface; they may use another Python interpreter. `in_process`: vLLM
-    runs in this interpreter and must be installed in it."""
+    runs in this interpreter and must be installed in it.
+    """
     servers: int = Field(1, ge=1)
     """Number of servers to start on this machine."""
     urls: list[str] = []
     """Addresses of running servers (`python -m posttrain.engines.vllm.server`), for example `http://10.0.0.2:8700`. If
-    given, no server is started."""
+    given, no server is started.
+    """
     token_variable: str | None = None
     """Name of the environment variable with the access token of the servers at `urls`. Servers started by the run get a
-    random token."""
+    random token.
+    """
     python: str | None = None
     """Python interpreter that has vLLM installed, since vLLM pins other package versions than training uses. Null: this
-    interpreter."""
+    interpreter.
+    """
     tensor_parallel: int = Field(1, ge=1)
     """Tensor-parallel size: devices per server."""
     first_device: int = Field(0, ge=0)
     """Index of the first server's GPU among the visible GPUs; each server takes the next `tensor_parallel` GPUs."""
     threads: int | None = Field(None, ge=1)
     """CPU only: threads per engine, not bound to cores. Null: one thread bound to each core, which is fastest if
-    nothing else runs at the same time."""
+    nothing else runs at the same time.
+    """
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
     """GPU only: share of GPU memory for weights and key/value cache."""
     cache_gigabytes: float | None = Field(None, gt=0)
@@ -166,12 +177,14 @@ class VllmEngineRecipe(BaseConfig):
     """How weights are sent. `files`: through shared memory of the CPU; works everywhere. `ipc`: one server opens the learner's memory on the same GPU. `nccl`: a broadcast to servers on GPUs of their own (gloo between CPUs). The last two need whole weights in the learner's process: one learner process, `adapters: merged`, and no Ray."""
     adapters: Literal["merged", "adapter_only"] = "merged"
     """With `model.lora`. `merged`: send full weights with the adapters merged. `adapter_only`: send only the adapters;
-    the engine keeps the frozen base weights."""
+    the engine keeps the frozen base weights.
+    """
     start_timeout: float = Field(600, gt=0)
     """Timeout of an engine's start, in seconds."""
     hang_timeout: float = Field(600, gt=0)
     """Seconds without progress on an open request after which an engine counts as dead. Must be longer than any forward
-    pass."""
+    pass.
+    """
     retries: int = Field(2, ge=0)
     """Retries of a request, with the same seed, after its engine died."""
     max_restarts: int = Field(3, ge=0)

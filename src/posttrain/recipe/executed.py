@@ -1,6 +1,6 @@
 """What a recipe executes on this machine: Python files, functions of modules, programs, tasks of lm-eval, the code of models.
 
-The recipe of a run may be a stranger's, and resuming the run would execute it.
+The recipe of a run may come from an untrusted source, and resuming the run would execute it.
 """
 
 import re

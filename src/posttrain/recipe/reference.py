@@ -91,7 +91,8 @@ def _environment_keys(prefix: str) -> Iterator[Key]:
 
 def sections_of(annotation: Any) -> list[type[BaseConfig]]:
     """The `BaseConfig` classes that `annotation` admits, in order; empty for plain values. Plug-ins count once they are
-    imported."""
+    imported.
+    """
     origin = typing.get_origin(annotation)
     if origin in (Annotated, SerializeAsAny):
         return sections_of(typing.get_args(annotation)[0])

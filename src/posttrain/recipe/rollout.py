@@ -220,7 +220,8 @@ class EvaluationRecipe(BaseConfig):
 
 def updates_behind(rollout: RolloutRecipe, learner: LearnerRecipe) -> int:
     """Maximum number of optimizer updates between the weights with which a step's episodes start and the update on
-    them."""
+    them.
+    """
     return rollout.async_rollouts * learner.updates_per_step * learner.epochs_per_step
 
 

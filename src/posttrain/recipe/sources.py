@@ -194,7 +194,8 @@ def _override(key: str, text: str) -> Layer:
 def _bounded_node(loader: RecipeLoader, where: str) -> yaml.Node | None:
     """The document of `loader`. InputError if its aliases expand to more than MAX_VALUES values, or if it is nested
     deeper than
-    Python can read. A few hundred bytes can expand to billions of values."""
+    Python can read. A few hundred bytes can expand to billions of values.
+    """
     try:
         node = loader.get_single_node()
         sizes: dict[int, int] = {}

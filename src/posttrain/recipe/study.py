@@ -338,7 +338,8 @@ TRAINING: dict[str, tuple[str, ...]] = {
 
 def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], given: Layer, source: str) -> None:
     """`InputError` unless evaluations of the recipe `base` measure the objective, and evaluations or steps measure each
-    limit."""
+    limit.
+    """
     where = given.origin(("objective", "metric")) or source
     known = _held_out(stage, base)
     if not _measured(objective.metric, known):

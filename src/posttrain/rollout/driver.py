@@ -341,14 +341,13 @@ def rollout(
         seeds: environment seeds, one task each. The episodes of one seed form a group, numbered from 0.
         episodes_per_group: episodes of each seed.
         temperature: 0 is greedy. Log-probabilities in the episodes are those of the tempered distribution in nats,
-        before
-            `top_p`, `top_k` and `min_p` cut it.
+            before `top_p`, `top_k` and `min_p` cut it.
         max_tokens: maximum number of tokens sampled in one turn.
         tokens_per_episode: maximum number of tokens of an episode's context, prompt included.
         stop_strings: texts that end a turn besides the model's end token.
         environment_timeout: time-out of one call of the environment in seconds; None: no limit.
         failures: keys of `rollout.failures` in a recipe: what happens to an episode whose environment raised or timed
-        out. By default such episodes are left out with a warning.
+            out. By default such episodes are left out with a warning.
         run_seed, step: name the random numbers. The same pair gives the same episodes on a CPU in float32.
 
     Returns:

@@ -25,7 +25,8 @@ EVENT_LOG = "events.jsonl"
 _NAME = re.compile(r"^batch_(\d+)\.jsonl$")
 _SYNC_SECONDS = 1.0
 """Minimum time between two fsyncs, in seconds. A power failure may lose the episodes of this period; a killed process
-loses nothing."""
+loses nothing.
+"""
 
 
 class EpisodeBuffer:

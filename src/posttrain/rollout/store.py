@@ -122,7 +122,8 @@ def write_episodes(
 
 def stored_records(path: Path) -> Iterator[bytes]:
     """The episodes of one file as lines of JSON, in order; one line at a time is in memory. Errors as for
-    `read_episodes`."""
+    `read_episodes`.
+    """
     try:
         with open(path, "rb") as file:
             most = max(_LARGEST, _EXPANSION * os.fstat(file.fileno()).st_size)

@@ -100,8 +100,8 @@ class TokenTranscript:
 
     def written(self, text: str) -> list[int]:
         """The tokens of an answer that no model sampled, with its end token. Calls in Hermes syntax are converted to
-        the syntax of
-        the chat template."""
+        the syntax of the chat template.
+        """
         if self.tools and not self.primer:
             parsed = parse_hermes(text)
             message = self.renderer.call_message(text, parsed, len(self.turns))

@@ -30,7 +30,8 @@ def visible(text: str) -> str:
 
 def judge_verdict(turn: Turn) -> str:
     """Score and reason of a judge as the environment stored them; empty if there are none, or if their form is
-    unknown."""
+    unknown.
+    """
     match turn.info.get("judge"):
         case {"score": int() | float() as score, "reason": str(reason)}:
             return f"judge {score:.2f}: {reason}"
@@ -121,8 +122,8 @@ def unit_summary(units: CreditedUnits, recipe: UnitCreditRecipe | None) -> Text:
 
 def unit_text(episode: Episode, turn: Turn, decode: Decode | None) -> UnitText:
     """A function that returns the text of a unit by exact offsets, so no character at its ends is lost or split.
-    Without
-    `decode`, it returns token ids."""
+    Without `decode`, it returns token ids.
+    """
     ids = episode.streams[turn.stream].ids
     if decode is None:
         return lambda start, stop: Text(" ".join(map(str, ids[start:stop].tolist())))

@@ -76,7 +76,8 @@ class PublishedWeights:
 
     def after(self, step: int) -> WeightSnapshot:
         """The weights after `step`, or the oldest kept snapshot if that is newer. Blocks until such a snapshot
-        exists."""
+        exists.
+        """
         with self._changed:
             while not self._stopped and max(self._by_step, default=-1) < step:
                 self._changed.wait()

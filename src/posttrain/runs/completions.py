@@ -105,7 +105,8 @@ class CompletionLog:
 
     def _contains_all(self, path: Path) -> bool:
         """Whether every line of `path` is in this log, so that nothing is lost by overwriting; True for a missing
-        file."""
+        file.
+        """
         try:
             with open(path, "rb") as lines:
                 for line in lines:

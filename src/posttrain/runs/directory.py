@@ -87,7 +87,8 @@ class RunDirectory:
     @property
     def failure(self) -> Path:
         """The message of the error that ended the run; missing if there was no error, or if the run is running
-        again."""
+        again.
+        """
         return self.path / "failure.txt"
 
     @classmethod
@@ -204,7 +205,8 @@ class RunDirectory:
 
     def is_running(self) -> bool:
         """Whether a process of this machine holds the lock. Does not lock the run itself, so it never disturbs the
-        run."""
+        run.
+        """
         file = self.path / ".lock"
         try:
             with file.open("rb") as opened:

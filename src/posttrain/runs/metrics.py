@@ -302,7 +302,8 @@ class Progress:
 
     def played(self, done: int, total: int) -> None:
         """Show how many episodes or rows of an evaluation are done; without a terminal, at most one line every five
-        seconds."""
+        seconds.
+        """
         if self.unit == "step":
             self._played = (done, total) if done < total else None
         else:  # the run consists only of the evaluation

@@ -32,7 +32,8 @@ class Sink(Protocol):
 
     def rewind(self, step: int) -> bool:
         """Discard everything after `step` for a resumed run. False if this is impossible, so nothing must be sent
-        twice."""
+        twice.
+        """
 
     def close(self) -> None:
         """Flush and close."""
@@ -111,7 +112,8 @@ class SentRecord:
                 ) from error
         self._earlier = self._copy()
         """The lines that the sinks had received when the run was resumed. Later lines of one kind may have the same
-        step."""
+        step.
+        """
 
     def is_new(self, sink: str, kind: str, step: int) -> bool:
         """Whether `sink` has not received lines of `kind` at `step` before the run was resumed."""

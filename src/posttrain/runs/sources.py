@@ -267,7 +267,8 @@ def t_975(freedom: int) -> float:
 
 def common_name(names: Sequence[str]) -> str:
     """The common prefix of the names of runs with several seeds, without a trailing `seed`; the first name if it is
-    empty."""
+    empty.
+    """
     common = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     shared = "".join(letters[0] for letters in common)
     if all(name[len(shared) :][:1] in tuple("0123456789") or name == shared for name in names):

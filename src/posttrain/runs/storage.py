@@ -34,7 +34,8 @@ def digest_of_file(path: Path) -> str:
 
 def delete_state(checkpoint: Path) -> None:
     """Delete everything except the policy of a checkpoint. The state is deleted last, so that interrupted calls
-    repeat."""
+    repeat.
+    """
     if not (checkpoint / STATE).is_file():
         return
     try:
@@ -70,7 +71,8 @@ def free_space(run: RunDirectory) -> None:
 
 def share_equal_files(run: RunDirectory) -> None:
     """Replace equal files of `model/` and of the checkpoints' policies by hard links, if the file system supports
-    them."""
+    them.
+    """
     by_size: dict[int, list[Path]] = defaultdict(list)
     for path in _weights(run):
         by_size[path.stat().st_size].append(path)

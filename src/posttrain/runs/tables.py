@@ -110,7 +110,8 @@ UNIMPROVED = "training did not improve on the starting model; `model/` is the st
 
 def headline(lines: Sequence[Mapping[str, Any]]) -> str:
     """The result of a run in one sentence: the metric before and after, with n and 95% intervals; empty without a
-    result."""
+    result.
+    """
     policies = {line["policy"]: line for line in lines if line["kind"] in ("baseline", "final") and "policy" in line}
     after = policies.get(TRAINED) or policies.get(EVALUATED) or {}
     for key, name, form, scale, better in _HEADLINES:

@@ -194,7 +194,8 @@ class Sampler:
 
     def _count_discarded(self, batch: RolloutBatch, before: int, restarts: int) -> None:
         """Count the tokens that `restart` discarded. `before`: sampled tokens of the batch that an earlier process
-        left."""
+        left.
+        """
         if self._manager.rollout.on_new_weights != "restart":
             return
         episodes = [*batch.sampled, *batch.greedy.values()]
@@ -268,8 +269,8 @@ class AsyncRollouts:
         """Create the rollouts; `running` starts the thread.
 
         Args:
-            tasks: the order of tasks as stored in a checkpoint, that is, after the batches that were trained on. steps:
-            steps of the whole run.
+            tasks: the order of tasks as stored in a checkpoint, that is, after the batches that were trained on.
+            steps: steps of the whole run.
             greedy: as in `collect`.
             smallest_group: a group with fewer fresh episodes is dropped if any of it was stale.
             replayed: recorded events to follow, by step.
@@ -304,8 +305,8 @@ class AsyncRollouts:
 
     def take(self, step: int) -> RolloutBatch:
         """Wait for the batch of `step`. Raises the error that ended the thread, if any. With several processes, rank 0
-        samples and
-        broadcasts the batch."""
+        samples and broadcasts the batch.
+        """
         begun = time.perf_counter()
         sampled = self._world.on_rank0(self._sampler.next)
         self._remove_covered()
@@ -327,7 +328,8 @@ class AsyncRollouts:
 
     def learned(self, step: int) -> None:
         """Publish the policy's weights as those after `step`. Call it inside `critical()`, where no signal
-        interrupts."""
+        interrupts.
+        """
         self._step = step
         self._versions[step] = self.manager.policy.version
         for old in [known for known in self._versions if known < step - self.rollout.async_rollouts]:
@@ -362,7 +364,8 @@ class AsyncRollouts:
     def _pending(self) -> list[WeightSnapshot]:
         """The weights of 1, 2, ... `async_rollouts` steps ago, on rank 0, if a batch needs them. Before a checkpoint is
         read:
-        uninitialized tensors to read it into."""
+        uninitialized tensors to read it into.
+        """
         if not (self._exact and self._world.is_rank0):
             return []
         kept = {weights.step: weights for weights in self._published.kept()}

@@ -33,7 +33,7 @@ _WHOLE = 2
 
 
 class RemoteState(Protocol):
-    """Tensors of a checkpoint that processes of their own hold, write and read. Rank 0 alone makes the calls."""
+    """Tensors of a checkpoint that processes of their own hold, write and read. Only rank 0 makes the calls."""
 
     size: int
     """Bytes in a checkpoint."""
@@ -133,7 +133,8 @@ class Checkpoints:
         return target
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete; raise the error that stopped it, on every process."""
+        """Wait until the checkpoint that is being written is complete. If writing failed, raises its error on every
+        process."""
         if self._writing is None or threading.current_thread() is self._writing:
             return
         self._writing.join()

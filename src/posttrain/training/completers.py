@@ -30,7 +30,8 @@ from posttrain.runs.completions import CompletionLog, Key, line_of
 
 _FAILURES_IN_A_ROW = 16
 """Number of consecutive failed requests after which a server counts as down; twice `engine.max_concurrent` if
-larger."""
+larger.
+"""
 _PROMPT_TAIL = 16
 """Number of tokens at the end of a prompt that are searched for an opened thinking block."""
 
@@ -58,7 +59,8 @@ class PromptRow:
 
     def fields(self, recipe: GenerateRecipe, sample: int) -> dict[str, Any]:
         """Return the fields of a prediction that do not depend on the answer. `seed` is null if the engine gets no
-        seed."""
+        seed.
+        """
         request = self.episode_request(recipe, sample)
         seed: int | None = request.request_seed(0, 0)
         if recipe.remote is not None:
@@ -88,8 +90,7 @@ def read_prompts(recipe: GenerateRecipe) -> tuple[list[PromptRow], Problems]:
 
     Raises:
         InputError: there is no usable row, a row lacks a column of `keep_columns` or `data.id`, or two rows have the
-        same id
-            (1 and "1" are the same).
+            same id (1 and "1" are the same).
     """
     task = text_task(recipe)
     table = prompt_table(task)
@@ -342,7 +343,8 @@ def _without_thoughts(turn: Turn) -> tuple[str, None, int]:
 
 def _with_thoughts(turn: Turn) -> str:
     """Return the text with separately returned thinking as a leading block, which stays open where a limit cut it
-    off."""
+    off.
+    """
     separate, text = str(turn.info.get(THOUGHTS, "")), turn.answer
     if not separate or text.lstrip().startswith(OPENING):
         return text

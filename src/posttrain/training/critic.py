@@ -162,7 +162,7 @@ class CriticLearner:
             credit: determines the targets of the values.
             updates: optimizer steps of the critic in the whole run.
             stored_statistics: whether rewards are normalized by statistics stored with the reward model. A critic that
-            starts from that reward model then begins with values in these units.
+                starts from that reward model then begins with values in these units.
 
         Raises:
             InputError: the critic's tokenizer is not the policy's.

@@ -36,7 +36,8 @@ from posttrain.training.updater import Sample, Totals, Updater
 
 class ReferenceLogprobs:
     """Sets `ref_logprobs` of samples. `precompute` scores samples with the initial policy and caches the result on
-    disk."""
+    disk.
+    """
 
     def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Updater[TokenScores], cached: bool = True) -> None:
         """Create it before the policy's weights change or are restored from a checkpoint.

@@ -34,8 +34,8 @@ class Evaluator(Protocol):
 
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
         """Values of the learning curve, on the data that selects the best checkpoint. `played` is called with the
-        number of
-        finished episodes or rows and the total."""
+        number of finished episodes or rows and the total.
+        """
         ...
 
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
@@ -108,7 +108,8 @@ class EpisodeEvaluator:
 
     def choice(self, metric: Literal["success", "return"] | None) -> Callable[[dict[str, Any]], float]:
         """The value that selects the best checkpoint: `metric`, or by default success if the environment reports it,
-        else the return."""
+        else the return.
+        """
         return lambda values: values[metric or ("success" if "success" in values else "return")]
 
     def baselines(self) -> dict[str, dict[str, Any]]:
@@ -144,7 +145,8 @@ class EpisodeEvaluator:
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
         """Table of the random, initial, trained and optimal policies, and tables of further scores of the
-        environment."""
+        environment.
+        """
         return policy_tables(self.rows(lines), f"{self.title}: {self.environment.type}, held-out seeds")
 
     def rows(self, lines: Mapping[str, Mapping[str, Any]]) -> list[PolicyRow]:

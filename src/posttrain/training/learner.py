@@ -1,5 +1,6 @@
 """Credit and the learner for your own training loop: episodes, then advantages, then one optimizer step of the
-policy."""
+policy.
+"""
 
 import warnings
 import weakref
@@ -60,8 +61,8 @@ def advantages(
         values: a critic's values before each sampled token, as `[episode][stream]` [T] float32; `gae` and `bilevel_gae`
             need them.
         greedy_returns: group id -> return of a greedy episode of the group's task; `remax` needs them.
-        energies: the result of `Learner.energies` for the episodes; `optimal_token_baseline` needs them. settings: keys
-        of the credit by name.
+        energies: the result of `Learner.energies` for the episodes; `optimal_token_baseline` needs them.
+        settings: keys of the credit by name.
 
     Returns:
         `Advantages`; `values[episode][stream]` is [T] float32, zero where no token was sampled.
@@ -110,17 +111,18 @@ class Learner:
             loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `dppo`, `sapo`, `gmpo`,
                 `reinforce`, `gpg`, or one that was registered), or its settings such as `PpoLoss(clip_high=0.28)`.
             kl: coefficient of the KL penalty towards the policy's initial weights, which is added to the loss, or its
-            settings. entropy: coefficient of the entropy bonus, or the settings of the `entropy` section of a recipe.
-            `top_share` ranks tokens by their entropy under the current weights.
+                settings.
+            entropy: coefficient of the entropy bonus, or the settings of the `entropy` section of a recipe. `top_share`
+                ranks tokens by their entropy under the current weights.
             temperature: the temperature that the episodes were sampled with.
-            tokens_per_batch: maximum number of tokens in one forward pass. A longer stream raises RunError. updates:
-            number of optimizer steps of the whole loop, for a `schedule` other than `constant`. optimizer: keys of the
-            `optimizer` section of a recipe: `learning_rate`, `betas`, `weight_decay`,
+            tokens_per_batch: maximum number of tokens in one forward pass. A longer stream raises RunError.
+            updates: number of optimizer steps of the whole loop, for a `schedule` other than `constant`.
+            optimizer: keys of the `optimizer` section of a recipe: `learning_rate`, `betas`, `weight_decay`,
                 `max_gradient_norm`, `schedule`, `warmup_updates`, ...
 
         Raises:
             InputError: a setting is wrong, `kl.apply_to` is `reward`, or `kl.reference` would follow a policy with
-            adapters.
+                adapters.
         """
         self.policy = policy
         self.loss: PolicyLoss = chosen(LOSSES, loss)

@@ -145,8 +145,8 @@ def _ids(tokenizer: Any, messages: list[Message]) -> list[int]:
 
 def _fit(model: Any, phases: list[list[list[list[int]]]]) -> None:
     """Train on all tokens of each phase's rows, drawn uniformly over games, with AdamW, linear warm-up, and cosine
-    decay to 10%
-    over both phases."""
+    decay to 10% over both phases.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     draws = random_stream("made", "batches")
     updates = sum(count for count, _ in PHASES)

@@ -354,13 +354,14 @@ class PolicyObjective:
 
         Args:
             kl_coefficient: current value of an adaptive coefficient; default `kl.coefficient`. The samples need
-            `ref_logprobs` if it is above 0.
+                `ref_logprobs` if it is above 0.
             entropy: the samples need `entropies` if `top_share` is below 1, and `bonus` if `tokens` is not `all`.
             entropy_coefficient: current value of an adaptive coefficient; default `entropy.coefficient`.
             random: draws the tokens of `clip_cov`. All processes need the same generator state.
             old: where old log-probabilities come from. With `learner`, the samples need `old_logprobs`, except in a
-            first update. first_update: whether this is the step's first update. The current policy then equals the
-            learner's old policy, so the ratio is exactly 1 for any precision and any micro-batches.
+                first update.
+            first_update: whether this is the step's first update. The current policy then equals the learner's old
+                policy, so the ratio is exactly 1 for any precision and any micro-batches.
         """
         self.loss = loss
         self.old = old
@@ -378,8 +379,7 @@ class PolicyObjective:
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """One weight per sample, and the divisor. Also sets the values that depend on the whole update: `factors` and
-        `held` of
-        the samples, and the scale of the entropy bonus."""
+        `held` of the samples, and the scale of the entropy bonus."""
         masked = [self._is_masked(sample) for sample in samples]
         lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
         weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
@@ -403,8 +403,7 @@ class PolicyObjective:
 
     def has_signal(self, sample: Sample) -> bool:
         """Tokens without credit do not contribute, unless there is a KL penalty or an entropy bonus. With a target
-        entropy, all
-        tokens count even while the bonus is off, because the entropy is measured over all of them."""
+        entropy, all tokens count even while the bonus is off, because the entropy is measured over all of them."""
         if self._is_masked(sample):
             return False
         if self.kl_coefficient > 0 or self.entropy_coefficient > 0 or self.entropy.target is not None:
@@ -480,8 +479,7 @@ class MixedObjective:
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """The policy's weights and divisor. Weights of supervised tokens are scaled so that, after the division, the
-        rows
-        contribute coefficient x mean."""
+        rows contribute coefficient x mean."""
         of_policy, divisor = self.policy.weigh([s for s in samples if not s.ptx])
         _, tokens = self.ptx.weigh([s for s in samples if s.ptx])
         weights = iter(of_policy)
@@ -550,8 +548,7 @@ class SharedObjective:
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """The policy's weights and divisor. Also computes the weight of the values for the following calls, so that,
-        after the
-        division, they contribute coefficient x mean."""
+        after the division, they contribute coefficient x mean."""
         weights, divisor = self.policy.weigh(samples)
         _, tokens = self.values.weigh(samples)
         self._value_weight = self.coefficient * divisor / tokens

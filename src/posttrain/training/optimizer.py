@@ -84,7 +84,8 @@ class Optimizer:
 
     def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimizer of the recipe, with its state already initialized, so that checkpoints always have the same
-        tensors."""
+        tensors.
+        """
         recipe = self.recipe
         settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.betas, "eps": recipe.epsilon}
         if recipe.type == "adamw_8bit":
@@ -151,8 +152,8 @@ class Optimizer:
 
     def add_up(self) -> None:
         """Sum the gradients over all processes, after the last `collect` of an update. Gradients of sharded parameters
-        are already
-        summed."""
+        are already summed.
+        """
         pairs = zip(self._divided, self.masters, strict=True)
         current_world().sum([m.grad for divided, m in pairs if m.grad is not None and not divided])
 
@@ -196,8 +197,8 @@ class Optimizer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors that resuming needs besides the parameters: moments, counts and masters. They share memory with
-        the
-        optimizer, so a checkpoint can be written from them or read into them."""
+        the optimizer, so a checkpoint can be written from them or read into them.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key, value in self._adamw.state[master].items():
@@ -220,7 +221,8 @@ class Optimizer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`, after `tensors` were read. ValueError if it belongs to other
-        parameters."""
+        parameters.
+        """
         if state["names"] != self.names:
             raise ValueError("the optimizer state belongs to other parameters")
         self.updates = state["updates"]

@@ -44,7 +44,8 @@ class RewardScorer:
 
     def __init__(self, source: RewardSource, policy: Policy, device: Literal["auto", "cpu", "cuda"] = "auto") -> None:
         """Load the model. Raises InputError if `source` is not a reward model, or lacks the statistics for `normalize:
-        stored`."""
+        stored`.
+        """
         self.source = source
         self.lock = threading.Lock()
         """Held while the reward model is in use: with async rollouts, another thread scores episodes."""
@@ -197,8 +198,8 @@ class RewardShaping:
 
     def shape(self, episodes: Sequence[Episode], samples: Sequence[Sample], kl_coefficient: float) -> RewardStreams:
         """Reward streams of `episodes`. The `samples` need `ref_logprobs` if the KL penalty is in the reward, and the
-        teacher's
-        scores if a teacher is."""
+        teacher's scores if a teacher is.
+        """
         rewards = reward_streams(episodes)
         for episode, streams in zip(episodes, rewards.values, strict=True):
             last = episode.turns[-1]
@@ -234,7 +235,8 @@ def _per_token(
     estimate: Callable[[np.ndarray], np.ndarray],
 ) -> PerToken:
     """`estimate` of log policy - log other at each sampled token, zero elsewhere. `others`: [n] per stream, in
-    order."""
+    order.
+    """
     remaining = iter(others)
     estimates: PerToken = []
     for episode in episodes:

@@ -168,9 +168,9 @@ class Components:
         return samples
 
     def score(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> None:
-        """Set what rewards, credit and losses need of every sample: the reference model's log-probabilities for KL, and with
-        `scores_all` the learner's own and its entropies. The latter pass also gives the values of a critic on the policy's
-        trunk."""
+        """Set the fields of every sample that rewards, credit and losses need: the reference model's log-probabilities
+        for KL and, with `scores_all`, the learner's own log-probabilities and entropies. The latter pass also computes
+        the values of a critic on the policy's trunk."""
         if self.critic is not None and self.critic.head is None:
             self.critic.begin_values(samples)
         references = None if self.reference_model is None else self.reference_model.begin(samples)
@@ -202,7 +202,8 @@ class Components:
 
     def update(self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int) -> Totals:
         """`epochs_per_step` passes over the episodes. Each divides the groups among `updates_per_step` optimizer
-        steps."""
+        steps.
+        """
         epochs, per_epoch = self.updates.epochs_per_step, self.updates.updates_per_step
         critic, version = self.critic, self.policy.version
         groups = [episode.group for episode in episodes for _ in episode.streams]

@@ -26,8 +26,8 @@ class LossEvaluator:
         self, learner: Updater[TokenScores], validation: Sequence[TokenRow], test: Sequence[TokenRow], title: str
     ) -> None:
         """`validation`: rows of the learning curve. `test`: rows of the final table; if empty, the validation rows.
-        `title`: name
-        of the run, for the table."""
+        `title`: name of the run, for the table.
+        """
         self.learner = learner
         self.validation, self.test = validation, test
         self.title = title

@@ -1,5 +1,6 @@
 """Rows of the supervised stages: training and held-out rows, the order of an epoch, samples for the learner, and the
-loop."""
+loop.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

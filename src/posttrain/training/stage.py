@@ -37,7 +37,8 @@ def precision_notes(recipe: Recipe) -> list[str]:
     """One sentence for each model of `recipe` whose precision depends on this machine, with the selected dtype and the
     reason,
     and for each model whose bfloat16 is emulated. The first sentence is about `device: auto` if torch cannot use the
-    GPU."""
+    GPU.
+    """
     if recipe.remote is not None:
         return []
     notes = unused_gpu(recipe.model.device)

@@ -1,5 +1,6 @@
 """Teachers score the tokens that the policy sampled: a model, a server, or the policy itself with additional
-context."""
+context.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -297,7 +298,8 @@ class Teacher:
 
 def reverse_kl(samples: Sequence[Sample]) -> dict[str, float]:
     """`teacher/reverse_kl`: the mean over sampled tokens of log policy - log teacher, in nats; empty without
-    samples."""
+    samples.
+    """
     gaps = [
         sample.stream.rollout_logprobs[sample.stream.sampled] - sample.teacher.logprobs
         for sample in samples

@@ -1,5 +1,4 @@
-"""Shared state of a training loop: evaluation, checkpoints, logging, interruption, the end of the run, collapse
-guards."""
+"""Shared state of a training loop: evaluation, checkpoints, logging, interruption, end of the run, collapse guards."""
 
 import math
 import shutil
@@ -73,8 +72,7 @@ class Callback:
         """Called after each evaluation of the learning curve. Step 0 is the model before training."""
 
     def on_episodes(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Called after the rollouts of each step of `rl` and `distill`, with all sampled episodes, before the
-        update."""
+        """Called after the rollouts of each step of `rl` and `distill`, before the update, with all episodes."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +152,10 @@ class Trainer(Generic[Output]):
         Args:
             model: the model that `learner` trains.
             evaluators: measure the model on held-out data, for the learning curve and for the final table.
-            best_by: the number by which an evaluation's values choose the best checkpoint (larger is better). None keeps
-                the last checkpoint.
-            stateful: what else belongs in a checkpoint, by name.
-            checkpointables: the same for what has tensors. They may change only inside `interrupts.critical()`.
+            best_by: maps the values of an evaluation to the score that selects the best checkpoint (larger is better).
+                None keeps the last checkpoint.
+            stateful: further objects whose state belongs in a checkpoint, by name.
+            checkpointables: the same for objects with tensors. They may change only inside `interrupts.critical()`.
             remote: the same for tensors in other processes, by name.
             warnings: sentences for the user, reported before the first step.
             callbacks: called after each step, evaluation and rollout.
@@ -188,8 +186,7 @@ class Trainer(Generic[Output]):
         """Step and seconds before this process's first step, if the recipe limits the time."""
         self._world.on_rank0(self._open_log)
         self._finished = False
-        """Whether all steps are done. The newest checkpoint is then the last one, and the weights may be those of the
-        best."""
+        """Whether all steps are done. The newest checkpoint is then the last, and the weights may be those of the best."""
         self._lost: list[str] = []
         """What is missing in the log of a resumed run."""
         self._state: dict[str, Any] = {}
@@ -423,8 +420,7 @@ class Trainer(Generic[Output]):
         }
 
     def out_of_time(self, minutes: float | None) -> bool:
-        """Whether the run has worked for `minutes`, interruptions excluded. Reports after the first step how many will
-        fit."""
+        """Whether the run has worked for `minutes` without interruptions. Reports after step 1 how many will fit."""
         if minutes is None:
             return False
         now, left = self._log.seconds, self.settings.steps - self.step
@@ -509,8 +505,7 @@ _GUARDS = (
         "min_reward_spread",
         "reward/group_spread",
         True,
-        "returns within a group are nearly equal; raise rollout.sampling.temperature, or choose tasks that sometimes "
-        "succeed",
+        "returns in a group hardly differ; raise rollout.sampling.temperature, or use tasks that sometimes succeed",
     ),
     _Guard(
         "min_entropy",
@@ -577,8 +572,7 @@ class Guards:
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of torch's global generators, by device: of the CPU, and of every accelerator of the type of
-    `device`."""
+    """The states of torch's global generators, by device: the CPU, and all accelerators of the type of `device`."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         module = torch.get_device_module(device)

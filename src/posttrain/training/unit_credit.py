@@ -406,7 +406,8 @@ class UnitCreditor:
 
 def unit_metrics(units: Sequence[CreditedUnits | None]) -> dict[str, float]:
     """Metrics of a step's unit credit: means over answers with units. `units/without` is a share of all scored
-    answers."""
+    answers.
+    """
     scored = [answer for answer in units if answer is not None]
     having = [answer for answer in scored if answer.has_units]
     metrics = {"units/without": 1 - len(having) / len(scored)} if scored else {}

@@ -183,8 +183,8 @@ def _by_row(indices: Sequence[int], samples: Sequence[Sample]) -> dict[int, list
 
 def divided(samples: Sequence[Sample], budget: int, processes: int) -> list[list[int]]:
     """Micro-batches of at most `budget` tokens, made by `pack`. If there would be fewer micro-batches than processes,
-    they are
-    made smaller, as far as samples can be divided."""
+    they are made smaller, as far as samples can be divided.
+    """
     groups = pack(samples, budget)
     if len(groups) >= processes:
         return groups
@@ -266,7 +266,7 @@ class Updater(Generic[Output]):
             forward: the forward pass over the samples of one micro-batch.
             key: the optimizer's key in the recipe, for messages.
             joint: optimizers of further parameters that the same loss trains, by the prefix of their metrics and recipe
-            keys. Each clips its own gradients. Either all optimizers step or none does.
+                keys. Each clips its own gradients. Either all optimizers step or none does.
         """
         self.model = model
         self.optimizer = optimizer
@@ -334,7 +334,8 @@ class Updater(Generic[Output]):
 
     def without_gradient(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Output]]:
         """Micro-batches of `samples` as indices, with the results of their forward passes. Every process gets all of
-        them."""
+        them.
+        """
         for group, counts in self._shares(self._groups(samples)):
             with torch.no_grad():
                 output = self.forward([samples[i] for i in group])
@@ -351,7 +352,8 @@ class Updater(Generic[Output]):
 
     def _shares(self, groups: Iterable[list[int]]) -> Iterator[tuple[list[int], bool]]:
         """This process's micro-batches, the same number on each process, and whether each counts or is a
-        placeholder."""
+        placeholder.
+        """
         if self._world.size == 1:
             yield from ((group, True) for group in groups)
             return
@@ -397,8 +399,8 @@ class Updater(Generic[Output]):
 
     def _draw(self, number: int) -> tuple[int | str, ...]:
         """Names the dropout masks of this process's micro-batch `number` of the next update by its position among the
-        micro-batches
-        of all processes, so that the masks do not depend on which process computes it."""
+        micro-batches of all processes, so that the masks do not depend on which process computes it.
+        """
         return self._keys[0], self.optimizer.updates, number * self._world.size + self._world.rank
 
     def _optimizers(self) -> list[Optimizer]:

@@ -85,7 +85,8 @@ class RetestResult:
 
 def retest(study: Study, points: Sequence[FrozenTrial], console: Console) -> list[RetestResult]:
     """Run every point with every seed of `study.recipe.retest`, skipping finished runs; returns the results, best
-    first."""
+    first.
+    """
     assert study.recipe.retest is not None
     results = [RetestResult(trial) for trial in points]
     jobs = [_RetestJob(study, result, seed, console) for result in results for seed in study.recipe.retest.seeds]

@@ -34,7 +34,8 @@ _MAX_LABEL = 22
 
 def draw_study(study: Study, optuna_study: optuna.Study) -> list[Path]:
     """Draw history.png, importance.png and parallel.png into the `plots` of the study; figures without data are
-    skipped."""
+    skipped.
+    """
     trials = optuna_study.get_trials(deepcopy=False)
     drawn = []
     folder = study.directory / "plots"

@@ -114,7 +114,8 @@ def _conclude(
 
 def chosen_group(study: Study, name: str | None) -> Group | None:
     """The group with this name or number, counted from 1; None for all. Raises `InputError` if there is no such
-    group."""
+    group.
+    """
     if name is None:
         return None
     groups = study.recipe.groups
@@ -264,7 +265,8 @@ class Search:
 
     def _enqueue_grid(self) -> bool:
         """Whether a grid point is waiting. Enqueues the grid of a group once all trials of the previous group have
-        ended."""
+        ended.
+        """
         chained: dict[str, Any] = {}
         for group in self.study.recipe.groups:
             trials = _of_group(self.optuna_study, group)
@@ -349,7 +351,8 @@ class _ReportedTrial(TrialJob):
 
 def _require_finished(optuna_study: optuna.Study, groups: Sequence[Group]) -> None:
     """Raises `InputError` if a trial of these groups has not ended, because it would run together with the chosen
-    group."""
+    group.
+    """
     for group in groups:
         unfinished = sum(not trial.state.is_finished() for trial in _of_group(optuna_study, group))
         if unfinished:

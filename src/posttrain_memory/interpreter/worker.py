@@ -4,7 +4,7 @@ It is started as a script with an empty environment, and exchanges length-prefix
 a socket on its standard input. It has no access to the vault.
 
 Values of the sandbox become Python objects here rather than in the parent, because a few hundred bytes of code can
-build values larger than memory. The limits of this process then end it alone. This module imports nothing from the
+build values larger than memory. If they are too large, only this process ends. This module imports nothing from the
 package.
 """
 

@@ -106,7 +106,7 @@ def test_the_work_is_linear_in_the_tokens(piece):
     assert long <= 4.1 * short + 50
 
 
-def test_plain_text_costs_two_decodes_per_distinct_token(smollm):
+def test_plain_text_takes_two_decodes_per_distinct_token(smollm):
     text = "A. Is the trip for work? If YES, ESCALATE. If NO, go to Step B.\n\n" * 40
     ids = smollm.encode(text, add_special_tokens=False)
     decode = Counting(smollm.decode)

@@ -90,7 +90,8 @@ def sample_orders(units: int, permutations: int, random: np.random.Generator) ->
 
 def coalitions(units: int, chosen: Sequence[np.ndarray] | None) -> list[int]:
     """The coalitions to evaluate, ascending, without the empty and the full one: the prefixes of the orders
-    `chosen`."""
+    `chosen`.
+    """
     if chosen is None:
         return list(range(1, full_coalition(units)))
     needed: set[int] = set()

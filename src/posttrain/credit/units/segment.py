@@ -106,7 +106,8 @@ def sentence_starts(text: str) -> list[tuple[int, int]]:
 
 def paragraph_starts(text: str) -> list[tuple[int, int]]:
     """Locations where the paragraphs of `text` begin, except the first: at the first non-blank line after a blank
-    one."""
+    one.
+    """
     places, start, blank, begun = [], 0, False, False
     for line in text.split("\n"):
         shown = line.strip()
@@ -227,7 +228,8 @@ def merge_tail(cuts: np.ndarray, most: int) -> np.ndarray:
 
 def merge_small(cuts: np.ndarray, most: int) -> np.ndarray:
     """Merge K units with edges `cuts` [K + 1] into at most `most`: repeatedly, the unit with the fewest tokens joins
-    its smaller neighbor. Ties go to the earlier unit. O(K log K)."""
+    its smaller neighbor. Ties go to the earlier unit. O(K log K).
+    """
     edges = cuts.tolist()
     count = len(edges) - 1
     size = [stop - start for start, stop in pairwise(edges)]

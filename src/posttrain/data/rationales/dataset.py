@@ -24,8 +24,8 @@ FEWEST_STEPS, MOST_STEPS = 3, 7
 PAIRS_PER_POLICY = 2
 
 _INSTRUCTION = """\
-Write this as a procedure of yes/no steps that asks as few questions as possible on average; all combinations of answers
-\ count the same. One step per line, labelled A, B, C, ..., starting at A:
+Write this as a procedure of yes/no steps that asks as few questions as possible on average; all combinations of answers \
+count the same. One step per line, labelled A, B, C, ..., starting at A:
 A. <question from the list> If YES, <next>. If NO, <next>.
 <next> is go to Step <label>, APPROVE, DENY or ESCALATE. The last line is:
 Rationale: <why the first question comes first>"""
@@ -34,7 +34,8 @@ Rationale: <why the first question comes first>"""
 @dataclass(frozen=True)
 class Sample:
     """A policy with its prompt (the text of the user message), an optimal procedure, and corruptions of different
-    kinds."""
+    kinds.
+    """
 
     policy: Policy
     prompt: str

@@ -58,8 +58,7 @@ Was a plot given up before? | a plot was given up before | no plot was given up 
 Will bees be kept? | bees will be kept | no bees will be kept
 Is the plot shared? | the plot is shared | the plot is not shared
 Is a shed planned? | a shed is planned | no shed is planned
-Is the plot over {} square metres? | the plot is over {} square metres | the plot is at most {} square metres | 50 100
-200
+Is the plot over {} square metres? | the plot is over {} square metres | the plot is at most {} square metres | 50 100 200
 
 car rental | Garage | booking
 Is the driver's licence clean? | the driver's licence is clean | the driver's licence has points

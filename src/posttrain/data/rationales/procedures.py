@@ -79,7 +79,8 @@ class Problem(NamedTuple):
 
 class Reading(NamedTuple):
     """The parsed parts of a text: steps with distinct labels, the rationale or "", and every other line as a
-    problem."""
+    problem.
+    """
 
     steps: tuple[Step, ...]
     rationale: str

@@ -173,7 +173,8 @@ class _Graph:
         self, step: Step, answer: bool, arriving: int, after: dict[str, set[str]], fault: Callable[[str, str], None]
     ) -> bool:
         """Return whether a branch is unsound and report its faults to `fault`; `arriving` are the cases that reach the
-        step."""
+        step.
+        """
         question, target, name = self._question[step.label], step.next(answer), "YES" if answer else "NO"
         assert question is not None
         reasons = []

@@ -223,7 +223,7 @@ class Worker:
 
 
 class PolicyFiles:
-    """What other models need of a policy that is in other processes."""
+    """The attributes that other models need of a policy in another process."""
 
     def __init__(self, model: ModelRecipe) -> None:
         self.recipe = model

@@ -1,8 +1,8 @@
-"""Critic and reference model on GPUs of their own (`hardware.dedicated`): the workers, and the learner's side of their calls.
+"""Critic and reference model on separate GPUs (`hardware.dedicated`): the workers, and the learner's side of the calls.
 
-A worker of the reference model has a whole copy and no state, so a call is repeated when it dies. The workers of the critic
-divide one model, as learners do (FSDP2), and their state is in the run's checkpoints: when one dies, learners and critic
-continue from the last one.
+A worker of the reference model has a complete copy and no other state; if it dies, its call is repeated. The workers of
+the critic shard one model, as learners do (FSDP2), and its state is in the run's checkpoints; if one dies, learners and
+critic continue from the last checkpoint.
 """
 
 import os
@@ -120,7 +120,7 @@ class CriticWorker(Worker):
         write_tensors(Path(directory), self.critic.tensors())
 
     def read(self, directory: str, state: dict[str, Any]) -> None:
-        """Restore what `write` wrote, with the counters of that time."""
+        """Restore the tensors that `write` wrote, and the counters of that checkpoint."""
         from posttrain.distributed.tensors import read_tensors
 
         read_tensors(Path(directory), self.critic.tensors())
@@ -169,7 +169,8 @@ class RayReference:
 
 
 class RayCritic:
-    """The critic on workers, as a `CriticUpdater`. Its tensors stay there: `write` and `read` are those of checkpoints."""
+    """The critic on workers, as a `CriticUpdater`. Tensors stay on the workers; `write` and `read` serve
+    checkpoints."""
 
     head = None
 
@@ -193,7 +194,7 @@ class RayCritic:
 
     @property
     def remote_state(self) -> "RayCritic":
-        """What a checkpoint holds of it, which the workers write and read."""
+        """The part of a checkpoint that the workers write and read."""
         return self
 
     @property
@@ -230,7 +231,7 @@ class RayCritic:
         """No effect."""
 
     def tensors(self) -> dict[str, Any]:
-        """None here."""
+        """Empty: the tensors are on the workers."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,7 +247,7 @@ class RayCritic:
         self._on_all("a checkpoint", "write", str(directory.absolute()))
 
     def read(self, directory: Path) -> None:
-        """Let the workers read what they wrote, after `load_state_dict`. For rank 0."""
+        """Let the workers read the tensors that they wrote, after `load_state_dict`. For rank 0."""
         self._on_all("a checkpoint", "read", str(directory.absolute()), self._state)
 
     def _on_all(self, what: str, method: str, *arguments: Any) -> list[Any]:
@@ -266,7 +267,7 @@ class RayCritic:
 
 
 def _for_scoring(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with what values and updates of a critic need alone."""
+    """Copies of the samples with only the fields that values and updates of a critic need."""
     return [
         Sample(s.stream, s.label, s.advantages, values=s.values, returns=s.returns, episode=s.episode, group=s.group)
         for s in samples

@@ -42,7 +42,7 @@ class WorkerDied(Exception):
 
 
 class StateLost(RunError):
-    """A worker died, and with it state that only checkpoints have."""
+    """A worker died, and its state exists only in checkpoints."""
 
     def __init__(self, worker: str, pid: int) -> None:
         super().__init__(f"{worker} died, and the run can only continue from its last checkpoint")
@@ -138,7 +138,8 @@ class WorkerClient:
 
     def _death_reason(self) -> str:
         """The reason for the death: the worker's machine, which Ray notices only after some seconds, or only its
-        process."""
+        process.
+        """
         import ray
 
         status = ray.get(self.monitor.statuses.remote()).get(self.name)

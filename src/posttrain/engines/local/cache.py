@@ -52,7 +52,7 @@ class Segment:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of pairs of a query and a key that it attends to."""
         return self.count * self.start + self.count * (self.count + 1) // 2
 
 
@@ -217,7 +217,8 @@ class SharedPages:
 @dataclass(frozen=True)
 class Plan:
     """The memory that decoding reads: `shared` pages and `blocks`, in slots first .. stop - 1 and the first `pages`
-    pages."""
+    pages.
+    """
 
     first: int
     stop: int

@@ -34,7 +34,8 @@ MIN_PENDING_TOKENS = 16
 """Minimum number of shared prompt tokens that another sequence is computing for a request to wait for them."""
 PREFIX_SLACK = 64
 """Number of tokens by which two slots may share more than a known prefix and still count as sharing only this
-prefix."""
+prefix.
+"""
 
 
 # -- slots of the cache -----------------------------------------------------------------------------------------------
@@ -443,7 +444,8 @@ class LocalEngine:
 
     def _has_pages(self, sequence: _Sequence) -> bool:
         """Whether the limit has room for `sequence` in addition to the running sequences, all at their maximum
-        lengths."""
+        lengths.
+        """
         if self._page_limit is None:
             return True
         return sum(s.pages for s in self._running) + sequence.pages <= self._page_limit

@@ -237,7 +237,8 @@ class VllmEngine:
 
     async def _restart(self, state: _ReplicaState, starts: int, reason: str) -> None:
         """Restart the replica with the current weights, unless another request has restarted it since start
-        `starts`."""
+        `starts`.
+        """
         async with state.lock:
             if state.starts != starts:
                 return
@@ -377,7 +378,7 @@ class VllmEngine:
             return
         await state.replica.begin_weights(self.version)
         if self.recipe.weight_transfer != "files" and not self._store.files:
-            # Its files last until the next weights, which go their own way again.
+            # The restarted replica loads these files; the next weights are sent directly again.
             for number, bucket in enumerate(buckets(self._source.weights(), self.recipe.bucket_megabytes * MIB)):
                 self._store.put(bucket, f"{self._sent}-{number}.safetensors")
         for path in self._store.files:
@@ -457,7 +458,7 @@ def _close(
 
 
 def refuse_transfer(recipe: VllmEngineRecipe, policy: Policy) -> None:
-    """InputError for a way of sending weights that needs the policy on a GPU, or whole."""
+    """Raises InputError if the way of sending weights requires a policy on a GPU or an unsharded policy."""
     if recipe.weight_transfer == "ipc" and policy.device.type != "cuda":
         raise InputError(
             "engine.weight_transfer: ipc needs the policy on a GPU, and here it is in CPU memory (as the engines of Ray keep it); "

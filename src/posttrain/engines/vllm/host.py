@@ -149,7 +149,8 @@ class Host:
 
     async def finish_weights(self) -> list[str]:
         """Sample with the new weights from now on. Returns the names of missing parameters; with any, nothing
-        changes."""
+        changes.
+        """
         missing = await self.engine.collective_rpc("finish_weights")
         names = sorted({name for worker in missing for name in worker})
         if not names:

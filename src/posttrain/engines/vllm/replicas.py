@@ -97,11 +97,11 @@ class Replica(Protocol):
 class HangDetector:
     """Pings an engine while calls to it are in flight, and fails the calls when it stops responding.
 
-    The duration of a call says nothing about the engine's health, so calls have no time-out of their own.
+    The duration of a call does not indicate whether the engine is healthy, so calls have no time-out.
     """
 
     def __init__(self, ping: Callable[[], Awaitable[None]], timeout: float) -> None:
-        """`ping` returns once the engine has responded. An engine that does not respond for `timeout` seconds hangs."""
+        """`ping` returns once the engine has responded. An engine that is silent for `timeout` seconds counts as hanging."""
         self._ping = ping
         self._timeout = timeout
         self._calls: set[asyncio.Future[Any]] = set()
@@ -508,7 +508,8 @@ class LaunchedServerReplica(ServerReplica):
 
     def _environment(self) -> dict[str, str]:
         """Environment variables of the server. It can import this posttrain, but no other package of this
-        interpreter."""
+        interpreter.
+        """
         import posttrain
 
         package = Path(self._folder.name) / "path"

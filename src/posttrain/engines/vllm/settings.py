@@ -40,8 +40,8 @@ class Settings:
     """Run the Python code in the model's files."""
     stream: bool = True
     """Return tokens as they are sampled, so that each gets the version of its weights. If false, only complete answers
-    are
-    returned, which suffices if weights change only between requests."""
+    are returned, which suffices if weights change only between requests.
+    """
     threads: int = 0
     """On a CPU: number of unbound threads; 0: one thread bound to each core."""
 

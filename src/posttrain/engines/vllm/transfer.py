@@ -1,7 +1,7 @@
 """Weights from the learner's GPU to vLLM's workers without a copy in CPU memory (`engine.weight_transfer`).
 
-`ipc`: the workers open the memory of a bucket, on the same GPU. `nccl`: the learner broadcasts each bucket in a process group
-with all workers; between CPUs, gloo does. Two interpreters import this module, so it needs nothing but torch.
+`ipc`: the workers open the memory of a bucket, on the same GPU. `nccl`: the learner broadcasts each bucket in a process
+group with all workers; between CPUs, through gloo. Two interpreters import this module, so it imports only torch.
 """
 
 import base64
@@ -14,16 +14,16 @@ from urllib.parse import urlsplit
 import torch
 
 ALIGNMENT = 16
-"""Bytes: the start of each tensor in a buffer is a multiple."""
+"""Each tensor in a buffer begins at a multiple of this number of bytes."""
 _JOIN_SECONDS = 300.0
-"""Maximum wait until every worker has joined the process group."""
+"""Maximum wait in seconds until every worker has joined the process group."""
 
 Entry = list[Any]
-"""Name, dtype, shape, and the first byte of a tensor in a buffer."""
+"""Name, dtype, shape, and byte offset of a tensor in a buffer."""
 
 
 def packed(bucket: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[Entry]]:
-    """The bytes of all tensors, which are on one device, as one uint8 tensor there, and where each begins."""
+    """The bytes of all tensors as one uint8 tensor on their common device, and the entry of each tensor."""
     entries: list[Entry] = []
     size = 0
     for name, tensor in bucket.items():
@@ -63,7 +63,8 @@ _FIELDS = (
 
 
 def shared_memory(buffer: torch.Tensor) -> dict[str, Any]:
-    """What another process needs to open a uint8 buffer on the same GPU, as plain JSON. Keep the buffer until it is read."""
+    """A handle, as plain JSON, with which another process opens a uint8 buffer on the same GPU. Keep the buffer until
+    then."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(buffer)

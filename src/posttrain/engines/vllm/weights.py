@@ -46,7 +46,8 @@ class WeightStore:
 
     def __init__(self, keep: bool, expected_bytes: int) -> None:
         """Create the folder: in shared memory if twice `expected_bytes` are free there, else in the temporary
-        directory."""
+        directory.
+        """
         self.keep = keep
         memory = Path("/dev/shm")
         roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * expected_bytes

@@ -74,15 +74,18 @@ class GymnasiumRecipe(GameRecipe):
     """Arguments of `gymnasium.make`."""
     actions: list[str] = []
     """Names of the actions 0, 1, ... of a discrete action space. Default: the numbers, and words for FrozenLake, Taxi,
-    CliffWalking and Blackjack."""
+    CliffWalking and Blackjack.
+    """
     rules: str | None = None
     """Description of the task in the system message."""
     observation: Literal["auto", "text", "value"] = "auto"
     """`text`: what `render` writes with `render_mode="ansi"`; `value`: the observation itself; `auto`: text where there
-    is one."""
+    is one.
+    """
     success_return: float | None = None
     """Success is a return of at least this. Default: `is_success` in `info`, else an end by its own rules with a return
-    above 0."""
+    above 0.
+    """
     max_turns: int = Field(50, ge=1)
     """Turns after which an episode is truncated."""
 
@@ -196,7 +199,8 @@ class Gymnasium(Game):
 
 class _Table:
     """A transition table as an argument of a cached function. Tables compare equal: the other arguments identify
-    them."""
+    them.
+    """
 
     def __init__(self, transitions: Any) -> None:
         self.transitions = transitions
@@ -211,7 +215,8 @@ class _Table:
 @lru_cache(maxsize=16)
 def _optimal_actions(name: str, keys: str, table: _Table) -> tuple[int, ...]:
     """The optimal action of every state, by value iteration on `P[state][action] = [(probability, next, reward, end),
-    ...]`."""
+    ...]`.
+    """
     states, actions = len(table.transitions), len(table.transitions[0])
     rewards = np.zeros((states, actions))
     following = np.zeros((states, actions, states))

@@ -35,7 +35,8 @@ class OpenEnvRecipe(AdapterRecipe):
     """Arguments of `reset` besides the seed, for example `{split: train}`."""
     action_field: str | None = None
     """The field of an action that takes the answer. Default: the only field without a default, or the only one. Without
-    one, answers are JSON objects."""
+    one, answers are JSON objects.
+    """
     observation_field: str | None = None
     """The field of an observation that the policy sees. Default: the only field of text, else all of them as JSON."""
 

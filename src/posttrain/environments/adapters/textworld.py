@@ -53,10 +53,12 @@ class TextWorldRecipe(AdapterRecipe):
     """The kind of game."""
     settings: dict[str, bool | int | str] = {}
     """Settings of the challenge, for example `{level: 5}` for `coin_collector` and `treasure_hunter`, `{goal: brief}`
-    for `simple` and `{take: 2, cook: true}` for `cooking`."""
+    for `simple` and `{take: 2, cook: true}` for `cooking`.
+    """
     games: int = Field(1000, ge=1)
     """Number of different games: the game of a seed is that of `seed % games`. Each is compiled once, in one to ten
-    seconds."""
+    seconds.
+    """
     commands: bool = False
     """Show the admissible commands in every message."""
     cache: str = "~/.cache/posttrain/textworld"
@@ -168,7 +170,8 @@ def _game_file(recipe: TextWorldRecipe, seed: int) -> Path:
 
 def _compile(challenge: str, settings: Mapping[str, Any], seed: int, folder: Path) -> None:
     """Generate and compile a game, and move its files to `folder` atomically, so that other processes find all or
-    none."""
+    none.
+    """
     challenges = require_module("textworld.challenges", "environment.type textworld").CHALLENGES
     generator = require_module("textworld.generator", "environment.type textworld")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,8 @@ class Spans:
     keys_seen: torch.Tensor | None = None
     """[S] int32: number of keys that the last query of each span attends to, if spans have unused room at their ends;
     None:
-    all."""
+    all.
+    """
 
 
 def spans_of(segments: Sequence[RowSegment], device: torch.device) -> Spans:

@@ -24,7 +24,8 @@ _REMEMBERED = 100_000
 
 class AgentEndpoint:
     """Serves chat completions and messages in a thread, as a context manager. A key selects the session that
-    answers."""
+    answers.
+    """
 
     def __init__(self) -> None:
         """InputError if fastapi or uvicorn is not installed."""

@@ -23,7 +23,7 @@ MAX_BODY = 32 << 20
 
 
 async def read_body(request: Any) -> dict[str, Any]:
-    """The JSON object of a request of starlette. CallRefused where it is too large, nested too deeply, or no object."""
+    """The JSON object of a request of starlette. CallRefused if it is too large, nested too deeply, or no object."""
     received = bytearray()
     async for part in request.stream():
         received += part

@@ -1,5 +1,6 @@
 """The process of an agent: started with the task and the endpoint in its environment, ended with all of its
-children."""
+children.
+"""
 
 import asyncio
 import contextlib

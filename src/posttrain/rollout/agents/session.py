@@ -209,7 +209,8 @@ class AgentSession:
 
     def _prompt(self, call: ChatCall, keys: Sequence[str]) -> tuple[str, list[int]]:
         """The prompt as text and as tokens, with the sampled ids of the latest answer of this episode that it
-        continues."""
+        continues.
+        """
         messages = [
             {"role": "assistant", "content": self._recorded[key][-1].answer} if key in self._recorded else message
             for message, key in zip(call.messages, keys, strict=True)

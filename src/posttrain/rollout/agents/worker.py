@@ -1,5 +1,6 @@
 """Plays episodes with an agent: the task from the environment, the answers from the policy, the reward from a
-report."""
+report.
+"""
 
 import json
 import shutil

@@ -27,8 +27,8 @@ from posttrain.models.load import cache_directory
 
 PAGE = 128
 """Tokens per page of the key/value cache. Every product reads complete pages, so on average half of a sequence's last
-page
-is read unnecessarily."""
+page is read unnecessarily.
+"""
 SOURCE = Path(__file__).with_name("kernel.cpp")
 # Vectorizing a dot product requires reordering of sums. The rest of -ffast-math is left out, because it would change
 # how
