@@ -76,6 +76,13 @@ def test_better_placements_leave_no_gpu_waiting(base):
     assert not idle_words(phases, workers, 8)
 
 
+def test_dedicated_models_are_counted_on_their_own_gpus():
+    memory = memory_of(recipe_of("rlhf/ppo", "rlhf/ppo_8gpu_published"), QWEN3_4B, True, H100)
+    weights = 2 * QWEN3_4B.parameters
+    assert memory["reference model"] == (weights, weights)
+    assert weights < memory["critic"][0] < 80e9
+
+
 @pytest.mark.parametrize("base", ["rlhf/ppo", "rlhf/drca"])
 def test_the_better_placement_is_several_times_as_fast(base):
     job = Episodes(256, 2, 208, 127, 227)

@@ -10,7 +10,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.planning.devices import DEVICES, Device, device_of
 from posttrain.planning.dry_run import duration, show_plan
-from posttrain.planning.memory import ModelSizes
+from posttrain.planning.memory import ModelSizes, memory_estimate
 from posttrain.planning.phases import (
     Phase,
     episodes_at_most,
@@ -98,6 +98,18 @@ def test_idle_share_and_time_of_placements():
     assert total_seconds(phases, ahead) == 3.0
     assert idle_share(phases, ahead) == pytest.approx(1 - 8 / 12)
     assert idle_share([Phase("all", 5.0, 2)], Placement(2)) == 0
+
+
+def test_four_bit_matrices_are_an_eighth_of_float32():
+    whole, packed = (
+        memory_estimate(recipe_of("environment.type=bandit", "model.lora.rank=4", *more), SIZES)["weights"]
+        for more in ((), ("model.load_in_4bit=true",))
+    )
+    matrices = SIZES.layers * SIZES.layer
+    rest = SIZES.parameters - matrices
+    assert whole[0] == 4 * SIZES.parameters
+    assert packed[0] - 2 * rest == pytest.approx(matrices * (0.5 + 1 / 64 + 4 / (64 * 256)), abs=1)
+    assert f"{matrices:,} parameters of 4 bits" in packed[1]
 
 
 def test_asynchronous_engines_shorten_the_step():

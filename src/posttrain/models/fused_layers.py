@@ -52,7 +52,10 @@ def _rotate(
     return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
 
 
-OWN = Functions(_norm, Gated.apply, _rotate)
+@cache
+def own() -> Functions:
+    """The autograd functions of `cpu.backend`, and PyTorch's norm on a GPU."""
+    return Functions(_norm, Gated.apply, _rotate)
 
 
 @cache
@@ -94,7 +97,9 @@ def compiled() -> Functions:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return turned(query, cos, sin), turned(key, cos, sin)
 
-    return Functions(*(torch.compile(function, dynamic=True) for function in (norm, gate, rotate)))
+    return Functions(
+        torch.compile(norm, dynamic=True), torch.compile(gate, dynamic=True), torch.compile(rotate, dynamic=True)
+    )
 
 
 def resolve_fused(name: Fused, device: torch.device) -> Literal["own", "liger", "compiled", "none"]:
@@ -154,7 +159,7 @@ def use_fused_layers(model: torch.nn.Module, fused: Literal["own", "liger", "com
     Float32 linear layers use oneDNN where it is faster. All other modules stay as they are.
     """
     module: Any
-    functions = {"own": lambda: OWN, "liger": liger, "compiled": compiled, "none": lambda: None}[fused]()
+    functions = None if fused == "none" else {"own": own, "liger": liger, "compiled": compiled}[fused]()
     # The output projection is computed together with the log-probabilities.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     for module in model.modules():

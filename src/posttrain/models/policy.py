@@ -79,7 +79,7 @@ class TrainedModel:
             # peft returns the model in training mode, with dropout on.
             self.model = add_adapters(self.model, recipe.lora, self.task).eval()
             if recipe.load_in_4bit:  # peft makes adapters of packed matrices in float32
-                dtype = self.model.get_input_embeddings().weight.dtype  # type: ignore[operator, union-attr]
+                dtype = self.model.get_input_embeddings().weight.dtype  # type: ignore[operator]
                 for parameter in (p for p in self.model.parameters() if p.requires_grad):
                     parameter.data = parameter.data.to(dtype)
         if recipe.gradient_checkpointing:

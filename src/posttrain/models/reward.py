@@ -35,6 +35,12 @@ class UnitValues:
     """S."""
 
 
+def end_token_of(tokenizer: Any, end_tokens: frozenset[int]) -> int:
+    """The end token that the chat template of a model with these end tokens puts after a completion."""
+    eos: int = tokenizer.eos_token_id
+    return eos if eos in end_tokens else min(end_tokens)
+
+
 class RewardModel(TrainedModel):
     """A decoder with a scalar head that scores token streams.
 
@@ -140,8 +146,7 @@ class RewardModel(TrainedModel):
     @property
     def end_token(self) -> int:
         """The end token that the model's chat template puts after a completion."""
-        eos = self.tokenizer.eos_token_id
-        return eos if eos in self.end_tokens else min(self.end_tokens)
+        return end_token_of(self.tokenizer, self.end_tokens)
 
     def _read(self, row_ids: np.ndarray, layout: PackedLayout, indices: np.ndarray) -> torch.Tensor:
         """The head's values [n] float32 at `indices` [n] of a row of token ids [T]."""

@@ -299,8 +299,6 @@ def _placement_warnings(recipe: PlacedRecipe, nodes: list[Node], share: float, g
         free = gpus - len({(w.node, device) for w in workers for device in w.devices})
         if free:
             lines.append(f"{free} of {gpus} GPUs are unused; raise hardware.processes = {recipe.hardware.processes}")
-    if isinstance(recipe, RlRecipe) and recipe.unit_credit is not None and recipe.hardware.rewards.count:
-        lines.append("unit_credit calls the reward model directly, so a run keeps it in the learner process")
     return lines
 
 

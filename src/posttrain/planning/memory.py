@@ -63,7 +63,7 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
     count = sizes.scorer_parameters if isinstance(recipe, RewardRecipe) else sizes.parameters
     rows = {"weights": (width * count, f"{count:,} parameters of {width} bytes")}
     if recipe.model.load_in_4bit:
-        packed = sizes.layers * sizes.layer
+        packed = sizes.layers * sum(inputs * outputs for inputs, outputs in sizes.linear_sizes)
         size = round(_FOUR_BITS * packed) + width * (count - packed)
         rows["weights"] = (size, f"{packed:,} parameters of 4 bits, {count - packed:,} of {width} bytes")
     if not isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):
@@ -307,6 +307,9 @@ def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:
         return 16 * sizes.hidden, f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
     width = _critic_width(recipe)
     trained = trained_parameters(recipe.critic.model(recipe.model), sizes, scorer=True)
+    if recipe.hardware.offload == "optimizer":
+        count = width * (sizes.scorer_parameters + trained)
+        return count, "weights and gradients, assuming the size of the policy; the rest is in CPU memory"
     count = width * sizes.scorer_parameters + (width + 8 + (8 if width == 2 else 0)) * trained
     return count, "weights, gradients and AdamW state, assuming the size of the policy"
 

@@ -201,7 +201,10 @@ def memory_of(
         (CRITIC, "critic", apart.critic),
         (REFERENCE, "reference model", 1),
     ):
-        if what in moved and what in whole:
+        if what == "reference model" and what in moved:
+            size = weight_width(recipe.model) * sizes.parameters
+            of_roles[role] = (size, size)
+        elif what in moved and what in whole:
             passing = whole["activations, roughly"][0] if role == CRITIC else 0
             each = whole[what][0] // max(1, over) + passing
             of_roles[role] = (each, each)

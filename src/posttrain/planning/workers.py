@@ -99,7 +99,7 @@ def placed_recipe(recipe: Recipe) -> PlacedRecipe:
 
 
 def refuse_placement(recipe: PlacedRecipe) -> None:
-    """Raise `InputError` for a placement that can be planned but not run, or without a model to place."""
+    """Raise `InputError` for a placement without a model to place."""
     dedicated = recipe.hardware.dedicated
     rl = recipe if isinstance(recipe, RlRecipe) else None
     if dedicated.critic and not (rl and rl.has_critic and rl.critic.backbone == "separate"):
@@ -111,11 +111,6 @@ def refuse_placement(recipe: PlacedRecipe) -> None:
         raise InputError(
             "hardware.dedicated.reference: there is no KL penalty with a fixed reference model; set kl.coefficient above 0 "
             "without kl.reference.update_every, or hardware.dedicated.reference=0"
-        )
-    if isinstance(recipe, RlRecipe) and recipe.unit_credit is not None and recipe.hardware.rewards.count:
-        raise InputError(
-            "hardware.rewards: `unit_credit` calls the reward model in the learner's process; set "
-            "hardware.rewards.count=0"
         )
 
 
@@ -130,7 +125,7 @@ def engine_count(recipe: PlacedRecipe, devices: bool) -> int:
 
 
 def reward_count(recipe: PlacedRecipe) -> int:
-    """Number of reward-model processes. Unit credit uses the learner's reward model instead."""
+    """Number of reward-model processes."""
     if not isinstance(recipe, RlRecipe) or recipe.reward is None:
         return 0
     return recipe.hardware.rewards.count

@@ -122,14 +122,18 @@ class Optimizer:
             self._move(local_shard(self.parameters[0]).device)
 
     def _move(self, device: torch.device) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
+        moved: dict[int, torch.Tensor] = {}
+        for number, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            state = self._adamw.state.pop(master)
             if master is not parameter and not is_sharded(parameter):
-                master.data = master.data.to(device, copy=True)
-            state = self._adamw.state[master]
+                self.masters[number] = moved[id(master)] = master.detach().to(device, copy=True).requires_grad_()
+            self._adamw.state[self.masters[number]] = state
             for key, value in state.items():
                 # Small and on the device for the fused kernel: the count of steps.
                 if isinstance(value, torch.Tensor) and value.dim():
                     state[key] = value.to(device, copy=True)
+        for group in self._adamw.param_groups:
+            group["params"] = [moved.get(id(tensor), tensor) for tensor in group["params"]]
 
     def collect(self) -> None:
         """Add the gradients of the last backward pass to those of the masters, in float32."""

@@ -61,7 +61,7 @@ class RewardScorer:
                 )
             self.statistics = stored
         tokenizer = self.model.tokenizer
-        self.same_tokens = _writing(tokenizer) == _writing(policy.tokenizer)
+        self.same_tokens = render_alike(tokenizer, policy.tokenizer)
         self.renderer = Renderer(tokenizer, self.model.end_tokens)
         units = self.model.units
         self.reader = None if units is None else UnitReader(self.model, units, source.tokens_per_batch)
@@ -117,10 +117,14 @@ class RewardScorer:
         return Sample(stream_of(rendered.ids, answer), label, none)
 
 
-def _writing(tokenizer: Any) -> tuple[Any, ...]:
-    """A key that is equal for two tokenizers that render every conversation to the same tokens."""
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    return tokenizer.get_vocab(), model.get("merges"), tokenizer.chat_template, tokenizer.eos_token_id
+def render_alike(one: Any, other: Any) -> bool:
+    """Whether two tokenizers render every conversation to the same tokens."""
+
+    def writing(tokenizer: Any) -> tuple[Any, ...]:
+        model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+        return tokenizer.get_vocab(), model.get("merges"), tokenizer.chat_template, tokenizer.eos_token_id
+
+    return writing(one) == writing(other)
 
 
 def _until_last_answer(episode: Episode) -> Stream:

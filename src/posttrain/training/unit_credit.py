@@ -235,7 +235,7 @@ class UnitCreditor:
                 f"unit_credit: {path} and {model} have different tokenizers or chat templates, so units of sampled tokens are not "
                 "units of the reward model's input; train the reward model from a model of the same family"
             )
-        of_units = scorer.reader is not None
+        of_units = scorer.model.units is not None
         if isinstance(settings, LearnedCredit) and not of_units:
             raise InputError(
                 f"unit_credit.type: {path} rewards whole answers; train a reward model with `units`, or use `prefix`"

@@ -1,16 +1,21 @@
 """Critic and reference model in processes of their own, on a real local cluster."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from posttrain.distributed.tensors import read_all
 from posttrain.errors import InputError
+from posttrain.models.reward import RewardModel
 from posttrain.planning.workers import refuse_placement
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.model import ModelRecipe
 from tests.distributed.ray.conftest import Disturber
 from tests.distributed.ray.test_run import launched, run_disturbed, values, without_warnings
 from tests.training import small
 
+ONE_TURN = {"type": f"{Path(small.__file__).parent / 'letters.py'}", "max_turns": 1}
 PPO = {
     "credit": {"type": "gae"},
     "critic": {"updates_before_policy": 1, "optimizer": {"learning_rate": 1e-3}},
@@ -87,6 +92,37 @@ def test_two_processes_of_the_critic_learn_the_same_to_rounding(cluster, tiny_mo
     for name, tensor in expected.items():
         if name.startswith("critic/weights"):
             torch.testing.assert_close(learned[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tiny_model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("reward") / "model"
+    RewardModel(ModelRecipe(path=str(tiny_model)), seed=11).export(directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("credit", [{"type": "drca_published", "beta": 0.8}, {"type": "prefix", "probe": "one_pass"}])
+def test_unit_credit_of_a_reward_model_on_a_worker_is_the_same(cluster, tiny_model, reward_model, tmp_path, credit):
+    """The published placement of DRCA: reward model, critic and reference model in processes of their own."""
+    units = {"unit_credit": credit | {"segmenter": {"type": "token"}}}
+    kept = PPO | {
+        "reward": {"path": str(reward_model), "normalize": "none"},
+        "steps": 2,
+        "environment": ONE_TURN,
+        **units,
+    }
+    for name in ("alone", "placed"):
+        (tmp_path / name).mkdir()
+    assert small.run(values(tiny_model, tmp_path / "alone", **kept)) == 0, (tmp_path / "alone" / "log.txt").read_text()
+    hardware = {"ray": "auto", "rewards": {"count": 1}, "dedicated": {"critic": 1, "reference": 1}}
+    found = launched(values(tiny_model, tmp_path / "placed", hardware=hardware, **kept))
+    try:
+        found.run()
+    finally:
+        found.close()
+    assert any("units/credit" in line for line in small.metrics(tmp_path / "placed" / "small"))
+    assert_same(tmp_path / "alone" / "small", tmp_path / "placed" / "small")
 
 
 BASE = ["environment.type=bandit", "hardware.ray=auto"]

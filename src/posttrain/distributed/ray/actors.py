@@ -11,29 +11,75 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import numpy as np
+
+from posttrain.data.rendering import Renderer
 from posttrain.data.tools import ParsedAnswer
 from posttrain.distributed.ray.monitor import HeartbeatSender
 from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
+from posttrain.distributed.world import current_world
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.environments.protocol import Action, Environment, Observation, Step
 from posttrain.episode import Episode
+from posttrain.models.load import load_end_tokens, load_tokenizer
+from posttrain.models.policy import Policy
+from posttrain.models.reward import end_token_of
 from posttrain.recipe.components import EnvironmentRecipe, environment_class, environment_recipe
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.stages import Recipe
-from posttrain.training.reward_scorer import OF_UNITS, RewardScorer
+from posttrain.training.reward_scorer import OF_UNITS, RewardScorer, render_alike
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RemoteRewardModel:
+    """What unit credit needs of a reward model whose copies are on workers. Rank 0 asks them in turn, for all ranks."""
+
+    def __init__(self, source: RewardSource, workers: Sequence[WorkerClient]) -> None:
+        self.workers = list(workers)
+        self.tokenizer: Any = load_tokenizer(ModelRecipe(path=source.path))
+        self.end_tokens = load_end_tokens(source.path, self.tokenizer)
+        self.end_token = end_token_of(self.tokenizer, self.end_tokens)
+        self.units = self._ask("the units", "units")
+        self._calls = 0
+
+    def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> "torch.Tensor":
+        """As `RewardModel.rewards`, without gradient."""
+        import torch
+
+        return torch.from_numpy(self._next(f"{len(streams)} rewards", "rewards", streams, sampled))
+
+    def prefix_rewards(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """As `RewardModel.prefix_rewards`."""
+        return self._next("rewards of prefixes", "prefix_rewards", streams, lengths)
+
+    def last_token_attention(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """As `RewardModel.last_token_attention`."""
+        return self._next("attention", "last_token_attention", streams)
+
+    def _next(self, what: str, method: str, *arguments: Any) -> Any:
+        self._calls += 1
+        return self._ask(what, method, *arguments, worker=self._calls % len(self.workers))
+
+    def _ask(self, what: str, method: str, *arguments: Any, worker: int = 0) -> Any:
+        return current_world().on_rank0(lambda: self.workers[worker].call(what, method, *arguments))
 
 
 class RayScorer(RewardScorer):
     """Scores episodes as a `RewardScorer` in this process, with reward models on workers."""
 
-    def __init__(self, source: RewardSource, workers: Sequence[WorkerClient]) -> None:
+    def __init__(self, source: RewardSource, workers: Sequence[WorkerClient], policy: Policy) -> None:
         self.source = source
         self.workers = list(workers)
         self.lock = threading.Lock()
         self.statistics = self.workers[0].call("statistics", "statistics")
+        self.model = RemoteRewardModel(source, workers)  # type: ignore[assignment]
+        self.same_tokens = render_alike(self.model.tokenizer, policy.tokenizer)
+        self.renderer = Renderer(self.model.tokenizer, self.model.end_tokens)
 
     def scores(self, episodes: Sequence[Episode]) -> list[float]:
         """Scores of the episodes, in order. Each copy of the reward model scores a contiguous part of them."""
@@ -180,8 +226,6 @@ class PolicyFiles:
     """The attributes that other models need of a policy in another process."""
 
     def __init__(self, model: ModelRecipe) -> None:
-        from posttrain.models.load import load_tokenizer
-
         self.recipe = model
         self.tokenizer = load_tokenizer(model)
 
@@ -200,7 +244,8 @@ def staged_model(recipe: Any) -> Any:
     if recipe.engine.type == "local":
         return recipe.model
     dtype = resolve_dtype(recipe.model.dtype, resolve_device(recipe.model.device))
-    return recipe.model.model_copy(update={"device": "cpu", "dtype": str(dtype).removeprefix("torch.")})
+    kernels = {"fused": "auto", "load_in_4bit": False}  # nothing is computed there, and both need a GPU
+    return recipe.model.model_copy(update={"device": "cpu", "dtype": str(dtype).removeprefix("torch."), **kernels})
 
 
 class EngineWorker(Worker):
@@ -341,6 +386,29 @@ class RewardWorker(Worker):
     def statistics(self) -> tuple[float, float]:
         """Mean and standard deviation that rewards are normalized with."""
         return self.scorer.statistics
+
+    def units(self) -> Any:
+        """As `RewardModel.units`."""
+        return self.scorer.model.units
+
+    def rewards(self, streams: list[np.ndarray], sampled: list[np.ndarray]) -> np.ndarray:
+        """As `RewardModel.rewards`, without gradient."""
+        import torch
+
+        with torch.no_grad():
+            rewards = self.scorer.model.rewards(streams, sampled).cpu().numpy()
+        self.heartbeat.progress += 1
+        return rewards
+
+    def prefix_rewards(self, streams: list[np.ndarray], lengths: list[np.ndarray]) -> list[np.ndarray]:
+        """As `RewardModel.prefix_rewards`."""
+        self.heartbeat.progress += 1
+        return self.scorer.model.prefix_rewards(streams, lengths)
+
+    def last_token_attention(self, streams: list[np.ndarray]) -> list[np.ndarray]:
+        """As `RewardModel.last_token_attention`."""
+        self.heartbeat.progress += 1
+        return self.scorer.model.last_token_attention(streams)
 
     def scores(self, episodes: list[Episode]) -> list[tuple[float, Any]]:
         """The score of each episode, and the scores of its units if the model rewards units."""

@@ -73,7 +73,7 @@ class ClusterRun:
         self.gpus = sum(node.devices for node in self.nodes)
         self.workers, self.share = place(recipe, self.nodes)
         self.document = recipe.model_dump_json()
-        whole = recipe.model.model_copy(update={"lora": None, "gradient_checkpointing": False})
+        whole = recipe.model.model_copy(update={"lora": None, "load_in_4bit": False, "gradient_checkpointing": False})
         self.reference_document = recipe.model_copy(update={"model": whole}).model_dump_json()
         hardware = recipe.hardware
         self.heartbeat_seconds = min(1.0, hardware.hang_timeout / 10)
@@ -234,8 +234,8 @@ class ClusterRun:
         """Start the stage on all learners; returns references to their results."""
         run_id = self._run_id()
         begun = run_id is not None and (self.resume or run_id != self._before)
-        roles = (self.handles[role] for role in (ENGINE, REWARD, ENVIRONMENTS, REFERENCE))
-        workers = WorkerGroup(*roles, self.critics)
+        others = self.handles
+        workers = WorkerGroup(others[ENGINE], others[REWARD], others[ENVIRONMENTS], others[REFERENCE], self.critics)
         references = []
         columns = {"COLUMNS": str(shutil.get_terminal_size((120, 24)).columns)}
         of_ranks = rank_variables(self.locations, self.gpus > 0)

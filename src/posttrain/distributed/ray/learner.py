@@ -117,7 +117,7 @@ class LearnerWorker(Worker):
             copies = clients(workers.rewards)
 
             def make_scorer(source: Any, policy: Any) -> Any:
-                return RayScorer(source, copies)
+                return RayScorer(source, copies, policy)
 
             stack.enter_context(open_scorer.placed_by(make_scorer))
         if workers.references:
