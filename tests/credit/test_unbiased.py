@@ -98,7 +98,7 @@ def relative_error(found: np.ndarray, scale: float = 1.0) -> float:
 
 
 def error_of_direction(found: np.ndarray) -> float:
-    """Sine of the angle to the exact gradient: what no learning rate mends."""
+    """Sine of the angle to the exact gradient: the error that no learning rate corrects."""
     cosine = float((found * EXACT).sum() / np.linalg.norm(found) / np.linalg.norm(EXACT))
     return float(np.sqrt(max(0.0, 1 - cosine**2)))
 

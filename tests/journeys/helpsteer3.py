@@ -20,7 +20,7 @@ TEMPLATE = (
 """A chat template with the switch of Qwen3."""
 ROWS, VALIDATION = 60, 24
 ENOUGH = 1_500
-"""Rows that the published numbers of held-out rows leave some of."""
+"""Enough rows to hold out the published numbers of rows."""
 SMALLER = {
     "stages.reward.steps": 20,
     "stages.reward.rows_per_update": 4,

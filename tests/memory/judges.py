@@ -44,7 +44,7 @@ class Judge(ThreadingHTTPServer):
 
 @contextmanager
 def judge(rule):
-    """A judge that is there inside."""
+    """A judge that serves inside the context."""
     with listening(Judge(rule)) as made:
         yield made
 

@@ -15,7 +15,7 @@ from tests.listening import listening
 
 @dataclass
 class Reply:
-    """What the server sends: a chat completion of `text`, unless `body` says something else."""
+    """The reply of the server: a chat completion of `text`, or `body` if it is set."""
 
     text: str | None = ""
     reason: str = "stop"
@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(content)
         except OSError:
-            pass  # whoever asked has given up
+            pass  # the client has disconnected
 
     def log_message(self, format: str, *arguments: Any) -> None:
         pass

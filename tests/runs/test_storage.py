@@ -1,4 +1,4 @@
-"""What runs take on the disk, and what is freed when they end."""
+"""Disk usage of runs, and the space that is freed when they end."""
 
 import io
 import json

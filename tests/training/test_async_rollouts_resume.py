@@ -94,12 +94,12 @@ def test_complete_batches_of_a_killed_run_are_not_sampled_again(tiny_model, tmp_
     values = recipe(tiny_model, tmp_path)
     values["checkpoint"] = CHECKPOINT | {"every": 50}
     values["evaluation"] = values["evaluation"] | {"every": 0}  # whose best one would be saved
-    # The learner dies in its third step: by then the batches of steps 1 to 3 are there, and no checkpoint is.
+    # The learner dies in its third step: the batches of steps 1 to 3 exist, but no checkpoint.
     assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 5)) == -9
     left = {path.name: path.read_bytes() for path in (tmp_path / "small" / "async_rollouts").iterdir()}
     complete = [name for name, content in left.items() if b'{"end"' in content]
     assert len(complete) >= 3
-    # Once more, and dead before anything can be sampled anew: what was complete is as it was.
+    # Killed again before anything is sampled: complete batches are unchanged.
     small.run(values, resume=True, die_at=("posttrain.engines.local.engine:LocalEngine._step", 1))
     assert {name: (tmp_path / "small" / "async_rollouts" / name).read_bytes() for name in complete} == {
         name: left[name] for name in complete

@@ -1,4 +1,4 @@
-"""Checkpoints: verified when read, rotated, and never left in pieces."""
+"""Checkpoints: verified when read, rotated, and never incomplete."""
 
 import errno
 import io

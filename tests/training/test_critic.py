@@ -159,7 +159,9 @@ def test_another_tokenizer_is_refused(tiny_model, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<|more|>"])
     tokenizer.save_pretrained(other)
-    with pytest.raises(InputError, match=r"critic\.path: .*other does not have the tokenizer of .*leave critic\.path out"):
+    with pytest.raises(
+        InputError, match=r"critic\.path: .*other does not have the tokenizer of .*leave critic\.path out"
+    ):
         train(tiny_model, tmp_path, credit={"type": "gae"}, critic={"path": str(other)})
 
 

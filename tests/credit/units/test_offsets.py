@@ -1,4 +1,4 @@
-"""Characters stand at their tokens: multi-byte text, broken bytes, token id 0, blank lines, cut-off answers."""
+"""Every character belongs to a token: multi-byte text, broken bytes, token id 0, blank lines, truncated answers."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ texts = st.text(st.sampled_from("€😀! .\nAa漢é\u200d👩") | st.characters
 
 
 def divides_nothing(ids, decode):
-    """By definition, at the cost of decoding everything at every token."""
+    """By definition: decodes all tokens again for every token."""
     full = decode(ids)
     return [decode(ids[:place]) + decode(ids[place:]) == full for place in range(len(ids) + 1)]
 

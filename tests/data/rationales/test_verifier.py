@@ -77,7 +77,7 @@ C = "C. Is it big? If YES, ESCALATE. If NO, APPROVE."
             (1, 7 / 8, 14 / 16),
             {("C", "impossible"), ("C", "redundant")},
         ),
-        # B asks what the policy does not know: the 4 unused cases get no decision, both its branches are unsound.
+        # B's question is not in the policy: the 4 unused cases get no decision, both its branches are unsound.
         ((A, "B. Is it red? If YES, go to Step C. If NO, APPROVE.", C), (4 / 8, 4 / 6, 1), {("B", "unknown question")}),
         # No step A: nothing happens.
         ((B, C), (0, 0, 0), {("B", "unreachable"), ("C", "unreachable")}),

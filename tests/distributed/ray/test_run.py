@@ -1,4 +1,4 @@
-"""Runs on a real local cluster: the same bits as in one process, whoever dies or hangs meanwhile."""
+"""Runs on a real local cluster: the same bits as in one process, even if workers die or hang."""
 
 import io
 import os

@@ -47,7 +47,7 @@ def piped(*words, typed="", **variables):
 
 
 def wrong(capsys, *words):
-    """What the command says before it asks for anything; it must be one sentence for the user."""
+    """The output of the command before it prompts; it must be one sentence for the user."""
     assert main(["memory", "chat", *map(str, words)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -178,7 +178,7 @@ def test_missing_arguments_are_one_sentence(notes, tmp_path, capsys, monkeypatch
     assert "is not a server address" in wrong(capsys, notes, "--url", "localhost:8000", "--model", "m")
     assert "not understood" in wrong(capsys, notes, *with_url, "--filter", "Be so kind as to sing.")
     assert "--opened-by has no effect" in wrong(capsys, notes, *with_url, "--no-thinking", "--opened-by", "template")
-    # Whatever went wrong, the memory is free again.
+    # After any failure, the memory is unlocked again.
     DiskStorage(notes).close()
 
 

@@ -217,7 +217,7 @@ def test_questions_wait_for_each_other_in_order(folder):
                 for number in range(4):
                     group.start_soon(ask, number)
                     await anyio.sleep(0.05)
-                # Reading goes on meanwhile, and progress is told.
+                # Notes can still be read, and progress is reported.
                 assert not (await client.call_tool("read", {"path": "user.md"})).is_error
                 while len({number for number, *_ in heard}) < 4:
                     await anyio.sleep(0.05)

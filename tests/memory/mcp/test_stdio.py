@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 
 def started(folder, *words):
-    """What a client's configuration says."""
+    """The configuration of a client."""
     given = ["-c", MAIN, "memory", "mcp", str(folder), *map(str, words)]
     return StdioServerParameters(command=sys.executable, args=given, env={"OMP_NUM_THREADS": "1"})
 
@@ -193,7 +193,7 @@ def test_terminating_a_server_leaves_a_valid_vault(folder, end):
 
 @pytest.mark.slow
 def test_a_local_model_writes_nothing_else_to_stdout(folder, tiny_model):
-    """Loading a model and generating print what they will; garbage on stdin is answered as the protocol says."""
+    """Loading and generating may print anything; invalid input on stdin is answered as specified."""
     with raw(folder, "--model", str(tiny_model), "--max-turns", "2", "--prompt", "brief") as process:
         say(process, HELLO)
         assert json.loads(process.stdout.readline())["id"] == 1
