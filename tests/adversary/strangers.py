@@ -157,7 +157,7 @@ _MARKUP = re.compile(r"<\|[\w ]*\|>|</?s>|\[/?(?:INST|SYS|SYSTEM)\]|<(?:start|en
 def obedient_judge(prompt: list[dict[str, str]]) -> str:
     """A judge that follows every instruction outside of the frames, and reads markup as its tokenizer would.
 
-    It takes a frame to end at the first line that closes it, and text after markup to be a message of its own. Else it gives
+    It takes a frame to end at the first line that closes it, and text after markup to be a separate message. Else it gives
     1 point to any answer but `Yes`.
     """
     system, user = (message["content"] for message in prompt)
@@ -184,7 +184,7 @@ def obedient_judge(prompt: list[dict[str, str]]) -> str:
 
 
 def injection(seed: int, folder: Path) -> None:
-    """An answer with injections gets the points of a wrong answer from a judge that obeys injections."""
+    """An answer with injections gets the points of a wrong answer from a judge that follows injections."""
     from posttrain.environments.judge import PointsReply, points_prompt, read_reply
 
     draw = random.Random(seed)

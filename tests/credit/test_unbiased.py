@@ -144,7 +144,7 @@ def test_a_ratio_of_streams_gives_every_token_the_mean_advantage_of_its_stream(k
 
 
 def corrected_gradient(correction: dict) -> np.ndarray:
-    """[STATES, 2]: expected update with `arpo` where another policy than the learner's samples."""
+    """[STATES, 2]: expected update with `arpo` if the rollout policy differs from the learner's."""
     log_rollout = log_softmax(
         PARAMETERS + 0.5 * np.array([[1.0, -1.0], [-1.0, 0.5], [0.3, 0.0], [0.0, 1.0], [1.0, 0], [0, 0]])
     )

@@ -55,9 +55,10 @@ GENERATED = ("reference/recipes.md", "results/coverage.md", "results/scaling_tab
 
 
 def prose() -> list[Path]:
-    """The pages, the recipes and the sources."""
+    """The pages, the recipes, the sources and the benchmarks."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.yaml")]
     found += [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.yaml"), *(ROOT / "examples").glob("*.py")]
+    found += [*(ROOT / "benchmarks").rglob("*.py")]
     return [file for file in found if not any(part in file.as_posix() for part in DATA)]
 
 

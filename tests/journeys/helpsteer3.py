@@ -39,7 +39,7 @@ SMALLER = {
 
 
 def rows(start, count):
-    """Rows of all kinds: the better answer names the place that was asked for; some are neutral or in another language."""
+    """Rows of all kinds: the better answer names the place that was requested; some are neutral or in another language."""
     made = []
     for number in range(start, start + count):
         context = [{"role": "user", "content": f"Case {number}: which place has {number % 7} boats?"}]

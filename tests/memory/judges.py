@@ -1,4 +1,4 @@
-"""A real server on this machine that plays a judge by a rule, and reads frames as it is told to."""
+"""A real server on this machine that plays a judge by a rule, and reads frames as instructed."""
 
 import json
 import re

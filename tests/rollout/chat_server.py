@@ -94,7 +94,7 @@ def serving(model: Callable[[dict[str, Any]], Reply]) -> Iterator[ChatServer]:
 
 def scripted(kind: type[Environment], recipe: Any, seeds: range) -> Callable[[dict[str, Any]], str]:
     """A model that knows the expert's answers on `seeds`: it goes by the first user message of the conversation and
-    the number of answers in it. The question of a conversation that begins anew counts as its first."""
+    the number of answers in it. The question of a conversation that starts again counts as its first."""
     answers: dict[str, list[str]] = {}
     for seed in seeds:
         environment = kind(recipe)

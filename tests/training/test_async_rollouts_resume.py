@@ -63,7 +63,7 @@ def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, tmp_p
 @pytest.mark.slow
 def test_it_resumes_from_an_older_checkpoint_without_its_buffer(tiny_model, tmp_path, uninterrupted):
     values, run = recipe(tiny_model, tmp_path), tmp_path / "small"
-    # Its fifth step is learned from, and the checkpoint of the fourth has had the buffer of the third and fourth removed.
+    # Its fifth step is trained on, and the checkpoint of the fourth has had the buffer of the third and fourth removed.
     assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 10)) == -9
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
     assert [path.name for path in (run / "async_rollouts").iterdir()] == ["batch_000005.jsonl"]

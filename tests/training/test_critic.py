@@ -26,7 +26,7 @@ from .test_rl import lines, train
 PPO = {"credit": {"type": "gae"}, "critic": {"optimizer": {"learning_rate": 3e-3}}}
 
 REWARD = '''def kind(answer, **row):
-    """One point where the prompt says dragon, whatever the answer."""
+    """One point where the prompt says dragon, for any answer."""
     return 1.0 if row["word"] == "dragon" else 0.0
 '''
 

@@ -87,7 +87,7 @@ def test_decoders_that_drop_the_first_space_keep_the_others(words):
 def test_cuts_are_at_the_first_token_of_the_range_or_at_the_token_with_its_end():
     answer = align([VOCABULARY.index(token) for token in (b"A.", b"\n", b" ", b" B", b"\nB. x", b"!")], byte_level)
     assert answer.text == "A.\n  B\nB. x!"
-    assert answer.cuts([(3, 5)]).tolist() == [2]  # the line starts with a token of its own
+    assert answer.cuts([(3, 5)]).tolist() == [2]  # the line starts with a separate token
     assert answer.cuts([(5, 5)]).tolist() == [3]  # " B" holds the character
     assert answer.cuts([(7, 7)]).tolist() == [4]  # "\nB. x" holds the label and the end of the line before
     assert answer.cuts([]).tolist() == []

@@ -54,7 +54,7 @@ C = "C. Is it big? If YES, ESCALATE. If NO, APPROVE."
         ((A, B), (6 / 8, 3 / 4, 1), {("B", "dangling")}),
         # D is never reached: 2 of 8 branches.
         ((A, B, C, "D. Is it big? If YES, DENY. If NO, APPROVE."), (1, 6 / 8, 1), {("D", "unreachable")}),
-        # NO of B leads back to A: 4 unused cases, 2 of which are not late and turn for ever. NO of A, NO of B are on the loop.
+        # NO of B leads back to A: 4 unused cases, 2 of which are not late and loop forever. NO of A, NO of B are on the loop.
         (
             (A, "B. Is it late? If YES, go to Step C. If NO, go to Step A.", C),
             (6 / 8, 4 / 6, 0),

@@ -123,7 +123,7 @@ def test_a_read_only_vault(notes):
 
 @contextmanager
 def written_to(folder):
-    """Another process would hold the lock; a descriptor of ours does, too."""
+    """Another process would hold the lock; so does another descriptor of this process."""
     held = DiskStorage(folder)
     try:
         yield
@@ -225,7 +225,7 @@ def test_in_a_terminal_ctrl_c_interrupts_an_answer_and_ctrl_d_leaves(notes):
         assert "\x1b]0;owned" not in shown
         press("/notes\r")
         until("ada.md")
-        # What is typed before the prompt stands there may be thrown away with the line that was typed before.
+        # Input before the prompt appears may be discarded with the line that was typed before.
         until("> ")
         press("\x04")
         until(None)
@@ -233,7 +233,7 @@ def test_in_a_terminal_ctrl_c_interrupts_an_answer_and_ctrl_d_leaves(notes):
 
 @contextmanager
 def in_terminal(*words):
-    """The command in a terminal of its own: `until` reads until a text has come (or the end), `press` types."""
+    """The command in a separate terminal: `until` reads until a text has come (or the end), `press` types."""
     child, terminal = pty.fork()
     if not child:
         # Where the tests run in the background of a shell, SIGINT is ignored, and that is inherited.

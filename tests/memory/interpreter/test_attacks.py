@@ -40,7 +40,7 @@ def fragile():
 
 
 class Place:
-    """A vault, on disk with all sorts of traps in it, and what lies around it."""
+    """A vault, on disk with all sorts of traps in it, and the files around it."""
 
     def __init__(self, kind: str, base: Path) -> None:
         self.base, self.root = base, base / "vault"
@@ -419,7 +419,7 @@ def test_quotas_and_collisions_hold(interpreter, place, name):
 
 
 def test_a_worker_has_no_data_of_the_host(interpreter):
-    """Neither the worker nor its interpreter has our environment, our folder or any file of ours."""
+    """Neither the worker nor its interpreter has our environment, our folder or any of our files."""
     assert interpreter.run("1", {}).error is None
     worker = interpreter._free.queue[0]._process.pid
     children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()

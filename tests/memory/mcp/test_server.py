@@ -182,7 +182,7 @@ def test_another_writer_is_awaited_and_then_reported(folder):
 
 
 class Slow(Script):
-    """Counts the answers it was asked for and how many at once, and waits for `go` before each."""
+    """Counts requested answers and their concurrency, and waits for `go` before each."""
 
     def __init__(self, *script):
         super().__init__(*script)

@@ -1,4 +1,4 @@
-"""`posttrain memory mcp` as a client starts it: a process of its own, whose stdout holds the protocol and nothing else."""
+"""`posttrain memory mcp` as a client starts it: a separate process, whose stdout holds the protocol and nothing else."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def talked(folder, *words, talk, log=None):
 
 
 class Held:
-    """A chat server's answers, the first of which wait for `go`; `began` is set where one is asked for."""
+    """A chat server's answers, the first of which wait for `go`; `began` is set when one is requested."""
 
     def __init__(self, *script):
         self.script, self.go, self.began = turns(*script), threading.Event(), threading.Event()
