@@ -188,7 +188,7 @@ class Trainer(Generic[Output]):
         self._finished = False
         """Whether all steps are done. The newest checkpoint is then the last, and the weights may be those of the best."""
         self._lost: list[str] = []
-        """What is missing in the log of a resumed run."""
+        """Lines that are missing in the log of a resumed run."""
         self._state: dict[str, Any] = {}
         self._random: dict[str, torch.Tensor] = {}
         self._seed_process(0)
