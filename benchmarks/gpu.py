@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --device cpu --tiny            the same code in seconds
     python benchmarks/gpu.py --parts sft-4B,decode-4B
 
-Every part runs in a process of its own with a time limit, so what fails, hangs or breaks the device is one line of
+Every part runs in a separate process with a time limit, so what fails, hangs or breaks the device is one line of
 the table and the others go on; rows that a part had finished are kept. The column `check` has the verdicts of
 `accelerator/checks.py`. Parts for more GPUs than the machine has are not run, and say so.
 
@@ -62,7 +62,7 @@ BUDGETS = {
     "trl-0.5B": 75,
     "trl-grpo-0.5B": 100,
 }
-"""Most seconds of each part, the start of its process included, in the order in which they run."""
+"""Maximum seconds of each part, the start of its process included, in the order in which they run."""
 NAN = float("nan")
 
 
@@ -179,7 +179,7 @@ def attempt(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
 
 
 def in_a_process(name: str, chosen: argparse.Namespace, limits: dict[str, float] | None, budget: float) -> list[Row]:
-    """The rows of a part that runs in a process of its own for at most `budget` seconds."""
+    """The rows of a part that runs in a separate process for at most `budget` seconds."""
     command = [sys.executable, str(Path(__file__).resolve()), "--part", name, "--device", chosen.device]
     command += ["--budget", str(budget), *(["--tiny"] if chosen.tiny else [])]
     command += ["--limits", json.dumps(limits)] if limits else []

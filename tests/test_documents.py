@@ -152,7 +152,7 @@ def test_after_failures_only_missing_answers_and_scores_are_requested(capsys):
             printed = capsys.readouterr().out
             assert "1 sampled answers not used: without a score" in printed
             check_pairs()
-            # Everything is there: nothing is sampled. The one unreadable reply is asked for again.
+            # Everything is there: nothing is sampled. The one unreadable reply is requested again.
             assert main(command) == 0
             assert (len(chat.asked) - first, len(judged.requests) - asked) == (18, 1)
             # Another teacher has no place in these files.

@@ -47,7 +47,7 @@ class TokenLoss:
 
 
 def samples_of(lengths: Sequence[int], prompt_share: float, vocabulary: int, seed: int) -> list[Sample]:
-    """Streams of random tokens, each with a prompt of its own and an answer that is trained on."""
+    """Streams of random tokens, each with its own prompt and an answer that is trained on."""
     random = random_stream(seed, "benchmark streams")
     found = []
     for number, length in enumerate(lengths):

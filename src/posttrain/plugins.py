@@ -106,8 +106,8 @@ _trusted: ContextVar[tuple[str, ...] | None] = ContextVar("trusted", default=Non
 
 @contextmanager
 def trusting(words: Sequence[str]) -> Iterator[None]:
-    """Inside, Python files are executed if they are in the current folder or one of `words` has their path, and refused
-    otherwise.
+    """In this context, only Python files in the current folder, or whose path is in one of `words`, are executed; others
+    are refused.
 
     A recipe or run from another person may name any file of this machine, and the command line must not execute a file
     that its user did not name. Python callers are not restricted.

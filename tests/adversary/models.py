@@ -106,7 +106,7 @@ def _plain_answer(port: int) -> str:
 
 
 _expected = cache(_plain_answer)
-"""Port -> the greedy answer of a server that nobody has attacked yet."""
+"""Port -> the greedy answer of a server before any attack."""
 
 
 def serve(seed: int, folder: Path) -> None:
@@ -204,7 +204,7 @@ def _task_manager(include_path: str | None = None) -> Any:
 
 
 def harness(seed: int, folder: Path) -> None:
-    """A stranger's rows in a task of lm-eval, and its scores in a run: finite numbers or one sentence, and no code runs."""
+    """Untrusted rows and scores of an lm-eval task: finite numbers or one sentence, and no code runs."""
     import datasets
 
     from posttrain.evaluation import harness as harness_stage

@@ -1,4 +1,4 @@
-"""What a newcomer looks at before and after a run: the plan on one screen, the reference of keys, the rows, another folder."""
+"""The output that a new user reads before and after a run: the plan on one screen, the reference of keys, the rows."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Looking at the run directory of a stranger runs nothing that it names."""
+"""Commands that only read an untrusted run directory run no code that it names."""
 
 import re
 import shutil

@@ -246,7 +246,7 @@ def test_kernels_per_layer(device, tmp_path, thin_model):
 
 
 class Chatty(SupervisedObjective):
-    """Reads a number that nobody needs."""
+    """Reads a number without need."""
 
     def __call__(self, output, samples, weights):
         output.logprobs.sum().item()

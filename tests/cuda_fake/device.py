@@ -66,7 +66,7 @@ class FakeDevice(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         """Kernel launches by operation."""
         self.syncs: Counter[str] = Counter()
-        """Times that the CPU waits for the device, by what waits and the line of the package that caused it."""
+        """Number of times that the CPU waits for the device, by operation and line of the package."""
         self.peak = self.live
 
     @property

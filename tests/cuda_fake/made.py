@@ -77,7 +77,7 @@ def updated(learner: Updater[Any], batch: Sequence[Sample], objective: Any) -> N
 
 
 def deeper(source: Path, target: Path, layers: int) -> Path:
-    """The model at `source` with another number of layers, whose weights are drawn anew."""
+    """The model at `source` with another number of layers, whose weights are drawn again."""
     config = AutoConfig.from_pretrained(source)
     config.num_hidden_layers = layers
     config.layer_types = None

@@ -1,4 +1,4 @@
-"""Rankings of compared answers: closed-form values, ties, and what sure rewards are worth."""
+"""Rankings of compared answers: closed-form values, ties, and the calibration of confident rewards."""
 
 import numpy as np
 import pytest

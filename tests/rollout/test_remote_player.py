@@ -74,7 +74,7 @@ def play(server, seeds=(1,), **keys):
 
 
 def always(*replies):
-    """Gives the replies in turn, the last one for ever."""
+    """Gives the replies in turn and repeats the last one."""
     left = list(replies)
     return lambda request: left.pop(0) if len(left) > 1 else left[0]
 

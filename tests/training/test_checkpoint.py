@@ -1,4 +1,4 @@
-"""Checkpoints: verified when read, rotated, and never left in pieces."""
+"""Checkpoints: verified when read, rotated, and never incomplete."""
 
 import errno
 import io
@@ -96,7 +96,7 @@ def test_weights_of_another_model_are_refused(saved, tiny_model, tmp_path):
     from ..conftest import save_tiny_model
 
     other = save_tiny_model(tmp_path / "qwen", "qwen2")
-    with pytest.raises(InputError, match=r"has another model than"):
+    with pytest.raises(InputError, match=r"does not have the model of"):
         Policy(ModelRecipe(path=str(other))).restore(saved.path(4) / "policy")
 
 

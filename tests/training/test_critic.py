@@ -26,7 +26,7 @@ from .test_rl import lines, train
 PPO = {"credit": {"type": "gae"}, "critic": {"optimizer": {"learning_rate": 3e-3}}}
 
 REWARD = '''def kind(answer, **row):
-    """One point where the prompt says dragon, whatever the answer."""
+    """One point where the prompt says dragon, for any answer."""
     return 1.0 if row["word"] == "dragon" else 0.0
 '''
 
@@ -159,7 +159,9 @@ def test_another_tokenizer_is_refused(tiny_model, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<|more|>"])
     tokenizer.save_pretrained(other)
-    with pytest.raises(InputError, match=r"critic\.path: .*other has another tokenizer than .*leave critic\.path out"):
+    with pytest.raises(
+        InputError, match=r"critic\.path: .*other does not have the tokenizer of .*leave critic\.path out"
+    ):
         train(tiny_model, tmp_path, credit={"type": "gae"}, critic={"path": str(other)})
 
 

@@ -59,7 +59,7 @@ def test_weights_are_the_passes_over_a_source_per_epoch():
         assert len(half) == 5
         assert all(counts[name] == 1 for name in half)
         halves.append(frozenset(half))
-    # Each epoch takes a half of its own, and no row is forgotten for ever.
+    # Each epoch takes its own half, and no row is left out.
     assert len(set(halves)) > 10
     assert len(frozenset.union(*halves)) == 10
 
@@ -115,7 +115,7 @@ def test_rows_of_one_prompt_stay_on_one_side(prompts, count, seed, test):
     try:
         kept, validation, final = hold_out(given_rows, count, seed, test)
     except InputError:
-        # For each part, at most the rows of one prompt more than was asked for are taken.
+        # For each part, at most the rows of one prompt more than requested are taken.
         assert count + (1 + test) * max(sizes.values(), default=1) > len(everything)
         return
     held = [*validation, *final]

@@ -66,8 +66,8 @@ def gae(
 def length_adaptive_lambda(length: int, alpha: float) -> float:
     """max(0, 1 - 1 / (alpha x length)): the GAE lambda of an episode of `length` sampled tokens.
 
-    The weights lambda^j of later errors then sum to about alpha x length, a fixed share of the episode, whatever its
-    length. Source: Yue et al. 2025, "VAPO", arXiv 2504.05118, length-adaptive GAE, with alpha 0.05.
+    The weights lambda^j of later errors then sum to about alpha x length, a fixed share of every
+    episode. Source: Yue et al. 2025, "VAPO", arXiv 2504.05118, length-adaptive GAE, with alpha 0.05.
     """
     return max(0.0, 1.0 - 1.0 / (alpha * length)) if length else 0.0
 

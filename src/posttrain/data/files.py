@@ -52,7 +52,7 @@ _HUB_SECONDS = 10.0
 def read_rows(source: SourceRecipe) -> Iterator[Row]:
     """Return the rows of a file, of all files of a directory sorted by name, or of a hub data set.
 
-    InputError, at the call, if nothing of that name exists or nothing can be read.
+    InputError, at the call, if there is no such file or data set, or if it cannot be read.
     """
     path = Path(source.path).expanduser()
     if path.is_dir():

@@ -88,7 +88,7 @@ class ScoringServers:
             for token, text in list(zip(ids, answer.texts, strict=True))[1:]:
                 if text is not None and text.translate(_MARKS).strip() != decode(token).strip():
                     raise InputError(
-                        f"{self.what}.urls: the model at {url} has another tokenizer than the policy: token {token} is {text!r} "
+                        f"{self.what}.urls: the model at {url} does not have the tokenizer of the policy: token {token} is {text!r} "
                         f"there and {decode(token)!r} here; distill from a teacher with the policy's tokenizer"
                     )
         if not unknown:

@@ -225,7 +225,7 @@ class JsonAnswer(Environment):
         chosen = random.choice(len(topic), size=int(random.integers(low, high + 1)), replace=False)
         self._types = {topic[i].key: topic[i].type for i in chosen}
         self._right = {topic[i].key: drawn[topic[i].key][0] for i in chosen}
-        # The first sentence identifies the subject. The others are in random order, and not all are asked for.
+        # The first sentence identifies the subject. The others are in random order, and some have no question.
         rest = random.permutation(np.arange(1, len(topic)))
         text = " ".join(drawn[topic[i].key][1] for i in [0, *rest])
         form = ", ".join(f'"{key}": {type}' for key, type in self._types.items())

@@ -35,7 +35,7 @@ class Critic(RewardModel):
 
         def read() -> torch.Tensor:
             before = hidden_states(self.model, ids, positions, row.layout)[at]
-            # Computed in float32 whatever the dtype of the weights, as rewards are.
+            # Computed in float32 for any dtype of the weights, as rewards are.
             return torch.nn.functional.linear(before.float(), self._head().weight.float()).squeeze(1)
 
         raw = self.compute(read)
@@ -51,7 +51,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden, dtype=torch.float32, device=device))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        # Computed in float32 whatever the dtype of the trunk, as a separate critic's values are.
+        # Computed in float32 for any dtype of the trunk, as the values of a separate critic are.
         return torch.nn.functional.linear(states.float(), self.weight)[:, 0]
 
 

@@ -103,7 +103,7 @@ def compiled() -> Functions:
 
 
 def resolve_fused(name: Fused, device: torch.device) -> Literal["own", "liger", "compiled", "none"]:
-    """What `model.fused` selects on `device`. InputError for Liger's kernels on a CPU."""
+    """The layers that `model.fused` selects on `device`. InputError for Liger's kernels on a CPU."""
     if name == "auto":
         return "liger" if device.type == "cuda" and find_spec("liger_kernel") is not None else "own"
     if name == "liger" and device.type == "cpu":

@@ -229,9 +229,11 @@ class TrainedModel:
                 # Tied weights are saved under one name.
                 mismatched = [name for name, _ in self.trainable() if name not in tensors] + loaded.unexpected_keys
         except RuntimeError as error:
-            raise InputError(f"{directory}: weights have other shapes than those of {self.recipe.path}") from error
+            raise InputError(f"{directory}: weights do not have the shapes of {self.recipe.path}") from error
         if mismatched:
-            raise InputError(f"{directory} has another model than {self.recipe.path}: they differ in {mismatched[0]}")
+            raise InputError(
+                f"{directory} does not have the model of {self.recipe.path}: they differ in {mismatched[0]}"
+            )
 
     def export(self, directory: Path) -> None:
         """Write the model so that transformers (or peft, with `lora.export: adapter`) loads it from `directory`."""

@@ -155,7 +155,7 @@ class RewardModel(TrainedModel):
 
         def read() -> torch.Tensor:
             hidden = hidden_states(self.model, ids, positions, layout)[at]
-            # Computed in float32 whatever the dtype of the weights, so that close rewards do not become equal.
+            # Computed in float32 for any dtype of the weights, so that close rewards do not become equal.
             return torch.nn.functional.linear(hidden.float(), self._head().weight.float()).squeeze(1)
 
         return self.compute(read)

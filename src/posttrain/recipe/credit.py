@@ -117,7 +117,7 @@ class ValueCredit(Credit):
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """GAE lambda within the episode. 1: Monte Carlo returns. 0: one-step TD."""
     critic_lambda: float | None = Field(None, ge=0, le=1)
-    """GAE lambda of the critic's targets. 1, as in VAPO: the targets are Monte Carlo returns, whatever the policy uses. Null: that of the policy."""
+    """GAE lambda of the critic's targets. 1, as in VAPO: the targets are Monte Carlo returns for any lambda of the policy. Null: the lambda of the policy."""
     length_alpha: float | None = Field(None, gt=0)
     """Length-adaptive GAE lambda of VAPO: an episode of n sampled tokens has 1 - 1 / (length_alpha x n), at least 0, instead of `gae_lambda`. VAPO uses 0.05. Null: off."""
     whiten: bool = True
@@ -190,7 +190,7 @@ def register_credit(name: str) -> Callable[[F], F]:
     parameters, which need type annotations, become keys of the `credit` section.
 
     Raises:
-        ValueError: `name` is a built-in credit, or a parameter has another name than those above.
+        ValueError: `name` is a built-in credit, or a parameter has a name that is not listed above.
     """
 
     def registered(function: F) -> F:

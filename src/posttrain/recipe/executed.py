@@ -1,4 +1,4 @@
-"""What a recipe executes on this machine: Python files, functions of modules, programs, tasks of lm-eval, the code of models.
+"""The code that a recipe executes on this machine: Python files, functions, programs, tasks of lm-eval, code of models.
 
 The recipe of a run may come from an untrusted source, and resuming the run would execute it.
 """

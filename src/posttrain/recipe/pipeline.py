@@ -66,7 +66,7 @@ class PipelineStage(BaseConfig):
     inputs: list[str] = []
     """Earlier stages whose models or files it uses, `upstream` among them (`stage:NAME` or `stage:NAME/FILE` in its keys)."""
     recipe: Recipe | ConvertRecipe
-    """What the stage does, with its own name, directory and model filled in."""
+    """The settings of the stage, with its name, directory and model filled in."""
 
 
 class PipelineRecipe(BaseConfig):

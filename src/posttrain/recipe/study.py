@@ -55,7 +55,7 @@ Values = Annotated[
     Annotated[Range, Tag("range")] | Annotated[Together, Tag("together")] | Annotated[list[Any], Tag("choices")],
     Discriminator(lambda value: _kind_of(value)),
 ]
-"""What is searched under one name."""
+"""The search space under one name."""
 
 
 def _kind_of(value: Any) -> str:
@@ -80,7 +80,7 @@ class Limit(BaseConfig):
 
 
 class Objective(BaseConfig):
-    """What is optimized: a trial's value is that of its best evaluation after the start."""
+    """The optimized metric. A trial's value is that of its best evaluation after the start."""
 
     metric: str
     """Held-out metric of the learning curve: `validation/...` for rows; `success`, `return` or `score/...` for episodes."""

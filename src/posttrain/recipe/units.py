@@ -79,7 +79,7 @@ UnitsRecipe = Annotated[StepUnits | EntropyUnits | TextUnits | WholeUnits, Field
 
 class _Mixed(BaseConfig):
     beta: float = Field(0.8, ge=0, le=1)
-    """Share of unit credit; 1 - beta is credit of the outcome. 0: unit credit is logged, and only the outcome is learned from."""
+    """Share of unit credit; 1 - beta is credit of the outcome. 0: unit credit is logged, and only the outcome trains the policy."""
 
 
 class _Read(_Mixed):

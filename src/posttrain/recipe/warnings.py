@@ -421,7 +421,7 @@ def _truncated(sampling: SamplingRecipe) -> list[str]:
     if not keys or sampling.temperature == 0:
         return []
     return [
-        f"{' and '.join(keys)} truncate the distribution that is sampled from, but the log-probabilities that are learned from "
+        f"{' and '.join(keys)} truncate the sampling distribution, but the log-probabilities in the loss "
         "are those of the full vocabulary: the gradient also moves probability between kept and left-out tokens, and "
         "policy/entropy and policy/kl are biased; sample from the full vocabulary (top_p 1, top_k 0, min_p 0)"
     ]

@@ -69,7 +69,7 @@ def drop_stale(
     """Drop episodes with a token older than `max_staleness` updates.
 
     If that leaves a group with fewer than `smallest_group` episodes, the rest of the group is dropped as well, because
-    a group baseline compares episodes of the group. Groups that lost no episode are kept, whatever their size.
+    a group baseline compares episodes of the group. Groups that lost no episode are kept at any size.
 
     Returns (kept episodes, number of stale episodes, number dropped because their group became too small).
     """

@@ -272,7 +272,7 @@ def _saved_decoder(file: Path, changed: int) -> Decode | None:
 
     try:
         return partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=False)
-    except Exception:  # a damaged tokenizer counts as missing, whatever its error
+    except Exception:  # a damaged tokenizer counts as missing, for any error
         return None
 
 

@@ -32,7 +32,7 @@ class Table:
     headings: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     note: str
-    """What `n` counts, and the kind of intervals."""
+    """The unit that `n` counts, and the kind of intervals."""
     words: tuple[str, ...] = ("policy", "note")
     played: bool = False
     """Whether the rows are policies in an environment."""

@@ -20,9 +20,9 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.components import Factory
 from posttrain.recipe.credit import CriticCredit, CriticRecipe
 from posttrain.recipe.model import LearnerRecipe
+from posttrain.training.checkpoint import RemoteState
 from posttrain.training.objectives import ValueObjective
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.trainer import RemoteState
 from posttrain.training.updater import Sample, Totals, Updater, computed, on_stream
 
 
@@ -51,7 +51,7 @@ class CriticUpdater:
 
     @property
     def remote_state(self) -> RemoteState | None:
-        """What a checkpoint holds of a critic on processes of its own; None for one in this process."""
+        """The state in a checkpoint of a critic in other processes; None for a critic in this process."""
         return None
 
     @property
@@ -132,7 +132,7 @@ def open_critic(
     critic = Critic(settings.model(policy.recipe), seed)
     if critic.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise InputError(
-            f"critic.path: {settings.path} has another tokenizer than {policy.recipe.path}; the critic reads the "
+            f"critic.path: {settings.path} does not have the tokenizer of {policy.recipe.path}; the critic reads the "
             "policy's tokens, so start it from a model of the same family, or leave critic.path out"
         )
     critic.values_in_reward_units = stored_statistics

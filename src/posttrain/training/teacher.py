@@ -384,7 +384,7 @@ def _load(recipe: TeacherRecipe, policy: Policy) -> Policy:
             for ids, name in ((theirs, "teacher"), (ours, "policy"))
         ]
         raise InputError(
-            f"teacher.path: the teacher {recipe.path} has another vocabulary than the policy {policy.recipe.path} (token "
+            f"teacher.path: the teacher {recipe.path} does not have the vocabulary of the policy {policy.recipe.path} (token "
             f"{different!r} is {' and '.join(said)}); distill from a teacher with the policy's tokenizer"
         )
     teacher.model.requires_grad_(False)

@@ -31,7 +31,7 @@ from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, ta
 from posttrain.runs.storage import free_space, share_equal_files
 from posttrain.runs.tables import START, TRAINED, UNIMPROVED
 from posttrain.seeds import derive_seed
-from posttrain.training.checkpoint import Checkpoints
+from posttrain.training.checkpoint import Checkpoints, RemoteState
 from posttrain.training.evaluators import Evaluator
 from posttrain.training.results import report_results
 from posttrain.training.updater import Updater
@@ -53,17 +53,6 @@ class Checkpointable(Stateful, Protocol):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors, from which a checkpoint is written or into which it is read."""
         ...
-
-
-class RemoteState(Protocol):
-    """Tensors of a checkpoint that other processes hold, write and read. Only rank 0 makes the calls."""
-
-    size: int
-    """Bytes in a checkpoint."""
-
-    def write(self, directory: Path) -> None: ...
-
-    def read(self, directory: Path) -> None: ...
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -199,7 +188,7 @@ class Trainer(Generic[Output]):
         self._finished = False
         """Whether all steps are done. The newest checkpoint is then the last, and the weights may be those of the best."""
         self._lost: list[str] = []
-        """What is missing in the log of a resumed run."""
+        """Lines that are missing in the log of a resumed run."""
         self._state: dict[str, Any] = {}
         self._random: dict[str, torch.Tensor] = {}
         self._seed_process(0)

@@ -70,7 +70,7 @@ def _fit_warnings(path: Path, key: FitKey) -> list[str]:
     if r2 is not None and r2 >= WEAK:
         return []
     return [
-        f"unit_credit.normalizer: the position of a unit explains almost nothing of its mean reward in {key} (R² "
+        f"unit_credit.normalizer: the position of a unit hardly explains its mean reward in {key} (R² "
         f"{'none' if r2 is None else f'{r2:.3f}'}); see plots/normalizer.png of the reward model's run"
     ]
 
@@ -99,7 +99,7 @@ class Fitted:
         for what, r2 in (("mean", self.fit.r2_mean), ("spread", self.fit.r2_std)):
             if not r2 >= WEAK:
                 lines.append(
-                    f"warning: the line explains almost nothing of the {what} of rewards by position (R² below "
+                    f"warning: the line hardly explains the {what} of rewards by position (R² below "
                     f"{WEAK:g}); see the plot before you use the fit"
                 )
         return [*lines, f"params: {self.params}", f"plot: {self.plot}"]

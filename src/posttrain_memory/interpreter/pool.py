@@ -158,7 +158,7 @@ class _Worker:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # The environment holds nothing of the parent's, in particular no API keys.
+                # The worker does not inherit the parent's environment variables, in particular no API keys.
                 env=_environment(),
                 cwd="/",
                 start_new_session=True,

@@ -237,7 +237,7 @@ def _placeholder(name: str) -> Callable[..., object]:
 
 
 def _answer(channel: Channel, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    """What the parent returns or raises, in the form the interpreter expects."""
+    """The result or exception of the parent, in the form the interpreter expects."""
     given = (*args, *kwargs.values())
     # NaN and infinity have no JSON form, so they are refused like other types.
     if any(isinstance(value, float) and not math.isfinite(value) for value in given) or not all(

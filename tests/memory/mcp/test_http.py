@@ -1,4 +1,4 @@
-"""The MCP server over HTTP: who is let in, and the same tools behind it."""
+"""The MCP server over HTTP: authorization, and the same tools."""
 
 import contextlib
 import http.client

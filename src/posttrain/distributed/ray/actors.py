@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class RemoteRewardModel:
-    """What unit credit needs of a reward model whose copies are on workers. Rank 0 asks them in turn, for all ranks."""
+    """The methods of a reward model that unit credit uses, for copies on workers. Rank 0 calls them in turn."""
 
     def __init__(self, source: RewardSource, workers: Sequence[WorkerClient]) -> None:
         self.workers = list(workers)
