@@ -13,7 +13,7 @@ class LetterTask(vf.Task[LetterData, vf.State, vf.TaskConfig]):
         return float(trace.last_reply == self.data.letter)
 
     @vf.reward(weight=0.5)
-    def short(self, task, trace) -> float:
+    async def short(self, task, trace) -> float:
         assert trace.num_turns == 1
         assert [message.role for message in trace.messages] == ["system", "user", "assistant"]
         return float(len(trace.last_reply) == 1)
