@@ -1,7 +1,7 @@
-"""Sampled tokens a second: the local engine against transformers' generate, its continuous batching, and vLLM on a CPU.
+"""Sampled tokens a second: the local engine against transformers' generate, its continuous batching, vLLM and llama.cpp.
 
 Chat prompts of 60 to 200 tokens in groups, answers of lognormal length (median 48, mean 65, at most 256), sampled at
-temperature 1 from the whole vocabulary. Each side is asked for the same prompts and lengths, in turn, in a process of
+temperature 1 from the whole vocabulary. Each side gets the same prompts and lengths, in turn, in a process of
 its own that sleeps while others are measured; no prompt comes twice, so caches help within a job only.
 """
 
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ from harness.models import MODELS, emulates_bfloat16, model_directory
 from harness.table import show
 from harness.timing import available_threads, in_turn, middle, ratio
 from limits import Limits, job_bound, measure_limits
-from sides import vllm_side
+from sides import llama_side, vllm_side
 from sides.process import Worker
 from sides.workload import PROMPTS, Job, first_token_job, make_job
 
 from posttrain.planning.model_sizes import model_sizes
 
-OURS, GENERATE, CONTINUOUS, VLLM = "posttrain", "generate", "continuous batching", "vLLM"
+OURS, GENERATE, CONTINUOUS, VLLM, LLAMA = "posttrain", "generate", "continuous batching", "vLLM", "llama.cpp"
 SIDES = (
     f"{OURS} float32",
     f"{OURS} bfloat16",
@@ -32,7 +33,10 @@ SIDES = (
     f"{GENERATE} bfloat16",
     f"{CONTINUOUS} bfloat16",
     f"{VLLM} bfloat16",
+    *(f"{LLAMA} {format}" for format in llama_side.FORMATS),
 )
+CONTEXT = PROMPTS[1] + 256 + 64
+"""Tokens of the longest request, its template and answer included."""
 WARMUP = -1
 """Number of the job that comes before the first round."""
 
@@ -46,15 +50,34 @@ class Point:
     requests: int
 
 
-def start(side: str, chosen: argparse.Namespace, model: str, python: str | None) -> Worker:
+@dataclass(frozen=True)
+class Peers:
+    """Where other engines are; None for one that is not installed."""
+
+    vllm: str | None
+    """The interpreter that has vLLM."""
+    llama: str | None
+    """The executable of llama.cpp's server."""
+
+    def missing(self) -> dict[str, str]:
+        """Name of each engine that is not installed -> how to get it."""
+        found = {VLLM: (self.vllm, vllm_side.ABSENT), LLAMA: (self.llama, llama_side.ABSENT)}
+        return {name: absent for name, (place, absent) in found.items() if place is None}
+
+
+def start(side: str, chosen: argparse.Namespace, model: str, peers: Peers) -> Worker:
     """The worker of `side`."""
     name, _, dtype = side.rpartition(" ")
-    settings = {"model": model, "dtype": dtype, "threads": chosen.threads}
+    settings: dict[str, Any] = {"model": model, "dtype": dtype, "threads": chosen.threads}
     if name == VLLM:
-        assert python is not None
+        assert peers.vllm is not None
         return vllm_side.start(
-            python, model, chosen.threads, max(chosen.in_flight), PROMPTS[1] + 256 + 64, eager=not chosen.vllm_compiled
+            peers.vllm, model, chosen.threads, max(chosen.in_flight), CONTEXT, eager=not chosen.vllm_compiled
         )
+    if name == LLAMA:
+        file = llama_side.gguf_file(Path(model), llama_side.FORMATS[dtype])
+        settings |= {"server": peers.llama, "file": str(file), "context": CONTEXT}
+        return Worker("sides.llama_worker", settings, chosen.threads)
     if name == OURS:
         return Worker("sides.posttrain_worker", settings, chosen.threads)
     way = "generate" if name == GENERATE else "continuous"
@@ -93,14 +116,20 @@ def table(
     def speeds(side: str) -> list[float]:
         return [outcome["speed"] for outcome in found.get(side, [])]
 
-    # The peer at its best: in whichever precision it is faster.
-    generate = max((f"{GENERATE} {dtype}" for dtype in limits), key=lambda side: middle(speeds(side) or [0.0]))
+    def fastest(name: str, *dtypes: str) -> list[float]:
+        return max((speeds(f"{name} {dtype}") for dtype in dtypes), key=lambda found: middle(found or [0.0]))
+
     prompts = sum(map(len, jobs[0].prompts))
     rows = []
     for side, outcomes in found.items():
         dtype = side.rpartition(" ")[2]
         width = 4 if dtype == "float32" else 2
-        least = [job_bound(sizes, width, job.prompts, job.lengths, point.in_flight, limits[dtype]) for job in jobs]
+        least = [
+            job_bound(sizes, width, job.prompts, job.lengths, point.in_flight, limits[dtype])
+            if dtype in limits
+            else 0.0
+            for job in jobs
+        ]
         reused = [outcome["reused"] for outcome in outcomes if outcome["reused"] is not None]
         rows.append(
             {
@@ -108,9 +137,12 @@ def table(
                 "in flight": point.in_flight,
                 "group": point.group,
                 "tokens/s": middle(speeds(side)),
-                "x generate": ratio(speeds(side), speeds(generate)),
+                "x generate": ratio(speeds(side), fastest(GENERATE, "float32", "bfloat16")),
                 "x vLLM": ratio(speeds(side), speeds(f"{VLLM} bfloat16")),
-                "of the bound": middle([b / o["seconds"] for b, o in zip(least, outcomes, strict=True)]),
+                "x llama.cpp": ratio(speeds(side), fastest(LLAMA, "bfloat16", "float16")),
+                "of the bound": middle([b / o["seconds"] for b, o in zip(least, outcomes, strict=True)])
+                if dtype in limits
+                else None,
                 "first token s": middle([outcome["first token"] for outcome in outcomes]),
                 "prompts reused": middle(reused) / prompts if reused else None,
                 "peak GB": outcomes[-1]["peak"] / 1e9,
@@ -131,6 +163,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of a job after which a side is left out")
     parser.add_argument("--sides", help="run those whose name holds one of these words, separated by commas")
     parser.add_argument("--vllm-python", metavar="FILE", help="the interpreter that has vLLM")
+    parser.add_argument("--llama-server", metavar="FILE", help="llama.cpp's server")
     parser.add_argument("--vllm-compiled", action="store_true", help="let vLLM compile the model first")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     chosen = parser.parse_args()
@@ -156,29 +189,29 @@ def main() -> None:
     chosen = options()
     words = [word.strip() for word in (chosen.sides or "").split(",")]
     names = [side for side in SIDES if any(word in side for word in words)]
-    python = vllm_side.find_python(chosen.vllm_python)
+    peers = Peers(vllm_side.find_python(chosen.vllm_python), llama_side.find_server(chosen.llama_server))
     notes = []
     if not chosen.sides and (emulated := emulates_bfloat16()):
         names = [name for name in names if "bfloat16" not in name]
         notes.append(emulated)
-    if python is None and any(VLLM in name for name in names):
-        names = [name for name in names if VLLM not in name]
-        notes.append(vllm_side.ABSENT)
-        print(vllm_side.ABSENT, file=sys.stderr)
+    for peer, absent in peers.missing().items():
+        if any(peer in name for name in names):
+            names = [name for name in names if peer not in name]
+            notes.append(absent)
+            print(absent, file=sys.stderr)
     if not names:
         raise SystemExit(f"--sides: there is no side called {chosen.sides} to run; there is {', '.join(SIDES)}")
     model = model_directory(chosen.model)
     tokenizer, sizes = AutoTokenizer.from_pretrained(model), model_sizes(str(model))
     torch.set_num_threads(chosen.threads)
-    limits = {
-        dtype: measure_limits(getattr(torch, dtype)) for dtype in dict.fromkeys(n.rpartition(" ")[2] for n in names)
-    }
+    dtypes = {name.rpartition(" ")[2] for name in names}
+    limits = {dtype: measure_limits(getattr(torch, dtype)) for dtype in ("float32", "bfloat16") if dtype in dtypes}
     rows, workers = [], {}
     # Sleeping workers outlive a parent that is ended without closing them.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         for name in names:
-            workers[name] = start(name, chosen, str(model), python)
+            workers[name] = start(name, chosen, str(model), peers)
         for point in points(chosen):
             found, jobs = measure(workers, point, chosen.rounds, tokenizer, chosen.limit)
             for name in set(workers) - set(found):
@@ -195,7 +228,7 @@ def main() -> None:
     notes += [
         f"{chosen.model}, {chosen.threads} threads, medians of {chosen.rounds} rounds in turn; a job has "
         f"{chosen.requests or 'twice as many requests as are in flight, at least 4'}; tokens/s count sampled tokens over the whole job, prompts included",
-        "x generate: against transformers' generate in its faster precision; first token: median of a burst of as many as are in flight",
+        "x generate, x llama.cpp: against the faster of their 16-bit (generate: also float32) formats; first token: median of a burst of as many as are in flight",
         *(
             f"{dtype}: products {limit.products / 1e9:,.0f} GFLOP/s, reading {limit.reading / 1e9:.1f} GB/s"
             for dtype, limit in limits.items()

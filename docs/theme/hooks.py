@@ -108,6 +108,7 @@ MEANINGS = {
     "time/step": "seconds of the step",
     "time/units": "seconds of unit credit, part of `time/credit`",
     "time/waited_for_learner": "seconds that sampling waited for weights",
+    "time/weights": "seconds of sending weights to the engine, part of `time/rollout`",
     "tokens/discarded": "tokens of restarted episodes",
     "tokens/prefilled": "prompt tokens computed",
     "tokens/reused": "prompt tokens taken from the cache",

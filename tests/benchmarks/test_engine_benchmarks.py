@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,7 +131,7 @@ def test_jobs_share_prompts_in_groups_and_never_repeat_them(importable, cache, m
     prompts = [{tuple(prompt) for prompt in job.prompts} for job in jobs]
     assert [len(distinct) for distinct in prompts] == [2] * 4
     assert len(set().union(*prompts)) == 8
-    # Every job asks for the same lengths in an order of its own.
+    # Every job asks for the same lengths in its own order.
     assert len({tuple(sorted(job.lengths)) for job in jobs}) == 1
     assert len({tuple(job.lengths) for job in jobs}) == 4
     assert all(PROMPTS[0] - 8 <= len(prompt) <= PROMPTS[1] + 8 for job in jobs for prompt in job.prompts)
@@ -139,18 +140,21 @@ def test_jobs_share_prompts_in_groups_and_never_repeat_them(importable, cache, m
 
 
 @pytest.mark.slow
-def test_generation_compares_the_engines_and_reports_that_vllm_is_missing(cache):
+def test_generation_compares_the_engines_and_reports_which_are_missing(cache):
     table, printed = run(
         cache, "generation", "--model=qwen3", "--in-flight=2", "--groups=2", "--requests=4", "--rounds=1",
-        "--sides=posttrain float32,generate float32,vLLM", "--vllm-python=/nonexistent/python",
+        "--sides=posttrain float32,generate float32,vLLM,llama.cpp", "--vllm-python=/nonexistent/python",
+        "--llama-server=/nonexistent/llama-server",
     )  # fmt: skip
     rows = {row["side"]: row for row in table["rows"]}
     assert set(rows) == {"posttrain float32", "generate float32"}
     assert "vLLM is left out" in printed
+    assert "llama.cpp is left out" in printed
     ours, theirs = rows["posttrain float32"], rows["generate float32"]
     assert ours["x generate"] == pytest.approx(ours["tokens/s"] / theirs["tokens/s"])
     assert theirs["x generate"] == pytest.approx(1.0)
     assert ours["x vLLM"] is None
+    assert ours["x llama.cpp"] is None
     # Half of the prompts stand in for their neighbours, but for the last token.
     assert 0.45 < ours["prompts reused"] < 0.55
     assert theirs["prompts reused"] == 0
@@ -183,6 +187,48 @@ def test_vllm_never_has_more_in_flight_than_the_others(importable):
     outputs = answer_all(engine, [(str(i), {}, length) for i, length in enumerate(lengths)], 3)
     assert sorted(output.name for output in outputs) == [str(i) for i in range(7)]
     assert engine.most == 3
+
+
+def test_llama_cpp_never_has_more_in_flight_than_the_others(importable):
+    import threading
+
+    from sides.llama_worker import answer_all
+
+    lock, full = threading.Lock(), threading.Barrier(3, timeout=10)
+    now, most = 0, 0
+
+    def ask(request):
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        full.wait()
+        with lock:
+            now -= 1
+        return {"tokens_predicted": request["n_predict"], "timings": {"cache_n": len(request["prompt"])}}
+
+    job = {"prompts": [[1, 2]] * 6, "lengths": [5] * 6, "in_flight": 3, "temperature": 1.0, "seed": 0}
+    outcome = answer_all(ask, job)
+    assert most == 3
+    assert outcome["tokens"] == 30
+    assert outcome["reused"] == 12
+    assert 0 < outcome["first"] <= outcome["seconds"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("POSTTRAIN_LLAMA_SERVER", "llama-server")) is None, reason="no llama-server"
+)
+def test_generation_compares_with_llama_cpp(cache):
+    table, _ = run(
+        cache, "generation", "--model=qwen3", "--in-flight=2", "--groups=1", "--requests=4", "--rounds=1",
+        "--sides=posttrain float32,llama.cpp float16,llama.cpp q8_0",
+    )  # fmt: skip
+    rows = {row["side"]: row for row in table["rows"]}
+    assert set(rows) == {"posttrain float32", "llama.cpp float16", "llama.cpp q8_0"}
+    assert rows["llama.cpp float16"]["x llama.cpp"] == pytest.approx(1.0)
+    assert all(row["tokens/s"] > 0 and row["peak GB"] > 0.01 for row in rows.values())
+    assert rows["llama.cpp q8_0"]["of the bound"] is None
 
 
 def test_a_worker_that_is_not_waited_for_is_ended(importable, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from posttrain.engines.local.cache import (
-    CompiledDecodingAttention,
+    CompiledAttention,
     KeyValuePages,
     Prefix,
     Segment,
@@ -21,11 +21,11 @@ from posttrain.engines.local.cpu.kernel import PAGE, decoding_kernel
 SLOTS, HEADS, GROUPS, SIZE = 12, 2, 3, 64
 
 
-def compiled(singles, window, dtype):
-    built = decoding_kernel(dtype, SIZE, GROUPS)
+def compiled(segments, window, dtype, size=SIZE):
+    built = decoding_kernel(dtype, size, GROUPS)
     if built is None:
         pytest.skip("there is no C++ compiler")
-    return CompiledDecodingAttention(built, singles, window)
+    return CompiledAttention(built, segments, window)
 
 
 IMPLEMENTATIONS = {
@@ -34,18 +34,19 @@ IMPLEMENTATIONS = {
 }
 
 
-def filled(dtype, segments):
+def filled(dtype, segments, size=SIZE):
     """A cache whose slots hold random keys and values; slots of one prefix hold the same ones there."""
     generator = torch.Generator().manual_seed(0)
     cache = KeyValuePages(SLOTS)
     cache.reserve(3 * PAGE)
-    shape = (3, SLOTS, HEADS, PAGE, SIZE)
+    shape = (3, SLOTS, HEADS, PAGE, size)
     cache.keys[0], cache.values[0] = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     for segment in segments:
         if segment.prefix is not None:
             first = next(s.slot for s in segments if s.prefix is segment.prefix)
             cache.copy_prefix(first, segment.slot, segment.prefix.tokens)
-    queries = torch.randn(len(segments), HEADS, GROUPS, SIZE, generator=generator).to(dtype)
+    tokens = sum(segment.count for segment in segments)
+    queries = torch.randn(tokens, HEADS, GROUPS, size, generator=generator).to(dtype)
     return cache, queries
 
 
@@ -78,6 +79,27 @@ def test_attention_is_the_plain_formula(implementation, dtype, bound, window):
     out = IMPLEMENTATIONS[implementation](segments, window, dtype)(cache.keys[0], cache.values[0], queries, 0.1)
     assert out.dtype == dtype
     assert (out.double() - plain(cache, queries, segments, window)).abs().max() < bound
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_prompts_are_attended_with_decoding_sequences(size, dtype, bound, window, by_head):
+    together = Prefix(PAGE + 5)
+    group = [
+        Segment(slot, PAGE + 5 + slot, count, together) for slot, count in ((4, 1), (5, 9), (6, 2), (7, 3), (8, 1))
+    ]
+    segments = [Segment(0, 3, 1), *group, Segment(1, 0, PAGE + 3), Segment(2, PAGE - 2, 5), Segment(3, 0, 2)]
+    assert shared_pages(segments)
+    cache, queries = filled(dtype, segments, size)
+    tokens = [Segment(s.slot, position, 1) for s in segments for position in range(s.start, s.start + s.count)]
+    expected = plain(cache, queries, tokens, window)
+    if by_head:
+        queries = queries.flatten(1, 2).transpose(0, 1).contiguous().transpose(0, 1).unflatten(1, (HEADS, GROUPS))
+        assert not queries[0].is_contiguous()
+    out = compiled(segments, window, dtype, size)(cache.keys[0], cache.values[0], queries, 0.1)
+    assert (out.double() - expected).abs().max() < bound
 
 
 def test_shared_prompts_are_read_from_one_slot():

@@ -90,7 +90,7 @@ def as_list(value):
 
 
 def added(entry):
-    """Sentences about the numbers of the last recipe file that are none of the document's and that no row names."""
+    """Sentences about the numbers of the last recipe file that are not in the document and that no row names."""
     known = {number["key"] for number in entry["numbers"].values() if "key" in number}
     missing = []
     for key, number in leaves(read_file(str(ROOT / "recipes" / f"{entry['recipe'][-1]}.yaml")).values):

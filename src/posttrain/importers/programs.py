@@ -1,4 +1,4 @@
-"""One program of another framework: its flags, what it does without them, and how they become a recipe."""
+"""One program of another framework: its flags, its defaults, and how they are converted to a recipe."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from posttrain.recipe.validation import nearest_type
 
 @dataclass(frozen=True)
 class Program:
-    """`stage`: the stage of the recipe. `rules`: what to make of each flag.
+    """`stage`: the stage of the recipe. `rules`: the conversion of each flag.
 
-    `defaults`: values of flags that have an effect without being given. `implied`: rows of what the framework does and no flag
-    changes. `other_names`: names of the same flags in other versions. `rows_of`: flag that names the training data.
+    `defaults`: default values of flags that affect the result. `implied`: rows for behavior of the framework that no
+    flag changes. `other_names`: names of the same flags in other versions. `rows_of`: the flag with the training data.
     """
 
     framework: str
@@ -38,7 +38,7 @@ class Program:
         return self.other_names.get(plain, plain)
 
     def table(self, words: list[tuple[str, str]], rows: int | None) -> list[Row]:
-        """A row for each flag, for each default that has an effect, and for what the framework does without a flag."""
+        """A row for each flag, for each default that has an effect, and for behavior that no flag changes."""
         given, written, shown = {}, {}, {}
         for flag, value in words:
             name, turned = self._switched(self.name_of(flag))
@@ -72,7 +72,7 @@ class Program:
         return found
 
     def _switched(self, name: str) -> tuple[str, str]:
-        """The switch that `no_NAME` turns off, and `false`; other flags as they are."""
+        """For `no_NAME`, the switch and `false`; other flags unchanged."""
         plain = self.name_of(name.removeprefix("no_"))
         rule = self.rules.get(plain)
         if self.negation and name not in self.rules and name != plain and rule is not None and rule.switch:
@@ -94,7 +94,7 @@ class Program:
 
 
 def values_of(rows: Iterable[Row]) -> dict[str, Any]:
-    """Dotted keys of the recipe with their values. InputError where two flags set a key to different values."""
+    """Dotted keys of the recipe with their values. Raises InputError if two flags set a key to different values."""
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for row in rows:

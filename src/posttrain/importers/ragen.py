@@ -210,7 +210,7 @@ def _row(name: str, value: str, keys: Mapping[str, Any], note: str = "") -> Row:
 
 
 def _of_rl(_: Flags) -> Iterator[Row]:
-    """What the trainer of the first version fixes."""
+    """Rows for values that the trainer of the first version hard-codes."""
     yield _row("top_p", "0.95", {"rollout.sampling.top_p": 0.95})
     yield _row("end of an answer", "cut after </answer>", {"rollout.stop_strings": ["</answer>"]})
     yield _row(
@@ -233,7 +233,7 @@ def _of_rl(_: Flags) -> Iterator[Row]:
 
 
 _MOVES = {"sokoban": 3.2, "frozenlake": 3.2, "two_armed_bandit": 1.0}
-"""Mean moves of an expert's trace, which the original trains on one by one."""
+"""Mean number of moves in an expert's trace; in the original, each move is one training row."""
 
 
 def _traces(flags: Flags) -> tuple[Mapping[str, Any], str]:

@@ -1,7 +1,7 @@
 """Scripts of the four experiments: units, pipelines, searches, evaluation and plots.
 
-Most of them become a command of this package. Those that train with positional arguments become a recipe of this package with
-other keys.
+Most of them become a command of this package. Those that train with positional arguments become a recipe of this
+package with other keys.
 """
 
 import re
@@ -31,7 +31,8 @@ from posttrain.importers.rows import (
 class Script:
     """A script: the command of this package that replaces it, or the recipes that its arguments change.
 
-    `positions`: names of positional arguments. Keys of the rules are options (`--workers`), arguments (`FILE`) or recipe keys.
+    `positions`: names of positional arguments. Keys of the rules are options (`--workers`), arguments (`FILE`) or
+    recipe keys.
     """
 
     program: Program
@@ -48,7 +49,7 @@ class Script:
         return list(zip(self.positions, words, strict=False))
 
     def replacement(self, rows: Iterable[Row]) -> str:
-        """The command with the options and keys of the rows; empty where a recipe is made."""
+        """The command with the options and keys of the rows; empty if a recipe is made."""
         if not self.command:
             return ""
         values = {key: value for row in rows for key, value in row.answer.keys.items()}
@@ -63,7 +64,7 @@ class Script:
 
 
 def _results(option: str, suffix: str) -> Rule:
-    """The file of results: each command has one of its own in the folder of the model."""
+    """The file of results: a separate one for each command, in the folder of the model."""
 
     def apply(value: str, _: Flags) -> Answer:
         return Answer(

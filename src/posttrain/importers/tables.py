@@ -1,4 +1,5 @@
-"""The table of a command's flags as Markdown, alone or beside a ready recipe for the same experiment."""
+"""The Markdown table of a command's flags, optionally compared with a recipe of this package for the same
+experiment."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -15,9 +16,9 @@ _LOUD = {outcome: f"**{outcome}**" for outcome in ("unknown", "not supported")}
 def markdown_table(imported: Imported, recipe: str | None = None) -> str:
     """The table `| flag | value | our key | our value | outcome | note |`.
 
-    `recipe`: a recipe file. Then `our value` is the value there, and the note has the imported one where it differs, with the
-    comment of the file. Keys that only the file sets follow, with the outcome `added`; where the import begins with that file,
-    those with a comment.
+    `recipe`: a recipe file to compare with. `our value` is then the value in this file. If it differs, the note has the
+    imported value and the comment in the file. Keys that only the file sets follow with the outcome `added`; if the
+    import is based on this file, only those with a comment.
     """
     ready = _Ready(recipe, imported) if recipe is not None else None
     lines = [_HEAD]
@@ -38,7 +39,7 @@ def markdown_table(imported: Imported, recipe: str | None = None) -> str:
 
 
 class _Ready:
-    """A ready recipe beside the imported one."""
+    """A recipe file that is compared with the imported recipe."""
 
     def __init__(self, file: str, imported: Imported) -> None:
         self._values = load_recipe([file], [], imported.stage).model_dump(mode="json")
@@ -55,7 +56,8 @@ class _Ready:
         return {key: ours[key] if key in changed else value for key, value in imported.items()}, notes
 
     def added(self, named: set[str]) -> Iterator[tuple[str, Any, str]]:
-        """Keys that the file sets and no flag does, with the value and the comment, or that of a section at its first key."""
+        """Keys that only the file sets, with value and comment. The first key of a section has the section's
+        comment."""
         for key in self._given:
             inside = any(key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in named)
             if key not in named and not inside and key != "stage":

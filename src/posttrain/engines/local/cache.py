@@ -1,8 +1,8 @@
 """The paged key/value cache of the local engine, and the attention of a forward pass that fills and reads it.
 
-A pass has new tokens of many sequences (`CachedLayout`). Prompts are attended one by one. Decoding sequences, with one new
-token each, are attended together: the compiled kernel attends to every sequence by itself; without it, torch computes
-matrix products over blocks, one page of neighboring slots each. Either way, pages that several slots share are read once.
+A pass has new tokens of many sequences (`CachedLayout`). The compiled kernel attends to the tokens of decoding sequences and
+of short prompts in one call. Without it, torch attends to prompts one by one, and to decoding sequences together by matrix
+products over blocks, one page of neighboring slots each. Either way, pages that several slots share are read once.
 """
 
 import ctypes
@@ -22,12 +22,15 @@ from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.forward import upload
 
 _DONT_NEED: int | None = mmap.MADV_DONTNEED if sys.platform == "linux" else None
-"""Elsewhere it does not return memory, so there the whole cache is allocated at once."""
+"""On other systems memory cannot be returned, so the whole cache is allocated at once."""
 _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 MAX_SLOT_GAP = 8
-"""Unneeded slots between two needed ones that a block includes, because reading them costs less than another product."""
+"""Maximum gap of unneeded slots that a block includes, because reading them costs less than another product."""
 MIN_SAVED_TOKENS = 512
 """Cached tokens that sharing a prefix must save before its pages are attended separately."""
+MOST_PAIRS = 2**16
+"""Pairs of a query and a key of a prompt that the compiled kernel attends to. With more, matrix products are faster on
+processors with matrix units."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +50,11 @@ class Segment:
     prefix: Prefix | None = None
     """The prefix that the sequence shares with others; not longer than `start`."""
 
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of a query and a key that it attends to."""
+        return self.count * self.start + self.count * (self.count + 1) // 2
+
 
 # -- pages ------------------------------------------------------------------------------------------------------------
 
@@ -54,11 +62,11 @@ class Segment:
 class KeyValuePages:
     """Keys and values of all layers, each [pages, slots, H_kv, PAGE, D].
 
-    Page p of slot s holds its tokens p x PAGE .. (p + 1) x PAGE - 1. The same page of neighboring slots is contiguous in
-    memory, which makes products over many sequences fast. The number of pages grows by half at a time.
+    Page p of slot s holds its tokens p x PAGE .. (p + 1) x PAGE - 1. The same page of neighboring slots is contiguous
+    in memory, which makes products over many sequences fast. The number of pages grows by half at a time.
 
-    On a CPU the tensors reserve addresses only: the system provides the memory of a page when tokens are written to it, and
-    `drop` returns it.
+    On a CPU the tensors reserve addresses only: the system provides the memory of a page when tokens are written to it,
+    and `drop` returns it.
     """
 
     def __init__(self, slots: int) -> None:
@@ -186,7 +194,7 @@ def _return_memory(page: torch.Tensor) -> None:
         _LIBRARY.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _DONT_NEED)
 
 
-# -- what decoding reads ----------------------------------------------------------------------------------------------
+# -- plan of decoding -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -200,7 +208,7 @@ class Block:
 
 @dataclass(frozen=True)
 class SharedPages:
-    """Slots whose first `pages` pages hold the same tokens; those of the first slot are read for all."""
+    """Slots whose first `pages` pages contain the same tokens. The pages of the first slot are read for all of them."""
 
     slots: list[int]
     pages: int
@@ -208,7 +216,9 @@ class SharedPages:
 
 @dataclass(frozen=True)
 class Plan:
-    """What decoding reads: `shared` pages and `blocks`, in slots first .. stop - 1 and in the first `pages` pages."""
+    """The memory that decoding reads: `shared` pages and `blocks`, in slots first .. stop - 1 and the first `pages`
+    pages.
+    """
 
     first: int
     stop: int
@@ -257,46 +267,38 @@ def _blocks(page: int, slots: Sequence[int]) -> list[Block]:
 # -- decoding attention -----------------------------------------------------------------------------------------------
 
 
-class DecodingAttention(Protocol):
-    """Attention of the decoding sequences of a pass, for all layers with one window."""
+class PagedAttention(Protocol):
+    """Attention of several segments of a pass over the cache, for all layers with one window."""
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scaling: float) -> torch.Tensor:
         """Outputs [B, H_kv, G, D] for queries `rows` [B, H_kv, G, D]; keys and values [pages, slots, H_kv, PAGE, D]."""
         ...
 
 
-def decoding_attention(singles: Sequence[Segment], window: int | None, rows: torch.Tensor) -> DecodingAttention:
-    """The fastest implementation for segments of one token, sorted by slot; `rows` gives dtype, device and head sizes."""
-    if rows.device.type == "cpu":
-        kernel = decoding_kernel(rows.dtype, rows.shape[-1], rows.shape[-2])
-        if kernel is not None:
-            return CompiledDecodingAttention(kernel, singles, window)
-    return TorchDecodingAttention(singles, window, rows.device)
+class CompiledAttention:
+    """Attends to each token separately. Sequences that share pages read the same ones, which stay in the CPU cache."""
 
-
-class CompiledDecodingAttention:
-    """Attends to each sequence separately. Sequences that share pages read the same ones, which stay in the CPU cache."""
-
-    def __init__(self, kernel: DecodingKernel, singles: Sequence[Segment], window: int | None) -> None:
+    def __init__(self, kernel: DecodingKernel, segments: Sequence[Segment], window: int | None) -> None:
         self._kernel = kernel
-        groups = shared_pages(singles) if window is None else []
+        groups = shared_pages(segments) if window is None else []
         shared = {slot: (group.slots[0], group.pages) for group in groups for slot in group.slots}
-        self._rows = torch.tensor(
-            [
-                (s.slot, *shared.get(s.slot, (s.slot, 0)), max(0, s.start + 1 - (window or s.start + 1)), s.start + 1)
-                for s in singles
-            ]
-        )
+        of_segments = np.array([(s.slot, *shared.get(s.slot, (s.slot, 0))) for s in segments], dtype=np.int64)
+        stops = np.concatenate([np.arange(s.start + 1, s.start + s.count + 1) for s in segments])
+        firsts = np.zeros_like(stops) if window is None else np.maximum(0, stops - window)
+        of_tokens = np.repeat(of_segments, [s.count for s in segments], axis=0)
+        self._rows = torch.from_numpy(np.column_stack([of_tokens, firsts, stops]))
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scaling: float) -> torch.Tensor:
+        # Some models compute queries head by head.
+        rows = rows if rows[0].is_contiguous() else rows.contiguous()
         return self._kernel.attend(rows, keys, values, self._rows, scaling)
 
 
 class TorchDecodingAttention:
-    """Attention by a `Plan`.
+    """Attention of segments of one token by a `Plan`.
 
-    It works on all slots from the first to the last that decodes, so that memory is contiguous. Rows of slots in between
-    are computed and discarded.
+    It computes all slots from the first to the last decoding one, so that memory is contiguous. Rows of slots in
+    between are computed and discarded.
     """
 
     def __init__(self, singles: Sequence[Segment], window: int | None, device: torch.device) -> None:
@@ -361,8 +363,8 @@ class TorchDecodingAttention:
 def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Scores [R, H_kv, G, L] of `queries` [R, H_kv, G, D] with `keys` [R, H_kv, L, D].
 
-    In bfloat16 a CPU multiplies the large matrix by the small one much faster than the other way round, which copies the
-    large one into another layout first.
+    In bfloat16, a CPU multiplies the large matrix by the small one much faster than in the reverse order, which first
+    copies the large matrix into another layout.
     """
     if keys.dtype == torch.bfloat16:
         return (keys @ queries.transpose(2, 3)).transpose(2, 3)
@@ -375,27 +377,30 @@ def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 class CachedLayout:
     """A layout of new tokens of many sequences in one row. Each sequence sees its cached tokens and, causally, itself.
 
-    Segments of one token (decoding) come first, ordered by slot, and are computed together. Longer segments (prompts) are
-    computed one by one. Prefixes that decoding sequences share are read once.
+    Segments of one token (decoding) come first, ordered by slot, and are computed together. The compiled kernel also
+    computes prompts together with them, up to `MOST_PAIRS` of query and key each. Other prompts are computed one by one.
+    Prefixes that decoding sequences share are read once.
     """
 
     def __init__(self, cache: KeyValuePages, segments: Sequence[Segment], device: torch.device) -> None:
         self.cache = cache
         self.device = device
         self.singles = sorted((s for s in segments if s.count == 1), key=lambda s: s.slot)
-        self.longer = [s for s in segments if s.count > 1]
+        prompts = sorted((s for s in segments if s.count > 1), key=lambda s: s.pairs > MOST_PAIRS)
+        self.short = [s for s in prompts if s.pairs <= MOST_PAIRS]
+        self.longer = prompts[len(self.short) :]
         cache.reserve(max(s.start + s.count for s in segments))
         for segment in segments:
             cache.fill(segment.slot, segment.start + segment.count)
         self._rows: dict[int, torch.Tensor] = {}
         self._first_rows: torch.Tensor | None = None
-        self._decoding: dict[int | None, DecodingAttention] = {}
+        self._paged: dict[int | None, PagedAttention] = {}
         self._masks = MaskCache()
 
     @property
     def segments(self) -> list[Segment]:
         """The segments in row order."""
-        return self.singles + self.longer
+        return self.singles + self.short + self.longer
 
     def attend(
         self,
@@ -457,13 +462,19 @@ class CachedLayout:
     ) -> torch.Tensor:
         """Attention over the cache, which already contains the new tokens."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        offset = len(self.singles)
+        kv_heads = key.shape[1]
+        kernel = None
+        if query.device.type == "cpu":
+            kernel = decoding_kernel(query.dtype, query.shape[2], query.shape[1] // kv_heads)
+        together = self.singles if kernel is None else self.singles + self.short
+        offset = sum(s.count for s in together)
         outputs = []
-        if offset:
+        if together:
             # Query heads that share a key head become rows of one small matrix, so keys are not repeated.
-            rows = query[:offset].unflatten(1, (key.shape[1], -1))
-            outputs.append(self._decoding_attention(window, rows)(keys, values, rows, scaling).flatten(1, 2))
-        for segment in self.longer:
+            rows = query[:offset].unflatten(1, (kv_heads, -1))
+            attend = self._paged_attention(kernel, together, window)
+            outputs.append(attend(keys, values, rows, scaling).flatten(1, 2))
+        for segment in self.segments[len(together) :]:
             span = slice(offset, offset + segment.count)
             offset = span.stop
             queries, seen_keys, seen_values = (part[span].transpose(0, 1) for part in (query, key, value))
@@ -490,10 +501,16 @@ class CachedLayout:
         segment = RowSegment(before, key.shape[1], ((0, before),) if before else ())
         return attend_segments(query, key, value, [segment], scaling, window, self._masks)[:, before:]
 
-    def _decoding_attention(self, window: int | None, rows: torch.Tensor) -> DecodingAttention:
-        """The attention of the decoding rows. With a window, prefixes are not shared: it may hide parts of them."""
-        if window is not None and window > max(s.start for s in self.singles):
+    def _paged_attention(
+        self, kernel: DecodingKernel | None, segments: Sequence[Segment], window: int | None
+    ) -> PagedAttention:
+        """The attention of `segments`. With a window, prefixes are not shared: it may hide parts of them."""
+        if window is not None and window >= max(s.start + s.count for s in segments):
             window = None
-        if window not in self._decoding:
-            self._decoding[window] = decoding_attention(self.singles, window, rows)
-        return self._decoding[window]
+        if window not in self._paged:
+            self._paged[window] = (
+                TorchDecodingAttention(segments, window, self.device)
+                if kernel is None
+                else CompiledAttention(kernel, segments, window)
+            )
+        return self._paged[window]

@@ -54,7 +54,8 @@ class Verifiers(Environment):
     blocking = True
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
-        """InputError where verifiers or the taskset is not installed, or the taskset needs more than one answer."""
+        """Raises InputError if verifiers or the taskset is not installed, or if the taskset needs more than one
+        answer."""
         super().__init__(recipe)
         self._tasks = _tasks(self.recipe)
         self._task: Any = None
@@ -82,7 +83,7 @@ class Verifiers(Environment):
         return Observation(_messages(self._task))
 
     def step(self, action: str) -> Step:
-        """Score the answer. RewardFailure where a reward of the task fails, or none can be computed."""
+        """Score the answer. Raises RewardFailure if a reward of the task fails or is missing."""
         task, self._task = self._task, None
         if task is None:
             raise RuntimeError("the episode is over; call reset")
@@ -117,7 +118,7 @@ def _tasks(recipe: VerifiersRecipe) -> Sequence[Any]:
 
 @lru_cache(maxsize=16)
 def _read(name: str, keys: str, limit: int | None) -> Sequence[Any]:
-    """The tasks of a taskset. InputError where it cannot be read, or needs more than one answer."""
+    """The tasks of a taskset. Raises InputError if they cannot be read or need more than one answer."""
     require_module("verifiers.v1", _OWNER)
     loaders = require_module("verifiers.v1.utils.loaders", _OWNER)
     try:
@@ -146,7 +147,7 @@ def _read(name: str, keys: str, limit: int | None) -> Sequence[Any]:
 
 
 def _needs_more(name: str, kind: Any, config: Any, loaders: Any) -> str | None:
-    """Why a taskset cannot be played by one answer; None where it can."""
+    """The reason why one answer does not complete a task of the taskset; None if it does."""
     base = require_module("verifiers.v1.task", _OWNER).Task
     task = kind.task_type()
     if loaders.environment_class(name) is not loaders.environment_class(""):
@@ -161,7 +162,7 @@ def _needs_more(name: str, kind: Any, config: Any, loaders: Any) -> str | None:
 
 
 def _check_task(name: str, task: Any) -> None:
-    """InputError for a task without a prompt of text, or whose rewards need a sandbox or do not exist."""
+    """Raises InputError for a task without a text prompt or rewards, or with a reward that needs a sandbox."""
     place = f"environment.taskset: task {task.data.idx} of {name}"
     try:
         messages = _messages(task)
@@ -179,7 +180,7 @@ def _check_task(name: str, task: Any) -> None:
 
 
 def _messages(task: Any) -> list[Message]:
-    """The prompt. ValueError for anything but text of the system, the user and the assistant."""
+    """The prompt. Raises ValueError if it has anything but text from the system, the user and the assistant."""
     data = task.data
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if data.prompt is None or isinstance(data.prompt, str):

@@ -9,10 +9,11 @@
 #include <vector>
 
 constexpr int LANES = 16;
-constexpr int PARTS = HEAD / LANES;  // HEAD is a multiple of 64
+constexpr int PARTS = HEAD / LANES;  // HEAD is a multiple of 32
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 static inline floats load(const float* from) {
     floats x;
@@ -21,7 +22,7 @@ static inline floats load(const float* from) {
 }
 
 // Load and store 2 x LANES numbers of a head. In bfloat16 they are split into even and odd ones, the lower and upper halves
-// of 32-bit words: a float32 is a bfloat16 with 16 more bits.
+// of 32-bit words: a float32 is a bfloat16 with 16 more bits. `load_lanes` and `store_lanes` keep the order of LANES numbers.
 #if TYPE_BF16
 typedef uint16_t number;
 static inline void load(const number* from, floats* to) {
@@ -38,6 +39,15 @@ static inline void store(number* to, const floats* x) {
     words pairs = (rounded(x[0]) >> 16) | (rounded(x[1]) & 0xffff0000u);
     std::memcpy(to, &pairs, sizeof pairs);
 }
+static inline floats load_lanes(const number* from) {
+    halves x;
+    std::memcpy(&x, from, sizeof x);
+    return (floats)(__builtin_convertvector(x, words) << 16);
+}
+static inline void store_lanes(number* to, floats x) {
+    halves narrow = __builtin_convertvector(rounded(x) >> 16, halves);
+    std::memcpy(to, &narrow, sizeof narrow);
+}
 #else
 typedef float number;
 static inline void load(const number* from, floats* to) {
@@ -45,6 +55,8 @@ static inline void load(const number* from, floats* to) {
     to[1] = load(from + LANES);
 }
 static inline void store(number* to, const floats* x) { std::memcpy(to, x, 2 * sizeof *x); }
+static inline floats load_lanes(const number* from) { return load(from); }
+static inline void store_lanes(number* to, floats x) { std::memcpy(to, &x, sizeof x); }
 #endif
 
 // The lane sums of 16 vectors, as one vector: pairs are halved and interleaved four times.
@@ -123,17 +135,13 @@ extern "C" void rotate_and_store(number* heads, const number* cosines, const num
             if (h < queries + kv_heads) {
                 const number* weight = h < queries ? query_weight : key_weight;
                 if (weight) norm(mine, weight, mine, HEAD, epsilon);
-                for (int i = 0; i < HALF; i += 2 * LANES) {
-                    floats a[2], b[2], cosine[2], sine[2];
-                    load(mine + i, a);
-                    load(mine + HALF + i, b);
+                for (int i = 0; i < HALF; i += LANES) {
                     // The two halves of the angles are equal.
-                    load(cosines + token * HEAD + i, cosine);
-                    load(sines + token * HEAD + i, sine);
-                    const floats first[2] = {a[0] * cosine[0] - b[0] * sine[0], a[1] * cosine[1] - b[1] * sine[1]};
-                    const floats second[2] = {b[0] * cosine[0] + a[0] * sine[0], b[1] * cosine[1] + a[1] * sine[1]};
-                    store(mine + i, first);
-                    store(mine + HALF + i, second);
+                    const floats a = load_lanes(mine + i), b = load_lanes(mine + HALF + i);
+                    const floats cosine = load_lanes(cosines + token * HEAD + i);
+                    const floats sine = load_lanes(sines + token * HEAD + i);
+                    store_lanes(mine + i, a * cosine - b * sine);
+                    store_lanes(mine + HALF + i, b * cosine + a * sine);
                 }
             }
             if (h >= queries) {
