@@ -86,18 +86,58 @@ def answers(engine, asked):
     return asyncio.run(run()), seen
 
 
-@pytest.mark.parametrize("pages", [2, 3, 5, 8])
-def test_a_limit_is_honored_and_changes_no_answer(tiny_policy, pages):
-    asked = requests(12)
+def test_a_limit_is_honored_and_changes_no_answer(tiny_policy):
+    asked = requests(8, answer=30)
     free, _ = answers(LocalEngine(tiny_policy, slots=8), asked)
+    for pages in (2, 3, 5, 8):
+        limit = pages * page_bytes(tiny_policy)
+        engine = LocalEngine(tiny_policy, slots=8, cache_bytes=limit)
+        limited, seen = answers(engine, asked)
+        assert [answer.ids for answer in limited] == [answer.ids for answer in free]
+        assert 0 < max(seen) <= limit
+        assert max(seen) == engine.counters.cache_bytes
+    assert engine.counters.reused > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_limit_is_honored_with_cancelled_requests_and_new_weights(tiny_policy, seed):
+    rng = np.random.default_rng(seed)
+    pages, slots = int(rng.integers(2, 6)), int(rng.integers(1, 9))
     limit = pages * page_bytes(tiny_policy)
-    engine = LocalEngine(tiny_policy, slots=8, cache_bytes=limit)
-    limited, seen = answers(engine, asked)
-    assert [answer.ids for answer in limited] == [answer.ids for answer in free]
+    engine = LocalEngine(tiny_policy, slots=slots, cache_bytes=limit, tokens_per_forward=int(rng.choice([16, 2048])))
+    kinds = [rng.integers(3, 260, int(rng.integers(1, 230))).tolist() for _ in range(3)]
+    step, seen = engine._step, []
+
+    def watched():
+        if rng.random() < 0.05:
+            engine.load_weights(engine.version + 1)
+        step()
+        seen.append(engine._cache.bytes)
+
+    engine._step = watched
+
+    async def episode(number):
+        prompt = kinds[number % 3][: int(rng.integers(1, 230))]
+        for turn in range(2):
+            most = int(rng.integers(1, 12))
+            request = Request(tuple(prompt), SamplingRecipe(), 10 * number + turn, most)
+            task = asyncio.ensure_future(engine.generate(request))
+            if rng.random() < 0.3:
+                await asyncio.sleep(0)
+                task.cancel()
+            (answer,) = await asyncio.gather(task, return_exceptions=True)
+            if isinstance(answer, RunError):
+                assert -(-(len(prompt) + most) // PAGE) > pages
+            elif not isinstance(answer, asyncio.CancelledError):
+                prompt += [*answer.ids, 5, 6, 7]
+
+    async def run():
+        # Requests that wait for each other's memory would wait forever.
+        await asyncio.wait_for(asyncio.gather(*(episode(number) for number in range(10))), timeout=60)
+
+    asyncio.run(run())
     assert 0 < max(seen) <= limit
-    assert max(seen) == engine.counters.cache_bytes
-    if pages == 8:
-        assert engine.counters.reused > 0
+    assert engine.counters.cache_bytes == max(seen)
 
 
 def test_a_page_has_the_size_that_is_reserved_for_it(tiny_policy):

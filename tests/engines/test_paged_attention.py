@@ -87,7 +87,9 @@ def test_attention_is_the_plain_formula(implementation, dtype, bound, window):
 @pytest.mark.parametrize("by_head", [False, True])
 def test_prompts_are_attended_with_decoding_sequences(size, dtype, bound, window, by_head):
     together = Prefix(PAGE + 5)
-    group = [Segment(slot, PAGE + 5 + slot, count, together) for slot, count in ((4, 1), (5, 9), (6, 2), (7, 3), (8, 1))]
+    group = [
+        Segment(slot, PAGE + 5 + slot, count, together) for slot, count in ((4, 1), (5, 9), (6, 2), (7, 3), (8, 1))
+    ]
     segments = [Segment(0, 3, 1), *group, Segment(1, 0, PAGE + 3), Segment(2, PAGE - 2, 5), Segment(3, 0, 2)]
     assert shared_pages(segments)
     cache, queries = filled(dtype, segments, size)
