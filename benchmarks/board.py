@@ -3,7 +3,7 @@
     posttrain benchmark board --entries firm_lake --seeds 5 --jobs 2 --threads 1 --out runs/board
     posttrain benchmark board --table docs/results/board.jsonl
 
-An entry is a pipeline in recipes/board/, run in a process of its own for each training seed. Its final episodes, on the same
+An entry is a pipeline in recipes/board/, run in a separate process for each training seed. Its final episodes, on the same
 400 held-out tasks for every seed, become one line of OUT/board.jsonl; lines that are there are not made again. A row's number is
 the mean over training seeds and tasks with an interval over both, and its lower end is what counts. See docs/results/board.md.
 """
@@ -93,7 +93,7 @@ def warm_up(pipeline: PipelineRecipe) -> str:
 
 
 def run(name: str, seed: int, threads: int, out: Path) -> Line:
-    """Train one seed of an entry in a process of its own. Returns its line of results."""
+    """Train one seed of an entry in a separate process. Returns its line of results."""
     directory = out / f"{name}-{seed}"
     words = [str(RECIPES / f"{name}.yaml"), f"name={directory.name}", f"runs={out}"]
     words += [f"common.seed={seed}", f"common.model.threads={threads}"]

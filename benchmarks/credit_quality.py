@@ -1,6 +1,6 @@
 """Credit quality on real text: how often each estimator of unit credit finds the one wrong step of a solution.
 
-A result in a right solution is changed, and all that follows from it is calculated anew, so that one step alone is
+A result in a right solution is changed, and all that follows from it is calculated again, so that one step alone is
 wrong. A reward model of whole answers gives credit by every estimator, one of units gives its own rewards. Chance is
 1 / K for K units; how often the same step is lowest in the right solution tells what the estimator owes to the step's
 place and words alone.

@@ -1,4 +1,4 @@
-"""Every policy loss, credit, correction and KL placement against formulas that were written anew from the papers.
+"""Every policy loss, credit, correction and KL placement against formulas that were written independently from the papers.
 
 The package computes on packed streams in float32, through its public names. `reference/` computes on padded batches with full
 logits in float64 and imports only torch. Both get the same random multi-turn episodes and the same weights, and the loss and
@@ -44,7 +44,7 @@ def main() -> None:
         for row in rows:
             print("| {part} | {algorithm} | {batches} | {loss:.0e} | {gradient:.0e} |".format(**row))
         return
-    show("The package against formulas written anew from the papers", rows, notes, chosen.json)
+    show("The package against formulas written independently from the papers", rows, notes, chosen.json)
     if any(row["agrees"] != "yes" for row in rows):
         sys.exit(1)
 

@@ -1,7 +1,7 @@
 """Sampled tokens a second: the local engine against transformers' generate, its continuous batching, vLLM and llama.cpp.
 
 Chat prompts of 60 to 200 tokens in groups, answers of lognormal length (median 48, mean 65, at most 256), sampled at
-temperature 1 from the whole vocabulary. Each side is asked for the same prompts and lengths, in turn, in a process of
+temperature 1 from the whole vocabulary. Each side gets the same prompts and lengths, in turn, in a process of
 its own that sleeps while others are measured; no prompt comes twice, so caches help within a job only.
 """
 

@@ -5,9 +5,9 @@
     python benchmarks/gpu.py --device cpu --tiny            the same code in seconds
     python benchmarks/gpu.py --parts sft-4B,decode-4B
 
-Every part runs in a process of its own with a time limit, so what fails, hangs or breaks the device is one line of
+Every part runs in a separate process with a time limit, so what fails, hangs or breaks the device is one line of
 the table and the others go on; rows that a part had finished are kept. The column `check` has the verdicts of
-`accelerator/checks.py`. Not covered: several GPUs and Ray.
+`accelerator/checks.py`. Parts for more GPUs than the machine has are not run, and say so.
 
 - SFT: whole optimizer steps on rows of lognormal length; MFU = FLOPs / (seconds x peak). FLOPs are 6 per parameter of
   the layers (embedding left out) and token, 6 per parameter of the output projection and trained token, and
@@ -46,16 +46,23 @@ BUDGETS = {
     "sft-0.5B": 60,
     "sft-4B": 90,
     "sft-4B-compiled": 100,
+    "sft-4B-liger": 90,
     "decode-4B": 90,
-    "run-vllm": 240,
-    "offload-4B": 120,
+    "run-vllm": 200,
+    "server-killed-4B": 200,
+    "offload-4B": 100,
+    "gpus-2": 120,
+    "ray-8": 200,
+    "ray-gspo-8": 240,
+    "run-killed": 100,
     "log-probabilities": 50,
     "decode-0.5B": 75,
     "rl-0.5B": 75,
     "sft-1.5B": 60,
     "trl-0.5B": 75,
+    "trl-grpo-0.5B": 100,
 }
-"""Most seconds of each part, the start of its process included, in the order in which they run."""
+"""Maximum seconds of each part, the start of its process included, in the order in which they run."""
 NAN = float("nan")
 
 
@@ -64,7 +71,7 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
     until = time.monotonic() + 0.6 * budget
     use_stand_in()
     import torch
-    from accelerator import agreement, decoding, measuring, parity, reinforcement, runs, training, trl_side
+    from accelerator import agreement, decoding, measuring, parity, reinforcement, training, trl_grpo, trl_side
     from accelerator.shapes import SHAPES, TINY
 
     from posttrain.models.load import resolve_device
@@ -95,26 +102,65 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
     elif name == "log-probabilities":
         yield from training.log_probabilities(shapes["1.5B"], device, 64 if tiny else 8192, until)
     elif part == "sft":
-        size, _, compiled = size.partition("-")
-        yield from training.supervised_that_fits(shapes[size], device, known, until, fused=bool(compiled))
+        size, _, fused = size.partition("-")
+        yield from training.supervised_that_fits(shapes[size], device, known, until, fused=fused or "own")
     elif part == "decode":
         prompt, tokens, flights = (8, 6, (1, 4)) if tiny else (128, 128, decoding.IN_FLIGHT)
         yield from decoding.decoding(shapes[size], device, known, until, prompt, tokens, flights)
     elif part == "rl":
         groups, members, prompt, tokens = (2, 2, 6, 6) if tiny else (8, 16, 256, 256)
         yield from reinforcement.learning(shapes[size], device, until, groups, members, prompt, tokens)
-    elif part == "run":
-        if not tiny:
-            import vllm  # noqa: F401 (a missing package is one line of the table)
-        model = "made:small" if tiny else "packaged:smollm2-135m"
-        yield from runs.reinforcement_run(model, [] if tiny else ["engine.type=vllm"], device.type, budget)
+    elif name in ("run-vllm", "run-killed", "server-killed-4B", "gpus-2", "ray-8", "ray-gspo-8"):
+        yield from whole_run(name, device.type, tiny, budget)
     elif part == "offload":
         yield from training.offloaded(shapes[size], device, known, until)
+    elif name.startswith("trl-grpo"):
+        groups, members, prompt, tokens, steps = (2, 2, 6, 6, 3) if tiny else (8, 16, 256, 256, 3)
+        yield from trl_grpo.trl_grpo(shapes["0.5B"], device, groups, members, prompt, tokens, steps)
     elif part == "trl":
         rows, batch = (2_000, 2) if tiny else (150_000, 16)
         yield from trl_side.trl_supervised(shapes[size], device, rows, batch)
     else:
         raise ValueError(f"there is no part {name!r}; there is {', '.join(BUDGETS)}")
+
+
+def whole_run(name: str, device: str, tiny: bool, budget: float) -> Iterator[Row]:
+    """The rows of a part that runs the command line, on tiny models of the processor or random ones of published shapes."""
+    from accelerator import runs
+    from accelerator.shapes import SHAPES
+
+    small = "made:small"
+    if name == "run-killed":
+        yield from runs.run_killed(small if tiny else "packaged:smollm2-135m", [], device, budget)
+    elif name == "gpus-2":
+        if not tiny:
+            runs.require_gpus(2)
+        yield from runs.processes(small if tiny else "packaged:smollm2-135m", device, 2, budget)
+    elif name == "ray-8":
+        if not tiny:
+            runs.require_gpus(8)
+        # As published for PPO, but for the reward model: 2 learners, 2 engines, 2 GPUs of the critic, 1 of the reference.
+        words = ["credit.type=gae", "kl.coefficient=0.01", "hardware.dedicated.reference=1"]
+        words += ["hardware.dedicated.critic=1"] if tiny else ["engine.type=vllm", "hardware.dedicated.critic=2"]
+        words += (
+            [] if tiny else ["hardware.processes=2", "hardware.engines.count=2", "hardware.engines.colocated=false"]
+        )
+        yield from runs.on_ray(small if tiny else SHAPES["4B"], words, device, budget)
+    elif tiny and name != "run-vllm":
+        raise runs.Missing("it needs vLLM on a GPU")
+    elif name == "ray-gspo-8":
+        runs.require_gpus(8)
+        words = ["engine.type=vllm", "loss.type=gspo", "hardware.processes=8"]
+        words += ["hardware.engines.count=2", "hardware.engines.devices=4"]
+        yield from runs.on_ray(SHAPES["4B"], words, device, budget)
+    else:
+        if not tiny:
+            import vllm  # noqa: F401 (a missing package is one line of the table)
+        if name == "server-killed-4B":
+            yield from runs.server_killed(SHAPES["4B"], budget)
+        else:
+            words = ["engine.type=local"] if tiny else ["engine.type=vllm"]
+            yield from runs.reinforcement_run(small if tiny else SHAPES["1.5B"], words, device, budget)
 
 
 def attempt(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
@@ -124,13 +170,16 @@ def attempt(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
     except ModuleNotFoundError as error:
         yield Row(name, "", NAN, "", note=f"not run: {error.name} is not installed")
     except Exception as error:
+        if type(error).__name__ == "Missing":
+            yield Row(name, "", NAN, "", note=f"not run: {error}")
+            return
         traceback.print_exc()
         line = (str(error).splitlines() or [""])[0][:160]
         yield Row(name, "", NAN, "", note=f"{type(error).__name__}: {line}")
 
 
 def in_a_process(name: str, chosen: argparse.Namespace, limits: dict[str, float] | None, budget: float) -> list[Row]:
-    """The rows of a part that runs in a process of its own for at most `budget` seconds."""
+    """The rows of a part that runs in a separate process for at most `budget` seconds."""
     command = [sys.executable, str(Path(__file__).resolve()), "--part", name, "--device", chosen.device]
     command += ["--budget", str(budget), *(["--tiny"] if chosen.tiny else [])]
     command += ["--limits", json.dumps(limits)] if limits else []

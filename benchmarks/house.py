@@ -177,7 +177,7 @@ def _lines(file: Path) -> int:
 def imports_of_packages() -> dict[str, set[str]]:
     """Package of the core -> packages of the core that any of its files imports, at the top or inside a function.
 
-    `distributed.ray` is a package of its own: it runs stages, and `distributed` is below the models.
+    `distributed.ray` is a separate package: it runs stages, and `distributed` is below the models.
     """
     found: dict[str, set[str]] = defaultdict(set)
     for file in CORE.rglob("*.py"):

@@ -50,6 +50,15 @@ ENVIRONMENTS: dict[str, Keys] = {
         "optimizer": {"learning_rate": 1e-3},
         "kl": {"coefficient": 0.02, "estimator": "k2"},
     },
+    # The words of word_sort, rewarded by a reward model that has seen pairs of answers; success is the rule's. With a KL
+    # coefficient of 0.1, the policy ends at answers of no form, which the model scores above every right one.
+    "reward model": {
+        "environment": {"type": "text_task"},
+        "credit": {"type": "grpo"},
+        "optimizer": {"learning_rate": 1e-3},
+        "kl": {"coefficient": 0.5, "estimator": "k2"},
+        "evaluation": {"environment": {"type": "word_sort"}, "metric": "success"},
+    },
     "firm lake": {
         "environment": {"type": "frozen_lake", "slippery": False, "max_turns": 6, "observation": "local"},
         "rollout": {"tokens_per_episode": 900},
@@ -95,13 +104,54 @@ def merged(*parts: Keys) -> Keys:
     return whole
 
 
+def reward_model(out: Path) -> Keys:
+    """Keys of the environment `reward model`: prompts, and a model trained on pairs of a right and a wrong answer to them.
+
+    Both are made once in `out`.
+    """
+    import posttrain
+
+    prompts, pairs, name = out / "prompts.jsonl", out / "pairs.jsonl", "reward_model"
+    if not (out / name / "model" / "config.json").exists():
+        make, draws = posttrain.make_env("word_sort"), np.random.default_rng(0)
+        rows = []
+        for seed in range(200_000, 200_512):
+            found: dict[bool, Keys] = {}
+            while len(found) < 2:
+                environment = make()
+                messages = list(environment.reset(seed).messages)
+                answer = environment.random_answer(draws.random())
+                success = environment.step(answer).info["success"]
+                found[success] = {"messages": messages, "answer": [{"role": "assistant", "content": answer}]}
+            asked = found[True]["messages"]
+            rows.append({"chosen": asked + found[True]["answer"], "rejected": asked + found[False]["answer"]})
+        pairs.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        prompts.write_text("".join(f"{json.dumps({'prompt': row['chosen'][:-1]})}\n" for row in rows))
+        posttrain.reward(
+            name=name,
+            runs=str(out),
+            overwrite=True,
+            model={"path": "made:small", "threads": 1},
+            # Nothing is held out: rows are divided by their prompts, and a word that was never seen cannot be sorted.
+            data={"train": str(pairs), "max_tokens": 128},
+            epochs=4,
+            rows_per_update=16,
+            optimizer={"learning_rate": 5e-4, "warmup_updates": 10, "schedule": "cosine"},
+        )
+    return {
+        "environment": {"prompts": str(prompts)},
+        "reward": {"path": str(out / name / "model"), "normalize": "running"},
+    }
+
+
 def run(environment: str, variant: str, seed: int, out: Path) -> Keys:
     """Train once. Returns its line of results: curve (step, seconds of training, success), final success, baselines."""
     import posttrain
 
     folder = out / "runs" / f"{environment}-{variant}-{seed}".replace(" ", "_")
     begun = time.process_time()
-    keys = merged(COMMON, ENVIRONMENTS[environment], VARIANTS[variant])
+    prepared = reward_model(out) if environment == "reward model" else {}
+    keys = merged(COMMON, ENVIRONMENTS[environment], prepared, VARIANTS[variant])
     result = posttrain.rl(**keys, name=folder.name, runs=str(folder.parent), seed=seed, overwrite=True)
     clock = np.cumsum([row["time/step"] for row in result.metrics])
     rates = {row["policy"]: row["success"] for row in result.evaluation}
@@ -188,7 +238,7 @@ def draw(lines: list[Keys], file: Path) -> None:
         title: chosen
         for title, start in (("credit", "credit "), ("loss", "loss "), ("settings", ""))
         if (chosen := [name for name in VARIANTS if name in present and _column(name) == start])
-    }
+    } or {"base": []}
     figure, axes = pyplot.subplots(
         len(environments), len(columns), squeeze=False, sharex=True, sharey=True, layout="constrained",
         figsize=(4.2 * len(columns), 2.6 * len(environments)),
@@ -248,6 +298,8 @@ def main() -> None:
         for environment in chosen.environments.split(",")
         if (environment, variant, seed) not in done
     ]
+    if any(environment == "reward model" for environment, _, _ in wanted):
+        reward_model(chosen.out)  # once, before several processes need it
     with ProcessPoolExecutor(chosen.jobs) as pool:
         futures = {pool.submit(run, *one, chosen.out): one for one in wanted}
         for future in as_completed(futures):

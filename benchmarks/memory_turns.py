@@ -1,7 +1,7 @@
 """Turns of the memory agent per second: its code through the interpreter and its tools, on vaults in memory and on disk.
 
 A turn is one block of code of a kind that a model writes: read the note about the user and follow a link, change a
-fact, add a line and look at it, list and search. Every player has a vault of its own and plays one turn after the
+fact, add a line and look at it, list and search. Every player has its own vault and plays one turn after the
 other; there are as many players as asked for, and one or more workers that run their code.
 """
 

@@ -1,4 +1,4 @@
-"""Episodes of many turns: the driver and the local engine against a loop in lock-step that reads the history anew.
+"""Episodes of many turns: the driver and the local engine against a loop in lock-step that reads the history again.
 
 A group begins with one prompt, then every episode grows by its own answers and a drawing a turn. The loop calls
 transformers' generate once a turn over all whole histories, as TRL's trainers do. Prompts, lengths of answers and
@@ -22,7 +22,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="SmolLM2-135M or a small random Qwen3")
     parser.add_argument("--turns", default="4,8", help="turns of an episode, separated by commas")
     parser.add_argument("--episodes", type=int, default=16, help="episodes, all in flight")
-    parser.add_argument("--group", type=int, default=8, help="episodes that begin alike")
+    parser.add_argument("--group", type=int, default=8, help="episodes of one group, with the same prompt")
     parser.add_argument("--answer", type=int, default=24, help="median tokens of an answer")
     parser.add_argument("--size", type=int, default=6, help="rows and columns of the drawing that answers an answer")
     parser.add_argument("--rounds", type=int, default=3, help="times that every side runs")

@@ -1,4 +1,4 @@
-"""A complete reinforcement-learning loop: the policy learns to answer with the letter that it is asked for.
+"""A complete reinforcement-learning loop: the policy learns to answer with the requested letter.
 
 Run it with `python examples/rl_loop.py`. It takes less than a minute on one processor core.
 """

@@ -1,4 +1,4 @@
-"""What a person sees in a terminal of a given width: a command runs in a pseudo-terminal, and pyte draws its screen."""
+"""The screen of a terminal of a given width: a command runs in a pseudo-terminal, and pyte draws the screen."""
 
 import fcntl
 import os

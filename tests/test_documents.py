@@ -152,12 +152,12 @@ def test_after_failures_only_missing_answers_and_scores_are_requested(capsys):
             printed = capsys.readouterr().out
             assert "1 sampled answers not used: without a score" in printed
             check_pairs()
-            # Everything is there: nothing is sampled. The one unreadable reply is asked for again.
+            # Everything is there: nothing is sampled. The one unreadable reply is requested again.
             assert main(command) == 0
             assert (len(chat.asked) - first, len(judged.requests) - asked) == (18, 1)
             # Another teacher has no place in these files.
             assert main([*command, "sampling.top_p=0.5"]) == 2
-            assert "data/sampled holds answers that were sampled with another sampling" in capsys.readouterr().err
+            assert "data/sampled has answers that were sampled with another sampling" in capsys.readouterr().err
             # Neither has another document.
             with open("rules/new.txt", "w", encoding="utf-8") as file:
                 file.write("A new rule.")
@@ -238,9 +238,9 @@ def test_a_model_that_cannot_score_is_refused_before_answers_are_sampled(tiny_mo
         (["samples=2", "sampling.temperature=1"], "no scorer selects one; add --reward or --rubric"),
         (["samples=1", "--rubric", "efficiency", "judge.url=http://x", "judge.model=m"], "a pair needs two answers"),
         (["samples=2", "--rubric", "efficiency", "judge.url=http://x"], "model"),
-        (["samples=2", "data.test=x"], "data of the sampled answers follows from the documents; remove it"),
+        (["samples=2", "data.test=x"], "data of the sampled answers is determined by the documents; remove it"),
         (["--val", "1.5"], "--val 1.5 is neither a whole number nor a share such as 0.1"),
-        (["--val", "6", "--test", "6"], "10 documents leave none for training"),
+        (["--val", "6", "--test", "6"], "--val 6 and --test 6 leave none of 10 documents for training"),
         (["--answers", "rules/floor"], "belongs to no document"),
     ],
 )

@@ -1,4 +1,4 @@
-"""`posttrain.rl(engine=...)`: an engine of one's own in a run."""
+"""`posttrain.rl(engine=...)`: a custom engine in a run."""
 
 from dataclasses import replace
 

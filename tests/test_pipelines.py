@@ -24,7 +24,7 @@ stages:
 
 
 class Stages:
-    """Stands in for `run_stage`: makes the run and a model whose content depends on the recipe."""
+    """Replaces `run_stage`: makes the run and a model whose content depends on the recipe."""
 
     def __init__(self):
         self.calls = []
@@ -141,11 +141,11 @@ def test_an_excluded_stage_that_is_out_of_date_is_reported(stages):
     play(stages)
     said = play(stages, "stages.warm.seed=1", start_from="learn")[1]
     assert said == [
-        "stage warm: out of date (its recipe has changed), but used as it is; run it again with `--from warm`",
+        "stage warm: out of date (its recipe has changed), but used; run it again with `--from warm`",
         "stage learn: finished, nothing has changed",
         "stage after: finished, nothing has changed",
     ]
-    # Also where another stage lies between, and not where a stage is none of the chosen one's business.
+    # Also if another stage is between them, but not if the chosen stage does not depend on it.
     assert play(stages, "stages.warm.seed=1", only="after")[1][0].startswith("stage warm: out of date (its recipe")
     assert play(stages, "stages.learn.seed=1", only="warm")[1] == ["stage warm: finished, nothing has changed"]
     assert play(stages, only="after")[1] == ["stage after: finished, nothing has changed"]
@@ -171,7 +171,7 @@ def test_a_plan_names_the_stages_that_would_run(stages):
         "stage after: would run if learn exports a different model",
     ]
     assert plan("stages.warm.seed=1", only="learn") == [
-        "stage warm: out of date (its recipe has changed), but used as it is; run it again with `--from warm`",
+        "stage warm: out of date (its recipe has changed), but used; run it again with `--from warm`",
         "stage warm: skipped (--only learn)",
         "stage learn: finished, nothing has changed",
         "stage after: skipped (--only learn)",

@@ -534,7 +534,7 @@ def test_a_run_with_callbacks_and_a_function_as_reward(tiny_model, tmp_path):
     assert [row["step"] for row in longer.metrics] == [1, 2, 3]
     with pytest.raises(InputError, match="a resumed run keeps its recipe"):
         posttrain.rl(resume=result.run, seed=4)
-    with pytest.raises(InputError, match="give one of them"):
+    with pytest.raises(InputError, match="give only one of them"):
         posttrain.rl(resume=result.run, overwrite=True)
     with pytest.raises(InputError, match=r"the run .* exists"):
         posttrain.rl(**arguments, steps=2, reward=letters)

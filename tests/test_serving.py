@@ -1,10 +1,14 @@
 """`posttrain serve` as a process, and the real client of OpenAI."""
 
 import asyncio
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,7 +96,12 @@ def test_a_chat_is_the_engines_answer_to_the_rendered_prompt(client: Any, policy
     assert len(deltas) > 3, "the answer comes in pieces"
     assert "".join(deltas) == choice.message.content
     assert parts[-2].choices[0].finish_reason == "length"
-    assert parts[-2].choices[0].logprobs.content == choice.logprobs.content
+    streamed = parts[-2].choices[0].logprobs.content
+    assert [one.token for one in streamed] == [one.token for one in choice.logprobs.content]
+    # The second request finds its prompt in the cache, so its forward pass is another one.
+    assert [one.logprob for one in streamed] == pytest.approx(
+        [one.logprob for one in choice.logprobs.content], abs=1e-5
+    )
     assert parts[-1].usage == answer.usage
 
 
@@ -167,6 +176,36 @@ def test_tools_reach_the_template(client: Any) -> None:
 def test_what_is_not_supported_is_refused(client: Any, fields: dict, message: str) -> None:
     with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(**{"model": "m", "messages": MESSAGES, **fields})
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
+        ("completions", {"prompt": "\ud800"}, "lone surrogate"),
+        ("chat/completions", {"messages": MESSAGES, "temperature": 1e-320}, "use 0 for greedy decoding"),
+        ("chat/completions", {"messages": MESSAGES, "top_k": 10**30}, "top_k"),
+        ("chat/completions", {"messages": MESSAGES, "stop": ["x"] * 65}, "has 65 texts; it can have 64"),
+        ("chat/completions", {"messages": MESSAGES, "model": "x" * 5000}, "model: .*at most 1000 characters"),
+        ("completions", {"prompt": [[1]] * 20_000, "n": 64}, "asks for 1280000 answers"),
+        ("completions", {"prompt": "x " * 4_000_000}, "the prompt has more than 2048 tokens"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "x " * 4_000_000}]},
+            "has more than 2048 tokens",
+        ),
+        ("chat/completions", {"messages": MESSAGES * 10_000}, "the prompt has more than 2048 tokens"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_request_that_would_block_the_server_is_refused(url: str, path: str, fields: dict, message: str) -> None:
+    request = urllib.request.Request(
+        f"{url}/{path}", json.dumps({"max_tokens": 2, **fields}).encode(), {"Authorization": "Bearer secret"}
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    assert refused.value.code == 400
+    assert re.search(message, json.loads(refused.value.read())["error"]["message"])
 
 
 def test_other_keys_and_pages_of_browsers_are_refused(url: str) -> None:

@@ -16,6 +16,7 @@ from posttrain.distributed import world
 from posttrain.episode import Stream
 from posttrain.losses.policy import nll
 from posttrain.models.forward import TokenScores, logits_of, token_scores
+from posttrain.models.fused_layers import use_fused_layers
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
@@ -46,7 +47,7 @@ class TokenLoss:
 
 
 def samples_of(lengths: Sequence[int], prompt_share: float, vocabulary: int, seed: int) -> list[Sample]:
-    """Streams of random tokens, each with a prompt of its own and an answer that is trained on."""
+    """Streams of random tokens, each with its own prompt and an answer that is trained on."""
     random = random_stream(seed, "benchmark streams")
     found = []
     for number, length in enumerate(lengths):
@@ -96,23 +97,21 @@ class Training:
 
 
 def supervised(
-    shape: Shape, device: torch.device, limits: Limits, until: float, tokens_per_batch: int, fused: bool = False
+    shape: Shape, device: torch.device, limits: Limits, until: float, tokens_per_batch: int, fused: str = "own"
 ) -> Iterator[Row]:
     """Whole optimizer steps: packing, forward and backward passes, clipping, AdamW on float32 masters.
 
-    `fused`: norms and gated networks through torch.compile. The rows come without padding, so every token is real.
+    `fused`: as `model.fused`, `own` without Liger's kernels. The rows come without padding, so every token is real.
     """
     training = Training(shape, device, tokens_per_batch)
-    if fused:
-        compile_pointwise(training.policy.model)
+    use_fused_layers(training.policy.model, fused)  # type: ignore[arg-type]
     training.update()  # makes the moments
     held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     peak = held + peak_memory(training.update, device)
     step = seconds(training.update, device, until, warmup=0)
     rate = training.flops / step
     sheet = data_sheet(device)
-    how = ", norms and networks compiled" if fused else ""
-    note = f"{rate / 1e12:.0f} TFLOP/s, {rate / limits.products:.0%} of the measured product{how}"
+    note = f"{rate / 1e12:.0f} TFLOP/s, {rate / limits.products:.0%} of the measured product, layers: {fused}"
     case = f"{shape.name}, {tokens_per_batch:,} tokens a pass"
     share = rate / (limits.products if np.isnan(sheet) else sheet)
     yield Row("SFT", case, training.tokens / step, "tokens/s", share, peak, note)
@@ -129,15 +128,8 @@ def offloaded(shape: Shape, device: torch.device, limits: Limits, until: float) 
         world._state["world"] = outer
 
 
-def compile_pointwise(model: Any) -> None:
-    """Compile the modules that read and write more than they compute, for any number of tokens."""
-    for layer in model.model.layers:
-        for module in (layer.input_layernorm, layer.post_attention_layernorm, layer.mlp):
-            module.compile(dynamic=True)
-
-
 def supervised_that_fits(
-    shape: Shape, device: torch.device, limits: Limits, until: float, fused: bool = False
+    shape: Shape, device: torch.device, limits: Limits, until: float, fused: str = "own"
 ) -> Iterator[Row]:
     """`supervised`, with half the tokens in a pass each time that the memory does not suffice."""
     tokens = shape.tokens_per_batch

@@ -51,7 +51,7 @@ def trl_supervised(shape: Shape, device: torch.device, tokens: int, batch: int) 
                 model=random_model(shape, device, packed=False),
                 args=settings,
                 train_dataset=Dataset.from_list(rows),
-                processing_class=_tokenizer(shape.vocabulary),
+                processing_class=word_tokenizer(shape.vocabulary),
                 callbacks=[Clock()],
             )
             trainer.train()
@@ -69,12 +69,12 @@ def trl_supervised(shape: Shape, device: torch.device, tokens: int, batch: int) 
         )
 
 
-def _tokenizer(vocabulary: int):
+def word_tokenizer(vocabulary: int):
     """A tokenizer of that many words; the rows are tokens already."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{i}": i for i in range(min(vocabulary, 1000))}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w1"
-    )
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1")

@@ -19,7 +19,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _VERSION = 1
-"""Of what `qwen3` is; another version is made anew."""
+"""Of what `qwen3` is; another version is made again."""
 
 
 def model_directory(name: str) -> Path:

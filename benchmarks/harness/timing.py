@@ -98,7 +98,7 @@ def run_side(
     variables: Mapping[str, str | None] | None = None,
     limit: float | None = None,
 ) -> dict[str, Any]:
-    """Run `python -m module JOB RESULT` in a process of its own; what it wrote to RESULT, a JSON object.
+    """Run `python -m module JOB RESULT` in a separate process; what it wrote to RESULT, a JSON object.
 
     JOB is a file with `job` as JSON. The process sees this folder, `threads` threads and no network of the hub.
     `variables` are set last; None removes one. A side that dies raises RuntimeError with the end of what it printed, one

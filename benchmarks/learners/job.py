@@ -8,9 +8,9 @@ Stage = Literal["sft", "reward", "dpo", "rloo", "grpo"]
 LEARNING_RATES: dict[Stage, float] = {"sft": 2e-5, "reward": 1e-4, "dpo": 1e-6, "rloo": 1e-6, "grpo": 1e-6}
 """TRL's defaults, on every side."""
 LONGEST = 1024
-"""Most tokens of a row on every side: TRL's default."""
+"""Maximum number of tokens of a row on every side: TRL's default."""
 LONGEST_ANSWER = 256
-"""Most tokens sampled in an answer."""
+"""Maximum number of tokens sampled in an answer."""
 KL = {"rloo": 0.05, "grpo": 0.0}
 """KL coefficients: TRL's defaults."""
 
@@ -30,7 +30,7 @@ class Side:
     settings: dict[str, Any] = field(default_factory=dict)
     """posttrain: values of recipe keys, dotted. TRL: arguments of its configuration, over its defaults."""
     default: bool = False
-    """TRL as it comes."""
+    """TRL with its defaults."""
 
 
 @dataclass(frozen=True)
@@ -72,5 +72,5 @@ def tuned(name: str, precision: Literal["float32", "mixed"], **settings: Any) ->
 
 
 def read_job(values: dict[str, Any]) -> Job:
-    """The job that `as_json` made; what else stands there (place, threads) is left out."""
+    """The job that `as_json` made; other keys (place, threads) are left out."""
     return Job(**{key: values[key] for key in Job.__dataclass_fields__})

@@ -80,7 +80,7 @@ def worth(expression: str) -> Fraction:
 
 
 def wrong_calculations(text: str) -> int:
-    """How many annotations of `text` state another result than they have, by a whole unit of the last place or more: a
+    """How many annotations of `text` state a wrong result, by a whole unit of the last place or more: a
     rounded result is right. What cannot be calculated is not counted."""
     count = 0
     for match in _CALCULATION.finditer(text):
@@ -101,13 +101,13 @@ def _evaluated(node: ast.expr) -> Fraction:
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         found: Fraction = _OPERATIONS[type(node.op)](_evaluated(node.left), _evaluated(node.right))
         return found
-    raise ValueError(f"{ast.unparse(node)!r} is no number and no sum, product or quotient of numbers")
+    raise ValueError(f"{ast.unparse(node)!r} is neither a number nor a sum, product or quotient of numbers")
 
 
 def written(value: Fraction, like: str) -> str:
     """`value` in the manner of the literal `like`: as many decimals, commas where it has some.
 
-    ValueError where that cannot say it exactly, or where it is not above 0.
+    ValueError if it is not exact or not above 0.
     """
     whole, _, decimals = like.partition(".")
     scaled = value * 10 ** len(decimals)

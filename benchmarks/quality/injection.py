@@ -1,4 +1,4 @@
-"""One wrong step in a right solution: a result is changed, and all that follows from it is calculated anew.
+"""One wrong step in a right solution: a result is changed, and all that follows from it is calculated again.
 
 Where that cannot be done exactly, nothing is done: a number must say by its value alone whether it is the changed one.
 """
@@ -127,7 +127,7 @@ def _follow(
     changed: dict[Fraction, Fraction],
     new: dict[tuple[int, int], str],
 ) -> None:
-    """Calculate a later step anew; `changed` and `new` learn of it."""
+    """Calculate a later step again, and update `changed` and `new`."""
     shift, expression = step.expression[0], solution[slice(*step.expression)]
     old = value_of(solution[slice(*step.shown)])
     again, end, touched = "", 0, False

@@ -51,7 +51,7 @@ class Case:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; InputError where there is none."""
+    """The rows of a file of JSON lines; InputError if there is none."""
     try:
         with file.open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines if line.strip()]

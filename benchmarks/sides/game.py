@@ -20,7 +20,7 @@ class LongGameRecipe(EnvironmentRecipe):
 
 
 class LongGame(Environment):
-    """Ends after `max_turns` turns; all episodes of a seed begin alike."""
+    """Ends after `max_turns` turns; all episodes of a seed begin in the same way."""
 
     Recipe = LongGameRecipe
 

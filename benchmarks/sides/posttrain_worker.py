@@ -18,7 +18,7 @@ def start(settings: dict[str, Any]) -> tuple[str, Answer]:
     from posttrain.recipe.model import ModelRecipe
 
     policy = Policy(ModelRecipe(path=settings["model"], dtype=settings["dtype"], threads=settings["threads"]))
-    # Every side samples as many tokens as it is asked for.
+    # Every side samples the requested number of tokens.
     policy.end_tokens = frozenset()
     engines: dict[int, LocalEngine] = {}
 

@@ -15,7 +15,7 @@ from harness.timing import OverLimit, peak_memory
 
 
 class Worker:
-    """`python -m MODULE SETTINGS` in a process of its own, which may start more; asleep unless it is answering.
+    """`python -m MODULE SETTINGS` in a separate process, which may start more; asleep unless it is answering.
 
     It sees the folder of the benchmarks, `threads` threads and no network of the hub. RuntimeError with the end of its
     log where it dies.

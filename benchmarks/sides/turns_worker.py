@@ -86,7 +86,7 @@ def play_ours(policy: Any, engine: Any, job: dict[str, Any], round_number: int) 
         "seconds": seconds,
         "answers": sum(len(episode.turns) for episode in episodes),
         "sampled": sampled,
-        # The first token of an answer comes out of its prompt; each later one is computed by a position of its own.
+        # The first token of an answer is computed with its prompt; each later one is one further position.
         "computed": prefilled + sampled - sum(len(episode.turns) for episode in episodes),
         "reused": counters.reused - before.reused,
     }

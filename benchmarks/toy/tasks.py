@@ -45,7 +45,7 @@ class Task:
 
 
 def additive(seed: int) -> Task:
-    """Each choice has a worth of its own, from a normal distribution."""
+    """Each choice has its own value, from a normal distribution."""
     draws = random_stream(seed, "toy", "additive")
     return Task(draws.normal(size=(UNITS, CHOICES)), _nothing())
 

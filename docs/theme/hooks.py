@@ -110,6 +110,7 @@ MEANINGS = {
     "time/step": "seconds of the step",
     "time/units": "seconds of unit credit, part of `time/credit`",
     "time/waited_for_learner": "seconds that sampling waited for weights",
+    "time/weights": "seconds of sending weights to the engine, part of `time/rollout`",
     "tokens/discarded": "tokens of restarted episodes",
     "tokens/prefilled": "prompt tokens computed",
     "tokens/reused": "prompt tokens taken from the cache",
@@ -251,24 +252,27 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
 
 
-IMPORT = "<!-- posttrain import -->"
-"""Stands for the table that the importer makes of the commands in the last code block before it."""
+IMPORT = re.compile(r"^<!-- posttrain import(?: (?P<recipe>\S+\.yaml))?(?: --rows (?P<rows>\d+))? -->\n", re.M)
+"""Stands for the table that the importer makes of the commands in the last code block before it, beside a recipe if it names one."""
 
 
-def markdown_of_import(before: str) -> str:
-    """What `posttrain import --markdown` prints for the last code block of `before`."""
-    from posttrain.importers.commands import import_commands, markdown_table
+def markdown_of_import(before: str, recipe: str | None = None, rows: str | None = None) -> str:
+    """What `posttrain import --markdown` prints for the last code block of `before`, up to our own command there."""
+    from posttrain.importers.commands import import_commands
+    from posttrain.importers.tables import markdown_table
 
-    block = re.findall(r"^```\w*\n(.*?)^```", before, flags=re.M | re.S)[-1]
-    return "\n".join(markdown_table(command) for command in import_commands(block, {}, None)[0])
+    block = re.findall(r"^```\w*\n(.*?)^```", before, flags=re.M | re.S)[-1].partition("\n\nposttrain ")[0]
+    commands = import_commands(block, {}, int(rows) if rows else None)[0]
+    file = None if recipe is None else str(Path(__file__).resolve().parents[2] / recipe)
+    return "\n".join(markdown_table(command, file) for command in commands)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Put generated tables where a page asks for them."""
-    first, *rest = markdown.split(f"{IMPORT}\n")
-    for part in rest:
-        first += markdown_of_import(first) + part
-    return re.sub(r"^<!-- audit: (\w+) -->$", lambda match: markdown_of_audit(match[1]), first, flags=re.M)
+    while (found := IMPORT.search(markdown)) is not None:
+        before = markdown[: found.start()]
+        markdown = before + markdown_of_import(before, found["recipe"], found["rows"]) + markdown[found.end() :]
+    return re.sub(r"^<!-- audit: (\w+) -->$", lambda match: markdown_of_audit(match[1]), markdown, flags=re.M)
 
 
 def on_files(files: Any, config: Any) -> Any:

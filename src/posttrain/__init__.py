@@ -2,8 +2,8 @@
 
     import posttrain
 
-    result = posttrain.rl("recipe.yaml", steps=20)       # a whole stage; `sft`, `dpo`, `reward`, ... are alike
-    policy = posttrain.Policy("packaged:smollm2-135m")   # or the parts of a loop of your own
+    result = posttrain.rl("recipe.yaml", steps=20)       # a stage; also `sft`, `dpo`, `reward`, ...
+    policy = posttrain.Policy("packaged:smollm2-135m")   # or the parts for a custom training loop
 
 Importing the package is light: torch, transformers and optional packages are imported when a name that needs them is used.
 """
@@ -58,8 +58,9 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 if "OMP_WAIT_POLICY" not in os.environ:
-    # Read when torch loads OpenMP. Threads that wait for each other spin this often before they sleep. The default of 300,000
-    # occupies a processor that the awaited thread needs when other processes are busy; never spinning is slower when none is.
+    # Read when torch loads OpenMP: number of spins of waiting threads before they sleep. The default of 300,000
+    # occupies a processor that the awaited thread needs when other processes are busy; never spinning is slower when
+    # none is.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _PUBLIC = {

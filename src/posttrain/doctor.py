@@ -1,4 +1,4 @@
-"""What this machine is, what posttrain selects on it, what would make it faster, and a measured speed."""
+"""Facts about this machine, the defaults that posttrain selects on it, possible speed-ups, and a measured speed."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ VECTORS = (
     "i8mm",
     "bf16",
 )
-"""Flags of processors that decide which kernels are used."""
+"""Processor flags that determine which kernels are used."""
 VARIABLES = (
     "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
     "POSTTRAIN_KERNEL", "CUDA_VISIBLE_DEVICES",
@@ -34,7 +34,7 @@ VARIABLES = (
 DEMO_MODEL = "packaged:smollm2-135m"
 DEMO_LAKE: dict[str, Any] = {"slippery": False, "observation": "local", "max_turns": 6}
 DEMO_TOKENS, DEMO_EPISODES, DEMO_EVALUATED = 11_750, 1_280, 728
-"""What `demo/pipeline` trains on in its warm-up, its training episodes, and those of its evaluations."""
+"""Amounts of work in `demo/pipeline`: its warm-up, its training episodes, and its evaluation episodes."""
 DEMO_RL_MINUTES = 6.0
 """Its `max_minutes`."""
 SEEDS, GROUP = range(4), 8
@@ -54,7 +54,7 @@ class Speed:
     """Episodes per second of an update."""
 
     def demo_minutes(self) -> float:
-        """Estimated minutes of `demo/pipeline`, without loading models."""
+        """Estimated duration of `demo/pipeline` in minutes, excluding the loading of models."""
         learning = DEMO_EPISODES * (1 / self.episodes + 1 / self.updated) / 60
         return DEMO_TOKENS / self.tokens / 60 + DEMO_EVALUATED / self.episodes / 60 + min(learning, DEMO_RL_MINUTES)
 
@@ -150,7 +150,9 @@ def remedies() -> Iterator[str]:
 
 
 def measure(model: str = DEMO_MODEL, seconds: float = 5.0) -> Speed:
-    """Sample and train on the demo's task for `seconds` each, after a warm-up. InputError if the model is not installed."""
+    """Sample and train on the demo's task for `seconds` each, after a warm-up. InputError if the model is not
+    installed.
+    """
     import posttrain
     from posttrain.models.packing import row_length
 
@@ -166,7 +168,7 @@ def measure(model: str = DEMO_MODEL, seconds: float = 5.0) -> Speed:
 
     def update(episodes: list[Any]) -> None:
         for episode in episodes:
-            episode.turns[-1].reward += float(episode.index % 2)  # every group has a signal
+            episode.turns[-1].reward += float(episode.index % 2)  # every group has different returns
         learner.update(episodes, posttrain.advantages(episodes, "rloo"))
 
     update(play(range(1), 0, 2))
@@ -187,7 +189,7 @@ def measure(model: str = DEMO_MODEL, seconds: float = 5.0) -> Speed:
 
 
 def timed(work: Callable[[int], T], seconds: float) -> tuple[list[T], float]:
-    """The results of `work(1)`, `work(2)`, ... until `seconds` are over, at least one, and the seconds they took."""
+    """The results of `work(1)`, `work(2)`, ... until `seconds` have passed, at least one, and the elapsed seconds."""
     began = time.perf_counter()
     results = [work(1)]
     while time.perf_counter() - began < seconds:
@@ -196,9 +198,9 @@ def timed(work: Callable[[int], T], seconds: float) -> tuple[list[T], float]:
 
 
 def report(speed: bool = True) -> Iterator[str]:
-    """The lines of `posttrain doctor`, as soon as they are known."""
+    """Yield the lines of `posttrain doctor` as soon as they are available."""
     yield from ("Machine", *_lines(machine()), "", "posttrain selects", *_lines(choices()), "", "Faster")
-    yield from [f"  - {sentence}" for sentence in remedies()] or ["  nothing that is known here"]
+    yield from [f"  - {sentence}" for sentence in remedies()] or ["  no suggestions"]
     if speed:
         yield from ("", "Speed")
         yield from (f"  {line}" for line in _speed_lines())
@@ -233,7 +235,7 @@ def vector_units(file: Path = Path("/proc/cpuinfo")) -> list[str]:
 
 
 def memory(file: Path = Path("/proc/meminfo")) -> tuple[int, int]:
-    """Total and available bytes of memory; 0 where unknown."""
+    """Total and available bytes of memory; 0 if unknown."""
     try:
         lines = file.read_text().splitlines()
         sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}

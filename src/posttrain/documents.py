@@ -1,6 +1,7 @@
 """Training rows from documents: samples answers, scores them, and writes the best and the worst as pairs.
 
-Answers are kept in a generate run and replies of a judge in a cache, so a repeated call continues where the last one stopped.
+Answers are stored in a generate run and replies of a judge in a cache, so a repeated call continues where the last one
+stopped.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,12 +37,12 @@ from posttrain.verbs import generate, read_recipe
 
 JudgeProgress = Callable[[], AbstractContextManager[Progress]]
 _OURS = ("data", "runs", "name", "out")
-"""Keys of the generate run that follow from the documents."""
+"""Keys of the generate run that are determined by the documents."""
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """What chooses among sampled answers: a reward model, or a judge with a rubric."""
+    """Selects among sampled answers: a reward model, or a judge with a rubric."""
 
     reward: str | None = None
     rubric: str | None = None
@@ -77,12 +78,12 @@ def document_rows(
         folder, template, answers: as for `read_documents`.
         name: first word of the file names.
         val, test: numbers (int) or shares (float) of documents.
-        keys: overrides of a generate recipe, which sample answers; none: only written answers are used.
+        keys: overrides of a generate recipe, which samples answers; if empty, only written answers are used.
         scorer: chooses the best and the worst sampled answer of each document.
-        progress: makes the context in which a judge replies; it yields the callback of `ask_all`.
+        progress: creates the context manager around the requests to a judge; it yields the callback of `ask_all`.
 
     Raises:
-        InputError: wrong input, or keys that differ from those of the answers that are there already.
+        InputError: wrong input, or keys that differ from those of answers that already exist.
         RunError: a server failed; a repeated call continues.
     """
     documents = read_documents(folder, template, answers)
@@ -119,8 +120,8 @@ def best_of(
 ) -> tuple[dict[str, Sampled], dict[str, int]]:
     """Item -> its best and worst answer by score, the earlier one among equals; and the number of unused answers by reason.
 
-    Answers that were cut off, are empty, or have no score are not used. Without `scores`, the first usable answer of an item
-    is both.
+    Answers that were cut off, are empty, or have no score are not used. Without `scores`, the first usable answer of an
+    item is both best and worst.
     """
     extremes: dict[str, Sampled] = {}
     unused: dict[str, int] = {}
@@ -145,7 +146,7 @@ def _sampled_answers(documents: Sequence[Document], keys: Sequence[str], place: 
     """The answers of the generate run in `place`, which is started or continued if answers are missing."""
     layers = read_overrides(list(keys))
     if ours := next((key for layer in layers for key in layer.values if key in _OURS), None):
-        raise InputError(f"{ours} of the sampled answers follows from the documents; remove it")
+        raise InputError(f"{ours} of the sampled answers is determined by the documents; remove it")
     prompts, run, answers = place / "documents.jsonl", place / "answers", place / "answers.jsonl"
     given: dict[str, Any] = {
         "data": {"test": str(prompts), "id": "document"},
@@ -167,7 +168,7 @@ def _sampled_answers(documents: Sequence[Document], keys: Sequence[str], place: 
         changed = [key for key, value in recipe.model_dump(mode="json").items() if known.get(key) != value]
         if changed:
             raise InputError(
-                f"{place} holds answers that were sampled with another {', '.join(changed)}; undo the change, or choose "
+                f"{place} has answers that were sampled with another {', '.join(changed)}; undo the change, or choose "
                 "another --out"
             )
         if not holds_prompts(prompts, documents):
@@ -182,7 +183,7 @@ def _sampled_answers(documents: Sequence[Document], keys: Sequence[str], place: 
         elif not has_all_answers(answers, documents, recipe.samples):
             generate(resume=run)
     except RunError as error:
-        # The advice of `generate` would sample the answers and leave out what follows.
+        # Following the advice of `generate` would sample the answers but skip the remaining work.
         advice = f"continue with `posttrain generate --resume {run}`"
         raise RunError(str(error).replace(advice, "run the same command again to continue")) from error
     return read_predictions(str(answers))

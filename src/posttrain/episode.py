@@ -46,7 +46,7 @@ class Stream:
     rollout_logprobs: np.ndarray
     """[T] float32: log-probability in nats under the policy that sampled the token; 0 if not sampled."""
     rewards: np.ndarray
-    """[T] float32: reward received at this token. Turn rewards sit on the last sampled token of their turn."""
+    """[T] float32: reward received at this token. Turn rewards are placed on the last sampled token of their turn."""
     turn: np.ndarray
     """[T] int32: index of the turn that sampled the token; -1 if not sampled."""
     versions: np.ndarray
@@ -62,7 +62,7 @@ class Turn:
     """One observation and the policy's answer to it."""
 
     stream: int
-    """Index of the stream that holds the answer."""
+    """Index of the stream that contains the answer."""
     start: int
     """Position of the first sampled token in that stream."""
     stop: int
@@ -73,7 +73,9 @@ class Turn:
     """The answer as text, for display. Training uses the ids."""
     info: dict[str, Any] = field(default_factory=dict)
     state: str | None = None
-    """The environment's name of the state in which the answer was given; None if it does not name states."""
+    """The environment's name of the state in which the answer was given; None if the environment does not name
+    states.
+    """
 
 
 @dataclass

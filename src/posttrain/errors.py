@@ -6,9 +6,9 @@ _LONG = re.compile(r"(\S{200})\S{800,}")
 
 
 class PosttrainError(Exception):
-    """A failure with a message for the user; `exit_code` is what the command line returns.
+    """A failure with a message for the user. `exit_code` is the exit code of the command line.
 
-    A word of 1,000 or more characters, which only input can have, is cut to 200.
+    Words of 1,000 or more characters, which can only come from input, are truncated to 200.
     """
 
     exit_code = 1

@@ -1,6 +1,9 @@
-"""HTTP servers for programs and people of this machine only: the loopback address, and limits on connections without a token."""
+"""HTTP servers that are reachable only from this machine: the loopback address, and limits on connections without a
+token.
+"""
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
@@ -8,19 +11,21 @@ from typing import Any
 from posttrain.errors import InputError
 
 ADDRESS = "127.0.0.1"
-"""The address cannot be configured, because notes and runs should not be exposed to a network."""
+"""Not configurable, because notes and runs should not be exposed to a network."""
 CONNECTIONS = 64
 """Maximum number of simultaneous connections."""
 _ANONYMOUS = 16
-"""Maximum number of connections without a request that was admitted. A new one replaces the oldest."""
+"""Maximum number of connections without an admitted request. A new connection replaces the oldest."""
 _GRACE_SECONDS = 0.5
-"""Time that a connection has to send its headers, however many newer ones there are."""
+"""Seconds that a connection has to send its headers, regardless of the number of newer connections."""
 _FLOOD = 512
-"""Maximum number of connections without such a request, new ones included. Further ones are refused."""
+"""Maximum number of connections without an admitted request, including new ones. Further connections are refused."""
 _BACKLOG = 256
-"""Connections that are accepted at once. With `_FLOOD` they stay below the usual limit of 1,024 open files."""
+"""Number of connections to accept at once. Together with `_FLOOD`, it stays below the usual limit of 1,024 open
+files.
+"""
 _HEADER_SECONDS = 5.0
-"""Time after which a connection without such a request is closed."""
+"""Seconds after which a connection without an admitted request is closed."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[..., Awaitable[Any]]
@@ -34,7 +39,7 @@ def header(scope: Mapping[str, Any], name: bytes) -> list[bytes]:
 
 
 def names_this_server(scope: Mapping[str, Any], port: int) -> bool:
-    """Whether the Host header is this address. Another one is sent after DNS rebinding."""
+    """Whether the Host header is this address. After DNS rebinding it would differ."""
     hosts = header(scope, b"host")
     return len(hosts) == 1 and hosts[0].lower() in (f"{ADDRESS}:{port}".encode(), f"localhost:{port}".encode())
 
@@ -51,9 +56,9 @@ def guarded_protocol(
 ) -> type[Any]:
     """The HTTP protocol of uvicorn, on which a connection is anonymous until a request on it is `admitted`.
 
-    An anonymous connection is closed after `seconds`. Where there are more than `room`, the oldest is closed once it is
-    `_GRACE_SECONDS` old. So connections that send nothing, or send their headers slowly, do not keep out a client with the
-    token, however fast they are made.
+    An anonymous connection is closed after `seconds`. If there are more than `room`, the oldest is closed once it is
+    `_GRACE_SECONDS` old. Connections that send nothing, or send their headers slowly, therefore cannot keep out a
+    client with the token, however fast they are opened.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -101,7 +106,7 @@ def open_listener(port: int, option: str) -> socket.socket:
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         server.bind((ADDRESS, port))
-        # Clients can connect from here on, and wait until the server has loaded what it serves.
+        # Clients can connect from here on. They wait until the server has loaded its data.
         server.listen(CONNECTIONS)
     except OSError as error:
         server.close()
@@ -112,12 +117,18 @@ def open_listener(port: int, option: str) -> socket.socket:
 
 
 def serve(app: App, on: socket.socket, admitted: Callable[[Scope], bool]) -> None:
-    """Serve `app` until a signal ends the process."""
+    """Serve `app` until a signal ends the process. Requests in progress then have two seconds and are cancelled."""
     import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # An open page follows its server for as long as it can, so cancelling it is no error to report.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            await super().shutdown(sockets)
 
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        log_level="error",  # any client could fill the terminal with warnings about malformed requests
         access_log=False,
         proxy_headers=False,
         server_header=False,
@@ -128,4 +139,4 @@ def serve(app: App, on: socket.socket, admitted: Callable[[Scope], bool]) -> Non
         backlog=_BACKLOG,
         timeout_graceful_shutdown=2,
     )
-    uvicorn.Server(config).run(sockets=[on])
+    Server(config).run(sockets=[on])

@@ -1,7 +1,7 @@
 """Running a pipeline: stages in order, skipping those that are finished and unchanged, with one line per stage.
 
-A finished stage writes `lineage.json`: digests of its recipe, of everything it read, and of what it made. A stage
-runs again if its recipe or one of its inputs has changed.
+A finished stage writes `lineage.json`: digests of its recipe, its inputs and its outputs. A stage runs again if its
+recipe or one of its inputs has changed.
 """
 
 import hashlib
@@ -48,13 +48,14 @@ def run_pipeline(
     """Run the unfinished stages in order and return the run directories of all selected stages that are runs.
 
     Args:
-        only: run this stage only. Earlier stages must have finished. Their models are used as they are, with a warning
-            where the current recipe would give another model.
+        only: run only this stage. Earlier stages must have finished. Their models are used unchanged, with a warning if
+            the current recipe would produce a different model.
         start_from: like `only`, for this stage and those after it.
         overwrite: run the selected stages even if nothing has changed.
 
     Raises:
-        InputError: an unknown stage, or a stage whose upstream stage has not finished. Also what `run_stage` raises.
+        InputError: an unknown stage, or a stage whose upstream stage has not finished. Also raises the errors of
+            `run_stage`.
     """
     console = console or Console()
     selected = chosen_stages(pipeline, only, start_from)
@@ -80,7 +81,7 @@ def run_pipeline(
 
 
 def _convert(recipe: ConvertRecipe, directory: Path, console: Console) -> None:
-    """Write the files of a `convert` stage and its report, which says what was read, skipped and written."""
+    """Write the files of a `convert` stage, and a report with the numbers of rows read, skipped and written."""
     lines: list[str] = []
 
     def report(line: str) -> None:
@@ -95,7 +96,8 @@ def _convert(recipe: ConvertRecipe, directory: Path, console: Console) -> None:
 def evaluate_checkpoints(recipe: EvaluateRecipe) -> PipelineRecipe:
     """Return the evaluations of all checkpoints at `recipe.model.path` as a pipeline, one stage for each.
 
-    The path is a run, or a pattern of checkpoints such as `runs/run/checkpoints/step_00001*`. InputError if there are none.
+    The path is a run, or a pattern of checkpoints such as `runs/run/checkpoints/step_00001*`. InputError if there are
+    none.
     """
     path = recipe.model.path
     pattern = f"{path}/checkpoints/step_*" if (Path(path) / "checkpoints").is_dir() else path
@@ -180,7 +182,9 @@ def planned(pipeline: PipelineRecipe, only: str | None, start_from: str | None, 
 
 
 def unfinished_upstream(pipeline: PipelineRecipe, stage: PipelineStage, running: Collection[str] = ()) -> str | None:
-    """Return a stage whose model or files `stage` uses and that is neither finished nor in `running`; None if there is none."""
+    """Return a stage whose model or files `stage` uses and that is neither finished nor in `running`; None if there is
+    none.
+    """
     missing = [name for name in stage.inputs if not _read(pipeline.directory / name / "lineage.json")]
     return next((name for name in missing if name not in running), None)
 
@@ -195,13 +199,13 @@ def require_upstream(pipeline: PipelineRecipe, stage: PipelineStage) -> None:
 
 
 def _converted(pipeline: PipelineRecipe, name: str) -> list[str]:
-    """Return the names of the files that the stage `name` makes; empty where it exports a model."""
+    """Return the names of the files that the stage `name` writes; empty if it exports a model."""
     recipe = next(stage.recipe for stage in pipeline.stages if stage.name == name)
     return [f"{file}.jsonl" for file in recipe.files] if isinstance(recipe, ConvertRecipe) else []
 
 
 def _made(pipeline: PipelineRecipe, name: str) -> str:
-    """What the stage `name` makes, in words."""
+    """The output of the stage `name`, in words."""
     return f"the {'files' if _converted(pipeline, name) else 'model'} of {name}"
 
 
@@ -219,7 +223,7 @@ def out_of_date(pipeline: PipelineRecipe, selected: Sequence[PipelineStage]) -> 
         reason, _ = reason_to_run(pipeline, stage, lineage_of(pipeline, stage))
         if reason is not None:
             lines.append(
-                f"stage {stage.name}: out of date ({reason}), but used as it is; run it again with `--from {stage.name}`"
+                f"stage {stage.name}: out of date ({reason}), but used; run it again with `--from {stage.name}`"
             )
     return lines
 
@@ -257,7 +261,7 @@ def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
         source = Path(stage.recipe.source).expanduser() if stage.recipe.source is not None else None
         if source is None or not source.exists():
             return {"recipe": _digest(stage.recipe.model_dump(mode="json", exclude={"runs"})), "inputs": {}}
-        # The rows count, not the place of the folder.
+        # Only the rows matter, not the location of the folder.
         digest = _digest(_files(source, digests=True))
         recipe = stage.recipe.model_dump(mode="json", exclude={"runs", "source"})
         return {"recipe": _digest(recipe), "inputs": {"the data": digest}}
@@ -271,7 +275,7 @@ def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
             recipe = _replace_path(recipe, str(pipeline.directory / name / file), f"{file} of {name}")
     if stage.upstream is None and Path(stage.recipe.model.path).exists():
         model = Path(stage.recipe.model.path)
-        # Files of two checkpoints have the same sizes, and each checkpoint has its own digests.
+        # Files of two checkpoints have equal sizes, so use the digests in the checkpoint.
         sealed = _read(model.parent / "manifest.json").get("files", {})
         policy = {name: digest for name, digest in sealed.items() if name.startswith(f"{model.name}/")}
         inputs[f"the model {stage.recipe.model.path}"] = _digest(policy or _files(model, digests=False))
@@ -300,7 +304,7 @@ def record_finish(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Linea
 
 
 def _outputs(directory: Path, stage: PipelineStage, digests: bool) -> dict[str, list[Any]]:
-    """Return the files of the stage's exported model, or those that it converted, as `_files`."""
+    """Return the files of the stage's exported model, or its converted files, in the form of `_files`."""
     if not isinstance(stage.recipe, ConvertRecipe):
         return _files(directory / "model", digests)
     made = _files(directory, digests)
@@ -346,7 +350,7 @@ def _files(root: Path, digests: bool) -> dict[str, list[Any]]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the JSON object in `file`; empty where the file is missing or truncated."""
+    """Return the JSON object in `file`; empty if the file is missing or truncated."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -365,7 +369,7 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     """Print the results of the stages and write them to `<pipeline>/report.md`, with links to the stages' reports.
 
     Stages that play the same environment share one table; the tables of other stages follow. Returns the path, or None
-    where there are no results.
+    if there are no results.
     """
     rows = combined_rows(pipeline)
     tables = []
@@ -405,7 +409,9 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
 
 
 def _to_look_at(pipeline: PipelineRecipe) -> list[str]:
-    """Return the learning curve of the last stage that trained on episodes, and the command that shows the last of these."""
+    """Return the learning curve of the last stage that trained on episodes, and the command that shows its last
+    episodes.
+    """
     for stage in reversed(_finished(pipeline)):
         run = pipeline.directory / stage.name
         steps = [stored.step for stored in stored_steps(run / "episodes") if stored.split == "train"]
@@ -417,7 +423,8 @@ def _to_look_at(pipeline: PipelineRecipe) -> list[str]:
 
 
 def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:
-    """Return rows for the random policy, the model before any stage and after each finished stage, and the optimal policy.
+    """Return rows for the random policy, the model before any stage and after each finished stage, and the optimal
+    policy.
 
     Only stages that play the same environment on the same final seeds as the last one are included.
     """

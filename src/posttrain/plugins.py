@@ -5,8 +5,8 @@ A distribution declares what it adds in its `pyproject.toml`:
     [project.entry-points."posttrain.environments"]
     maze = "my_package.maze:Maze"
 
-Listing the names of a group reads package metadata only. A plug-in is imported when its name is used, so a plug-in that
-cannot be imported affects nothing else.
+Listing the names of a group reads only package metadata. A plug-in is imported when its name is used, so a plug-in that
+cannot be imported does not affect anything else.
 """
 
 import importlib
@@ -37,8 +37,8 @@ Group = Literal[
   dotted name adds to a group of the command line: `data.mazes` becomes `posttrain data mazes`.
 - `posttrain.losses`, `posttrain.credits`: the `type` of a policy loss or credit -> its function, as for
   `posttrain.register_loss` and `posttrain.register_credit`.
-- `posttrain.models`: NAME of `model.path=made:NAME` -> a function without arguments that makes the model where it does not
-  exist yet, and returns its directory.
+- `posttrain.models`: NAME of `model.path=made:NAME` -> a function without arguments that creates the model if it does
+  not exist yet, and returns its directory.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
 
@@ -51,7 +51,7 @@ class PluginError(InputError):
 def entry_points(group: Group) -> Mapping[str, metadata.EntryPoint]:
     """Name -> entry point of every plug-in in `group`, sorted by name. Imports nothing.
 
-    Where several distributions declare one name, the first is listed here and `load` raises.
+    If several distributions declare the same name, the first is listed here, and `load` raises.
     """
     points: dict[str, metadata.EntryPoint] = {}
     for point in sorted(metadata.entry_points(group=group), key=lambda point: point.name):
@@ -75,7 +75,7 @@ def load(group: Group, name: str) -> Any:
     try:
         return point.load()
     except Exception as error:
-        # A partly imported module would make the next attempt fail in another way.
+        # A partially imported module would make the next attempt fail in a different way.
         sys.modules.pop(point.module, None)
         raise PluginError(_explanation(group, point, error)) from error
 
@@ -83,8 +83,8 @@ def load(group: Group, name: str) -> Any:
 def require_module(module: str, purpose: str) -> Any:
     """Import an optional third-party module and return it.
 
-    Every optional dependency is imported through this function, so a missing one is always the same sentence. `purpose`
-    begins it: a recipe key, a command or a file that needs the module.
+    Every optional dependency is imported through this function, so the message about a missing one is always the same.
+    `purpose` starts the message: a recipe key, a command or a file that needs the module.
 
     Raises:
         InputError: the module, or one that it imports, is missing or broken. The message has the pip command.
@@ -106,10 +106,11 @@ _trusted: ContextVar[tuple[str, ...] | None] = ContextVar("trusted", default=Non
 
 @contextmanager
 def trusting(words: Sequence[str]) -> Iterator[None]:
-    """Inside, Python files are executed if they are in the current folder or one of `words` has their path, and refused otherwise.
+    """In this context, only Python files in the current folder, or whose path is in one of `words`, are executed; others
+    are refused.
 
-    A recipe or a run of somebody else may name any file of this machine, and the command line must not execute one that its
-    user did not name. Python callers are not restricted.
+    A recipe or run from another person may name any file of this machine, and the command line must not execute a file
+    that its user did not name. Python callers are not restricted.
     """
     before = _trusted.set(tuple(words))
     try:
@@ -118,15 +119,27 @@ def trusting(words: Sequence[str]) -> Iterator[None]:
         _trusted.reset(before)
 
 
-def require_trust(path: Path) -> None:
-    """Raises InputError where the file at `path` must not be executed, see `trusting`."""
+def restricted() -> bool:
+    """Whether this is inside `trusting`."""
+    return _trusted.get() is not None
+
+
+def is_trusted(path: Path) -> bool:
+    """Whether the file at `path` may be executed, see `trusting`."""
     words = _trusted.get()
-    if words is None or path.resolve().is_relative_to(Path.cwd().resolve()) or any(str(path) in word for word in words):
-        return
-    raise InputError(
-        f"{path} is outside the current folder and no argument names it, so it is not executed; read it, and add --trust "
-        "to execute it"
-    )
+    # A word such as `environment.tools=[own.py:look,own.py:take]` names a file between other signs.
+    named = re.compile(rf"(?:^|[=\[,\s'\"]){re.escape(str(path))}(?:$|[:\],\s'\"])")
+    inside = path.resolve().is_relative_to(Path.cwd().resolve())
+    return words is None or inside or any(named.search(word) for word in words)
+
+
+def require_trust(path: Path) -> None:
+    """Raises InputError if the file at `path` must not be executed, see `trusting`."""
+    if not is_trusted(path):
+        raise InputError(
+            f"{path} is outside the current folder and no argument names it, so it is not executed; read it, and add --trust "
+            "to execute it"
+        )
 
 
 def pip_command(module: str, distribution: str = "posttrain") -> str:
@@ -146,7 +159,7 @@ def pip_command(module: str, distribution: str = "posttrain") -> str:
 
 
 _COLLECTIONS = ("dev", "all")
-"""Extras that collect other extras; too large to recommend for one module."""
+"""Extras that combine other extras; too large to recommend for a single module."""
 
 
 def _explanation(group: Group, point: metadata.EntryPoint, error: Exception) -> str:
@@ -163,5 +176,5 @@ def _top(point: metadata.EntryPoint) -> str:
 
 
 def _normalized(name: str) -> str:
-    """A distribution name in the form in which spellings compare equal (PEP 503)."""
+    """A normalized distribution name, so that different spellings compare equal (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()

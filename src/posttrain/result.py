@@ -1,4 +1,4 @@
-"""What a run produced, read from its directory."""
+"""The result of a run, read from its directory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ _OF_THE_LOG = ("step", "kind", "time/run", "nonfinite")
 
 @dataclass(frozen=True)
 class Result:
-    """What one run of a stage produced. `Result.open` reads it from a run directory.
+    """The result of one run of a stage. `Result.open` reads it from a run directory.
 
-    The stage functions, such as `posttrain.rl`, return one.
+    Stage functions such as `posttrain.rl` return a `Result`.
     """
 
     run: Path
@@ -30,7 +30,7 @@ class Result:
     stage: str
     """`sft`, `reward`, `dpo`, `rl`, `evaluate`, `generate` or `harness`."""
     model: Path | None
-    """Directory of the exported model, which loads with transformers; None for stages that train none."""
+    """Directory of the exported model, which loads with transformers; None for stages that do not train."""
     metrics: list[dict[str, Any]]
     """One row per training step: `step`, and values by name."""
     evaluations: list[dict[str, Any]]
@@ -39,9 +39,9 @@ class Result:
     """One row per policy of the final table: `policy`, values by name with the limits of their 95% intervals
     (`success`, `success_low`, `success_high`), and `n`, the environment seeds or rows they were measured on."""
     best_step: int | None
-    """The step whose weights were exported; None where no checkpoint was chosen."""
+    """The step whose weights were exported; None if no checkpoint was chosen."""
     warnings: list[str]
-    """What the run warned of."""
+    """The warnings of the run."""
 
     @classmethod
     def open(cls, path: str | Path) -> "Result":

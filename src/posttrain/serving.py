@@ -1,7 +1,7 @@
 """`posttrain serve`: an OpenAI-compatible server for one policy, on the loopback address.
 
-Chat completions (with tools and streaming), completions and models. Log-probabilities are those of the sampled tokens, at
-the request's temperature and before top-p, top-k and min-p, as the learner computes them.
+Chat completions (with tools and streaming), completions and models. Log-probabilities are those of the sampled tokens,
+at the request's temperature and before top-p, top-k and min-p, as the learner computes them.
 """
 
 import asyncio
@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from posttrain.data.messages import UnusableRow, check_value
 from posttrain.data.rendering import Renderer
 from posttrain.data.tools import call_id
 from posttrain.engines.protocol import Completion, Engine, Request
@@ -26,15 +27,15 @@ from posttrain.rollout.agents import formats
 from posttrain.rollout.agents.session import CallRefused, ChatAnswer
 from posttrain.seeds import derive_seed
 
-MAX_BODY = 32 << 20
-"""Largest request in bytes."""
+MAX_CHOICES = 1024
+"""Largest number of answers to one request."""
 _POLL_SECONDS = 0.25
 _UNSUPPORTED = ("echo", "suffix", "best_of", "logit_bias", "presence_penalty", "frequency_penalty", "functions")
-"""Fields that would change the answer. They are refused unless they are null, false or 0."""
+"""Unsupported fields that would change the answer. They are refused unless they are null, false or 0."""
 
 
 class _Body(BaseModel):
-    """The fields of both kinds of request that choose how tokens are sampled."""
+    """Sampling fields of both kinds of request."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -50,6 +51,14 @@ class _Body(BaseModel):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    model: str = Field("", max_length=1000)
+
+    @field_validator("stop")
+    @classmethod
+    def _few(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, list) and len(value) > 64:
+            raise ValueError(f"has {len(value)} texts; it can have 64")
+        return value
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -57,7 +66,7 @@ class _Body(BaseModel):
 
     def sampling(self) -> SamplingRecipe:
         """InputError for a value that is not allowed."""
-        top_k = max(self.top_k, 0)  # other servers switch it off with -1
+        top_k = max(self.top_k, 0)  # other servers use -1 to disable it
         return section(SamplingRecipe, temperature=self.temperature, top_p=self.top_p, top_k=top_k, min_p=self.min_p)
 
     @property
@@ -107,10 +116,11 @@ class Server:
         def route(path: str, answer: Callable[[dict[str, Any], _Body], Any]) -> None:
             async def post(request: HttpRequest) -> Response:
                 try:
-                    values, body = await _read(request)
+                    values = await formats.read_body(request)
+                    body = _parse(values)
                     made = answer(values, body)
                     if body.stream:
-                        # The first event is made now, so that an error has its own status.
+                        # Compute the first event now, so that an error still gets its own HTTP status.
                         events = made.__aiter__()
                         first = await anext(events)
                         return StreamingResponse(_after(first, events), media_type="text/event-stream")
@@ -134,7 +144,8 @@ class Server:
         app.add_route("/v1/models", models, methods=["GET"])
         return app
 
-    # -- sampling -------------------------------------------------------------------------------------------------------
+    # -- sampling
+    # -------------------------------------------------------------------------------------------------------
 
     async def _complete(
         self,
@@ -144,7 +155,7 @@ class Server:
         index: int,
         show: Callable[[int], None] | None = None,
     ) -> _Choice:
-        """One completion of `prompt`. `show` gets each token as it is sampled, from engines that can."""
+        """One completion of `prompt`. `show` is called with each token as it is sampled, if the engine supports it."""
         if body.seed is None:
             seed = derive_seed(self._seed, "serve", self._count)
             self._count += 1
@@ -169,7 +180,9 @@ class Server:
         )
 
     async def _pieces(self, prompt: Sequence[int], body: _Body, limit: int | None) -> AsyncIterator[str | _Choice]:
-        """The text of a completion in pieces, then the completion. Text that may belong to a stop string waits."""
+        """The text of a completion in pieces, then the completion. Text that may be part of a stop string is held
+        back.
+        """
         held = max((len(stop) - 1 for stop in body.stops), default=0)
         tokens: asyncio.Queue[int | None] = asyncio.Queue()
         task = asyncio.create_task(self._complete(prompt, body, limit, 0, tokens.put_nowait))
@@ -178,13 +191,14 @@ class Server:
         shown = ""
         try:
             while (token := await tokens.get()) is not None:
-                # When the client leaves, anyio cancels only a task that does not wait for a finished future. With a token
-                # per pass of the event loop, the one of the queue always is.
+                # When the client disconnects, anyio does not cancel a task that waits for a finished future. With a
+                # token per pass of the
+                # event loop, the future of the queue is always finished.
                 await asyncio.sleep(0)
                 ids.append(token)
                 text = self.renderer.answer_text(ids)
                 ready = text[: len(text) - held] if held else text
-                # A character of several tokens is sent once it is whole.
+                # A character of several tokens is sent once it is complete.
                 stopped = any(stop in text for stop in body.stops)
                 if not stopped and ready.startswith(shown) and len(ready) > len(shown) and "\ufffd" not in ready[-1:]:
                     yield ready[len(shown) :]
@@ -196,7 +210,8 @@ class Server:
         finally:
             task.cancel()
 
-    # -- chat completions -----------------------------------------------------------------------------------------------
+    # -- chat completions
+    # -----------------------------------------------------------------------------------------------
 
     def _prompt(self, values: dict[str, Any], body: _Body) -> tuple[list[int], bool]:
         """The prompt of a chat, and whether it has tools."""
@@ -204,12 +219,19 @@ class Server:
             raise CallRefused("top_logprobs must be 0; the engine returns the log-probability of the sampled token")
         read = ("messages", "tools", "tool_choice", "response_format", "functions")
         call = formats.openai_call({key: values[key] for key in read if key in values}, False)
+        if self.renderer.surely_longer(call.messages, call.tools, self.context):
+            raise self._too_long(f"more than {self.context}")
         prompt = self.renderer.prompt(call.messages, tools=call.tools)
         self._require_room(prompt)
         return prompt, bool(call.tools)
 
     async def chat(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a chat completion that is not streamed, as in OpenAI's API. CallRefused for a request that is refused."""
+        """The answer to a chat completion without streaming, as in OpenAI's API. CallRefused for an unsupported
+        request."""
+        try:
+            check_value(values, "it")
+        except UnusableRow as error:
+            raise CallRefused(f"the request cannot be used: {error}") from error
         return await self._chat(values, _parse(values))
 
     async def _chat(self, values: dict[str, Any], body: _Body) -> dict[str, Any]:
@@ -236,7 +258,7 @@ class Server:
 
         yield chunk({"role": "assistant", "content": ""})
         async for piece in self._pieces(prompt, body, body.max_completion_tokens or body.max_tokens):
-            # With tools, what is text and what is a call is known at the end.
+            # With tools, text and calls can be distinguished only at the end.
             if isinstance(piece, str):
                 if not tools:
                     yield chunk({"content": piece})
@@ -266,7 +288,7 @@ class Server:
                 {
                     "token": token,
                     "logprob": logprob,
-                    # Part of a character is no text.
+                    # A partial character is not text.
                     "bytes": None if "\ufffd" in token else list(token.encode()),
                     "top_logprobs": [],
                 }
@@ -274,7 +296,8 @@ class Server:
             ]
         }
 
-    # -- completions ----------------------------------------------------------------------------------------------------
+    # -- completions
+    # ----------------------------------------------------------------------------------------------------
 
     def _prompts(self, body: _Body) -> list[list[int]]:
         """The prompts as tokens. A text gets the tokenizer's special tokens, as in other servers."""
@@ -284,6 +307,11 @@ class Server:
             raise CallRefused("logprobs must be at most 1; the engine returns the log-probability of the sampled token")
         tokenizer = self.engine.policy.tokenizer
         prompts = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
+        if len(prompts) * body.n > MAX_CHOICES:
+            raise CallRefused(f"the request asks for {len(prompts) * body.n} answers; ask for at most {MAX_CHOICES}")
+        for one in prompts:
+            if isinstance(one, str) and self.renderer.surely_longer([{"content": one}], [], self.context):
+                raise self._too_long(f"more than {self.context}")
         found = [list(tokenizer(one)["input_ids"]) if isinstance(one, str) else list(one) for one in prompts]
         if bad := [id for ids in found for id in ids if not 0 <= id < len(tokenizer)]:
             raise CallRefused(f"the prompt has token {bad[0]}, and the model has {len(tokenizer)} tokens")
@@ -293,9 +321,11 @@ class Server:
 
     def _require_room(self, prompt: Sequence[int]) -> None:
         if not 0 < len(prompt) < self.context:
-            limits = f"at least 1 and fewer than the model's {self.context}"
-            message = f"the prompt has {len(prompt)} tokens; it must have {limits}"
-            raise CallRefused(message, kind="context_length_exceeded")
+            raise self._too_long(str(len(prompt)))
+
+    def _too_long(self, tokens: str) -> CallRefused:
+        limits = f"at least 1 and fewer than the model's {self.context}"
+        return CallRefused(f"the prompt has {tokens} tokens; it must have {limits}", kind="context_length_exceeded")
 
     async def _texts(self, values: dict[str, Any], body: _Body) -> dict[str, Any]:
         prompts = self._prompts(body)
@@ -337,14 +367,14 @@ class Server:
 
     def _head(self, values: dict[str, Any], prefix: str, kind: str) -> dict[str, Any]:
         self._count += 1
-        model = str(values.get("model") or self.name)
+        model = values.get("model") or self.name
         return {"id": f"{prefix}-{self._count}", "object": kind, "created": int(time.time()), "model": model}
 
 
 def guarded(app: App, port: int, key: str | None) -> tuple[App, Callable[[Scope], bool]]:
-    """`app` for requests of this machine's programs, with `key` if there is one; and whether a request is admitted.
+    """`app`, restricted to programs of this machine that send `key` (if set), and the test for admitted requests.
 
-    A page in a browser sends the address of its site (`Origin`), and is refused.
+    Web pages in a browser send the header `Origin` and are refused.
     """
 
     def refusal(scope: Scope) -> tuple[int, str] | None:
@@ -365,25 +395,8 @@ def guarded(app: App, port: int, key: str | None) -> tuple[App, Callable[[Scope]
     return application, lambda scope: refusal(scope) is None
 
 
-async def _read(request: Any) -> tuple[dict[str, Any], _Body]:
-    """The JSON object of a request. CallRefused where it is too large, no object, or asks for what is not supported."""
-    received = bytearray()
-    async for part in request.stream():
-        received += part
-        if len(received) > MAX_BODY:
-            raise CallRefused(f"the request has more than {MAX_BODY >> 20} MiB", 413, "request_too_large")
-    try:
-        values = json.loads(received)
-        json.dumps(values, allow_nan=False).encode()
-        if not isinstance(values, dict):
-            raise CallRefused("the request must be a JSON object")
-    except (ValueError, RecursionError) as error:
-        raise CallRefused(f"the request is not valid JSON ({type(error).__name__})") from error
-    return values, _parse(values)
-
-
 def _parse(values: dict[str, Any]) -> _Body:
-    """The fields of a request that choose how tokens are sampled; CallRefused where they ask for what is not supported."""
+    """The sampling fields of a request. CallRefused for unsupported values."""
     if given := [key for key in _UNSUPPORTED if values.get(key)]:
         raise CallRefused(f"{given[0]} is not supported; leave it out")
     try:
@@ -403,7 +416,7 @@ async def _all(coroutines: Any) -> list[_Choice]:
 
 
 async def _unless_gone(request: Any, answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """The answer, cancelled if the client closes the connection."""
+    """The answer. Its computation is cancelled if the client closes the connection."""
     from starlette.requests import ClientDisconnect
 
     task = asyncio.ensure_future(answer)

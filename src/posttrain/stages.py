@@ -30,7 +30,7 @@ def run_stage(
     Args:
         resume: continue an existing run from its newest checkpoint.
         overwrite: replace an existing run.
-        callbacks: called by the training stages after each step, evaluation and rollout; in this process only.
+        callbacks: called by the training stages after each step, evaluation and rollout. Only for runs in this process.
 
     Raises:
         InputError: wrong input, or `callbacks` with a recipe that starts other processes.
@@ -41,7 +41,7 @@ def run_stage(
     hardware = getattr(recipe, "hardware", HardwareRecipe())
     elsewhere = hardware.ray is not None or (hardware.processes > 1 and not is_launched())
     if elsewhere and callbacks:
-        raise InputError("callbacks run in this process; set hardware.processes to 1 and leave hardware.ray out")
+        raise InputError("callbacks run in this process; set hardware.processes to 1 and remove hardware.ray")
     if hardware.ray is not None:
         from posttrain.distributed.ray.launch import launch as launch_on_cluster
 

@@ -1,4 +1,4 @@
-"""One function per stage, as the command line has one command per stage.
+"""One function per stage, like the commands of the command line.
 
     result = posttrain.rl("recipe.yaml", steps=20, optimizer={"learning_rate": 1e-5})
     result.evaluation, result.model
@@ -17,6 +17,7 @@ from posttrain.environments.rewards import register_reward
 from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
+from posttrain.recipe.executed import require_trust_of_run
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import Layer, read_file
 from posttrain.recipe.stages import STAGES, EvaluateRecipe, Recipe
@@ -55,15 +56,15 @@ def sft(
     Args:
         recipe: recipes of stage `sft`, merged left to right.
         callbacks: called during the run, see `Callback`.
-        resume: the directory of a run to continue. Only `steps` and `hardware` may be overridden then.
+        resume: the directory of a run to continue. Only `steps` and `hardware` may then be overridden.
         fall_back: with `resume`, set damaged checkpoints aside and continue from the newest intact one.
         overwrite: delete a run of the same name first.
-        console: where progress is shown; by default on standard output.
+        console: rich console for progress; default: standard output.
         overrides: keys of the recipe.
 
     Raises:
         InputError: wrong input; one sentence per problem.
-        RunError: the run could not continue. What it had saved is still there.
+        RunError: the run could not continue. Its checkpoints are kept.
     """
     return _run("sft", recipe, overrides, callbacks, resume, overwrite, console, fall_back=fall_back)
 
@@ -117,8 +118,9 @@ def rl(
 
     Args:
         reward: a function `(prompt, answer, **row) -> float | dict[str, float]`, which scores the answers of the
-            environment `text_task`; a list of functions or of tuples of a function and its weight; or the `reward` section of the recipe, which names a reward model.
-        engine: a function `(policy, recipe) -> Engine` that makes the engine of this process, such as a subclass of
+            environment `text_task`; a list of functions or of tuples of a function and its weight; or the `reward`
+            section of the recipe, which names a reward model.
+        engine: a function `(policy, recipe) -> Engine` that creates the engine of this process, such as a subclass of
             `LocalEngine`; or the `engine` section of the recipe.
     """
     return _run("rl", recipe, overrides, callbacks, resume, overwrite, console, reward, fall_back, engine)
@@ -139,8 +141,8 @@ def distill(
         posttrain.distill(environment={"prompts": "prompts.jsonl"}, teacher={"path": teacher.model})
 
     Args:
-        reward: a function that scores the answers of the environment `text_task`, as for `rl`; it measures success, and
-            nothing learns from it.
+        reward: a function that scores the answers of the environment `text_task`, as for `rl`. It only measures success
+            and is not used for training.
     """
     return _run("distill", recipe, overrides, callbacks, resume, overwrite, console, reward, fall_back)
 
@@ -227,14 +229,14 @@ def pipeline(
 
     Args:
         file: the pipeline's YAML file.
-        changes: overrides that the command line has read.
-        only: run this stage alone.
+        changes: overrides, as parsed by the command line.
+        only: run only this stage.
         start_from: run this stage and those after it.
         overwrite: run finished stages again.
         overrides: `name`, `runs`, `common.KEY` for every stage, `stages.NAME.KEY` for one.
 
     Returns:
-        The name of each stage that was asked for -> its result.
+        The name of each selected stage -> its result.
     """
     from posttrain.pipelines import run_pipeline
 
@@ -263,13 +265,13 @@ _ROWS = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
 def read_recipe(stage: str, /, *recipe: RecipeLike, resume: str | Path | None = None, **overrides: Any) -> Recipe:
     """The typed recipe that the function of `stage` runs for these arguments. InputError as `sft`."""
     if resume is not None and not all(isinstance(part, Layer) for part in recipe):
-        raise InputError(f"--resume {resume} continues with the recipe of that run; leave out the recipe")
+        raise InputError(f"--resume {resume} continues with the recipe of that run; remove the recipe argument")
     for part in recipe:
         if isinstance(part, str | Path) and str(part).lower().endswith(_ROWS):
             key = {"generate": "data.test"}.get(stage, "data.train")
             if "environment" in STAGES[stage].model_fields and stage != "sft":
                 key = "environment.type=text_task environment.prompts"
-            raise InputError(f"{part} holds rows and is not a recipe; write {key}={part}")
+            raise InputError(f"{part} contains rows and is not a recipe; write {key}={part}")
     layers = _layers(recipe, overrides)
     return typed_recipe(merge_typed(layers, stage), stage) if resume is None else _resumed(stage, layers, Path(resume))
 
@@ -287,7 +289,7 @@ def _run(
     engine: "MakeEngine | Mapping[str, Any] | BaseConfig | None" = None,
 ) -> Result:
     if resume is not None and overwrite:
-        raise InputError("`resume` continues a run and `overwrite` deletes it; give one of them")
+        raise InputError("`resume` continues a run and `overwrite` deletes it; give only one of them")
     if fall_back and resume is None:
         raise InputError("`fall_back` chooses an older checkpoint of a run to resume; give `resume` as well")
     if isinstance(reward, Mapping | BaseConfig):
@@ -319,14 +321,12 @@ def _run(
 
 @contextmanager
 def _engines_made_by(make: "MakeEngine | None", recipe: Any) -> Iterator[None]:
-    """Inside, `make` makes the engines of this process; None keeps those of recipes."""
+    """Inside the block, `make` creates the engines of this process; None keeps those of recipes."""
     if make is None:
         yield
         return
     if recipe.hardware.ray is not None or recipe.hardware.processes > 1:
-        raise InputError(
-            "`engine` is a function of this process; set hardware.processes to 1 and leave hardware.ray out"
-        )
+        raise InputError("`engine` is a function of this process; set hardware.processes to 1 and remove hardware.ray")
     from posttrain.engines.factory import open_engine
 
     with open_engine.placed_by(lambda policy, engine, *rest: make(policy, engine)):
@@ -343,7 +343,7 @@ def _fall_back(run: RunDirectory, recipe: Any) -> None:
 
 @contextmanager
 def original_folder(resume: str | Path | None) -> Iterator[None]:
-    """Add to an InputError about a file that is not here the folder in which the run was begun, where that has the file."""
+    """If a file is missing but exists in the folder in which the run was started, add that folder to the InputError."""
     try:
         yield
     except InputError as error:
@@ -353,12 +353,12 @@ def original_folder(resume: str | Path | None) -> Iterator[None]:
             raise
         named = [value for value in _texts(read_file(str(run.recipe_file)).values) if value in str(error)]
         if any((Path(began) / value).exists() and not Path(value).exists() for value in named):
-            raise InputError(f"{error}; the run was begun in {began}, so resume it there") from error
+            raise InputError(f"{error}; the run was started in {began}, so resume it there") from error
         raise
 
 
 def _texts(value: Any) -> list[str]:
-    """The texts in a recipe that may be relative paths, the file of `file.py:Class` included."""
+    """The texts in a recipe that may be relative paths, including the file of `file.py:Class`."""
     if isinstance(value, dict | list):
         return [text for inner in (value.values() if isinstance(value, dict) else value) for text in _texts(inner)]
     return (
@@ -383,7 +383,7 @@ def _layer(part: RecipeLike) -> Layer:
 
 
 def _paths(values: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Every key path in `values`, sections included."""
+    """Every key path in `values`, including sections."""
     if not isinstance(values, dict):
         return []
     return [path for key, value in values.items() for path in [(*above, key), *_paths(value, (*above, key))]]
@@ -392,7 +392,7 @@ def _paths(values: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 def _resumed(stage: str, layers: Sequence[Layer], run: Path) -> Recipe:
     """The recipe of the run in the directory `run`, with more `steps` or on other `hardware` where `layers` change those.
 
-    InputError for any other change: a run continues as it began.
+    InputError for any other change, because a resumed run keeps its settings.
     """
     directory = RunDirectory.open(run)
     for layer in layers:
@@ -402,13 +402,15 @@ def _resumed(stage: str, layers: Sequence[Layer], run: Path) -> Recipe:
             raise InputError(
                 f"{where}: a resumed run keeps its recipe, except for steps and hardware; start a run with another name"
             )
-    # The run may have been moved or renamed, and it continues where it is now.
+    # The run may have been moved or renamed; it continues at its current location.
     place = directory.path.resolve()
-    recipe = typed_recipe(merge_typed([read_file(str(directory.recipe_file)), *layers], stage), stage)
+    begun = read_file(str(directory.recipe_file))
+    require_trust_of_run(directory.recipe_file, begun.values)
+    recipe = typed_recipe(merge_typed([begun, *layers], stage), stage)
     done, steps = directory.saved_step(), getattr(recipe, "steps", None)
     if steps is not None and steps < done:
         raise InputError(
-            f"--resume {run}: {done} steps are done and saved, more than steps = {steps}; ask for more than {done}, or "
+            f"--resume {run}: {done} steps are done and saved, more than steps = {steps}; set steps above {done}, or "
             "start a run with another name"
         )
     if (Path(recipe.runs) / recipe.name).resolve() == place:

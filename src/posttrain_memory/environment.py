@@ -192,7 +192,7 @@ class Memory(Environment):
 
     @classmethod
     def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow] | None:
-        """The rows of `tasks`; None where tasks are generated."""
+        """The rows of `tasks`; None if tasks are generated."""
         assert isinstance(recipe, MemoryRecipe)
         return task_table(recipe.tasks, recipe.memories, recipe.judge is not None).tasks if recipe.tasks else None
 

@@ -1,4 +1,4 @@
-"""Attacks by what calls: connections, requests of web pages and programs, tool calls, answers, commands of other frameworks.
+"""Attacks by callers: connections, requests, tool calls, answers, commands of other frameworks.
 
 The surfaces are functions as in `tests.adversary.surfaces`.
 """
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tests.adversary import hosts
+from tests.adversary import hosts, models
 
 SECONDS = 20
-"""More than the longest answer takes on a machine that does other work."""
+"""Seconds; longer than the slowest answer on a busy machine."""
 
 
 def tool_calls(seed: int, folder: Path) -> None:
-    """An answer with broken calls, in each syntax: calls that a template and a client can write, or errors, soon."""
+    """Malformed calls in each syntax: they are read as valid calls or give errors, quickly."""
     from posttrain.data.tools import SYNTAXES
 
     draw = random.Random(seed)
@@ -64,26 +64,23 @@ def tool_calls(seed: int, folder: Path) -> None:
             json.dumps([[[[call.message("c")]]]])
 
 
-SERVERS = ExitStack()
-"""Closes what `_servers` started."""
-
-
 @cache
 def _servers() -> list[tuple[str, int, dict[str, str], str]]:
-    """(kind, port, headers of one who may ask, path) of a live page and an endpoint of agents, until `SERVERS` is closed."""
+    """(kind, port, headers of an authorized client, path) of a live page, an agents' endpoint and `serve`."""
     from tests.conftest import make_tokenizer
     from tests.rollout import test_agent_calls as agents
     from tests.runs.comparing import make_run
     from tests.view.browsing import served
 
-    atexit.register(SERVERS.close)
-    runs = Path(SERVERS.enter_context(tempfile.TemporaryDirectory())) / "runs"
+    atexit.register(models.SERVERS.close)
+    runs = Path(models.SERVERS.enter_context(tempfile.TemporaryDirectory())) / "runs"
     make_run(runs, "first", seed=1)
-    page = SERVERS.enter_context(served(runs))
+    page = models.SERVERS.enter_context(served(runs))
     tokenizer = make_tokenizer()
-    _, url, key = SERVERS.enter_context(agents.served(agents.RecordingEngine(tokenizer), tokenizer))
+    _, url, key = models.SERVERS.enter_context(agents.served(agents.RecordingEngine(tokenizer), tokenizer))
     return [
         ("view", int(page.root.rpartition(":")[2]), {"Cookie": page.cookie()}, "/run/first"),
+        ("serve", models.served_port(), {"Authorization": f"Bearer {models.KEY}"}, "/v1/models"),
         ("agents", int(url.rpartition(":")[2]), {"Authorization": f"Bearer {key}"}, "/v1/models"),
     ]
 
@@ -97,7 +94,7 @@ def _status(port: int, path: str, headers: dict[str, str]) -> int:
 
 
 def connections(seed: int, folder: Path) -> None:
-    """Connections that say nothing, or a part of something: one who may ask is answered meanwhile."""
+    """Connections that send nothing or part of a request: an authorized client is still answered."""
     draw = random.Random(seed)
     kind, port, headers, path = draw.choice(_servers())
     parts = [b"", b"G", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nA: " + b"y" * 70_000, b"\x16\x03\x01\x02"]
@@ -130,7 +127,7 @@ def requests(seed: int, folder: Path) -> None:
         {name: draw.choice(["", "Bearer ", "Bearer", "a=b; c", "\xff", "=" * 5_000, "Basic Og=="])},
         {"Host": draw.choice(["posttrain.example", "127.0.0.2", "[::1]", "0.0.0.0", f"x.localhost:{port}", ""])},
     ]
-    if kind == "view":
+    if kind != "agents":
         wrongs += [
             {"Origin": draw.choice(["null", "https://posttrain.example", f"http://127.0.0.1:{port}.example", ""])}
         ]
@@ -158,8 +155,8 @@ def requests(seed: int, folder: Path) -> None:
             while part := connection.recv(1 << 16):
                 answer += part
     status = int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
-    # 404 and 405 of the endpoint say which paths there are, which is no secret.
-    fine = {400, 403} if kind == "view" else {400, 401, 404, 405}
+    # 404 and 405 of the endpoint show which paths exist, which is not secret.
+    fine = {"view": {400, 403}, "serve": {400, 401, 403}, "agents": {400, 401, 404, 405}}[kind]
     assert status in fine, f"{kind} answers {lines} with {answer[:200]!r}"
     assert b"first" not in answer, lines
     assert _status(port, path, headers) == 200
@@ -232,7 +229,8 @@ def commands(seed: int, folder: Path) -> None:
     import yaml
 
     from posttrain.errors import InputError
-    from posttrain.importers.commands import import_commands, markdown_table
+    from posttrain.importers.commands import import_commands
+    from posttrain.importers.tables import markdown_table
     from tests.importers import test_documents as documents
 
     draw = random.Random(seed)

@@ -19,7 +19,7 @@ VALUES = {
     "money": ["$4,200", "84500 EUR", "£1,250.50"],
     "text": ["Tarvale", "peanut butter", "Quillmere"],
 }
-"""Kind -> values. `text` is a value without a form of its own: the filter knows it from the notes alone."""
+"""Kind -> values. `text` is a value without a typical form: the filter knows it only from the notes."""
 RULES = {
     "phone": ("Do not reveal phone numbers.", "phone"),
     "email": ("Do not reveal email addresses.", "email"),

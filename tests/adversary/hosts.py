@@ -1,4 +1,4 @@
-"""Attacks by the machine of a run: kills, folders without permission, clocks that jump, file systems that ignore case.
+"""Failures of the machine of a run: kills, missing permissions, clocks that jump, file systems that ignore case.
 
 The surfaces are functions as in `tests.adversary.surfaces`.
 """
@@ -23,7 +23,7 @@ STAGES = ("rl", "dpo", "reward", "sft", "distill")
 
 @cache
 def _home() -> tempfile.TemporaryDirectory[str]:
-    """A folder of this process for what cases share: tiny models and undisturbed runs."""
+    """A folder of this process for tiny models and undisturbed runs, which cases share."""
     return tempfile.TemporaryDirectory(prefix="posttrain-adversary-")
 
 
@@ -53,7 +53,7 @@ def tiny_run(stage: str, runs: Path) -> dict[str, Any]:
 
 @cache
 def undisturbed(stage: str) -> Path:
-    """A run that nothing happened to."""
+    """A run without failures."""
     from tests.training import small
 
     runs = Path(_home().name) / stage
@@ -118,7 +118,7 @@ def permission(seed: int, folder: Path) -> None:
 
 
 def _materials(place: Path) -> list[Path]:
-    """A run, rows, a recipe, a vault and a folder for output; returns what can be denied."""
+    """Make a run, rows, a recipe, a vault and an output folder; returns the paths whose permissions can be removed."""
     import shutil
 
     from tests.training.preferences import pair_rows, write_jsonl
@@ -159,7 +159,7 @@ def _commands(place: Path) -> list[list[str]]:
 
 
 def _drop_capabilities() -> None:
-    """Give up root's right to ignore permissions: from now on, files have the permissions of their owner.
+    """Drop root's capability to ignore permissions: from now on, the permissions of files apply.
 
     Another user, as by `setuid`, may not be able to read the interpreter of the tests.
     """
@@ -274,7 +274,7 @@ class FoldingOs:
 
 
 def letter_case(seed: int, folder: Path) -> None:
-    """Notes whose names differ only in case: a vault on a file system that ignores case holds what another one holds."""
+    """Notes whose names differ only in case: a vault is the same on a file system that ignores case."""
     from posttrain_memory.vault import storage
     from posttrain_memory.vault.limits import VaultError
     from posttrain_memory.vault.vault import Vault

@@ -1,4 +1,4 @@
-"""Attacks by what strangers made: models in archives, episodes of a run, answers that a judge grades.
+"""Attacks by untrusted files: models in archives, episodes of a run, answers that a judge grades.
 
 The surfaces are functions as in `tests.adversary.surfaces`.
 """
@@ -155,9 +155,9 @@ _MARKUP = re.compile(r"<\|[\w ]*\|>|</?s>|\[/?(?:INST|SYS|SYSTEM)\]|<(?:start|en
 
 
 def obedient_judge(prompt: list[dict[str, str]]) -> str:
-    """A judge that obeys every instruction that stands outside of the frames, and reads markup as its tokenizer would.
+    """A judge that follows every instruction outside of the frames, and reads markup as its tokenizer would.
 
-    It takes a frame to end at the first line that closes it, and text after markup to be a message of its own. Else it gives
+    It takes a frame to end at the first line that closes it, and text after markup to be a separate message. Else it gives
     1 point to any answer but `Yes`.
     """
     system, user = (message["content"] for message in prompt)
@@ -184,7 +184,7 @@ def obedient_judge(prompt: list[dict[str, str]]) -> str:
 
 
 def injection(seed: int, folder: Path) -> None:
-    """An answer with injections gets the points of a wrong answer from a judge that obeys injections."""
+    """An answer with injections gets the points of a wrong answer from a judge that follows injections."""
     from posttrain.environments.judge import PointsReply, points_prompt, read_reply
 
     draw = random.Random(seed)
@@ -223,7 +223,7 @@ def injection(seed: int, folder: Path) -> None:
     ]
     attack = "".join(draw.choice([*borders, *orders]) for _ in range(draw.randrange(1, 20)))
     for _ in range(3):
-        # The author of the answer may know how marks are made: the mark of an answer is put into the next one.
+        # The author of the answer may know how marks are made: each answer contains the mark of the previous one.
         found = re.search(
             r"line \[/(\w+)\]", points_prompt(what, rubric, 5, [texts[0], ("answer", attack)])[0]["content"]
         )

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from tests.adversary import callers, disguises, hosts, strangers
+from tests.adversary import callers, disguises, hosts, models, strangers
 
 SECRET = "hunter2-outside"
 
@@ -173,7 +173,7 @@ def recipe(seed: int, folder: Path) -> None:
 
 
 def run_directory(seed: int, folder: Path) -> None:
-    """A stranger's run with changed files: the commands that look at it end with sentences, and run none of its code."""
+    """An untrusted run with changed files: the commands that read it end with sentences, and run none of its code."""
     draw = random.Random(seed)
     run = folder / "run"
     run.mkdir()
@@ -276,7 +276,7 @@ def episode_file(seed: int, folder: Path) -> None:
 
 
 def live_page(seed: int, folder: Path) -> None:
-    """A stranger's run with changed files, and random addresses: pages are sentences and text, and none of its code runs."""
+    """An untrusted run and random addresses: pages are sentences and text, and none of its code runs."""
     from starlette.testclient import TestClient
 
     from posttrain.rollout.store import write_episodes
@@ -528,6 +528,9 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "requests": callers.requests,
     "answers": callers.answers,
     "commands": callers.commands,
+    "serve": models.serve,
+    "harness": models.harness,
+    "inspect_log": models.inspect_log,
     "archive": strangers.archive,
     "poisoned_episode": strangers.poisoned_episode,
     "injection": strangers.injection,

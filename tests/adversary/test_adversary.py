@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.adversary.callers import SERVERS
+from tests.adversary.models import SERVERS
 from tests.adversary.soak import soak
 from tests.adversary.surfaces import SURFACES, attempt
 
@@ -22,10 +22,11 @@ CASES = {
     "clock": 2,
     "letter_case": 200,
     "injection": 200,
+    "serve": 4,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
-SLOW = {"kill": 3, "permission": 12}
-"""As CASES, for surfaces whose cases train models in other processes."""
+SLOW = {"kill": 3, "permission": 12, "harness": 60, "inspect_log": 60}
+"""As CASES, for surfaces that train models in other processes, or import lm-eval and inspect-ai."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,7 +45,7 @@ def test_seeded_attacks_do_not_get_through(surface, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("surface", SLOW)
-def test_seeded_kills_and_permissions_do_not_get_through(surface, tmp_path):
+def test_seeded_attacks_of_slow_surfaces_do_not_get_through(surface, tmp_path):
     failed = [(seed, attempt(surface, seed, tmp_path / "case")) for seed in range(SLOW[surface])]
     assert [one for one in failed if one[1] is not None] == []
 

@@ -198,6 +198,21 @@ def test_the_learning_benchmark_runs_once_and_reports_again(tmp_path):
     assert "<svg" in (tmp_path / "learning.svg").read_text()
 
 
+@pytest.mark.slow
+def test_the_learning_benchmark_trains_on_the_score_of_a_reward_model(tmp_path):
+    """The reward model ranks all its pairs, and a run on its score is judged by the rule of the words."""
+    command = [sys.executable, str(FOLDER / "learning.py"), "--environments", "reward model", "--variants", "base"]
+    command += ["--seeds", "1", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    fitted = [json.loads(row) for row in (tmp_path / "reward_model" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["preference/accuracy"] for row in fitted if row["kind"] == "train"][-1] == 1
+    (line,) = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert (line["random"], line["optimal"]) == (0.25, 1.0)
+    assert line["final"] > line["start"]
+
+
 def test_a_side_over_its_limit_is_left_out_and_the_others_go_on(harness, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "sleeper.py").write_text("import time; time.sleep(60)")

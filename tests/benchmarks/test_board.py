@@ -39,7 +39,7 @@ def test_other_recipes_break_them(words, what):
 
 
 def test_the_line_of_a_finished_run_and_its_row(tiny_model, tmp_path, monkeypatch):
-    """A pipeline on a tiny model, in a process of its own, as the board runs its entries."""
+    """A pipeline on a tiny model, in a separate process, as the board runs its entries."""
     small = (board.RECIPES / "bandit.yaml").read_text().replace("packaged:smollm2-135m", str(tiny_model))
     small = small.replace("steps: 20", "steps: 1").replace("count: 64", "count: 4").replace("count: 32", "count: 4")
     small = small.replace("groups_per_step: 32", "groups_per_step: 2").replace("count: 400", "count: 40")

@@ -1,4 +1,4 @@
-"""A wrong step in a right solution: only what follows from it changes, and that is right; and how its credit is ranked."""
+"""A wrong step in a right solution: only the steps that depend on it change; and the rank of its credit."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def made_up(number: int) -> dict[str, str]:
 
 
 def check(made: Injected) -> None:
-    """Everything that is promised of a wrong solution."""
+    """Check all documented properties of a wrong solution."""
     right, wrong = literals(made.right), literals(made.wrong)
     assert made.right[: made.place] == made.wrong[: made.place]
     assert NUMBER.sub("#", made.right) == NUMBER.sub("#", made.wrong)
@@ -179,7 +179,7 @@ def test_credit_is_ranked_with_ties_counting_one_half():
 
 @pytest.fixture(scope="module")
 def judges(tiny_model, tmp_path_factory):
-    """Two reward models with heads of chance, of whole answers and of units."""
+    """Two reward models with random heads, one for whole answers and one for units."""
     from posttrain.models.reward import RewardModel
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.units import StoredUnits, TextUnits

@@ -1,4 +1,4 @@
-"""Losses and credits agree with formulas written anew from the papers (`benchmarks/crosscheck.py`)."""
+"""Losses and credits agree with independent implementations of the papers' formulas (`benchmarks/crosscheck.py`)."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_a_wrong_gradient_is_detected(crosschecks, sides, rows, monkeypatch):
 
 
 def test_a_batch_clips_on_both_sides_and_has_groups_without_signal(crosschecks, sides):
-    """The random batches exercise what they should: both clips, equal rewards, several streams, groups of one."""
+    """The random batches contain both clips, equal rewards, several streams and groups of one."""
     compare = crosschecks.compare
     ratios, streams, sizes, spreads = [], set(), set(), []
     for seed in range(10):

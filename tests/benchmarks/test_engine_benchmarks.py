@@ -131,7 +131,7 @@ def test_jobs_share_prompts_in_groups_and_never_repeat_them(importable, cache, m
     prompts = [{tuple(prompt) for prompt in job.prompts} for job in jobs]
     assert [len(distinct) for distinct in prompts] == [2] * 4
     assert len(set().union(*prompts)) == 8
-    # Every job asks for the same lengths in an order of its own.
+    # Every job asks for the same lengths in its own order.
     assert len({tuple(sorted(job.lengths)) for job in jobs}) == 1
     assert len({tuple(job.lengths) for job in jobs}) == 4
     assert all(PROMPTS[0] - 8 <= len(prompt) <= PROMPTS[1] + 8 for job in jobs for prompt in job.prompts)

@@ -198,6 +198,10 @@ def test_the_whole_script_runs_on_a_processor(tmp_path):
     failed = {name for name, rows in parts.items() if any(math.isnan(row["value"]) for row in rows)}
     # Beside other work, compiling takes longer than a GPU machine is given for it.
     late = {name for name in failed if parts[name][-1]["note"].startswith("stopped after")}
-    assert failed <= {"trl-0.5B"} | late, {name: parts[name] for name in failed}
-    assert late <= {"sft-4B-compiled", "trl-0.5B"}
+    for name in ("server-killed-4B", "ray-gspo-8", "sft-4B-liger"):
+        assert parts[name][0]["note"].startswith(("not run: it needs vLLM on a GPU", "InputError: model.fused liger"))
+    needs_more = {"server-killed-4B", "ray-gspo-8", "sft-4B-liger"}
+    assert failed <= {"trl-0.5B", "trl-grpo-0.5B"} | needs_more | late, {name: parts[name] for name in failed}
+    assert late <= {"sft-4B-compiled", "trl-0.5B", "trl-grpo-0.5B"}
+    assert all(parts[name][0]["check"].startswith("passed") for name in ("run-killed", "gpus-2", "ray-8"))
     assert parts["run-vllm"][0]["check"].startswith("passed")

@@ -1,4 +1,4 @@
-"""What a newcomer looks at before and after a run: the plan on one screen, the reference of keys, the rows, another folder."""
+"""The output that a new user reads before and after a run: the plan on one screen, the reference of keys, the rows."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def rows(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_dry_run_is_one_screen_and_the_rest_is_asked_for(tiny_model, tmp_path):
+def test_a_dry_run_is_one_screen_and_the_rest_is_optional(tiny_model, tmp_path):
     words = ["rl", "environment.type=bandit", f"model.path={tiny_model}", "--dry-run", f"runs={tmp_path}"]
     code, short = in_terminal(*words, "--on", "h200", width=80)
     assert code == 0
@@ -86,7 +86,7 @@ def test_a_resume_from_another_folder_names_the_first_one(supervised, capsys, mo
     monkeypatch.chdir(rows / "other")
     capsys.readouterr()
     assert main(["sft", "--resume", "../runs/s", "steps=2"]) == 2
-    assert capsys.readouterr().err.strip().endswith(f"; the run was begun in {rows}, so resume it there")
+    assert capsys.readouterr().err.strip().endswith(f"; the run was started in {rows}, so resume it there")
     monkeypatch.chdir(rows)
     assert main(["sft", "--resume", "runs/s", "steps=2"]) == 0
 

@@ -1,11 +1,16 @@
-"""Looking at the run directory of a stranger runs nothing that it names."""
+"""Commands that only read an untrusted run directory run no code that it names."""
 
+import re
 import shutil
+from pathlib import Path
 
 import pytest
+import yaml
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
+from posttrain.plugins import is_trusted, trusting
+from posttrain.recipe.executed import executed
 from posttrain.recipe.sources import read_file, read_overrides, read_text
 from posttrain.runs.directory import RunDirectory
 from tests.training import small
@@ -61,6 +66,17 @@ def test_viewing_imports_nothing(strangers, words, tmp_path, monkeypatch, capsys
     assert not mark.exists()
 
 
+def test_viewing_downloads_nothing(strangers, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("posttrain.models.load.resolve_path", lambda path: pytest.fail(f"{path} is looked up"))
+    run = shutil.copytree(strangers[0], tmp_path / "run", ignore=shutil.ignore_patterns("model", "checkpoints"))
+    values = yaml.safe_load((run / "recipe.yaml").read_text())
+    values["model"]["path"] = "stranger/tracked"
+    (run / "recipe.yaml").write_text(yaml.safe_dump(values))
+    assert main(["episodes", str(run), "--step", "1"]) == 0
+    assert "stranger/tracked is not on this machine" in capsys.readouterr().err
+    assert main(["report", str(run)]) == 0
+
+
 def test_the_recipe_keeps_the_keys_of_an_environment_that_is_not_imported(strangers):
     run, mark = strangers
     recipe = RunDirectory.open(run).load_recipe()
@@ -88,7 +104,7 @@ def bomb(levels, width):
     ],
     ids=["aliases", "lists", "sections", "digits", "hexadecimal", "timestamp", "bool", "surrogate"],
 )
-def test_a_small_text_cannot_stand_for_a_huge_recipe(text, message, tmp_path):
+def test_a_small_file_cannot_expand_to_a_huge_recipe(text, message, tmp_path):
     with pytest.raises(InputError, match=message):
         read_text(text, "recipe.yaml")
     with pytest.raises(InputError, match=message):
@@ -123,7 +139,10 @@ def test_a_resumed_run_executes_a_file_elsewhere_only_with_trust(strangers, tmp_
         recipe = copy / "recipe.yaml"
         recipe.write_text(recipe.read_text().replace(str(run.parents[1] / "own.py"), str(own)))
         assert main([*RESUMED, str(copy)]) == 2
-        assert f"{own} is outside the current folder and no argument names it" in capsys.readouterr().err
+        assert (
+            f"would execute code that is not in files of the current folder, or that comes with the run: environment.type: {own}"
+            in capsys.readouterr().err
+        )
         assert not mark.exists()
         assert main([*RESUMED, str(copy), "--trust"]) == 0, capsys.readouterr()
         assert mark.exists()
@@ -148,3 +167,60 @@ def test_files_of_this_folder_and_of_the_command_need_no_trust(strangers, tiny_m
     recipe.write_text(f"environment: {{type: '{elsewhere}'}}\n")
     assert main(["rl", str(recipe), f"model.path={tiny_model}", "--dry-run"]) == 2
     assert "add --trust" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"agent": {"command": "sh -c 'touch x'", "reward": "report"}}, "agent.command: sh -c 'touch x'"),
+        ({"environment": {"type": "text_task", "mcp": [{"command": "sh x"}]}}, "environment.mcp.0.command: sh x"),
+        ({"environment": {"type": "text_task", "tools": ["os:system"]}}, "environment.tools.0: os:system"),
+        ({"environment": {"type": "text_task", "reward": "os:system"}}, "environment.reward: os:system"),
+        ({"environment": {"type": "gymnasium", "id": "x:Y-v0"}}, "environment.id: x:Y-v0"),
+        ({"environment": {"type": "openenv", "in_process": "x:Y"}}, "environment.in_process: x:Y"),
+        ({"environment": {"type": "x.y:Own"}}, "environment.type: x.y:Own"),
+        ({"environment": {"type": "resumed/inside.py"}}, "environment.type: resumed/inside.py"),
+        ({"tasks": ["a,/x/y.yaml"], "include_path": "/x/t"}, "include_path: /x/t, tasks.0: /x/y.yaml"),
+        ({"model": {"path": "x", "trust_remote_code": True}}, "model.trust_remote_code: True"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.partition(":")[0],
+)
+def test_a_resumed_run_starts_no_program_or_function_that_it_names(
+    strangers, changes, named, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    copy = shutil.copytree(strangers[0], tmp_path / "resumed")
+    (copy / "inside.py").write_text("open('ran', 'w')\n")
+    recipe = copy / "recipe.yaml"
+    values = yaml.safe_load(recipe.read_text())
+    recipe.write_text(yaml.safe_dump({**values, "environment": {"type": "bandit"}, **changes}))
+    for words in (["--dry-run"], []):
+        assert main(["rl", "--resume", str(copy), *words]) == 2
+        assert named in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_key_that_names_code_is_one_that_a_resumed_run_needs_trust_for():
+    rows = (Path(__file__).parents[2] / "docs" / "reference" / "recipes.md").read_text().splitlines()
+    about_code = [row for row in rows if re.search(r"file\.py|`module:|Command line of|Python code", row)]
+    keys = {re.match(r"\| `([\w.]+)`", row)[1] for row in about_code if row.startswith("| `")}
+    assert {"environment.type", "environment.tools", "agent.command", "model.trust_remote_code"} <= keys
+    for key in keys:
+        *above, last = key.split(".")
+        values = [True] if last == "trust_remote_code" else ["x.py:f", ["x.py:f"], [{"function": "x.py:f"}]]
+        for value in values if last != "command" else ["x"]:
+            assert list(executed({above[0]: {last: value}})), key
+
+
+def test_a_file_whose_path_is_a_part_of_a_word_is_not_named_by_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = Path("/elsewhere/own.py")
+    for words, trusted in (
+        (["rl", "--resume", "/elsewhere/own.py.run"], False),
+        (["--resume", "/x/elsewhere/own.py"], False),
+        (["environment.reward=/elsewhere/own.py:score"], True),
+        (["environment.tools=[/x.py:a,/elsewhere/own.py:b]"], True),
+        (["env", "validate", "/elsewhere/own.py"], True),
+    ):
+        with trusting(words):
+            assert is_trusted(file) == trusted, words

@@ -50,7 +50,7 @@ def test_help_imports_little():
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_explains_itself(verb, capsys):
+def test_every_verb_has_help(verb, capsys):
     assert main([verb, "--help"]) == 0
     said = capsys.readouterr().out
     assert f"posttrain {verb}" in said
@@ -145,7 +145,7 @@ def test_fewer_steps_than_are_done_are_refused(stage, run, capsys):
     (run.checkpoints / "step_000004").mkdir()
     assert main(["rl", "--resume", str(run.path), "steps=3"]) == 2
     assert capsys.readouterr().err == (
-        "posttrain: --resume runs/run: 4 steps are done and saved, more than steps = 3; ask for more than 4, or start a "
+        "posttrain: --resume runs/run: 4 steps are done and saved, more than steps = 3; set steps above 4, or start a "
         "run with another name\n"
     )
     assert not stage.calls
@@ -169,7 +169,7 @@ def test_a_moved_run_resumes_where_it_is(stage, run, tmp_path):
             "override seed=4: a resumed run keeps its recipe, except for steps and hardware; start a run with another name",
         ),
         (["r.yaml"], "--resume runs/run continues with the recipe of that run"),
-        (["--overwrite"], "give one of them"),
+        (["--overwrite"], "give only one of them"),
     ],
 )
 def test_resume_refuses_other_options(stage, run, capsys, words, said):

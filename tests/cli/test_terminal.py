@@ -1,4 +1,4 @@
-"""The end of a run as a person sees it, in terminals of two widths."""
+"""The last screen of a run, in terminals of two widths."""
 
 import pytest
 

@@ -23,7 +23,7 @@ PARAMETERS = 0.6 * np.array([[0.3, -0.2], [-0.5, 0.4], [0.1, 0.7], [0.9, -0.3], 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One way an episode can go."""
+    """One possible course of an episode."""
 
     choices: tuple[tuple[int, int], ...]
     """(state, token) of each sampled token."""

@@ -1,4 +1,4 @@
-"""From episodes to advantages per token: masks, several streams, where rewards may sit."""
+"""From episodes to advantages per token: masks, several streams, positions of rewards."""
 
 import numpy as np
 import pytest

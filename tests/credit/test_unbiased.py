@@ -98,7 +98,7 @@ def relative_error(found: np.ndarray, scale: float = 1.0) -> float:
 
 
 def error_of_direction(found: np.ndarray) -> float:
-    """Sine of the angle to the exact gradient: what no learning rate mends."""
+    """Sine of the angle to the exact gradient: the error that no learning rate corrects."""
     cosine = float((found * EXACT).sum() / np.linalg.norm(found) / np.linalg.norm(EXACT))
     return float(np.sqrt(max(0.0, 1 - cosine**2)))
 
@@ -144,7 +144,7 @@ def test_a_ratio_of_streams_gives_every_token_the_mean_advantage_of_its_stream(k
 
 
 def corrected_gradient(correction: dict) -> np.ndarray:
-    """[STATES, 2]: expected update with `arpo` where another policy than the learner's samples."""
+    """[STATES, 2]: expected update with `arpo` if the rollout policy differs from the learner's."""
     log_rollout = log_softmax(
         PARAMETERS + 0.5 * np.array([[1.0, -1.0], [-1.0, 0.5], [0.3, 0.0], [0.0, 1.0], [1.0, 0], [0, 0]])
     )
@@ -304,7 +304,7 @@ REFERENCE = 0.3 * np.array([[1.0, -1.0], [-1.0, 0.5], [0.3, 0.0], [0.0, 1.0], [1
 """Logits of a reference policy less those of the policy."""
 
 
-def test_importance_weighted_kl_has_the_gradient_of_the_kl_whoever_samples():
+def test_importance_weighted_kl_has_the_gradient_of_the_kl_for_any_sampling_policy():
     log_rollout = log_softmax(PARAMETERS - 1.5 * REFERENCE)
     every = trajectories()
     choices = torch.tensor([choice for t in every for choice in t.choices])

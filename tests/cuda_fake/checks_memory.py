@@ -86,3 +86,20 @@ def test_an_offloaded_optimizer_leaves_weights_alone_on_the_device(device, thin_
     reference = policy.reference_parameters().values()
     assert {p.device.type for p in reference} == {"cpu"}
     assert inside - held >= sum(p.numel() * p.element_size() for p in reference)
+
+
+def test_a_sleeping_optimizer_leaves_weights_alone_on_the_device(device, thin_model, monkeypatch):
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload="rollouts")))
+    gc.collect()
+    before = device.live
+    policy = Policy(made.recipe(thin_model))
+    weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    learner = made.policy_updater(policy)
+    made.updated(learner, made.samples(2), SupervisedObjective())
+    held = device.live - before
+    learner.optimizer.sleep()
+    assert weights <= device.live - before < 1.2 * weights
+    learner.optimizer.wake()
+    assert device.live - before == held
+    assert {tensor.device.type for tensor in learner.optimizer.tensors().values()} == {"cuda"}
+    made.updated(learner, made.samples(2), SupervisedObjective())

@@ -1,10 +1,14 @@
 """Every objective on a fake GPU: forward pass, backward pass and optimizer step, with ceilings on waits and kernels."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
+from posttrain.errors import InputError
 from posttrain.losses.distillation import TeacherScores
+from posttrain.models import fused_layers
 from posttrain.models.critic import Critic, SharedCritic
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
@@ -53,6 +57,7 @@ from posttrain.training.objectives import (
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.updater import Updater
 from tests.cuda_fake import made
+from tests.models import fake_liger
 
 
 def waits_per_batch(device, learner, objective, pairs=False):
@@ -241,7 +246,7 @@ def test_kernels_per_layer(device, tmp_path, thin_model):
 
 
 class Chatty(SupervisedObjective):
-    """Reads a number that nobody needs."""
+    """Reads a number without need."""
 
     def __call__(self, output, samples, weights):
         output.logprobs.sum().item()
@@ -262,3 +267,36 @@ def test_an_added_wait_fails_with_its_line(device, policy):
 def test_tensors_of_two_devices_are_refused(device, policy):
     with pytest.raises(RuntimeError, match="device"):
         torch.ones(3, device="cuda") + torch.ones(3)
+
+
+@pytest.mark.parametrize("fused", ["liger", "compiled", "none"])
+def test_choices_of_fused_layers(device, thin_model, fused, monkeypatch):
+    """Liger's kernels and compiled functions are replaced by their formulas, so their kernels are not counted."""
+    for name in ("liger_kernel", "liger_kernel.ops"):
+        monkeypatch.setitem(sys.modules, name, fake_liger.ops())
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    for functions in (fused_layers.liger, fused_layers.compiled):
+        functions.cache_clear()
+    learner = made.policy_updater(Policy(made.recipe(thin_model, fused=fused)))
+    device.reset()
+    made.updated(learner, made.samples(2), SupervisedObjective())
+    device.expect(fused, syncs=2)
+
+
+def test_flash_attention_is_activated_through_torch(device, thin_model, monkeypatch):
+    chosen = [None]
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: chosen[-1])
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", chosen.append)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: chosen.append(None))
+    for name in ("fa2", "fa3", "fa3", "fa2"):
+        Policy(made.recipe(thin_model, attention=name))
+    assert chosen == [None, "FA3", None]
+
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'flash_attn_interface'")
+
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", missing)
+    with pytest.raises(
+        InputError, match=r"model\.attention: fa3 could not be activated .*install flash_attn_interface"
+    ):
+        Policy(made.recipe(thin_model, attention="fa3"))

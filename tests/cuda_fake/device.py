@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from posttrain.engines.local import decoder
-from posttrain.models.cpu import backend
+from posttrain.models import fused_layers
 
 aten = torch.ops.aten
 HERE = Path(__file__).parent
@@ -66,7 +66,7 @@ class FakeDevice(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         """Kernel launches by operation."""
         self.syncs: Counter[str] = Counter()
-        """Times that the CPU waits for the device, by what waits and the line of the package that caused it."""
+        """Number of times that the CPU waits for the device, by operation and line of the package."""
         self.peak = self.live
 
     @property
@@ -257,7 +257,7 @@ def fake_cuda() -> Any:
         (torch.cuda, "current_stream"): lambda: _Stream(device),
         (torch.cuda, "empty_cache"): lambda: None,
         (torch.utils, "swap_tensors"): _swapped(torch.utils.swap_tensors),
-        (backend, "rms_norm"): _fused_norm,
+        (fused_layers, "rms_norm"): _fused_norm,
         (decoder, "rms_norm"): _fused_norm,
     }
     before = {place: getattr(*place) for place in replaced}

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.episode import Stream
 from posttrain.models.attention import use_packed_attention
-from posttrain.models.cpu.backend import use_fused_layers
+from posttrain.models.fused_layers import use_fused_layers
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.training.objectives import token_forward
@@ -77,7 +77,7 @@ def updated(learner: Updater[Any], batch: Sequence[Sample], objective: Any) -> N
 
 
 def deeper(source: Path, target: Path, layers: int) -> Path:
-    """The model at `source` with another number of layers, whose weights are drawn anew."""
+    """The model at `source` with another number of layers, whose weights are drawn again."""
     config = AutoConfig.from_pretrained(source)
     config.num_hidden_layers = layers
     config.layer_types = None

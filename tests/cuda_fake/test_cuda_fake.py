@@ -1,4 +1,4 @@
-"""The code for GPUs, executed on fake CUDA tensors in a process of its own. Numbers and speed are not checked.
+"""The code for GPUs, executed on fake CUDA tensors in a separate process. Numbers and speed are not checked.
 
 The checks are the functions `test_*` in the files `checks_*.py`. Each appears here under its own name.
 """

@@ -85,7 +85,7 @@ def changed(row: Any, draws: np.random.Generator) -> Any:
 
 
 def _places(row: Any, depth: int = 10) -> Iterator[tuple[Any, Any]]:
-    """Every value of the row but those very far down, as the list or object that holds it and its place there."""
+    """Every value of the row except deeply nested ones, as (container, key)."""
     keys = list(row) if isinstance(row, dict) else range(len(row)) if isinstance(row, list) else []
     for key in keys:
         yield row, key
@@ -130,7 +130,7 @@ def _name(draws: np.random.Generator) -> str:
 
 
 def text(draws: np.random.Generator) -> str:
-    """A text that has some reason to be difficult."""
+    """A text that is difficult to handle."""
     texts = [
         "",
         " \n\t",

@@ -46,7 +46,7 @@ def renderer(template: str) -> Renderer:
 
 @st.composite
 def conversations(draw):
-    """Turns with distinct words: `u3x` is said by the user in turn 3, `a3x` answered, `t3x` thought."""
+    """Turns with distinct words: in turn 3 the user writes `u3x`, the answer is `a3x` and the thought `t3x`."""
     messages = [{"role": "system", "content": "s0x"}] if draw(st.booleans()) else []
     for turn in range(draw(st.integers(1, 4))):
         messages.append({"role": "user", "content": f"u{turn}x say"})
@@ -176,7 +176,7 @@ def test_expert_rows_by_turn_end_with_one_answer():
 
 
 def test_a_template_without_tools_shows_them_as_text():
-    """ChatML knows neither tools nor calls; an empty answer would be learned in their place."""
+    """The ChatML template has neither tools nor calls; the model would be trained on an empty answer instead."""
     subject, asked = renderer(CHATML), {"role": "user", "content": "u0x"}
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
     rest = [{"role": "tool", "content": "r0x"}, {"role": "assistant", "content": "a0x"}]

@@ -425,7 +425,7 @@ def test_large_rows_of_other_formats_are_counted(tmp_path, name, content):
     assert rows[-1][1] == {"a": "b"}
 
 
-def test_a_json_list_is_read_in_pieces_whatever_their_borders(tmp_path, monkeypatch):
+def test_a_json_list_is_read_in_pieces_with_any_borders(tmp_path, monkeypatch):
     rows = [{"a": 'é\U0001f600\\"' * (n % 7), "n": [n, -1.5e-7, None, True, {}]} for n in range(300)]
     file = tmp_path / "a.json"
     for text in (json.dumps(rows), json.dumps(rows, ensure_ascii=False, indent=1), json.dumps(list(range(300)))):
@@ -447,7 +447,7 @@ def test_a_json_list_without_end_is_not_read_into_memory(tmp_path):
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found[0] == {"a": 1}
-    assert found[1:] == ["broken JSON: Unterminated string starting at; the file is not read further"]
+    assert found[1:] == ["broken JSON: Unterminated string starting at; the rest of the file is not read"]
     assert most < 350 << 20
 
 

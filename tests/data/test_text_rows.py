@@ -58,7 +58,7 @@ def test_messages_come_before_text_and_bad_text_is_a_counted_problem():
     assert "not a text" in conversation({"text": "  "}, "r", ColumnsRecipe())
 
 
-def test_rows_that_begin_alike_are_different_texts(renderer):
+def test_rows_with_the_same_beginning_are_different_texts(renderer):
     examples = [TextExample("a b", "1"), TextExample("a c", "2"), TextExample("a b", "3")]
     first, second, third = tokenize(examples, DataRecipe(train=["x"]), renderer, "assistant", Problems())
     assert first.prompt == third.prompt != second.prompt

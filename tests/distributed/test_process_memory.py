@@ -22,7 +22,7 @@ def test_state_is_divided_and_whole_gradients_are_not():
     assert found["whole gradients"] == 4000
     assert found["activations, roughly"] == alone["activations, roughly"]
     assert "whole gradients" not in rows(processes=4, gradient_sync="per_forward")[0]
-    # Offloaded gradients are accumulated in CPU memory, whatever the number of processes.
+    # Offloaded gradients are accumulated in CPU memory, for any number of processes.
     assert "whole gradients" not in rows(processes=4, offload="all")[0]
 
 

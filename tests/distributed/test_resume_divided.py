@@ -80,6 +80,6 @@ def test_resuming_with_another_number_of_processes_gives_the_same_numbers(regrou
 
 def test_if_one_process_is_killed_the_others_stop_and_the_run_resumes(runs):
     folder, killed = runs
-    assert killed == [[1, -1]]  # the one that was left ends with an error, the other leaves no word
+    assert killed == [[1, -1]]  # the remaining process ends with an error, the killed one without output
     assert "with --resume" in (folder / "log-0.txt").read_text()
     assert small.weights(folder / "2_killed_2" / "small") == small.weights(folder / "2" / "small")

@@ -1,4 +1,4 @@
-"""A second signal ends a process that is stuck, and what a killed launcher leaves is removed."""
+"""A second signal ends a process that is stuck, and files of a killed launcher are removed."""
 
 import signal
 import subprocess

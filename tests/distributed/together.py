@@ -94,7 +94,7 @@ def _work(rank: int, size: int, ports: list[int], jobs: list[Job], folder: Path,
 
 
 def _free_port() -> int:
-    """A port on which nobody listens, below those that the system gives to connections: it is used much later."""
+    """A port without a listener, below the system's ephemeral ports, because it is used much later."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             port = secrets.choice(range(10_000, 32_000))

@@ -25,6 +25,17 @@ DIALECT = {
     r"|\bkeys of the keyboard\b|\bmake no more steps\b|\bmost surely\b|\bare over after\b|\bdeath more than\b",
     "adverbs of place": r"\bstored nowhere\b|\bin vain\b|\bwith the model as it is\b|\bas it stood\b",
     "its own": r"\b(?:a|an) [\w`-]+ of its own\b|\bof our own\b",
+    "where for if": r"\b(?:Value|Type|Run|Runtime|Key|OS)Error where\b|\b(?:RewardFailure|CallRefused|UnusableRow|Refusal) where\b"
+    r"|\bInputError where (?!there is nothing)",
+    "whatever": r"\bwhatever (?:the|its|their|a|an)\b|\bwhatever it (?:is|was)\b|\bwhoever (?!it claims)",
+    "another than": r"\b(?:another|other) [\w-]+ than\b",
+    "learned from": r"\b(?:is|are|was|were) learned from\b",
+    "nothing of": r"\b(?:knows?|keeps?|holds?|has|have|had|seen|sees|explains?|names?|leaves?) (?:almost )?nothing of\b",
+    "asked for": r"\b(?:is|are|was|were) asked for\b|\bis to be had\b",
+    "what and those": r'"""(?:Those (?:of|that)|Inside, |Most (?:tokens|seconds|characters|bytes|rows|episodes|turns)\b)',
+    "beginnings": r"\bfrom (?:its|their) beginning on\b|\bbegins? alike\b",
+    "sitting": r"\bsits? (?:on|in|at)\b",
+    "half words": r"\bhalf characters\b|\bobeys?\b|\b(?:of|is|are) none of the\b|\bfor ever\b|\bthrown away\b|\b(?:told|tells?) apart\b",
     "reading": r"\band never reads it\b|\bthe further words\b|\bnothing chooses among\b|\bfail where the run\b",
 }
 """Constructions of the old pages, by kind. None may come back."""
@@ -44,9 +55,10 @@ GENERATED = ("reference/recipes.md", "results/coverage.md", "results/scaling_tab
 
 
 def prose() -> list[Path]:
-    """The pages, the recipes and the sources."""
+    """The pages, the recipes, the sources and the benchmarks."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").rglob("*.yaml")]
     found += [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.yaml"), *(ROOT / "examples").glob("*.py")]
+    found += [*(ROOT / "benchmarks").rglob("*.py")]
     return [file for file in found if not any(part in file.as_posix() for part in DATA)]
 
 
@@ -70,6 +82,15 @@ def test_the_check_finds_the_dialect():
         "the tool knows it",
         "has not the gradient",
         "leave word of it",
+        "ValueError where the row is empty",
+        "in float32 whatever the dtype",
+        "another tokenizer than the policy",
+        "the tokens that are learned from",
+        "it explains almost nothing of the mean",
+        "the sentences that are asked for",
+        "shared from their beginning on",
+        "the reward sits on the last token",
+        "a label that is none of the classes",
     )
     for sentence in sentences:
         assert any(re.search(pattern, sentence) for pattern in DIALECT.values()), sentence

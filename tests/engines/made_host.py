@@ -1,4 +1,4 @@
-"""A stand-in for vLLM behind the engine's server, which starts at once because it does not import torch."""
+"""A substitute for vLLM behind the engine's server; it starts at once because it does not import torch."""
 
 import asyncio
 import threading

@@ -28,7 +28,7 @@ def logprobs(policy, prompt, ids):
 
 @pytest.mark.parametrize("budget", [2048, 16])
 def test_every_token_has_the_log_probability_of_its_version_given_all_before_it(budget, policy):
-    """Also where a prompt is long enough to be computed anew in several pieces."""
+    """Also where a prompt is long enough to be computed again in several pieces."""
     draw = np.random.default_rng(0)
     prompts = [tuple(draw.integers(3, 300, 20 + 9 * i).tolist()) for i in range(4)]
     engine = LocalEngine(policy, LocalEngineRecipe(slots=3, tokens_per_forward=budget))

@@ -1,4 +1,4 @@
-"""The judge against a real server that may misbehave, and answers that try to talk to it."""
+"""The judge against a real server that may misbehave, and answers with instructions for the judge."""
 
 import json
 import re

@@ -92,6 +92,6 @@ def test_a_call_that_takes_too_long_is_not_an_answer():
         ({}, "exactly one of `command` and `url`"),
     ],
 )
-def test_a_server_that_is_not_there_is_named(keys, problem):
+def test_a_missing_server_is_named(keys, problem):
     with pytest.raises(InputError, match=problem):
         mcp_tools(section(McpRecipe, **keys))

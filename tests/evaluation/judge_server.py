@@ -78,7 +78,7 @@ class Server(ThreadingHTTPServer):
 
 @contextmanager
 def serving(rule, reasoning=False):
-    """A server that is there inside."""
+    """Serve inside the context."""
     with listening(Server(rule, reasoning)) as made:
         yield made
 
@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self.wfile.write(body.encode())
         except OSError:
-            # Whoever asked is gone.
+            # The client has disconnected.
             return
         self.close_connection = cut
 

@@ -33,7 +33,7 @@ def value_of(results, name):
 
 
 def deciders(position, length, own, wrong):
-    """What decides each of 20 verdicts, of which these numbers are decided by position and so on, the rest by the truth."""
+    """The cause of each of 20 verdicts: the given numbers by position and so on, the others by the truth."""
     rest = 20 - position - length - own - wrong
     return ["position"] * position + ["length"] * length + ["own"] * own + ["wrong"] * wrong + ["truth"] * rest
 

@@ -54,7 +54,7 @@ def test_recipe_files_and_dry_runs_are_unchanged(stage, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("verb", ["text", "reward", "model"])
-def test_every_word_explains_itself(verb, capsys):
+def test_every_command_has_help(verb, capsys):
     assert main(["evaluate", verb, "--help"]) == 0
     said = capsys.readouterr().out
     assert f"posttrain evaluate {verb}" in said

@@ -1,4 +1,4 @@
-"""Rankings of compared answers: closed-form values, ties, and what sure rewards are worth."""
+"""Rankings of compared answers: closed-form values, ties, and the calibration of confident rewards."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_a_ranking_of_few_answers_is_never_certain(few):
     assert tied.high - 0.5 == pytest.approx(0.5 - tied.low)
 
 
-def test_a_single_answer_leaves_its_own_spread_open():
+def test_the_spread_of_a_single_answer_is_unknown():
     estimate = ranking_accuracy([1.5], [*range(2), *range(2, 20)])
     assert estimate.value == 0.1
     assert estimate.low < 0.02

@@ -93,7 +93,7 @@ def test_it_scores_and_a_second_run_sends_no_requests(file, capsys, monkeypatch)
         kept = {path.name: path.read_text() for path in file.parent.iterdir()}
         assert main(command) == 0
         assert len(server.requests) == 12
-        # Another rubric and another judge are other questions.
+        # Another rubric or judge makes new requests.
         assert main(words(file, server, rubric="logical_soundness")) == 0
         assert len(server.requests) == 24
     assert "efficiency" in first.out
@@ -176,7 +176,7 @@ def test_a_judge_that_cannot_give_json(file, capsys):
     with serving(lambda frames, number: "It is very good, 5 of 5!") as server:
         assert main(words(file, server)) == 1
         said = capsys.readouterr()
-        # What could not be read is not kept: the judge may do better.
+        # Unreadable replies are not cached, because a retry may succeed.
         server.rule = points
         assert main(words(file, server)) == 0
     assert "no row has a score" in said.err

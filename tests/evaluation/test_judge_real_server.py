@@ -71,7 +71,7 @@ def test_every_row_is_scored_within_the_scale_or_counted_with_its_reason(served,
     for record in records:
         score = record["value" if paired else "score"]
         if score is None:
-            # The server did its part; what the model wrote is no verdict.
+            # The server worked; the text of the model is not a verdict.
             assert record["left_out"] == "unreadable reply"
             assert record["failure"].startswith(f"judge {model} at {url}")
         else:

@@ -124,7 +124,7 @@ def test_invalid_verdicts_are_counted_by_reason_and_never_scored(trouble, kind):
     def rule(frames, number):
         return points(frames, number) if frames["prediction"] != "3" else trouble
 
-    # Short for the one that hangs alone: this process may be stopped for a while.
+    # Short only for the server that hangs, because this process may be suspended for a while.
     seconds = 1 if isinstance(trouble, Trouble) and trouble.seconds else 60
     with serving(rule) as server:
         found = judge_predictions(rows(["5", "3", "4"]), options(server, timeout=seconds, workers=1))

@@ -124,7 +124,7 @@ def test_verifiers_of_reasoning_gym_and_rules(tmp_path):
         "def half(answer, **row):\n    return 0.5 if row['label'] == '4' and answer != '5' else float('nan')\n"
     )
     found = verified(rows, f"{own}:half")
-    assert (found.texts, found.left_out, found.scores.kind) == (2, {"the verifier gave no finite number": 1}, "mean")
+    assert (found.texts, found.left_out, found.scores.kind) == (2, {"the verifier returned no number": 1}, "mean")
 
 
 @pytest.mark.parametrize(

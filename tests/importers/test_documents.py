@@ -88,7 +88,7 @@ def test_every_position_of_a_script_is_in_the_table():
 
 
 @pytest.mark.parametrize("document", NUMBERS)
-def test_every_row_says_what_became_of_its_flag(document):
+def test_every_row_has_the_outcome_of_its_flag(document):
     """Keys where the value is kept, and a reason or a remedy where it is not."""
     for command in imported(document):
         for row in command.rows:
@@ -123,7 +123,7 @@ def test_the_arithmetic_of_the_ppo_command():
     assert row_of(command, "--actor_learning_rate").answer == Answer("equal", {"optimizer.learning_rate": 6.57e-6})
 
 
-def test_flags_that_did_nothing_in_the_original_say_so():
+def test_flags_without_effect_in_the_original_have_a_note():
     (command,) = imported("memory")
     assert "does not use it" in row_of(command, "--ptx_coef").answer.note
     assert "sets it to 1" in row_of(command, "--gamma").answer.note

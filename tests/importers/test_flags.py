@@ -16,6 +16,14 @@ from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.reference import keys_of
 from posttrain.recipe.stages import STAGES
 
+TRAIN_ALL = """
+USE_PPO="algorithm.adv_estimator=gae" # by default.
+USE_BASE="algorithm.kl_ctrl.kl_coef=0.001 actor_rollout_ref.actor.kl_loss_coef=0.001"
+# Section 3.1
+python train.py --config-name _1_bandit trainer.experiment_name=bandit-ppo $USE_PPO $USE_BASE &
+python train.py --config-name _2_sokoban trainer.experiment_name=sokoban-ppo $USE_PPO $USE_BASE
+"""
+"""How RAGEN runs all of its experiments."""
 GRPO = "trl grpo --model_name_or_path m --dataset_name p.jsonl --reward_funcs rewards.good"
 
 
@@ -269,3 +277,52 @@ def test_a_deep_or_endless_number_stays_text():
 def test_a_control_character_is_refused():
     with pytest.raises(InputError, match="character"):
         one("trl sft --model_name_or_path 'x\x1b[2J'")
+
+
+def test_a_script_that_the_command_runs_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_all.sh").write_text(TRAIN_ALL)
+    found, others = import_commands("mkdir -p logs && bash train_all.sh", {})
+    assert [command.name for command in found] == ["bandit-ppo", "sokoban-ppo"]
+    assert [command.recipe().environment.type for command in found] == ["bandit", "sokoban"]
+    assert [command.unknown for command in found] == [[], []]
+    bandit = found[0].recipe()
+    assert (bandit.environment.max_turns, bandit.environment.format.actions_per_turn) == (1, 1)
+    assert (bandit.rollout.tokens_per_turn, bandit.evaluation.seeds.count) == (500, 512)
+    assert [other.words[0] for other in others] == ["mkdir"]
+    (tmp_path / "again.sh").write_text("bash again.sh")
+    with pytest.raises(InputError, match=r"bash again.sh' is not a command"):
+        import_commands("again.sh", {})
+
+
+def test_no_flag_turns_off_a_switch_of_trl():
+    script = "python examples/scripts/dpo.py --model_name_or_path m --dataset_name d.jsonl"
+    kept, off = (
+        one(f"{script} --gradient_checkpointing"),
+        one(f"{script} --no_gradient_checkpointing --no_remove_unused_columns"),
+    )
+    assert off.unknown == []
+    assert kept.recipe().model.gradient_checkpointing is True
+    assert off.recipe().model.gradient_checkpointing is False
+    (row,) = (row for row in off.rows if row.flag == "--no_gradient_checkpointing")
+    assert (row.value, row.answer.keys) == ("set", {"model.gradient_checkpointing": False})
+    assert [row.flag for row in one(f"{script} --no_learning_rate").unknown] == ["--no_learning_rate"]
+    with pytest.raises(
+        InputError, match=r"examples/scripts/kto.py has no importer; those of examples/scripts with one are sft.py"
+    ):
+        import_commands("python examples/scripts/kto.py --dataset_name d", {})
+
+
+@pytest.mark.parametrize(
+    ("prefix", "penalty", "normalizer"),
+    [
+        ("run", 0.0, "runs/rlhf-unit_reward"),
+        ("run_m0d05", 0.05, "runs/rlhf-unit_reward"),
+        ("no_normalization", 0.0, None),
+    ],
+)
+def test_options_in_the_name_of_unit_level_ppo(prefix, penalty, normalizer):
+    text = f"bash examples/scripts/train_ppo_segment.sh {prefix} qwen3 rationales 1 peak 1.5 avg segment_normalization 0.5 rationales 0.1"
+    recipe = one(text).recipe()
+    assert (recipe.rollout.missing_eos_penalty, recipe.unit_credit.normalizer) == (penalty, normalizer)
+    assert recipe.reward.normalize == ("stored" if normalizer else "none")

@@ -2,7 +2,7 @@
 
 Each file of this folder is a pytest module, collected through `python_files` in pyproject.toml. It has
 
-- a generator of small files with the author's names and columns and with texts of our own;
+- a generator of small files with the author's names and columns and with new texts;
 - a quick test, which dry-runs the commands of its page;
 - a slow test, which runs them and compares every output that the author names with what is expected.
 

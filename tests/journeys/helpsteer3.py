@@ -20,7 +20,7 @@ TEMPLATE = (
 """A chat template with the switch of Qwen3."""
 ROWS, VALIDATION = 60, 24
 ENOUGH = 1_500
-"""Rows that the published numbers of held-out rows leave some of."""
+"""Enough rows to hold out the published numbers of rows."""
 SMALLER = {
     "stages.reward.steps": 20,
     "stages.reward.rows_per_update": 4,
@@ -39,7 +39,7 @@ SMALLER = {
 
 
 def rows(start, count):
-    """Rows of all kinds: the better answer names the place that was asked for; some are neutral or in another language."""
+    """Rows of all kinds: the better answer names the place that was requested; some are neutral or in another language."""
     made = []
     for number in range(start, start + count):
         context = [{"role": "user", "content": f"Case {number}: which place has {number % 7} boats?"}]

@@ -24,7 +24,7 @@ LINE = "\n\n~/~/~/~/~/~/~/~/~/~/~/~\n\n"
 FIRST = ("Ada", "Bruno", "Carla", "Daniel", "Elif", "Farid", "Greta", "Hana", "Ivo", "Jonna", "Kofi", "Lena")
 CITIES = ("Bern", "Oslo", "Bern", "Turin")
 STEPS, GROUPS = 3, 8
-"""What the page advises for a first try."""
+"""The settings that the page recommends for a first run."""
 PAID = (0.0, 0.05, 0.0875, 0.1125, 0.125)
 """The sum of the rewards of code after so many messages with code."""
 MESSAGES = (

@@ -83,7 +83,7 @@ def place_encoder(folder):
 
 
 def teach_to_write(model):
-    """Fit the model to words for a moment: greedy answers of random weights may be nothing but line breaks."""
+    """Train the model briefly on words, because greedy answers of random weights may consist of line breaks."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""A real server on this machine that plays a judge by a rule, and reads frames as it is told to."""
+"""A real server on this machine that plays a judge by a rule, and reads frames as instructed."""
 
 import json
 import re
@@ -44,7 +44,7 @@ class Judge(ThreadingHTTPServer):
 
 @contextmanager
 def judge(rule):
-    """A judge that is there inside."""
+    """A judge that serves inside the context."""
     with listening(Judge(rule)) as made:
         yield made
 

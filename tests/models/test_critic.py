@@ -1,4 +1,4 @@
-"""The critic: values of the state before each sampled token, whatever the packing."""
+"""The critic: values of the state before each sampled token, for any packing."""
 
 import numpy as np
 import pytest

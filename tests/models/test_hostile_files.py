@@ -1,4 +1,4 @@
-"""Model directories of strangers: pickles, malformed configurations and archives end in one sentence, and run nothing."""
+"""Untrusted model directories: pickles, malformed configurations and archives end in one sentence, and run nothing."""
 
 import json
 import pickle

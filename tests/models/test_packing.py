@@ -1,4 +1,4 @@
-"""What streams share from their beginning on is computed once, with the same results."""
+"""Shared prefixes of streams are computed once, with the same results."""
 
 import numpy as np
 import pytest

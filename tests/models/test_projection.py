@@ -124,7 +124,7 @@ def test_a_float32_head_does_not_round_logits():
     torch.testing.assert_close(scores.double(), exact, atol=1e-4, rtol=0)
 
 
-def test_a_sure_token_keeps_its_small_gradient_in_bfloat16():
+def test_a_nearly_certain_token_keeps_its_small_gradient_in_bfloat16():
     """1 - p is far below the resolution of bfloat16 near 1."""
     weight = torch.tensor([[9.0, 0.0], [0.0, 0.0], [0.0, 1.0]], dtype=torch.bfloat16, requires_grad=True)
     hidden = torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Reward models: the scores of transformers, whatever the packing, and files that transformers loads."""
+"""Reward models: the scores of transformers, for any packing, and files that transformers loads."""
 
 import numpy as np
 import pytest

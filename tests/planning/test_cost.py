@@ -10,7 +10,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.planning.devices import DEVICES, Device, device_of
 from posttrain.planning.dry_run import duration, show_plan
-from posttrain.planning.memory import ModelSizes
+from posttrain.planning.memory import ModelSizes, memory_estimate
 from posttrain.planning.phases import (
     Phase,
     episodes_at_most,
@@ -100,6 +100,18 @@ def test_idle_share_and_time_of_placements():
     assert idle_share([Phase("all", 5.0, 2)], Placement(2)) == 0
 
 
+def test_four_bit_matrices_are_an_eighth_of_float32():
+    whole, packed = (
+        memory_estimate(recipe_of("environment.type=bandit", "model.lora.rank=4", *more), SIZES)["weights"]
+        for more in ((), ("model.load_in_4bit=true",))
+    )
+    matrices = SIZES.layers * SIZES.layer
+    rest = SIZES.parameters - matrices
+    assert whole[0] == 4 * SIZES.parameters
+    assert packed[0] - 2 * rest == pytest.approx(matrices * (0.5 + 1 / 64 + 4 / (64 * 256)), abs=1)
+    assert f"{matrices:,} parameters of 4 bits" in packed[1]
+
+
 def test_asynchronous_engines_shorten_the_step():
     recipe = recipe_of("model.dtype=bfloat16", "model.gradient_checkpointing=true")
     job = Episodes(64, 8, 200, 500, 2000)
@@ -116,7 +128,7 @@ def said(recipe, sizes, device):
     return console.file.getvalue()
 
 
-def test_dry_run_claims_no_time_without_limits():
+def test_dry_run_predicts_no_time_without_limits():
     found = said(recipe_of(), SIZES, None)
     assert "no estimate without a device: pass --on with one of h200, h100" in found
     assert "a step" not in found.split("\ntime\n")[1]
@@ -139,7 +151,7 @@ def test_dry_run_names_a_device_that_is_too_small():
     assert "has" not in said(recipe_of("model.dtype=bfloat16"), SIZES, H200).split("total")[1].split("\n")[0]
 
 
-def test_no_time_is_claimed_for_sizes_that_do_not_add_up():
+def test_no_time_is_predicted_for_inconsistent_sizes():
     mixture = ModelSizes(30_500_000_000, 48, 2048, 6144, 32, 4, 128, 151_936)
     assert not plain(mixture)
     assert "no estimate: the model is not a plain decoder" in said(recipe_of(), mixture, H200)

@@ -300,7 +300,7 @@ def test_a_broken_model_directory_is_named(tmp_path):
         model_sizes(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").write_bytes(b"\x09\x00")
-    with pytest.raises(InputError, match=r"model.safetensors is not a whole safetensors file; fetch it again"):
+    with pytest.raises(InputError, match=r"model.safetensors is not a complete safetensors file; download it again"):
         model_sizes(str(tmp_path))
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     with pytest.raises(InputError, match=r"x.gguf is not a complete GGUF model"):

@@ -73,6 +73,6 @@ def test_a_section_given_as_text_names_the_words_to_type(word, right):
     ],
 )
 def test_rows_where_a_recipe_is_expected_name_the_key_for_rows(stage, right):
-    with pytest.raises(InputError, match=rf"^chat.jsonl holds rows and is not a recipe; write {right}$"):
+    with pytest.raises(InputError, match=rf"^chat.jsonl contains rows and is not a recipe; write {right}$"):
         read_recipe(stage, "chat.jsonl")
     load_recipe([], right.split(), stage)

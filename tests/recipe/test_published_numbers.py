@@ -6,6 +6,7 @@ our number too. The row of an added number has our key and number.
 """
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.sources import read_file
 from posttrain.recipe.study import grid_of
 from posttrain.recipe.study_file import load_study
+from tests.docs.test_site import module
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = yaml.safe_load((Path(__file__).parent / "documents.yaml").read_text(encoding="utf-8"))
@@ -23,9 +25,11 @@ PLACES = {"start"}
 """Last parts of keys whose numbers follow from how many others there are."""
 
 
+@cache
 def rows_of(page):
-    """The rows of the tables of a page, as text."""
+    """The rows of the tables of a page, as text, those that the importer makes included."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    text = module("theme/hooks.py").on_page_markdown(text, None, None, None)
     return [line for line in text.splitlines() if line.startswith("|") and not set(line) <= set("|- ")]
 
 
@@ -86,7 +90,7 @@ def as_list(value):
 
 
 def added(entry):
-    """Sentences about the numbers of the last recipe file that are none of the document's and that no row names."""
+    """Sentences about the numbers of the last recipe file that are not in the document and that no row names."""
     known = {number["key"] for number in entry["numbers"].values() if "key" in number}
     missing = []
     for key, number in leaves(read_file(str(ROOT / "recipes" / f"{entry['recipe'][-1]}.yaml")).values):

@@ -15,7 +15,7 @@ from tests.listening import listening
 
 @dataclass
 class Reply:
-    """What the server sends: a chat completion of `text`, unless `body` says something else."""
+    """The reply of the server: a chat completion of `text`, or `body` if it is set."""
 
     text: str | None = ""
     reason: str = "stop"
@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(content)
         except OSError:
-            pass  # whoever asked has given up
+            pass  # the client has disconnected
 
     def log_message(self, format: str, *arguments: Any) -> None:
         pass
@@ -94,7 +94,7 @@ def serving(model: Callable[[dict[str, Any]], Reply]) -> Iterator[ChatServer]:
 
 def scripted(kind: type[Environment], recipe: Any, seeds: range) -> Callable[[dict[str, Any]], str]:
     """A model that knows the expert's answers on `seeds`: it goes by the first user message of the conversation and
-    the number of answers in it. The question of a conversation that begins anew counts as its first."""
+    the number of answers in it. The question of a conversation that starts again counts as its first."""
     answers: dict[str, list[str]] = {}
     for seed in seeds:
         environment = kind(recipe)

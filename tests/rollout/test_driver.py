@@ -174,7 +174,7 @@ def test_a_new_conversation_is_a_stream_without_earlier_tokens():
 
 
 class Interrupting(Counting):
-    """Is interrupted in the middle of seed 16, as by a signal that arrives while the environment computes."""
+    """Raises an interrupt in the middle of seed 16, like a signal during a call of the environment."""
 
     def step(self, action):
         if self.seed == 16 and self.turn == 1:

@@ -74,7 +74,7 @@ def play(server, seeds=(1,), **keys):
 
 
 def always(*replies):
-    """Gives the replies in turn, the last one for ever."""
+    """Gives the replies in turn and repeats the last one."""
     left = list(replies)
     return lambda request: left.pop(0) if len(left) > 1 else left[0]
 
@@ -99,7 +99,7 @@ def test_the_scripted_solution_of_the_memory_succeeds_through_a_server(keys, tmp
     assert again == episodes
 
 
-def test_nonsense_is_rejected_and_not_failed():
+def test_a_malformed_answer_is_rejected_and_not_failed():
     recipe = MemoryRecipe.model_validate(MEMORY | {"max_turns": 3})
     with serving(lambda request: Reply("I would rather talk about the weather.")) as server:
         episodes = play(server, range(4), environment=EnvironmentFactory(recipe))

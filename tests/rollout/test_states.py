@@ -22,7 +22,7 @@ def test_state_names_do_not_depend_on_the_rendering(game):
     environment = game(game.Recipe())
     start = environment.reset(3).state
     assert start == environment.reset(3).state
-    assert environment.step("nonsense").state == start  # nothing happened, though the text says why
+    assert environment.step("nonsense").state == start  # the state is unchanged, although the text contains the reason
     after = environment.step(environment.expert()) if game is not Bandit else None
     assert after is None or after.state is not None
 

@@ -154,7 +154,7 @@ def test_a_damaged_file_is_named_wherever_the_damage_is(tmp_path: Path) -> None:
         bent = bytearray(content)
         bent[position] ^= 0x40
         path.write_bytes(bytes(bent))
-        # A few bits of a frame mean nothing; whatever else is bent is found.
+        # A few bits of a frame have no meaning; any other changed bit is detected.
         with contextlib.suppress(RunError):
             assert repr(read_episodes(path)) == whole
             meaningless += 1

@@ -15,7 +15,7 @@ from posttrain.runs.figures import encode
 from posttrain.runs.panels import DOMAINS, Series, known_metrics, metric_of
 from posttrain.runs.plots import compare, plot_files
 from posttrain.runs.results import draw_results, result_table
-from posttrain.runs.sources import Source, bundles_of, mean_over_seeds, open_sources, shared_metrics, t_interval
+from posttrain.runs.sources import Source, bundles_of, mean_over_seeds, open_sources, shared_metrics, t_975, t_interval
 from tests.runs.comparing import make_run
 
 
@@ -40,6 +40,9 @@ def test_the_interval_is_that_of_students_t():
     assert t_interval(values) == pytest.approx((np.mean(values), *expected))
     assert t_interval([2.0])[0] == 2.0
     assert math.isnan(t_interval([2.0])[1])
+    assert t_interval([0.5, 0.9], rate=True) == (0.7, 0.0, 1.0)
+    for freedom in (*range(1, 40), 255, 1000):
+        assert t_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-12), freedom
 
 
 def test_means_are_of_the_steps_that_every_seed_has():

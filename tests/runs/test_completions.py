@@ -41,7 +41,7 @@ def test_only_lines_of_the_log_are_replaced(tmp_path):
             out.read_bytes() + line_of({"id": 0, "sample": 0, "prediction": "theirs 0"}),
         ):
             out.write_bytes(foreign)
-            with pytest.raises(RunError, match=r"deep/p\.jsonl holds content that this run did not write"):
+            with pytest.raises(RunError, match=r"deep/p\.jsonl has lines that this run did not write"):
                 log.publish(out, KEYS)
             assert out.read_bytes() == foreign
         assert log.publish(out, KEYS, overwrite=True) == 4

@@ -82,7 +82,7 @@ def test_a_file_without_events_is_reported(tmp_path):
     for name, content in (("events.out.tfevents.1", b"garbage" * 50), ("notes.txt", b"hello"), ("empty.tfevents", b"")):
         file = tmp_path / name
         file.write_bytes(content)
-        with pytest.raises(InputError, match="holds no scalars"):
+        with pytest.raises(InputError, match="has no scalars"):
             open_sources([file])
     with pytest.raises(InputError, match="there is no run at"):
         open_sources([tmp_path / "nowhere"])

@@ -88,7 +88,7 @@ def test_every_plot_is_a_png_of_something(run: RunDirectory) -> None:
     assert sorted(run.plots.iterdir()) == sorted(drawn)
 
 
-def test_held_out_rows_have_a_band_and_domains_a_figure_of_their_own(run: RunDirectory) -> None:
+def test_held_out_rows_have_a_band_and_domains_a_separate_figure(run: RunDirectory) -> None:
     lines = logged(
         run,
         [(step, "train", comparing(step)) for step in range(1, 6)]

@@ -121,7 +121,7 @@ def test_a_long_evaluation_says_how_far_it_is(monkeypatch) -> None:
     assert out.getvalue().splitlines()[1:] == ["evaluated 5 of 12", "evaluated 10 of 12"]
 
 
-def test_where_the_evaluation_is_the_whole_run_its_episodes_move_the_bar():
+def test_if_the_evaluation_is_the_whole_run_its_episodes_move_the_bar():
     out = io.StringIO()
     with Progress(9, "tossing", console=Console(file=out, force_terminal=True, width=80), unit="episode") as progress:
         progress.played(3, 9)

@@ -155,7 +155,7 @@ def test_a_narrow_terminal_truncates_nothing() -> None:
     letters = [character for character in text if character.isalnum()]
     for character in "".join(cell for row in ROWS for cell in row.cells):
         if character.isalnum():
-            letters.remove(character)  # ValueError where one is missing
+            letters.remove(character)  # ValueError if one is missing
 
 
 BEFORE = {

@@ -1,4 +1,4 @@
-"""A key that a server repeats is in nothing that a command leaves behind: files, reports, output."""
+"""A key that a server repeats is in no file, report or output of a command."""
 
 import itertools
 import json

@@ -128,7 +128,7 @@ def wandb_lines(run: RunDirectory, folder: Path) -> Iterator[tuple[int, dict[str
 
 @pytest.mark.parametrize(
     ("name", "stored"),
-    # W&B starts a service of its own, which takes seconds.
+    # W&B starts its own service, which takes seconds.
     [pytest.param("wandb", wandb_lines, marks=pytest.mark.slow), ("trackio", trackio_lines)],
 )
 def test_a_resumed_run_sends_no_step_twice(

@@ -1,4 +1,4 @@
-"""What runs take on the disk, and what is freed when they end."""
+"""Disk usage of runs, and the space that is freed when they end."""
 
 import io
 import json
@@ -57,7 +57,7 @@ def test_a_run_that_has_ended_has_no_training_state_and_its_weights_once(tiny_mo
     assert (run.path / "model" / "model.safetensors").samefile(last)
     assert usage_of(run).freed == 0
     assert usage_of(run).total < usage_of(whole).total / 2
-    # Resuming it has nothing to do, unless more steps are asked for.
+    # Resuming it has nothing to do, unless more steps are requested.
     again = io.StringIO()
     before = run.metrics.read_bytes()
     run_stage(recipe, resume=True, console=Console(file=again, width=200))
@@ -84,7 +84,7 @@ def test_step_0_has_the_policy_and_no_state_of_the_optimizer(whole):
 
 
 def test_a_run_killed_after_step_0_resumes_to_the_same_bits(tiny_model, tmp_path):
-    """Step 0 leaves out the optimizer's tensors, which every process makes anew."""
+    """Step 0 leaves out the optimizer's tensors, which every process makes again."""
     ends = []
     for name, die_at in (("whole", None), ("killed", ("posttrain.training.updater:Updater.update", 1))):
         (tmp_path / name).mkdir()
@@ -104,7 +104,7 @@ def test_a_run_killed_after_step_0_resumes_to_the_same_bits(tiny_model, tmp_path
 
 
 @pytest.mark.parametrize("what", ["write_atomically", "shutil.rmtree"])
-def test_a_kill_while_the_state_is_deleted_is_made_up_for(tiny_model, tmp_path, monkeypatch, what):
+def test_a_deletion_that_a_kill_interrupted_is_completed(tiny_model, tmp_path, monkeypatch, what):
     recipe = typed(tiny_model, tmp_path, checkpoint={"every": 1, "keep_state": "always"})
     run = run_stage(recipe, console=Console(file=io.StringIO()))
 

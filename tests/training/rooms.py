@@ -5,7 +5,7 @@ from posttrain.recipe.components import EnvironmentRecipe
 
 
 class Rooms(Environment):
-    """Random text wanders through the rooms, so episodes have different numbers of turns and rooms are met again."""
+    """Random text moves through the rooms, so episodes have different numbers of turns and visit rooms repeatedly."""
 
     class Recipe(EnvironmentRecipe):
         """No additional keys."""

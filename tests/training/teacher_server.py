@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def serving(model: Path, fails: int = 0, broken_task: str | None = None) -> Iterator[str]:
-    """The base URL of a server in a process of its own, until the block ends.
+    """The base URL of a server in a separate process, until the block ends.
 
     `fails`: it answers so many scoring requests with status 503 first. `broken_task`: it refuses prompts with this text.
     """

@@ -63,7 +63,7 @@ def test_it_resumes_to_the_same_bits_after_a_kill_there(place, tiny_model, tmp_p
 @pytest.mark.slow
 def test_it_resumes_from_an_older_checkpoint_without_its_buffer(tiny_model, tmp_path, uninterrupted):
     values, run = recipe(tiny_model, tmp_path), tmp_path / "small"
-    # Its fifth step is learned from, and the checkpoint of the fourth has had the buffer of the third and fourth removed.
+    # Its fifth step is trained on, and the checkpoint of the fourth has had the buffer of the third and fourth removed.
     assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 10)) == -9
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000002", "step_000004"]
     assert [path.name for path in (run / "async_rollouts").iterdir()] == ["batch_000005.jsonl"]
@@ -94,12 +94,12 @@ def test_complete_batches_of_a_killed_run_are_not_sampled_again(tiny_model, tmp_
     values = recipe(tiny_model, tmp_path)
     values["checkpoint"] = CHECKPOINT | {"every": 50}
     values["evaluation"] = values["evaluation"] | {"every": 0}  # whose best one would be saved
-    # The learner dies in its third step: by then the batches of steps 1 to 3 are there, and no checkpoint is.
+    # The learner dies in its third step: the batches of steps 1 to 3 exist, but no checkpoint.
     assert small.run(values, die_at=("posttrain.training.updater:Optimizer.step", 5)) == -9
     left = {path.name: path.read_bytes() for path in (tmp_path / "small" / "async_rollouts").iterdir()}
     complete = [name for name, content in left.items() if b'{"end"' in content]
     assert len(complete) >= 3
-    # Once more, and dead before anything can be sampled anew: what was complete is as it was.
+    # Killed again before anything is sampled: complete batches are unchanged.
     small.run(values, resume=True, die_at=("posttrain.engines.local.engine:LocalEngine._step", 1))
     assert {name: (tmp_path / "small" / "async_rollouts" / name).read_bytes() for name in complete} == {
         name: left[name] for name in complete

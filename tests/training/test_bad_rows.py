@@ -262,7 +262,7 @@ def test_a_cache_that_cannot_be_written_changes_nothing(tiny_model, tmp_path, ca
 
 
 def write_malformed(path, kind, count):
-    """`count` lines that somebody or something has spoilt, some of them beyond reading."""
+    """`count` damaged lines, some of them unreadable."""
     draws = random_stream("test", "bad rows", kind)
     with path.open("wb") as file:
         for row in malformed(kind, count, draws):

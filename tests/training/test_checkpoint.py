@@ -1,4 +1,4 @@
-"""Checkpoints: verified when read, rotated, and never left in pieces."""
+"""Checkpoints: verified when read, rotated, and never incomplete."""
 
 import errno
 import io
@@ -96,7 +96,7 @@ def test_weights_of_another_model_are_refused(saved, tiny_model, tmp_path):
     from ..conftest import save_tiny_model
 
     other = save_tiny_model(tmp_path / "qwen", "qwen2")
-    with pytest.raises(InputError, match=r"holds another model than"):
+    with pytest.raises(InputError, match=r"does not have the model of"):
         Policy(ModelRecipe(path=str(other))).restore(saved.path(4) / "policy")
 
 
@@ -306,7 +306,7 @@ def test_a_renamed_key_of_the_environment_file_is_named(trained, renamed, capsys
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_what_a_thread_writes_is_the_state_at_the_time_of_the_call(tiny_model, tmp_path, monkeypatch, lora):
+def test_a_thread_writes_the_state_at_the_time_of_the_call(tiny_model, tmp_path, monkeypatch, lora):
     policy = Policy(str(tiny_model), lora=lora)
     state, files = {"m/exp_avg": torch.ones(3)}, {}
     held = threading.Event()
@@ -332,7 +332,7 @@ def test_what_a_thread_writes_is_the_state_at_the_time_of_the_call(tiny_model, t
 def test_a_failure_of_the_thread_stops_the_run_at_the_next_checkpoint(saved, tiny_model, monkeypatch):
     policy = Policy(str(tiny_model))
 
-    def full(*arguments):
+    def full(*arguments, **keywords):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("posttrain.training.checkpoint.write_tensors", full)

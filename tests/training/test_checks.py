@@ -110,10 +110,12 @@ def test_rows_are_counted_and_a_broken_column_is_named(tiny_model, tmp_path, cap
 def test_a_placement_that_no_run_accepts_is_refused(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     recipes = ["recipes/rlhf/ppo.yaml", "recipes/rlhf/ppo_8gpu_published.yaml"]
-    code, out, err = dry(["rl", *recipes], capsys)
+    code, out, err = dry(["rl", *recipes, "kl.coefficient=0"], capsys)
     assert code == 2
-    assert "hardware.dedicated is supported by `posttrain cluster plan` only" in err
+    assert "hardware.dedicated.reference: there is no KL penalty with a fixed reference model" in err
     assert "groups x 2 episodes" in out
+    _, _, err = dry(["rl", *recipes], capsys)
+    assert "hardware.dedicated" not in err
 
 
 def test_a_dry_run_of_a_pipeline_does_not_check_files_that_its_stages_write(tiny_model, tmp_path, capsys):

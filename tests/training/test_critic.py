@@ -26,7 +26,7 @@ from .test_rl import lines, train
 PPO = {"credit": {"type": "gae"}, "critic": {"optimizer": {"learning_rate": 3e-3}}}
 
 REWARD = '''def kind(answer, **row):
-    """One point where the prompt says dragon, whatever the answer."""
+    """One point where the prompt says dragon, for any answer."""
     return 1.0 if row["word"] == "dragon" else 0.0
 '''
 
@@ -159,7 +159,9 @@ def test_another_tokenizer_is_refused(tiny_model, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<|more|>"])
     tokenizer.save_pretrained(other)
-    with pytest.raises(InputError, match=r"critic\.path: .*other has another tokenizer than .*leave critic\.path out"):
+    with pytest.raises(
+        InputError, match=r"critic\.path: .*other does not have the tokenizer of .*leave critic\.path out"
+    ):
         train(tiny_model, tmp_path, credit={"type": "gae"}, critic={"path": str(other)})
 
 
@@ -171,7 +173,7 @@ def test_a_warm_up_that_never_ends_is_refused():
 
 
 PLACES = {
-    "critic": "posttrain.training.critic:CriticLearner.update",
+    "critic": "posttrain.training.critic:CriticUpdater.update",
     "values": "posttrain.training.critic:CriticLearner.estimate_values",
     "optimizer": "posttrain.training.updater:Optimizer.step",
     "tensors": "torch:save",
@@ -234,8 +236,8 @@ def test_the_value_gradient_does_not_depend_on_the_split(tiny_model, reward_mode
             )
             return 1.0
 
-        monkeypatch.setattr(type(critic.optimizer), "step", keep)
-        critic.learner.update(samples, ValueObjective(0.2))
+        monkeypatch.setattr(type(critic.updater.optimizer), "step", keep)
+        critic.updater.learner.update(samples, ValueObjective(0.2))
         return found, len(pack(samples, budget))
 
     whole, one = gradients(4096)

@@ -263,7 +263,7 @@ def test_a_file_that_another_run_wrote_meanwhile_is_unchanged(tmp_path, capsys):
     with serving(meanwhile) as server:
         assert main(words(server.url)) == 1
         told = capsys.readouterr().err
-        assert "p.jsonl holds content that this run did not write" in told
+        assert "p.jsonl has lines that this run did not write" in told
         assert re.search(r"completions\.jsonl\. .*`--resume`", told)
         assert main(["generate", "--resume", "runs/remote"]) == 1, "before anything is asked"
         assert (out.read_text(), len(lines_of(journal))) == ("theirs", 1 + ROWS)

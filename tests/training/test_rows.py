@@ -59,7 +59,7 @@ def test_weights_are_the_passes_over_a_source_per_epoch():
         assert len(half) == 5
         assert all(counts[name] == 1 for name in half)
         halves.append(frozenset(half))
-    # Each epoch takes a half of its own, and no row is forgotten for ever.
+    # Each epoch takes its own half, and no row is left out.
     assert len(set(halves)) > 10
     assert len(frozenset.union(*halves)) == 10
 
@@ -115,7 +115,7 @@ def test_rows_of_one_prompt_stay_on_one_side(prompts, count, seed, test):
     try:
         kept, validation, final = hold_out(given_rows, count, seed, test)
     except InputError:
-        # For each part, at most the rows of one prompt more than was asked for are taken.
+        # For each part, at most the rows of one prompt more than requested are taken.
         assert count + (1 + test) * max(sizes.values(), default=1) > len(everything)
         return
     held = [*validation, *final]
@@ -152,14 +152,14 @@ def load(recipe, kind="conversation", loss_on="assistant", seed=0):
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "last_assistant", "all"])
-def test_rows_are_held_out_whatever_carries_loss(recipe, loss_on):
+def test_rows_are_held_out_for_any_loss_on(recipe, loss_on):
     for held_out in (5, 0.2):
         data = load(recipe.model_copy(update={"held_out": held_out}), loss_on=loss_on)
         assert (len(data.validation), len(data.test), len(data.stored)) == (3, 2, 18)
         assert data.final == data.test
 
 
-def test_without_rows_for_a_test_of_their_own_all_rows_that_are_held_out_are_for_validation(recipe):
+def test_without_rows_for_a_test_set_all_held_out_rows_are_for_validation(recipe):
     data = load(recipe.model_copy(update={"held_out": 1}))
     assert (len(data.validation), data.test) == (1, [])
     assert data.final == data.validation

@@ -47,7 +47,7 @@ def opened(model, budget=4096, lora=None, **changes):
     batches = LearnerRecipe(tokens_per_batch=budget)
     forward = token_forward(policy, batches, 1.0, critic.head)
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(), 9)
-    learner = Updater(policy, optimizer, batches, forward, joint={"critic": critic.optimizer})
+    learner = Updater(policy, optimizer, batches, forward, joint={"critic": critic.updater.optimizer})
     with torch.no_grad():
         critic.head.weight.copy_(torch.randn(critic.head.weight.shape, generator=torch.Generator().manual_seed(3)))
     return learner, critic
@@ -150,13 +150,13 @@ def test_the_gradient_does_not_depend_on_the_split_and_includes_that_of_rows(
 
 def test_updating_the_critic_alone_trains_only_the_head(tiny_model):
     learner, critic = opened(tiny_model)
-    before = {name: p.detach().clone() for name, p in critic.model.policy.trainable()}
+    before = {name: p.detach().clone() for name, p in critic.updater.model.policy.trainable()}
     head = critic.head.weight.detach().clone()
-    totals = means(critic.update(judged()))
+    totals = means(critic.begin_update(judged())())
     assert totals["critic/gradient_norm"] > 0
     assert not torch.equal(head, critic.head.weight)
-    assert all(torch.equal(before[name], p) and p.grad is None for name, p in critic.model.policy.trainable())
-    assert critic.model.policy.version == 0
+    assert all(torch.equal(before[name], p) and p.grad is None for name, p in critic.updater.model.policy.trainable())
+    assert critic.updater.model.policy.version == 0
     assert learner.optimizer.updates == 0
 
 
@@ -165,9 +165,8 @@ def test_values_of_every_pass_are_the_same(tiny_model):
     learner, critic = opened(tiny_model)
     made = episodes()
     joined = [values for _, _, values in scores(learner, made)]
-    critic._evaluate(made)
-    for one, values in zip(made, joined, strict=True):
-        np.testing.assert_allclose(one.values, values, rtol=1e-5, atol=1e-6)
+    for alone, values in zip(critic.updater.values(made), joined, strict=True):
+        np.testing.assert_allclose(alone, values, rtol=1e-5, atol=1e-6)
     assert np.concatenate(joined).std() > 0.1
 
 
@@ -192,7 +191,7 @@ def test_a_nonfinite_loss_updates_neither_model_and_names_both_learning_rates(ti
     ):
         learner.update(broken, SharedObjective(PolicyObjective(recipe(tiny_model).loss), 0.3, 0.2))
     assert torch.equal(head, critic.head.weight)
-    assert critic.optimizer.updates == learner.optimizer.updates == 0
+    assert critic.updater.optimizer.updates == learner.optimizer.updates == 0
     assert critic.head.weight.grad is None
 
 
@@ -203,12 +202,12 @@ def test_a_value_loss_that_is_not_finite_names_the_critics_rate(backbone, tiny_m
     broken = judged()[:3]
     broken[2].returns[0] = np.inf
     for _ in range(3):
-        assert means(critic.update(broken))["critic/skipped"] == 1
+        assert means(critic.begin_update(broken)())["critic/skipped"] == 1
     (said, *_) = critic.take_warnings()
     assert said.startswith("critic: update skipped: loss or gradient is not finite for group 0 episode 2; lower ")
     assert "critic.optimizer.learning_rate" in said
     with pytest.raises(RunError, match=r"group 0 episode 2; lower critic\.optimizer\.learning_rate, or"):
-        critic.update(broken)
+        critic.begin_update(broken)()
 
 
 @pytest.mark.slow

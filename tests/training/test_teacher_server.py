@@ -80,7 +80,7 @@ def test_a_server_with_another_tokenizer_or_none_at_all_is_refused(played, tmp_p
     changed = type(tokenizer)(tokenizer_object=bpe._tokenizer, eos_token="a", bos_token="b", pad_token="c")
     changed.chat_template = tokenizer.chat_template
     changed.save_pretrained(other)
-    with serving(other) as url, pytest.raises(InputError, match=r"teacher\.urls: .* has another tokenizer"):
+    with serving(other) as url, pytest.raises(InputError, match=r"teacher\.urls: .* does not have the tokenizer"):
         teacher_for(TeacherRecipe(urls=[url]), played[0])
     with pytest.raises(InputError, match=r"teacher\.urls: .* cannot be reached"):
         teacher_for(TeacherRecipe(urls=["http://127.0.0.1:9/v1"], retries=0), played[0])

@@ -19,7 +19,7 @@ from tests.training import small
 from tests.training.preferences import write_jsonl
 
 REWARD = '''def letters(answer, **row):
-    """Half a point for every different letter of the word that is asked for."""
+    """Half a point for every different letter of the word that is requested."""
     return 0.5 * len(set(answer) & set(row["word"]))
 '''
 

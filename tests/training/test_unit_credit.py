@@ -189,10 +189,10 @@ def test_rewards_of_units_are_placed_in_their_units(tiny_model, unit_reward_mode
     _, lines = run(recipe(tiny_model, tmp_path, unit_reward_model, credit))
     line = next(line for line in lines if line["kind"] == "train")
     assert line["units/tokens_per_unit"] == 1
-    assert not [line for line in lines if line["kind"] == "warning" and "almost nothing" in line["message"]]
+    assert not [line for line in lines if line["kind"] == "warning" and "hardly explains" in line["message"]]
     (tmp_path / "d.json").write_text(json.dumps({"r2": {"mean": -0.2, "std": None}}))
     _, weak = run(recipe(tiny_model, tmp_path, unit_reward_model, credit, name="weak", steps=1))
-    assert [line for line in weak if line["kind"] == "warning" and "almost nothing" in line["message"]]
+    assert [line for line in weak if line["kind"] == "warning" and "hardly explains" in line["message"]]
     assert line["units/forwards"] == 0  # what was read when the episodes were scored is not read again
 
 

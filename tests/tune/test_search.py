@@ -128,7 +128,7 @@ def test_if_no_trial_satisfies_the_limits_the_closest_is_reported(begun, tmp_pat
     assert studies.tune(tmp_path, objective=objective, search=search, start=start, trials=2) == 1
     said = capsys.readouterr().err
     assert (
-        "none of the 2 finished trials keeps its limits; the nearest is trial 0 (policy/kl 0.004 where at most 1e-09"
+        "none of 2 finished trials satisfies the limits; the nearest is trial 0 (policy/kl 0.004 where at most 1e-09"
         in said
     )
 

@@ -3,57 +3,99 @@
 Trains the runs that the pages show, unless their folder is given: `python -m tests.view.screenshots FOLDER`.
 """
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.view.browsing import browsed, command, served
+from tests.view.browsing import browsed, command, served, trained
 
 ROOT = Path(__file__).parents[2]
 OUT, PUBLISHED = ROOT / "build" / "screenshots", ROOT / "docs" / "figures"
 PAGES = {
     "runs": "/",
-    "run": "/run/lake",
+    "run": "/run/sort-s1",
     "episodes": "/episodes/lake?step=4",
     "group": "/group/lake?step=4&group=1",
-    "compare": "/compare?run=bandit-s1&run=bandit-s2&run=lake",
+    "compare": "/compare?run=sort-s1&run=sort-s2&run=sort-s3&run=slow-s1&run=slow-s2&run=slow-s3",
     "pipeline": "/pipeline/demo",
     "play": "/play/lake",
 }
 SHOTS = ((1280, False), (400, True), (1280, True), (400, False))
 """Width in pixels, and whether it is dark."""
-IN_DOCS = {"runs-1280-light", "run-1280-light", "group-1280-light", "run-400-dark"}
+IN_DOCS = {"runs-1280-light", "run-1280-light", "group-1280-light"}
 _WEIGHT = 150_000
 """Bytes of the largest picture in the pages."""
 
 _PIPELINE = """
 stage: pipeline
 name: demo
-common: {environment: {type: bandit}, model: {path: "made:small"}}
+common: {environment: {type: bandit}, model: {path: "made:small"}, evaluation: {sampling: {temperature: 1.0}, final_seeds: {count: 64}}}
 stages:
-  - {name: sft, stage: sft, steps: 10, experts: {expert: optimal, seeds: {count: 64}}}
-  - {name: rl, stage: rl, steps: 10, from: sft}
+  - {name: warm-up, stage: sft, steps: 6, experts: {expert: random, seeds: {count: 64}}}
+  - {name: sft, stage: sft, steps: 10, from: warm-up, experts: {expert: optimal, seeds: {count: 64}}, optimizer: {learning_rate: 1.0e-3}}
+  - {name: rl, stage: rl, steps: 10, from: warm-up, optimizer: {learning_rate: 5.0e-4}}
 """
+_SHARED = [
+    "model.path=made:small",
+    "rollout.episodes_per_group=8",
+    "rollout.tokens_per_turn=10",
+    "learner.updates_per_step=2",
+    "optimizer.warmup_updates=10",
+    "evaluation.sampling.temperature=1.0",
+    "evaluation.every=4",
+]
+_SORT = [
+    "environment.type=word_sort",
+    "credit.type=grpo",
+    "rollout.groups_per_step=16",
+    "kl={coefficient: 0.02, estimator: k2}",
+    "evaluation.seeds={start: 1000000, count: 128}",
+    "evaluation.final_seeds={start: 2000000, count: 256}",
+    "steps=28",
+]
+_LAKE = [
+    "environment={type: frozen_lake, slippery: false, max_turns: 6, observation: local}",
+    "rollout.tokens_per_episode=900",
+    "rollout.groups_per_step=8",
+    "evaluation.seeds.count=32",
+    "evaluation.final_seeds.count=64",
+    "steps=12",
+    "name=lake",
+]
+_BROKEN = "def score(prompt, answer):\n    raise ValueError('the parser found no number in the answer')\n"
 
 
 def train(folder: Path) -> None:
-    """The runs of the pages: a group of seeds, a game, a pipeline."""
+    """The runs of the pages: two groups of seeds, a game, a pipeline, and a run that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pipeline.yaml").write_text(_PIPELINE)
-    shared = ["model.path=made:small", f"runs={folder}"]
+    (folder / "broken.py").write_text(_BROKEN)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + 1 ="}) + "\n" for i in range(20)))
+    task = "{type: text_task, prompts: prompts.jsonl, reward: broken.py:score}"
+    runs = f"runs={folder}"
     words = [
-        ["rl", "environment.type=bandit", "steps=30", f"name=bandit-s{s}", f"seed={s}", *shared] for s in (1, 2, 3)
+        ["rl", *_SHARED, *_SORT, f"optimizer.learning_rate={rate}", f"name={name}-s{seed}", f"seed={seed}", runs]
+        for name, rate in (("sort", 1e-3), ("slow", 1e-4))
+        for seed in (1, 2, 3)
     ]
-    words.append(["rl", "environment.type=frozen_lake", "steps=25", "name=lake", *shared])
-    words.append(["pipeline", str(folder / "pipeline.yaml"), f"runs={folder}"])
+    words.append(["rl", *_SHARED, *_LAKE, "optimizer.learning_rate=0.0005", runs])
+    words.append(["pipeline", str(folder / "pipeline.yaml"), runs])
     for one in words:
         subprocess.run(command(*one), check=True)
+    failing = ["rl", "model.path=made:small", f"environment={task}", "steps=4", "name=sums", runs]
+    assert subprocess.run(command(*failing), cwd=folder).returncode == 1
+    note = {"tags": ["baseline"], "note": "the learning rate of the published runs"}
+    (folder / "sort-s1" / "notes.json").write_text(json.dumps(note))
 
 
 def open_page(page, root: str, name: str) -> None:
     """Open a page and wait until it is complete."""
     page.goto(root + PAGES[name])
+    if name == "runs":
+        page.wait_for_selector("#list[data-unread='0']")
+        page.wait_for_selector("tr[data-state=running]", timeout=120_000)
     if name in ("run", "compare"):
         page.wait_for_selector("#charts[data-ready]")
     if name == "compare":
@@ -62,6 +104,7 @@ def open_page(page, root: str, name: str) -> None:
         page.get_by_role("button", name="Begin").click()
         page.get_by_role("button", name="Next turn").click(timeout=120_000)
         page.wait_for_selector(".tokens", timeout=120_000)
+        page.evaluate("scrollTo(0, 0)")
     page.wait_for_timeout(700)  # server-sent events keep the network busy, so there is no idle moment to wait for
 
 
@@ -70,7 +113,8 @@ def shoot(folder: Path) -> None:
     from PIL import Image
 
     OUT.mkdir(parents=True, exist_ok=True)
-    with served(folder) as server:
+    shutil.rmtree(folder / "live", ignore_errors=True)
+    with trained(folder, Path("made:small"), steps=2000), served(folder) as server:
         for width, dark in SHOTS:
             with browsed(width, dark) as page:
                 page.goto(server.address)
@@ -82,13 +126,14 @@ def shoot(folder: Path) -> None:
                     print(file)
                     if label in IN_DOCS:
                         target = PUBLISHED / f"view_{label.replace('-', '_')}.png"
-                        Image.open(file).convert("RGB").quantize(64).save(target, optimize=True)
+                        colors = Image.open(file).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE)
+                        colors.save(target, optimize=True)
                         assert target.stat().st_size < _WEIGHT, target
 
 
 if __name__ == "__main__":
     given = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT / "runs"
-    if len(sys.argv) == 1 and not (given / "demo" / "rl" / "results.json").exists():  # the last of them
+    if len(sys.argv) == 1 and not (given / "sums" / "failure.txt").exists():  # the last of them
         shutil.rmtree(given, ignore_errors=True)
         train(given)
     shoot(given)

@@ -3,13 +3,16 @@
 import json
 import signal
 import subprocess
+from http.client import HTTPConnection
 
 import pytest
 
+from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
+from tests.rollout.episodes import played
 from tests.runs.comparing import make_run
-from tests.view.browsing import browsed, command, eventually, needs_browser, served, trained
+from tests.view.browsing import Server, browsed, command, eventually, needs_browser, served, trained
 
 ATTACK = "<script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
 
@@ -89,6 +92,17 @@ def test_notes_are_the_only_file_that_is_written(server, folder):
     assert server.ask("/notes/first", "POST", "note=" + "x" * 100_000, cookie=cookie, origin=server.root).status == 413
 
 
+def test_ctrl_c_ends_the_server_without_complaint_while_a_page_is_open(folder):
+    words = command("view", folder, "--no-browser")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        server = Server(process.stdout.readline().strip(), process)
+        connection = HTTPConnection(server.root.removeprefix("http://"), timeout=60)
+        connection.request("GET", "/events", headers={"cookie": server.cookie()})
+        assert connection.getresponse().readline() == b"retry: 1000\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "posttrain: interrupted\n"
+
+
 def test_code_that_a_run_names_is_not_imported(tmp_path):
     code, proof = tmp_path / "mine.py", tmp_path / "executed"
     code.write_text(f"open({str(proof)!r}, 'w')\n")
@@ -115,6 +129,10 @@ def test_text_of_models_stays_text_and_long_lines_stay_in_the_page(tmp_path):
         log.write(4, "warning", {"message": ATTACK})
         log.write(5, "warning", {"message": "x" * 1_000_000})
     (path / "failure.txt").write_text(ATTACK)
+    episodes = [played(index=0), played(index=1, rewards=(0.0,))]
+    for episode, answer in zip(episodes, (ATTACK, "y" * 1_000_000), strict=True):
+        episode.messages[0]["content"] = episode.messages[1]["content"] = episode.turns[0].answer = answer
+    write_episodes(RunDirectory(path).episodes, 1, "train", episodes)
     with served(tmp_path) as server, browsed(width=400) as page:
         page.goto(server.address)
         assert page.locator("[data-line]").count() == 1
@@ -125,6 +143,12 @@ def test_text_of_models_stays_text_and_long_lines_stay_in_the_page(tmp_path):
         assert page.title() == "hostile · posttrain"
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
         assert page.locator("#state [data-state]").get_attribute("data-state") == "failed"
+        for place in ("episodes/hostile", "group/hostile?step=1&group=0", "group/hostile?step=1&group=0&tint=nothing"):
+            page.goto(f"{server.root}/{place}")
+            assert "onerror" in page.locator("main").inner_text()
+            assert "posttrain" in page.title()
+            assert page.evaluate("document.documentElement.scrollWidth") <= 400
+            assert page.locator("main img, main script").count() == 0
 
 
 @needs_browser

@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 
+from posttrain.credit.units.mixing import UnitRewards
+from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Outcome
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.rollout.store import write_episodes
@@ -15,6 +17,7 @@ from posttrain.runs.sources import open_sources
 from posttrain.view.browse import PAGE, Filter, Store, steps_of
 from posttrain.view.charts import Logs, charts_of, marks_of
 from posttrain.view.comparing import charts_of_runs, paired
+from posttrain.view.episodes import color
 from posttrain.view.groups import group_page
 from posttrain.view.listing import Query, listed
 from posttrain.view.pipelines import graph_of, pipelines_among
@@ -51,14 +54,14 @@ def test_a_run_is_summarized_with_its_result_beside_random_and_optimal(tmp_path)
 
 
 def test_seeds_are_one_line_with_their_mean(tmp_path):
-    for seed, scale in ((1, 1.0), (2, 2.0)):
+    for seed, scale in ((1, 1.0), (2, 1.1)):
         make_run(tmp_path, f"grpo-seed{seed}", paid=lambda step, scale=scale: step * scale, seed=seed)
     make_run(tmp_path, "other", optimizer={"learning_rate": 0.125})
     lines = {line.label: line for line in lines_of(tmp_path, sort="name")}
     assert set(lines) == {"grpo", "other"}
     mean, low, high = lines["grpo"].mean
-    assert mean == pytest.approx(0.6)
-    half = 12.706 * 0.4 / math.sqrt(2) / math.sqrt(2)  # t(0.975, 1) s / sqrt(2), s = 0.4 / sqrt(2)
+    assert mean == pytest.approx(0.42)
+    half = 12.706 * 0.04 / math.sqrt(2) / math.sqrt(2)  # t(0.975, 1) s / sqrt(2), s = 0.04 / sqrt(2)
     assert (mean - low, high - mean) == pytest.approx((half, half), rel=1e-3)
     assert {line.label for line in lines_of(tmp_path, seeds="apart")} == {"grpo-seed1", "grpo-seed2", "other"}
 
@@ -178,6 +181,22 @@ def test_a_group_shows_what_made_the_difference(tmp_path, tiny_model):
     assert "is not stored" in entropy["problem"]
     with pytest.raises(InputError, match="no group 6"):
         group_page(run, {"step": "3", "group": "6"}, Store(), Player())
+
+
+def test_tokens_show_the_credit_of_their_unit(tmp_path, tiny_model):
+    run = RunDirectory(make_run(tmp_path, "one"))
+    run.path.joinpath("model").symlink_to(tiny_model)
+    units = UnitRewards(Spans(np.array([0, 1, 4]), np.array([True, True])), np.array([0.25, -0.5]), 1.0, 0.1)
+    write_episodes(run.episodes, 1, "train", [played(tokens=4), played(tokens=4, group=1)], None, [units, None])
+    shown = group_page(run, {"step": "1", "group": "0", "tint": "unit credit"}, Store(), Player())
+    rows = shown["pages"][0][1].messages[1].units
+    assert [(row.number, row.credit, row.tokens) for row in rows] == [("1", "+0.250", 1), ("2", "-0.500", 3)]
+    tokens = [piece for row in rows for piece in row.pieces]
+    assert ["unit credit +0.2500" in one.tooltip for one in tokens] == [True, False, False, False]
+    assert [one.style for one in tokens] == [color(0.25, 0.5), *[color(-0.5, 0.5)] * 3]
+    without = group_page(run, {"step": "1", "group": "1", "tint": "unit credit"}, Store(), Player())
+    assert "unit credit" not in without["tints"]
+    assert without["tint"] == "log-probability"
 
 
 def test_runs_are_compared_by_curves_and_by_pairs(tmp_path):

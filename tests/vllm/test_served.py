@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from posttrain.engines.protocol import Request
-from posttrain.engines.vllm.engine import HangDetector, open_vllm
-from posttrain.engines.vllm.replicas import EngineRefused, ServerReplica
+from posttrain.engines.vllm.engine import open_vllm
+from posttrain.engines.vllm.replicas import EngineRefused, HangDetector, ServerReplica
 from posttrain.episode import StopReason
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy

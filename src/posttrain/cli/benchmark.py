@@ -11,9 +11,9 @@ import typer
 from posttrain.errors import InputError
 
 _FOLDER = Path(__file__).parents[3] / "benchmarks"
-"""Where a checkout keeps the scripts; an installation has none."""
+"""Folder of the scripts in a checkout. An installed package has no scripts."""
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-"""Context settings: every option, --help too, belongs to the script."""
+"""Context settings: every option, including --help, is passed to the script."""
 
 
 def benchmark(
@@ -51,7 +51,7 @@ def benchmark(
 
 
 def _scripts(folder: Path) -> dict[str, Path]:
-    """Name -> script. InputError where there is no such folder."""
+    """Name -> script. InputError if there is no such folder."""
     scripts = {file.stem: file for file in sorted(folder.glob("*.py")) if not file.stem.startswith("_")}
     if not scripts:
         raise InputError(

@@ -43,7 +43,7 @@ def chat(
     engine, renderer = LocalEngine(policy), Renderer(policy.tokenizer, policy.end_tokens)
 
     async def answer(prompt: list[int], turn: int) -> tuple[int, ...]:
-        """The tokens of an answer. Its text is printed as they are sampled."""
+        """The tokens of an answer. The text is printed while they are sampled."""
         ids: list[int] = []
         shown = ""
 
@@ -51,7 +51,7 @@ def chat(
             nonlocal shown
             ids.append(token)
             text = renderer.answer_text(ids)
-            # A character of several tokens is shown once it is whole.
+            # A character of several tokens is shown once it is complete.
             if text.startswith(shown) and not text.endswith("\ufffd"):
                 typer.echo(visible(text[len(shown) :]), nl=False)
                 shown = text

@@ -86,7 +86,7 @@ def validate(
 ) -> None:
     """Check without a model that episodes repeat, end and are scored, and that a reference solution earns full reward.
 
-    The first part needs no help from the environment. The second one is its method `validate`.
+    The first checks do not use code of the environment. The last check is its method `validate`.
     """
     from posttrain.environments.check import check_environment
     from posttrain.errors import RunError

@@ -53,8 +53,9 @@ def import_(
     posttrain import train_agent.sh KL_TARGET=0.02 MODEL_NAME=Qwen/Qwen3-4B
     """
     from posttrain.errors import InputError
-    from posttrain.importers.commands import import_commands, markdown_table
+    from posttrain.importers.commands import import_commands
     from posttrain.importers.shell import assignments
+    from posttrain.importers.tables import markdown_table
 
     found, others = import_commands(source, assignments(variables or []), rows)
     for imported in found:

@@ -13,7 +13,7 @@ from posttrain.errors import PosttrainError
 
 
 def main(folder: Path) -> int:
-    """Run the job in `folder`; returns the exit code. One that was asked to stop, and did, counts as done."""
+    """Run the job in `folder` and return the exit code. A job that stopped on request counts as done."""
     rank = int(os.environ["RANK"])
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     job = json.loads((folder / "job.json").read_text())

@@ -26,7 +26,7 @@ def export(
     ] = "hf",
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder to write. Default: RUN-FORM.")] = None,
     kind: Annotated[str, typer.Option("--type", help="Weights of a GGUF file: f32, f16, bf16 or q8_0.")] = "f16",
-    shard_gigabytes: Annotated[float, typer.Option(min=0.000001, help="Largest size of a safetensors file.")] = 5.0,
+    shard_gigabytes: Annotated[float, typer.Option(min=0.000001, help="Maximum size of a safetensors file.")] = 5.0,
     licence: Licence = None,
 ) -> None:
     """Write the model of a run for another program, with a model card and its recipe.

@@ -119,7 +119,7 @@ def episodes(
 
 
 def _show_rows(directory: "RunDirectory", console: "Console", limit: int) -> bool:
-    """Show the rows of a run that trains on rows, tokens with a loss highlighted; returns whether it does."""
+    """Show the rows of a run that trains on rows, with trained tokens highlighted. Returns whether the run does."""
     from posttrain.data.inspect import inspect_rows
     from posttrain.data.rendering import Renderer
     from posttrain.models.load import load_end_tokens, load_tokenizer

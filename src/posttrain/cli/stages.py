@@ -76,7 +76,7 @@ def run(
         from posttrain.planning.model_sizes import model_sizes
 
         recipe = read_recipe(stage, *sources, *read_overrides(overrides), resume=resume)
-        if os.environ.get("RANK", "0") != "0":  # torchrun starts the command once for each process
+        if os.environ.get("RANK", "0") != "0":  # torchrun starts the command once per process
             return
         sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
         console = Console()
@@ -92,7 +92,7 @@ def run(
 
 
 def show_precision(recipe: "Recipe", console: "Console") -> None:
-    """Print what `dtype: auto` would select on this machine."""
+    """Print the dtype that `dtype: auto` selects on this machine."""
     from posttrain.planning.dry_run import show_line
     from posttrain.training.stage import precision_notes
 
@@ -101,7 +101,7 @@ def show_precision(recipe: "Recipe", console: "Console") -> None:
 
 
 def show_what_exists(recipe: "Recipe", console: "Console") -> None:
-    """Print what keeps a run of `recipe` from starting without `--overwrite`, `--resume` or another name."""
+    """Print a note if a run of `recipe` cannot start without `--overwrite`, `--resume` or another name."""
     from posttrain.planning.dry_run import show_line
     from posttrain.recipe.stages import GenerateRecipe
 
@@ -115,7 +115,9 @@ def show_what_exists(recipe: "Recipe", console: "Console") -> None:
 
 
 def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ()) -> None:
-    """Load what the run would load before its model and print what was found; arguments and errors as for `check_recipe`."""
+    """Load everything that the run would load before its model, and print the results. Arguments and errors as for
+    `check_recipe`.
+    """
     from posttrain.planning.dry_run import show_line
     from posttrain.training.checks import check_recipe
 
@@ -384,7 +386,7 @@ def _plan_pipeline(
                         converted[f"{folder}/"] = f"{place}/"
                 made.append(folder)
                 continue
-            # The model that a stage exports has the sizes of the model that it started from.
+            # The exported model of a stage has the same sizes as its initial model.
             start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
             if stage in chosen:
                 console.rule(f"stage {stage.name}")

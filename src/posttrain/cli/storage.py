@@ -1,4 +1,4 @@
-"""`posttrain runs`: what runs take on the disk, and freeing it."""
+"""`posttrain runs`: disk usage of runs, and how to reduce it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -87,7 +87,7 @@ def clean(
 
 
 def _usages(folders: list[Path] | None) -> "list[Usage]":
-    """The usage of all runs in `folders`; InputError for a folder that is not there or has none."""
+    """The usage of all runs in `folders`. InputError for a folder that does not exist or has no runs."""
     from posttrain.errors import InputError
     from posttrain.runs.directory import RunDirectory
     from posttrain.runs.storage import runs_in, usage_of

@@ -1,4 +1,4 @@
-"""Advantages of a step's episodes: from episodes, a credit type and rewards to one number per sampled token."""
+"""Advantages of a step's episodes: one number per sampled token, from rewards and the recipe's credit type."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -47,13 +47,13 @@ def compute_advantages(
 ) -> Advantages:
     """One advantage per sampled token: per episode and stream [T] float32, zero where nothing was sampled.
 
-    `rewards`: per token, such as `reward_streams(episodes)`. `greedy_returns`: group id -> return of the greedy episode,
-    for `remax`. `values`: the critic's value before each sampled token, for `gae` and `bilevel_gae`. `energies`: that of
-    each sampled token, for `optimal_token_baseline`.
+    `rewards`: per token, such as `reward_streams(episodes)`. `greedy_returns`: group id -> return of the greedy
+    episode, for `remax`. `values`: the critic's value before each sampled token, for `gae` and `bilevel_gae`.
+    `energies`: the energy of each sampled token, for `optimal_token_baseline`.
 
-    The return of an episode is the sum of all its rewards. Neither the order of episodes nor that of groups changes a
-    bit of the result. RunError for a reward that is not finite or that sits on a token that was not sampled, which no
-    token could be credited with. ValueError for missing `values` or `energies`.
+    The return of an episode is the sum of all its rewards. The result is the same to the bit for any order of episodes
+    and groups. RunError for a reward that is not finite, or that is placed on a token that was not sampled, where it
+    cannot be credited. ValueError for missing `values` or `energies`.
     """
     masks = [[stream.sampled for stream in episode.streams] for episode in episodes]
     token_rewards = sampled_rewards(episodes, rewards)
@@ -98,10 +98,10 @@ def value_targets(
 ) -> list[np.ndarray]:
     """Targets of the critic, A + V with the advantages before whitening: per episode [n] float64.
 
-    With `critic_lambda`, A has that lambda instead of the policy's (decoupled GAE). At 1 the targets are the returns, which
-    no error of the values biases, while a smaller lambda of the policy reduces the variance of its gradient.
-    Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optimization holds the secret", arXiv
-    2503.01491; used in Yue et al. 2025, "VAPO", arXiv 2504.05118.
+    With `critic_lambda`, A has that lambda instead of the policy's (decoupled GAE). At 1 the targets are the Monte
+    Carlo returns, so errors of the values do not bias them, while a smaller `gae_lambda` still reduces the variance of
+    the policy gradient. Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optimization holds
+    the secret", arXiv 2503.01491; used in Yue et al. 2025, "VAPO", arXiv 2504.05118.
     """
     if isinstance(recipe, ValueCredit) and recipe.critic_lambda is not None:
         advantages = gae(rewards, values, recipe.discount, recipe.critic_lambda)
@@ -122,7 +122,7 @@ def discounted_returns(
 
 
 def zero_groups(episodes: Sequence[Episode], advantages: Advantages) -> float:
-    """The share of groups without a token whose advantage differs from 0, such as those whose returns are all equal."""
+    """The share of groups whose advantages are all 0, for example because all returns are equal. NaN without groups."""
     nonzero: dict[int, bool] = {}
     for episode, streams in zip(episodes, advantages.values, strict=True):
         nonzero[episode.group] = nonzero.get(episode.group, False) or any(stream.any() for stream in streams)
@@ -130,7 +130,7 @@ def zero_groups(episodes: Sequence[Episode], advantages: Advantages) -> float:
 
 
 def registered_credit(recipe: Credit, episodes: Sequence[Episode], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Advantages by a function of `register_credit`, per episode [n] float64, from the rewards [n] of its sampled tokens.
+    """Advantages from a function registered with `register_credit`: per episode [n] float64, over its sampled tokens.
 
     Raises:
         RunError: the function returns another shape or a value that is not finite.
@@ -196,11 +196,11 @@ def _without_critic(
 def weighted_scores(
     episodes: Sequence[Episode], returns: np.ndarray, weights: Mapping[str, float] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The scores [N, K] of the episodes, NaN where an episode does not report one, and their weights [K], float64.
+    """The scores [N, K] of the episodes, NaN if an episode does not report a score, and their weights [K], float64.
 
-    The scores are those in `info["scores"]` of the last turn, by the names in `weights`, and the returns [N] under the name
-    `return`. None: each reported score but `score`, with weight 1. RunError if no episode reports a score that has a
-    weight, or if nothing has one.
+    Scores come from `info["scores"]` of the last turn; the name `return` stands for the returns [N]. `weights`: score
+    name -> weight; None gives every reported score except `score` the weight 1. RunError if no episode reports a
+    weighted score, or if there are no weights.
     """
     reported = [dict(episode.turns[-1].info.get("scores", {})) if episode.turns else {} for episode in episodes]
     names = {name for scores in reported for name in scores}

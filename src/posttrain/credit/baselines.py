@@ -1,6 +1,6 @@
 """Outcome-level advantages: the return of an episode minus a baseline, one number per episode.
 
-All sums use `math.fsum`, which rounds once, so neither the order of episodes nor that of groups changes a bit.
+All sums use `math.fsum`, which rounds once, so results are bit-identical for any order of episodes and groups.
 
 Every baseline has the same signature. `returns` [N] float64: sum of an episode's rewards. `groups` [N] int: group id.
 `lengths` [N] int: sampled tokens. `greedy`: group id -> return of the group's greedy episode. Returns advantages [N]
@@ -112,10 +112,10 @@ def maxrl(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: 
 
     For returns of 0 and 1, the mean of A_i grad log pi(i) over a group of n estimates the gradient of log p, with p the
     probability of success: it is unbiased for log p cut off after n - 1 terms, -(1 - p) - (1 - p)^2 / 2 - ... -
-    (1 - p)^(n - 1) / (n - 1), whose first term is the objective of `rloo`. Hard tasks therefore count more. Other returns
-    of 0 or more estimate the gradient of the logarithm of the mean return, with a bias that falls with n.
-    Source: Tajwar et al. 2026, "Maximum likelihood reinforcement learning", arXiv 2602.02710, theorem 1 and its variance
-    reduction. `lengths` and `greedy` are unused. RunError for a return below 0.
+    (1 - p)^(n - 1) / (n - 1), whose first term is the objective of `rloo`. Hard tasks therefore count more. Other
+    returns of 0 or more estimate the gradient of the logarithm of the mean return, with a bias that falls with n.
+    Source: Tajwar et al. 2026, "Maximum likelihood reinforcement learning", arXiv 2602.02710, theorem 1 and its
+    variance reduction. `lengths` and `greedy` are unused. RunError for a return below 0.
     """
     advantages = np.zeros(len(returns))
     for index in group_indices(groups):
@@ -148,12 +148,12 @@ OUTCOME_BASELINES: dict[str, OutcomeBaseline] = {
 def pass_at_k(returns: np.ndarray, groups: np.ndarray, k: int | None) -> np.ndarray:
     """A_i = mean, over the sets S of k episodes of the group that contain i, of max R in S - max R in S without i.
 
-    Estimates the gradient of the expected best return of k attempts, which is pass@k for returns of 0 and 1: the mean of
-    k A_i grad log pi(i) over the group is unbiased, because the best of the others does not depend on episode i. With k
-    the size of the group, only its single best episode gets credit: its return minus the second best.
+    Estimates the gradient of the expected best return of k attempts, which is pass@k for returns of 0 and 1: the mean
+    of k A_i grad log pi(i) over the group is unbiased, because the best of the others does not depend on episode i.
+    With k the size of the group, only its single best episode gets credit: its return minus the second best.
     Source: Tang et al. 2025, "Optimizing language models for inference time objectives using reinforcement learning",
-    arXiv 2503.19595, the leave-one-out control variate for pass@k, for groups of k; the mean over sets, for larger groups,
-    as in Walder and Karkhanis 2025, "Pass@K policy optimization", arXiv 2505.15201.
+    arXiv 2503.19595, the leave-one-out control variate for pass@k, for groups of k; the mean over sets, for larger
+    groups, as in Walder and Karkhanis 2025, "Pass@K policy optimization", arXiv 2505.15201.
 
     `returns` [N] float64; `groups` [N] int; `k` >= 2, None for the size of each group. A group smaller than k uses its
     size as k, and a group of one gets 0. Returns [N] float64.
@@ -166,7 +166,8 @@ def pass_at_k(returns: np.ndarray, groups: np.ndarray, k: int | None) -> np.ndar
             continue
         order = index[np.argsort(returns[index], kind="stable")]
         ascending = returns[order]
-        # The best of the others has the rank `below` in that many sets: the rest of the set ranks below it.
+        # Share of the sets in which the best of the other episodes has rank `below`: all remaining members rank
+        # lower.
         sets = [math.comb(below, chosen - 2) / math.comb(size - 1, chosen - 1) for below in range(size)]
         for rank, i in enumerate(order.tolist()):
             gains = [(ascending[rank] - ascending[below]) * sets[below] for below in range(rank)]
@@ -175,16 +176,17 @@ def pass_at_k(returns: np.ndarray, groups: np.ndarray, k: int | None) -> np.ndar
 
 
 def gdpo(scores: np.ndarray, weights: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """A_i = (B_i - mean_B) / (std_B + 1e-6) over the batch, B_i = sum over scores k of w_k (s_ik - mean_g) / (std_g + 1e-6).
+    """A_i = (B_i - mean_B) / (std_B + 1e-6) over the batch, B_i = sum over scores k of w_k (s_ik - mean_g) / (std_g +
+    1e-6).
 
-    Each score is normalized within the group by itself, so a score with a small spread counts as much as one with a large
-    spread, and combinations of scores with the same sum stay distinct. Both standard deviations are those of the sample
-    (n - 1). Biased, as `grpo` and `brpo` are.
+    Each score is normalized separately within the group, so a score with a small spread counts as much as one with a
+    large spread, and combinations of scores with the same sum stay distinct. Both are sample standard deviations (n -
+    1). Biased, like `grpo` and `brpo`.
     Source: Liu et al. 2026, "GDPO: Group reward-decoupled normalization policy optimization", arXiv 2601.05242, the
     normalization of each reward, their weighted sum, and the normalization over the batch, over episodes as in TRL
     (`normalize_then_sum`).
 
-    `scores` [N, K] float64, NaN where an episode has no such score: it does not enter the statistics and adds 0.
+    `scores` [N, K] float64, NaN if an episode has no such score: NaN is excluded from the statistics and adds 0.
     `weights` [K] float64; `groups` [N] int. Returns [N] float64.
     """
     parts = np.zeros(scores.shape)
@@ -207,7 +209,7 @@ def all_equal(values: np.ndarray) -> bool:
 
 
 def center(values: np.ndarray) -> np.ndarray:
-    """[n] values minus their mean; exactly 0 if all are equal, so a group without signal has no gradient."""
+    """[n] values minus their mean; exactly 0 if all are equal, so a group with equal returns has no gradient."""
     if all_equal(values):
         return np.zeros(len(values))
     return values - mean(values)
@@ -226,6 +228,6 @@ def standardize(values: np.ndarray, correction: int) -> np.ndarray:
 
 
 def group_indices(groups: np.ndarray) -> Iterator[np.ndarray]:
-    """For each distinct id in `groups` [N] int, the indices that have it."""
+    """For each distinct id in `groups` [N] int, the indices of its members."""
     for group in np.unique(groups):
         yield np.flatnonzero(groups == group)

@@ -1,7 +1,7 @@
 """Token-level advantages: returns from each sampled token on, and GAE over the critic's values.
 
 Every array runs over the sampled tokens of one episode, in order, across its streams. Environment and tool tokens are
-not part of it, so they neither earn nor decay credit.
+excluded, so they get no credit and do not discount it.
 """
 
 import math
@@ -15,7 +15,7 @@ from posttrain.credit.baselines import all_equal, dr_grpo, group_indices, standa
 def reinforce(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndarray]:
     """A_t = sum over k >= t of discount^(k - t) r_k, with k and t counting sampled tokens.
 
-    Unbiased for discount 1; a smaller discount is biased towards early rewards by choice.
+    Unbiased for discount 1. A smaller discount is deliberately biased towards rewards that follow soon.
     Source: Williams 1992; Sutton et al. 2000, "Policy gradient methods with function approximation".
 
     `rewards`: per episode [n] float64; `discount` in (0, 1]. Returns per episode [n] float64.
@@ -53,7 +53,7 @@ def gae(
 
     k and t count sampled tokens. V after the last token is 0, also for an episode that a limit truncated. With
     `discount` and `gae_lambda` 1, A_t = G_t - V_t, and the policy gradient is unbiased for any values. With the exact
-    values of the policy it is unbiased for any `gae_lambda`. Otherwise errors of the values bias it.
+    values of the policy it is unbiased for any `gae_lambda`. Otherwise errors in the values bias it.
     Source: Schulman et al. 2016, "High-dimensional continuous control using GAE", arXiv 1506.02438.
 
     `rewards` and `values`: per episode [n], in units of reward; `discount` and `gae_lambda` in [0, 1], the latter one
@@ -66,8 +66,8 @@ def gae(
 def length_adaptive_lambda(length: int, alpha: float) -> float:
     """max(0, 1 - 1 / (alpha x length)): the GAE lambda of an episode of `length` sampled tokens.
 
-    The weights lambda^j of later errors then sum to about alpha x length, a fixed share of the episode, whatever its
-    length. Source: Yue et al. 2025, "VAPO", arXiv 2504.05118, length-adaptive GAE, with alpha 0.05.
+    The weights lambda^j of later errors then sum to about alpha x length, a fixed share of every
+    episode. Source: Yue et al. 2025, "VAPO", arXiv 2504.05118, length-adaptive GAE, with alpha 0.05.
     """
     return max(0.0, 1.0 - 1.0 / (alpha * length)) if length else 0.0
 
@@ -77,15 +77,15 @@ def optimal_token_baseline(
 ) -> list[np.ndarray]:
     """A_t = G_t - B_t, B_t = sum over j of W_jt G_jt / sum over j of W_jt, over the group's episodes with a token t.
 
-    G_t is the sum of the rewards from token t on, t counting sampled tokens, and W_t the sum of the energies of the tokens
-    up to t: a proxy of the squared norm of the gradient of their log-probability. A baseline that weights returns by that
-    norm has the least variance; `opo` is the same with the length as the norm of a whole episode. The energy of a token is
-    1 - 2 p + sum of p_v^2 over the vocabulary v, p its own probability: the squared norm of the gradient with respect to
-    the logits.
-    Where no other episode of the group has a token t, B_t is 0, as in the authors' code. Biased: the baseline includes the
-    episode's own return; the bias falls with the size of the group. A group of one, and equal G_t, get 0.
-    Source: Li et al. 2026, "The optimal token baseline", arXiv 2602.07078, with its logit-gradient proxy; verl's
-    `optimal_token_baseline`.
+    G_t is the sum of the rewards from token t on, t counting sampled tokens, and W_t the sum of the energies of the
+    tokens up to t: a proxy of the squared norm of the gradient of their log-probability. A baseline that weights
+    returns by that norm has the least variance; `opo` is the same baseline for whole episodes, with the length as the
+    norm. The energy of a token is 1 - 2 p + sum of p_v^2 over the vocabulary v, p its own probability: the squared norm
+    of the gradient with respect to the logits.
+    Where no other episode of the group reaches token t, B_t is 0, as in the authors' code. Biased: the baseline
+    includes the episode's own return; the bias falls with the size of the group. A group of one gets 0, and so do
+    tokens t with equal G_t. Source: Li et al. 2026, "The optimal token baseline", arXiv 2602.07078, with its
+    logit-gradient proxy; verl's `optimal_token_baseline`.
 
     `rewards` and `energies`: per episode [n] float64; `groups` [N] int. Returns per episode [n] float64.
     """

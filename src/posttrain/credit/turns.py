@@ -1,7 +1,7 @@
 """Turn-level advantages: one number per turn, or GAE over turns and the tokens within them.
 
 Arrays run over the sampled tokens of one episode, in order, across its streams. Turn boundaries come from
-`Stream.turn`, so a turn without reward is a turn like any other. K is the number of turns that sampled a token.
+`Stream.turn`, so a turn without reward counts like any other. K is the number of turns with at least one sampled token.
 """
 
 import math
@@ -41,8 +41,8 @@ def turn_advantages(
 def turn_returns(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndarray]:
     """G_k = sum over j >= k of discount^(j - k) r_j, the same for every token of turn k, with j and k counting turns.
 
-    Unbiased for discount 1: rewards before a turn do not depend on it. A smaller discount is biased towards early
-    rewards by choice. The length of answers does not decay it.
+    Unbiased for discount 1: rewards before a turn do not depend on it. A smaller discount is deliberately biased
+    towards rewards that follow soon. It applies per turn, so the length of answers has no effect.
     Source: Williams 1992; Sutton et al. 2000, "Policy gradient methods with function approximation", with a turn as the
     action.
 
@@ -56,8 +56,8 @@ def leave_one_out(returns: Sequence[np.ndarray], groups: np.ndarray) -> list[np.
     """A_ik = G_ik - mean over the other episodes j of the group of G_jk, with G_jk = 0 if j ended before turn k.
 
     Keeps `turn_returns` unbiased, even if the policy chooses when to stop: every other episode counts at every turn, so
-    the baseline does not depend on episode i. A mean over the episodes that reached turn k would not either, but it is
-    undefined if no other episode did. A group of one has no others and gets 0.
+    the baseline does not depend on episode i. A mean over only those other episodes that reached turn k is undefined if
+    there are none. A group of one has no others and gets 0.
     Source: the leave-one-out baseline of Kool et al. 2019, at each turn.
 
     `returns`: per episode [K] float64; `groups` [N] int. Returns per episode [K] float64.
@@ -89,10 +89,10 @@ def mt_grpo(rewards: Sequence[np.ndarray], groups: np.ndarray, turn_weight: floa
     outcome instead of S_g of both rewards summed, and does not enter the statistics of a turn that it did not play. The
     epsilon is 1e-6, not 1e-4.
 
-    Assumes that the reward of the last turn is the outcome, and that all episodes of a group have the same number of turns. Biased
-    in any case: it divides by the group's own standard deviation; a turn gets no credit for the rewards of later turns
-    but the last; and if the policy chooses when to stop, a turn is compared only with episodes that continued, which
-    rewards or punishes stopping. `turn_returns` with a baseline has none of these biases.
+    Assumes that the reward of the last turn is the outcome, and that all episodes of a group have the same number of
+    turns. Biased even then: it divides by the group's own standard deviation, and a turn gets no credit for the rewards
+    of later turns except the last. If the policy chooses when to stop, a turn is compared only with episodes that
+    continued, which rewards or punishes stopping. `turn_returns` with a baseline has none of these biases.
 
     `rewards`: per episode [K] float64; `groups` [N] int. Returns per episode [K] float64.
     """
@@ -122,16 +122,16 @@ def gigpo(
 
     R_i is the sum of the turns' rewards, and G_ik = sum over j >= k of discount^(j - k) r_ij. S(x; set) is x minus the
     mean of the set, over (std + 1e-6) with the sample standard deviation (n - 1) if `divide_by_std`. It is 0 for a set
-    of one and for equal values, so a state that is visited once leaves the first term only. Two visits of one episode
-    to a state are both in the set.
+    of one and for equal values, so only the first term remains for a state that is visited once. Two visits to a state
+    within one episode are both in the set.
     Source: Feng et al. 2025, "Group-in-group policy optimization", arXiv 2505.10978: R undiscounted, G discounted per
     turn, `step_weight` its omega; `divide_by_std` false is its normalizer of 1, the default of its code. Deliberate
     differences: a group of one episode gets 0 instead of its return, and G includes what R includes, such as a KL
-    penalty, where the code counts the environment's rewards only.
+    penalty, whereas the code counts only the environment's rewards.
 
-    Biased: it divides by the standard deviation; without that, a state weighs more the more often it repeats. It
-    assumes that equal keys mean equal states, including the remaining number of turns: if time matters and the key
-    omits it, turns with different prospects are compared. Without repeated states it is `grpo` (or `dr_grpo`).
+    Biased: it divides by the standard deviation. Without this division, states that repeat more often have more weight.
+    It assumes that equal keys mean equal states, including the remaining number of turns: if time matters and the key
+    omits it, turns with different expected returns are compared. Without repeated states it is `grpo` (or `dr_grpo`).
 
     `rewards`: per episode [K] float64; `states`: per episode K keys; `groups` [N] int. Returns per episode [K] float64.
     """
@@ -179,10 +179,11 @@ def bilevel_gae(
     lambdas and g equal to 1 and rewards at turn ends, the two agree: A_t = sum of h^(j - k) r_j - V_t.
 
     With all four numbers 1, unbiased for any values. With discounts 1 and the exact values of the policy, unbiased for
-    any lambdas. Otherwise errors of the values bias it, and discounts do by choice. A single turn is plain `gae`.
+    any lambdas. Otherwise errors in the values bias it, and discounts bias it deliberately. With a single turn it is
+    plain `gae`.
 
-    `rewards`, `values`: per episode [n] float64, of each sampled token and of the state before it. `turns`: per episode
-    [n] int, from `turn_indices`. All four numbers are in [0, 1]. Returns per episode [n] float64.
+    `rewards`, `values`: per episode [n] float64, the reward of each sampled token and the value of the state before it.
+    `turns`: per episode [n] int, from `turn_indices`. All four numbers are in [0, 1]. Returns per episode [n] float64.
     """
     return [
         _bilevel_gae(r, v, turn_starts(t).tolist(), discount, turn_discount, gae_lambda, turn_gae_lambda)
@@ -220,9 +221,9 @@ def to_tokens(of_turns: np.ndarray, turns: np.ndarray) -> np.ndarray:
 def state_keys(episode: Episode) -> list[Hashable]:
     """[K] keys: the state in which each turn was played. Equal keys mean equal states.
 
-    The key is `Turn.state` if the environment names its states. Otherwise it is the ids of the tokens between this turn
-    and the turn before it in the same stream: the observation, or the whole prompt at the start of a stream. No text is
-    compared. A stream that starts with a rewritten history repeats a state only if the history is the same.
+    The key is `Turn.state` if the environment names its states. Otherwise the key is the token ids between this turn
+    and the previous turn of the same stream: the observation, or the whole prompt at the start of a stream. Text is
+    never compared. In a stream that starts with a rewritten history, a state repeats only if that history is identical.
     """
     keys: list[Hashable] = []
     for stream in episode.streams:

@@ -1,6 +1,6 @@
 """Converters from published data sets to rows that the stages read.
 
-Converted rows are checked as the stages check them, so a converted file has usable rows only.
+Converted rows pass the same checks as in the stages, so a converted file contains only usable rows.
 """
 
 import re
@@ -31,7 +31,7 @@ _WORDS = re.compile(r"response\s*([12])\s+is\s+(?:the\s+|much\s+|far\s+|slightly
 
 
 def helpsteer3_prompts(row: dict[str, Any], language: str = "english") -> dict[str, Any] | str:
-    """Return the prompt of a row, whatever its preference, or the reason to skip the row."""
+    """Return the prompt of a row, regardless of its preference, or the reason to skip the row."""
     if _other_language(row, language):
         return f"language is not {language}"
     prompt = {"context_messages": row.get("context")}
@@ -90,7 +90,7 @@ def ultrafeedback_binarized(row: dict[str, Any]) -> dict[str, Any] | str:
 
 
 def own_rows(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row as it is: rows of the user's own that the stages read already."""
+    """Return the row unchanged, for the user's rows, which the stages already read."""
     return row
 
 
@@ -133,7 +133,7 @@ def check_sign(rows: Iterable[dict[str, Any]]) -> SignCheck:
     """Compare the conversion of the rows with the annotators' scores and with their texts.
 
     Scores show whether rows are consistent. Only texts show whether a negative preference means response 1, because an
-    inverted sign would invert scores and preferences alike.
+    inverted sign would invert both scores and preferences.
     """
     scored = scores_agree = worded = words_agree = 0
     examples: dict[int, str] = {}
@@ -166,7 +166,9 @@ class Converter:
     """The conversion of one data set."""
 
     row: Callable[..., dict[str, Any] | str]
-    """A row of the data set -> a row for the stages, or the reason to skip it. Takes `language` if `language` is set."""
+    """A row of the data set -> a row for the stages, or the reason to skip it. Takes `language` if `language` is
+    set.
+    """
     kind: Kind
     """The kind of the converted rows."""
     hub: str | None = None
@@ -174,7 +176,7 @@ class Converter:
     split: str = "train"
     subset: str | None = None
     language: str | None = None
-    """The default language; None where the rows have no language."""
+    """The default language; None if the rows have no language."""
     check: Callable[[Iterable[dict[str, Any]]], SignCheck] | None = None
     """A check of a sample of the rows."""
 
@@ -216,7 +218,7 @@ class Conversion:
 
 
 def find_converter(name: str) -> Converter:
-    """Return the converter of this name; InputError where there is none."""
+    """Return the converter of this name; InputError if there is none."""
     if name not in CONVERTERS:
         raise InputError(f"unknown converter {name!r}; use one of {', '.join(CONVERTERS)}")
     return CONVERTERS[name]
@@ -242,14 +244,14 @@ def convert_rows(
         subset: subdirectory of a directory, or configuration of a hub data set; None: that of the published data set.
 
     Raises:
-        InputError: another suffix of `out`, an unknown `name` or `source`, no row to write, or a sample of rows most of
-            which contradict the sign of the preferences.
+        InputError: `out` has another suffix, `name` or `source` is unknown, there is no row to write, or most rows of a
+            sample contradict the sign of the preferences.
     """
     converter = find_converter(name)
     if out is not None:
         require_format(out)
     if language and not converter.language:
-        raise InputError(f"language: the rows of {name} have no language; leave it out")
+        raise InputError(f"language: the rows of {name} have no language; remove this option")
     path = source or converter.hub
     if path is None:
         raise InputError(f"{name}: these rows are your own; name their file, directory or hub id")
@@ -305,8 +307,8 @@ def convert_files(
 ) -> None:
     """Write the files of a `convert` stage to `directory` and a line for each count to `report`.
 
-    Without a directory, rows of local sources are counted, and nothing is written. `planned`: the lines are about rows that a run
-    would write. InputError as `convert_rows`.
+    Without a directory, rows of local sources are counted and nothing is written. `planned`: word the lines for rows
+    that a run would write. InputError as `convert_rows`.
     """
     for name, file in recipe.files.items():
         out = directory / f"{name}.jsonl" if directory is not None else None
@@ -327,10 +329,10 @@ def convert_files(
 
 
 def reference_answer(prompt: PromptExample, columns: ColumnsRecipe) -> str | None:
-    """Return the reference answer of the row as text; None where there is none.
+    """Return the reference answer of the row as text; None if there is none.
 
-    This is `completion`, else `label`, else the last answer of the conversation (`messages` or `chosen`) that the prompt
-    was taken from.
+    This is `completion`, else `label`, else the last answer of the conversation (`messages` or `chosen`) that the
+    prompt was taken from.
     """
     for name in (columns.completion, columns.label):
         value = prompt.row.get(name)

@@ -28,7 +28,7 @@ class Document:
     """Path in the folder, with forward slashes."""
     prompt: str
     answer: str | None
-    """The answer that was written for it, if there is one."""
+    """The answer written for the document, if there is one."""
 
     @property
     def messages(self) -> list[Message]:
@@ -38,7 +38,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Two sampled answers to one prompt with their scores, or one answer twice where there is nothing to compare."""
+    """The best and the worst sampled answer to a prompt with their scores; equal if there is only one."""
 
     best: str
     best_score: float | None
@@ -52,15 +52,16 @@ class Sampled:
 
 
 def read_documents(folder: Path, template: Path, answers: Path | None = None) -> list[Document]:
-    """Read every file in `folder` and its subfolders as a document, in the order of the names. Hidden files are skipped.
+    """Read every file in `folder` and its subfolders as a document, in the order of the names. Hidden files are
+    skipped.
 
     Args:
-        template: a text file with `{document}` and, where wanted, `{name}`. Other braces are text.
+        template: a text file with `{document}` and optionally `{name}`. Other braces are plain text.
         answers: a folder with a file of the same name, suffix aside, for some or all documents.
 
     Raises:
-        InputError: a file is not text or empty, two documents have the same text, an answer belongs to no document, or the
-            template has no `{document}`.
+        InputError: a file is not text or empty, two documents have the same text, an answer belongs to no document, or
+            the template has no `{document}`.
     """
     pattern = _text(template, "--template")
     if "{document}" not in pattern:
@@ -84,7 +85,7 @@ def read_documents(folder: Path, template: Path, answers: Path | None = None) ->
 
 
 def write_prompts(path: Path, documents: Sequence[Document]) -> None:
-    """Write one row per document for `posttrain generate`, which names it in its column `document`."""
+    """Write one row per document for `posttrain generate`. The column `document` has its name."""
     write_rows(path, _prompt_rows(documents))
 
 
@@ -96,7 +97,7 @@ def holds_prompts(path: Path, documents: Sequence[Document]) -> bool:
 def split_documents(documents: Sequence[Document], val: float, test: float) -> dict[str, str]:
     """Name of each document -> `train`, `val` or `test`; `val` and `test` are numbers (int) or shares (float).
 
-    The order is that of hashes of the prompts, so it does not depend on names.
+    Documents are ordered by hashes of their prompts, so the split does not depend on names.
 
     Raises:
         InputError: no document is left for training.
@@ -106,7 +107,7 @@ def split_documents(documents: Sequence[Document], val: float, test: float) -> d
     parts = divide(keys, hash_order(keys), *counts)
     if not parts[0]:
         raise InputError(
-            f"{len(keys)} documents leave none for training with --val {val} and --test {test}; lower these, or add documents"
+            f"--val {val} and --test {test} leave none of {len(keys)} documents for training; lower them, or add some"
         )
     return {documents[place].name: split for split, part in zip(_SPLITS, parts, strict=True) for place in part}
 
@@ -114,10 +115,12 @@ def split_documents(documents: Sequence[Document], val: float, test: float) -> d
 def write_documents(
     out: Path, name: str, documents: Sequence[Document], splits: Mapping[str, str], sampled: Mapping[str, Sampled]
 ) -> dict[Path, int]:
-    """Write the prompts, the conversations and the pairs of each split under `out`; returns files and their numbers of rows.
+    """Write the prompts, the conversations and the pairs of each split under `out`; returns files and their numbers of
+    rows.
 
-    A conversation has the written answer of the document, else its best sampled one. A pair has its best and its worst
-    sampled answers if their scores differ. Files without rows are not written, and an older file of that name is removed.
+    A conversation has the written answer of the document, or else its best sampled answer. A pair has its best and its
+    worst sampled answers if their scores differ. Files without rows are not written, and an older file of that name is
+    removed.
     """
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {(kind, split): [] for kind in FOLDERS for split in _SPLITS}
     for one in documents:

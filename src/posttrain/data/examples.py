@@ -1,7 +1,7 @@
 """Converting rows to typed examples.
 
-For any row, the functions of this file return an example of `posttrain.data.messages`, or a text `category: detail` that
-describes the problem. They raise nothing. Every example satisfies:
+For any row, the functions in this file return an example of `posttrain.data.messages`, or a text `category: detail`
+that describes the problem. They never raise. Every example satisfies:
 
 - Roles are system, user, assistant and tool.
 - An assistant message follows a message of another role; a tool message follows an assistant or a tool message.
@@ -60,18 +60,18 @@ def load_dataset(
 
     Args:
         source: a `.parquet`, `.jsonl`, `.json` or `.csv` file, a directory of those, a hub id, or a list of them.
-        kind: what a row is: `conversation` (sft), `pair` (dpo, reward), `unpaired` (kto; a pair becomes one good and one
-            bad answer) or `prompt` (rl, generate).
+        kind: what a row is: `conversation` (sft), `pair` (dpo, reward), `unpaired` (kto; a pair becomes one good and
+            one bad answer) or `prompt` (rl, generate).
         split, subset: of hub data sets.
-        columns: names of the columns, by the keys of `columns` in a recipe, where they differ from the defaults.
-        max_rows: most usable rows taken from each source.
+        columns: names of the columns that differ from the defaults, by the keys of `columns` in a recipe.
+        max_rows: maximum number of usable rows from each source.
         strict: raise for rows that cannot be used. Otherwise they are left out with a warning that names them.
 
     Returns:
         `ConversationExample`, `PairExample`, `UnpairedExample` or `PromptExample` objects of `posttrain.data.messages`.
 
     Raises:
-        InputError: there is no such file or data set, no row can be used, or `strict` is set and one cannot.
+        InputError: there is no such file or data set, no row is usable, or any row is unusable and `strict` is set.
     """
     listed = [source] if isinstance(source, str | Path) else source
     sources = [SourceRecipe(path=str(path), split=split, subset=subset) for path in listed]
@@ -106,8 +106,8 @@ def read_examples(
 ) -> Iterator[Any]:
     """Yield the usable rows of the sources, one source after the other, reading lazily.
 
-    Unusable rows are counted in `problems`. `max_rows` limits the usable rows of each source. A pair read as `unpaired` is
-    one row and two examples. InputError, at the call, for a source that does not exist.
+    Unusable rows are counted in `problems`. `max_rows` limits the usable rows of each source. A pair read as `unpaired`
+    is one row and two examples. InputError, at the call, for a source that does not exist.
     """
     return _examples(kind, [read_rows(source) for source in sources], columns, problems, max_rows)
 
@@ -254,7 +254,7 @@ def _cells(row: Any) -> dict[str, Any]:
 
 
 def messages_column(row: dict[str, Any]) -> str | None:
-    """Return the name of a column of messages, such as ShareGPT's `conversations`; None where there is none."""
+    """Return the name of a column of messages, such as ShareGPT's `conversations`; None if there is none."""
     for name, value in row.items():
         messages = isinstance(name, str) and isinstance(value, list) and value
         if messages and all(isinstance(item, dict) and ("role" in item or "from" in item) for item in value):
@@ -277,7 +277,7 @@ def _missing(row: dict[str, Any], *names: str, hint: str = "") -> UnusableRow:
 
 
 def _prompt(row: dict[str, Any], columns: ColumnsRecipe) -> list[Message] | None:
-    """Return the messages of the prompt; None where the row has no column for it."""
+    """Return the messages of the prompt; None if the row has no column for it."""
     name = next((name for name in (columns.prompt, columns.context_messages) if row.get(name) is not None), None)
     if name is None:
         return None

@@ -25,13 +25,15 @@ from posttrain.plugins import require_module
 from posttrain.recipe.data import SourceRecipe
 
 Row = tuple[str, dict[str, Any] | str]
-"""The origin of a row (`train.jsonl row 12`, counted from 1; in JSON lines, the line number), and the row or its problem as `category: detail`."""
+"""The origin of a row (`train.jsonl row 12`, counted from 1; in JSON lines, the line number), and the row or its
+problem as `category: detail`.
+"""
 
 BATCH = 256
 """Parquet rows converted to Python values at a time."""
 _MIB = 1 << 20
 _FREE = 64 * _MIB
-"""Compressed content up to this size is read whatever its compressed size is, in bytes."""
+"""Size in bytes up to which unpacked content is accepted regardless of its compressed size."""
 _BOM = b"\xef\xbb\xbf"
 """The byte order mark that some editors write."""
 _NOT_UNICODE = "broken UTF-8: a byte or an escape of the row is not a character"
@@ -41,7 +43,7 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Split -> the words by which file names say it, as in the library `datasets`."""
+"""Split -> the words that identify it in file names, as in the library `datasets`."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _HUB_SECONDS = 10.0
 """Time-out of the request that checks whether a data set exists."""
@@ -50,7 +52,7 @@ _HUB_SECONDS = 10.0
 def read_rows(source: SourceRecipe) -> Iterator[Row]:
     """Return the rows of a file, of all files of a directory sorted by name, or of a hub data set.
 
-    InputError, at the call, where nothing of that name exists or nothing can be read.
+    InputError, at the call, if there is no such file or data set, or if it cannot be read.
     """
     path = Path(source.path).expanduser()
     if path.is_dir():
@@ -69,11 +71,11 @@ def read_rows(source: SourceRecipe) -> Iterator[Row]:
 
 
 def read_split(source: SourceRecipe) -> Iterator[Row]:
-    """As `read_rows`, but of a directory only the files of `source.split`, as the hub divides data sets.
+    """As `read_rows`, but reads only the files of `source.split` from a directory, as the hub divides data sets.
 
     The files are those of the subdirectory `source.subset`, if there is one. Their names contain the split
-    (`train.jsonl.gz`, `train-00000-of-00002.parquet`, `rationales_sft_val.parquet`). A directory without such names is one
-    split, `train`. InputError where it has no file of the split.
+    (`train.jsonl.gz`, `train-00000-of-00002.parquet`, `rationales_sft_val.parquet`). A directory without such names is
+    one split, `train`. InputError if it has no file of the split.
     """
     path = Path(source.path).expanduser()
     if not path.is_dir():
@@ -101,7 +103,9 @@ def _names_split(name: str, split: str) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` with numpy scalars and arrays, tuples, sets and decimals as plain Python, and dates as ISO text."""
+    """Return `value` with numpy scalars and arrays, tuples, sets and decimals as plain Python, and dates as ISO
+    text.
+    """
     if value is None or type(value) in (str, bool, int, float):
         return value
     if isinstance(value, dict):
@@ -120,7 +124,7 @@ def plain(value: Any) -> Any:
 
 
 def nesting(value: Any, most: int) -> int:
-    """Levels of lists and objects in a value, 1 for one without another in it; stops counting after `most`."""
+    """Nesting depth of lists and objects in a value, 1 without nested ones. Stops counting after `most`."""
     level, inner = 0, [value]
     while level <= most and (inner := [one for one in inner if isinstance(one, dict | list)]):
         level += 1
@@ -138,7 +142,7 @@ def _readable(file: Path, root: Path) -> bool:
 
 
 def _read_file(file: Path, name: str, source: SourceRecipe) -> Iterator[Row]:
-    """Return the rows of one file; InputError where the file cannot be opened."""
+    """Return the rows of one file; InputError if the file cannot be opened."""
     try:
         file.open("rb").close()
     except OSError as error:
@@ -160,17 +164,17 @@ def _of_depth(rows: Iterator[Row], most: int) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class _Limits:
-    """What a file of unknown origin may make this process read. `row` is in bytes."""
+    """Limits on reading a file of unknown origin. `row` is in bytes."""
 
     row: int
     expansion: float
 
     def unpacked(self, packed: int) -> int:
-        """Largest size of what `packed` bytes may decompress to."""
+        """Maximum number of bytes that `packed` bytes may decompress to."""
         return max(int(packed * self.expansion), _FREE)
 
     def too_large(self) -> str:
-        """The problem of a row."""
+        """The problem text of a row that is too large."""
         return f"row is too large: it has more than {self.row / _MIB:g} MiB (`max_row_mib`)"
 
 
@@ -265,15 +269,15 @@ def _read_json(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
 
 
 class _JsonText:
-    """JSON text of a file, of which only the part that is read next is in memory."""
+    """JSON text of a file. Only the part that is being parsed is in memory."""
 
     def __init__(self, file: TextIO, most: int) -> None:
-        """`most`: longest value to look for the end of, in characters."""
+        """`most`: maximum length of a value in characters."""
         self._file, self._most, self._decoder = file, most, json.JSONDecoder()
         self._text, self._position, self._ended = "", 0, False
 
     def next_sign(self) -> str:
-        """The next character that is not a space, without consuming it; empty at the end of the file."""
+        """The next non-space character, without consuming it; empty at the end of the file."""
         while True:
             self._position = _SPACE.match(self._text, self._position).end()  # type: ignore[union-attr]
             if self._position < len(self._text) or self._ended:
@@ -281,11 +285,11 @@ class _JsonText:
             self._read_more()
 
     def take_sign(self) -> None:
-        """Take the character that `next_sign` gave."""
+        """Consume the character that `next_sign` returned."""
         self._position += 1
 
     def take_value(self) -> tuple[Any, int]:
-        """The next value and its number of characters. Raises what `json` raises."""
+        """The next value and its number of characters. Raises the exceptions of `json`."""
         while True:
             self.next_sign()
             try:
@@ -294,7 +298,7 @@ class _JsonText:
                     length, self._position = end - self._position, end
                     return value, length
             except json.JSONDecodeError as error:
-                # The longest token that a cut leaves in front of the end is an escape of two surrogates.
+                # The longest token that the end of the buffer can split is an escape of two surrogates.
                 cut = error.msg.startswith("Unterminated string") or error.pos + 16 > len(self._text)
                 if self._ended or not cut or len(self._text) - self._position > self._most:
                     raise
@@ -318,7 +322,7 @@ def _read_listed(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
             try:
                 value, length = text.take_value()
             except (ValueError, RecursionError) as error:
-                yield f"{name} row {number}", f"{_broken_json(error)}; the file is not read further"
+                yield f"{name} row {number}", f"{_broken_json(error)}; the rest of the file is not read"
                 return
             if length > limits.row:
                 yield f"{name} row {number}", limits.too_large()
@@ -358,7 +362,7 @@ def _read_csv(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
     """Read rows under a header, with every cell as text. The limit of a row is that of a cell, in characters."""
     csv.field_size_limit(limits.row)
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        # A longer line comes in parts, which are broken rows.
+        # A longer line is returned in parts, which are broken rows.
         cells = csv.reader(iter(partial(lines.readline, 2 * limits.row), ""), strict=True)
         header: list[str] | None = None
         number = 0

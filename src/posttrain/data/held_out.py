@@ -18,7 +18,7 @@ class TaskRow:
     """A row of a file that is a task."""
 
     key: str
-    """Its text. Tasks with the same text are never on two sides of a division."""
+    """Text of the task. Tasks with the same text are never in different parts of a split."""
     use: Literal["training", "validation", "test"] = "training"
     """`use` of its source."""
 
@@ -29,13 +29,13 @@ class TaskSplit:
 
     training: Sequence[int]
     validation: Sequence[int]
-    """Of the learning curve."""
+    """Seeds of the learning curve."""
     test: Sequence[int]
-    """Of the final table."""
+    """Seeds of the final table."""
     source: str | None = None
-    """The recipe key of the files whose rows the training seeds are; None where tasks are generated."""
+    """The recipe key of the files whose rows are the training tasks; None if tasks are generated."""
     held_out_source: str | None = None
-    """The same of the held-out seeds."""
+    """The same for the held-out seeds."""
 
     @property
     def held_out(self) -> list[Sequence[int]]:
@@ -43,7 +43,7 @@ class TaskSplit:
         return [self.validation, self.test]
 
     def __str__(self) -> str:
-        """The number of tasks of each part, and where they come from."""
+        """The number of tasks in each part, and their source."""
         apart = self.source != self.held_out_source
         parts = [
             f"{len(seeds):,} {what}"
@@ -59,7 +59,7 @@ class TaskSplit:
 
 
 def hash_order(keys: Iterable[str]) -> list[str]:
-    """The different keys in an order of hashes, in which the place of two keys does not depend on the other keys."""
+    """The distinct keys, ordered by their hashes. The relative order of two keys does not depend on other keys."""
     return sorted(set(keys), key=lambda key: hashlib.blake2b(key.encode("utf-8", "backslashreplace")).digest())
 
 
@@ -68,12 +68,12 @@ def divide(
 ) -> tuple[list[int], list[int], list[int]]:
     """Divide items into training, validation and test parts; returns the indices of each, ascending.
 
-    Validation takes whole groups of equal keys from the start of `order` until it has at least `validation` items, and test
-    from the end until it has at least `test`. So the size of one part does not change the other.
+    Validation takes whole groups of equal keys from the start of `order` until it has at least `validation` items, and
+    test from the end until it has at least `test`, so the size of one part does not change the other.
 
     Args:
         keys: one key for each item.
-        order: the different keys, each once.
+        order: the distinct keys.
     """
     groups: dict[Hashable, list[int]] = {key: [] for key in order}
     for index, key in enumerate(keys):
@@ -89,7 +89,7 @@ def divide(
 
 
 def as_count(held_out: float, items: int) -> int:
-    """The number that `held_out`, a number (int) or a share (float), is of `items`; at least 1."""
+    """`held_out`, a number (int) or a share (float) of `items`, as a number; at least 1."""
     return held_out if isinstance(held_out, int) else max(1, round(held_out * items))
 
 
@@ -100,14 +100,14 @@ def split_tasks(
     training: SeedRange | None,
     training_key: str = "seeds",
 ) -> TaskSplit:
-    """Decide which tasks a run trains on, which make its learning curve, and which its final table.
+    """Split tasks into those for training, for the learning curve, and for the final table.
 
-    A range of seeds with a `start` is taken as it is. The other held-out tasks are those of sources with `use: validation` and
-    `use: test`. Where there are none, they are drawn from the rest in an order of hashes of their text, which depends on
-    neither the run seed nor other rows.
+    A range of seeds with a `start` is used unchanged. Other held-out tasks come from sources with `use: validation` and
+    `use: test`. Without such sources, they are chosen from the remaining tasks in the order of hashes of their text,
+    which depends on neither the run seed nor other rows.
 
     Args:
-        rows: the rows that are tasks, in the order of their seeds; None where tasks are generated from seeds.
+        rows: the rows that are tasks, in the order of their seeds; None if tasks are generated from seeds.
         source: the recipe key of the rows, for messages.
         training: None in a stage that only evaluates.
 
@@ -166,7 +166,7 @@ def split_tasks(
 def training_tasks(
     rows: Sequence[TaskRow] | None, source: str, training: SeedRange, key: str, left_out: Container[str]
 ) -> Sequence[int]:
-    """The tasks to train on where no task of this source is held out; arguments as for `split_tasks`.
+    """The tasks to train on if no task of this source is held out. Arguments as for `split_tasks`.
 
     `left_out`: texts of held-out tasks of another source; rows with such a text are not trained on.
     """
@@ -179,8 +179,8 @@ def training_tasks(
 
 
 def _sizes(rows: int, evaluation: EvaluationRecipe, wanted: Mapping[str, int | None]) -> dict[str, int]:
-    """How many of `rows` tasks to hold out for the curve and for the table: the numbers that are `wanted`, usual ones for
-    None, and 0 where none are wanted.
+    """How many of `rows` tasks to hold out for the curve and for the table: the numbers in `wanted`, or a default for
+    None. A part that is not in `wanted` gets 0.
     """
     tenth = max(1, rows // 10)
     usual = {_CURVE: min(CURVE, tenth), _FINAL: min(FINAL, tenth)}
@@ -193,7 +193,7 @@ def _sizes(rows: int, evaluation: EvaluationRecipe, wanted: Mapping[str, int | N
 
 
 def _given_rows(key: str, seeds: SeedRange, rows: int, source: str) -> range:
-    """The rows of a range that has a start."""
+    """The rows of a range with a start."""
     assert seeds.start is not None
     stop = rows if seeds.count is None else seeds.start + seeds.count
     if stop > rows or seeds.start >= stop:
@@ -205,6 +205,6 @@ def _given_rows(key: str, seeds: SeedRange, rows: int, source: str) -> range:
 
 
 def _drawn(rows: Sequence[TaskRow], pool: Sequence[int], count: int | None) -> Sequence[int]:
-    """At most `count` rows of the pool, ascending; all where it is None."""
+    """At most `count` rows of the pool, ascending; all if `count` is None."""
     place = {text: number for number, text in enumerate(hash_order(rows[index].key for index in pool))}
     return sorted(sorted(pool, key=lambda index: place[rows[index].key])[:count])

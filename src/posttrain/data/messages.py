@@ -139,8 +139,9 @@ def _message(value: Any, where: str) -> Message:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call whose arguments are an object where they are its JSON text, as in OpenAI's files. Templates would quote
-    the text."""
+    """Return a call with its arguments as an object, parsed if they are JSON text, as in OpenAI's files. Templates
+    would quote the text.
+    """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -226,7 +227,7 @@ def check_value(value: Any, where: str, json_only: bool = True) -> None:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise UnusableRow where the text has a lone surrogate, which tokenizers refuse."""
+    """Raise UnusableRow if the text has a lone surrogate, which tokenizers reject."""
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError as error:

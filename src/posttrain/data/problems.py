@@ -71,7 +71,7 @@ class Problems:
         """Return a line per category, most frequent first, skipped rows before changed rows.
 
         Example: `3 rows dropped: empty answer (train.jsonl row 4, row 9 and 1 more)`. The detail of the first row
-        follows where it has one.
+        follows if it has one.
         """
         lines = []
         for category, (count, places) in _by_count(self._dropped):
@@ -93,7 +93,7 @@ class Problems:
         raise InputError(f"{origin}: {problem}{others}; correct the data, or skip such rows with `strict: false`")
 
     def require_any(self, what: str) -> None:
-        """InputError that `what` (names of files) has no usable row, for a caller that got none."""
+        """Raise InputError that `what` (names of files) has no usable row. Call it if no row was returned."""
         if not self._dropped:
             raise InputError(f"{what}: no rows; name a file that has rows")
         category, (count, places) = next(iter(_by_count(self._dropped)))

@@ -1,7 +1,7 @@
 """The renderer: chat messages to tokens, for supervised training, rollouts, evaluation and serving.
 
-An observation is rendered once, with the text that the chat template puts around it. Sampled answers stay token ids: the
-template renders a sampled answer only where it rewrites history.
+An observation is rendered once, with the text that the chat template puts around it. Sampled answers remain token ids.
+The template renders a sampled answer only if it rewrites history.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from posttrain.recipe.model import thinking_of
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
-"""The description of a tool in the form of OpenAI."""
+"""The description of a tool in OpenAI's format."""
 
 _ANSWER = "POSTTRAIN-ANSWER"
 _THOUGHT = "<think>\nfirst thought\n</think>\n\n"
@@ -56,6 +56,17 @@ class Renderer:
     def prompt(self, messages: Sequence[Message], primer: str = "", tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of a conversation up to the policy's answer; `primer` is text that starts the answer."""
         return self.encode(self.text(messages, tools) + primer)
+
+    def surely_longer(self, messages: Sequence[Message], tools: Sequence[Tool], tokens: int) -> bool:
+        """Whether a conversation has more than `tokens` tokens however it is divided into them, found without rendering it."""
+        if len(messages) > tokens:
+            return True
+        longest = self._longest_token
+        return _characters([*messages, *tools]) > tokens * longest
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def continuation(
         self, messages: Sequence[Message], ended: bool, primer: str = "", tools: Sequence[Tool] = ()
@@ -102,11 +113,11 @@ class Renderer:
         return None
 
     def must_split(self, thought: bool, role: str = "user", tools: bool = False) -> bool:
-        """Whether the template changes earlier text as a message of `role` follows an answer, so that the next turn starts a
-        new stream.
+        """Whether a message of `role` makes the template change earlier text, which requires a new stream.
 
-        `thought`: an answer of the stream contains thinking; where the result of a tool follows, the last answer does. `tools`: the conversation has tools, which some templates
-        move (Mistral shows them before the last user message).
+        `thought`: an answer of the stream contains thinking; before the result of a tool, only the last answer counts.
+        `tools`: the conversation has tools, which some templates move (Mistral shows them before the last user
+        message).
         """
         key = thought, role, tools
         if key not in self._kept:
@@ -137,14 +148,16 @@ class Renderer:
     def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), answering: bool = True) -> str:
         """Return the rendered text of `messages`; `answering`: up to the start of the policy's next answer.
 
-        `tools` are descriptions in the form of OpenAI. A template without tools gets them, their calls and results as text.
+        `tools` are descriptions in OpenAI's format. For a template without tools, they, their calls and results are
+        rendered as text.
         """
         if (tools or uses_tools(messages)) and not self.native_tools:
             messages, tools = tools_as_text(messages, tools), ()
         rendered = _fold_system(messages) if self.folds_system else list(messages)
         return self._templated(rendered, list(tools) or None, answering)
 
-    # -- tools ----------------------------------------------------------------------------------------------------------
+    # -- tools
+    # ----------------------------------------------------------------------------------------------------------
 
     @cached_property
     def native_tools(self) -> bool:
@@ -153,7 +166,7 @@ class Renderer:
 
     @cached_property
     def several_calls(self) -> bool:
-        """Whether an answer may have several calls in the template (not so in Llama 3)."""
+        """Whether the template supports several calls in an answer (Llama 3's does not)."""
         return not self.native_tools or self._shows_calls(2)
 
     def _shows_calls(self, count: int) -> bool:
@@ -188,7 +201,7 @@ class Renderer:
         if self.native_tools and getattr(self.tokenizer, "response_template", None):
             try:
                 message = self.tokenizer.parse_response(answer, prefix="")
-            except Exception as error:  # transformers raises errors of many types for text of another form
+            except Exception as error:  # transformers raises errors of many types for text in another format
                 return ParsedAnswer(answer, errors=[f"the answer cannot be parsed ({error})"])
             functions = [call["function"] for call in message.get("tool_calls") or ()]
             return parse_served(message.get("content") or "", [(f["name"], f["arguments"]) for f in functions])
@@ -228,6 +241,14 @@ class Renderer:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def _characters(value: Any) -> int:
+    """Number of characters of all texts in a message or a tool."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, inner))
+
+
 def _fold_system(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with a leading system message prepended to the user message that follows it."""
     if len(messages) < 2 or (messages[0]["role"], messages[1]["role"]) != ("system", "user"):
@@ -264,8 +285,8 @@ def render_conversation(
 ) -> list[TokenStream]:
     """Return the streams of a conversation, in order. Each has at least one trained token.
 
-    An answer is the rendered text of an assistant message up to and including its end token. A leading text given by the
-    message's key `primer` is context and not trained.
+    An answer is the rendered text of an assistant message up to and including its end token. A leading text given by
+    the message's key `primer` is context and not trained.
 
     Args:
         loss_on: `assistant` trains every answer, `last_assistant` the last one, `all` every token but the first.
@@ -273,7 +294,7 @@ def render_conversation(
         first: index of the first message that may be trained. Messages with `"train": false` are never trained.
 
     Raises:
-        InputError: the template refuses the conversation, or does not show its tool calls as answers.
+        InputError: the template rejects the conversation, or does not show its tool calls as answers.
     """
     tools = tools or ()
     plain = [{key: value for key, value in message.items() if key not in ("train", "primer")} for message in messages]
@@ -311,7 +332,7 @@ def _answer(
     """Return the tokens of the last message as an answer to `prompt`, the rendered text so far, and the part of that
     text after the end token.
 
-    The text is None where the template does not end the answer with an end token. The stream then ends.
+    The text is None if the template does not end the answer with an end token. The stream then ends.
     """
     tokenizer = renderer.tokenizer
     rendered = renderer.text(messages, tools, answering=False)

@@ -34,7 +34,9 @@ class TokenRow:
     chosen: bool = True
     """The label of an unpaired answer."""
     prompt_digest: str = ""
-    """Digest of the messages before the first answer, where their tokens are trained too (`loss_on: all`), or of plain text."""
+    """Digest of the messages before the first answer, where their tokens are trained too (`loss_on: all`), or of plain
+    text.
+    """
     weight: float = 1.0
     """Weight of the row in the training loss."""
 
@@ -63,7 +65,7 @@ def load_rows(
 ) -> list[list[TokenRow]]:
     """Return the tokenized usable rows of each source, at most `max_rows` per source, from the cache where possible.
 
-    Unusable rows are counted in `problems`, also where the tokens come from the cache.
+    Unusable rows are counted in `problems`, even if the tokens come from the cache.
     """
     cache = Path(
         recipe.cache or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain" / "tokens"
@@ -164,7 +166,7 @@ def _answers(
 
 
 def _fit(row: TokenRow, recipe: DataRecipe, problems: Problems, all_needed: bool) -> TokenRow | None:
-    """Return the row within the token limit; None, counted in `problems`, where nothing is left of it.
+    """Return the row within the token limit. If nothing is left of it, count the problem in `problems` and return None.
 
     `all_needed`: the row is useless without one of its streams (the two answers of a pair). Later streams of a
     conversation may be dropped.
@@ -229,7 +231,7 @@ def _write(file: Path, rows: list[TokenRow], problems: Problems) -> None:
 
 
 def _read(file: Path) -> tuple[list[TokenRow], Problems] | None:
-    """Return the contents of a cache file; None where it is missing, damaged or of another form."""
+    """Return the contents of a cache file; None if it is missing, damaged or in another format."""
     try:
         with np.load(file) as stored:
             ids, trained, lengths = stored["ids"], stored["trained"], stored["lengths"]
@@ -244,5 +246,5 @@ def _read(file: Path) -> tuple[list[TokenRow], Problems] | None:
             rows.append(TokenRow(streams[start : start + count], origin, *rest))
             start += count
         return rows, Problems.from_state(state)
-    except Exception:  # damaged files raise errors of zip, npy and JSON
+    except Exception:  # damaged files raise zip, npy and JSON errors
         return None

@@ -1,7 +1,8 @@
 """Tool calls: the syntaxes of chat templates, and their parsers.
 
-The template of a model decides the syntax, see `posttrain.data.rendering`. A template without tools gets them as text in the
-syntax of Hermes: their schemas in the system message, calls between `<tool_call>` tags, results in a user message.
+The template of a model determines the syntax, see `posttrain.data.rendering`. For a template without tools, they are
+rendered as text in Hermes syntax: schemas in the system message, calls between `<tool_call>` tags, results in a user
+message.
 """
 
 import json
@@ -31,7 +32,9 @@ class ToolCall:
     """The id that the policy gave the call, as in the syntax of Mistral; empty if it gave none."""
 
     def message(self, id: str) -> dict[str, Any]:
-        """The call as an entry of `tool_calls` in a message for a chat template. `id` is used if the policy gave none."""
+        """The call as an entry of `tool_calls` in a message for a chat template. `id` is used if the policy gave
+        none.
+        """
         return {"id": self.id or id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -40,27 +43,29 @@ class ParsedAnswer:
     """An answer as text and tool calls."""
 
     text: str
-    """The text outside of well-formed calls, without surrounding white space."""
+    """The text outside well-formed calls, without surrounding white space."""
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     """One sentence for each malformed call."""
 
     def message(self, turn: int) -> dict[str, Any]:
-        """The answer as an assistant message with `tool_calls`, where it has calls."""
+        """The answer as an assistant message, with `tool_calls` if it has calls."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.calls:
             message["tool_calls"] = [call.message(call_id(turn, index)) for index, call in enumerate(self.calls)]
         return message
 
 
-# -- syntaxes -----------------------------------------------------------------------------------------------------------
+# -- syntaxes
+# -----------------------------------------------------------------------------------------------------------
 
 _JSON = json.JSONDecoder()
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 """Ids of calls that Mistral's templates accept."""
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _XML_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*|\Z)\Z", re.DOTALL)
-# A value ends where the next parameter starts, and quantifiers are possessive, so that the time is linear in the length.
+# A value ends where the next parameter starts, and quantifiers are possessive, so that the time is linear in the
+# length.
 _XML_VALUE = re.compile(r"<parameter=([^>\s<]++)>\n?((?:(?!<parameter=).)*?)\n?</parameter>", re.DOTALL)
 _MISTRAL_NAMED = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\s*+[\w-]*+\s*+)?(?:\[ARGS\])?\s*+(?=\{)")
 
@@ -68,7 +73,8 @@ _MISTRAL_NAMED = re.compile(r"\s*+([\w.-]++)\s*+(?:\[CALL_ID\]\s*+[\w-]*+\s*+)?(
 def parse_hermes(text: str) -> ParsedAnswer:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen and SmolLM write it.
 
-    The content may be a list of calls (SmolLM2), or `<function=name><parameter=key>value</parameter></function>` (Qwen3-Coder).
+    The content may be a list of calls (SmolLM2), or `<function=name><parameter=key>value</parameter></function>`
+    (Qwen3-Coder).
     """
     calls: list[ToolCall] = []
     errors: list[str] = []
@@ -94,7 +100,9 @@ def parse_hermes(text: str) -> ParsedAnswer:
 
 
 def parse_llama(text: str) -> ParsedAnswer:
-    """`{"name": ..., "parameters": {...}}` as the whole answer, as Llama 3 writes it. Several are separated by semicolons."""
+    """`{"name": ..., "parameters": {...}}` as the whole answer, as Llama 3 writes it. Several are separated by
+    semicolons.
+    """
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{") or '"name"' not in body:
         return ParsedAnswer(text.strip())
@@ -132,7 +140,9 @@ SYNTAXES: dict[str, Callable[[str], ParsedAnswer]] = {
 
 
 def parse_served(text: str, calls: Sequence[tuple[str, Any]]) -> ParsedAnswer:
-    """An answer whose calls a server or transformers has parsed: their names, and arguments as an object or as JSON text."""
+    """An answer whose calls were parsed by a server or transformers: their names, and arguments as an object or JSON
+    text.
+    """
     parsed = ParsedAnswer(text)
     for name, arguments in calls:
         parsed.calls.extend(_calls_of_value({"name": name, "arguments": arguments}, parsed.errors))
@@ -140,10 +150,10 @@ def parse_served(text: str, calls: Sequence[tuple[str, Any]]) -> ParsedAnswer:
 
 
 def _read_json(text: str) -> tuple[Any, int]:
-    """The JSON value at the start of `text`, and where it ends.
+    """The JSON value at the start of `text`, and the position of its end.
 
-    Raises ValueError where there is none, and for values that chat templates and clients cannot use: nesting of more than `DEPTH`
-    levels, lone surrogates, numbers that are not finite.
+    Raises ValueError if there is none, and for values that chat templates and clients cannot use: nesting of more than
+    `DEPTH` levels, lone surrogates, numbers that are not finite.
     """
     try:
         value, end = _JSON.raw_decode(text)
@@ -157,7 +167,9 @@ def _read_json(text: str) -> tuple[Any, int]:
 
 
 def _first_json(text: str, errors: list[str]) -> tuple[Any, str]:
-    """The JSON value at the start of `text` and the rest; None and nothing with an error where there is none."""
+    """The JSON value at the start of `text`, and the remaining text. If there is none, adds an error and returns
+    None.
+    """
     try:
         value, end = _read_json(text)
     except ValueError as error:
@@ -200,7 +212,7 @@ def _call_of(value: Any, errors: list[str]) -> ToolCall | None:
 
 
 def json_or_text(text: str) -> Any:
-    """A value as JSON where all of it is JSON, else the text."""
+    """`text` parsed as JSON if all of it is JSON, else `text`."""
     try:
         value, end = _read_json(text.strip())
     except ValueError:
@@ -208,11 +220,12 @@ def json_or_text(text: str) -> Any:
     return text if text.strip()[end:] else value
 
 
-# -- tools in a conversation --------------------------------------------------------------------------------------------
+# -- tools in a conversation
+# --------------------------------------------------------------------------------------------
 
 
 def schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """The description of a tool in the form of OpenAI. `parameters` is a JSON schema of an object."""
+    """The description of a tool in OpenAI's format. `parameters` is a JSON schema of an object."""
     parameters = parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
@@ -223,7 +236,7 @@ def call_id(turn: int, index: int) -> str:
 
 
 def hermes_text(answer: ParsedAnswer) -> str:
-    """An answer in the syntax of Hermes."""
+    """An answer in Hermes syntax."""
     calls = [f"<tool_call>{_compact(call.name, call.arguments)}</tool_call>" for call in answer.calls]
     return "\n".join(part for part in (answer.text, *calls) if part)
 
@@ -234,8 +247,8 @@ def uses_tools(messages: Sequence[Message]) -> bool:
 
 
 def tools_as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """The conversation for a template without tools: schemas, calls and results as text. InputError for a call without a
-    function."""
+    """The conversation for a template without tools: schemas, calls and results as text. InputError for a call without
+    a function."""
     plain: list[Message] = []
     if tools:
         listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)

@@ -1,4 +1,4 @@
-"""Launch the processes of a run on this machine with torch's elastic agent, as `torchrun` does, and report how they end.
+"""Launch the processes of a run on this machine with torch's elastic agent, like `torchrun`, and report how they end.
 
 Each process writes its exit code and message to a file in a shared temporary folder (`write_end`).
 """
@@ -30,8 +30,9 @@ MODULE = "posttrain.cli.process"
 def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
     """Run the stage in `recipe.hardware.processes` processes of this machine and wait for them.
 
-    Raises what a single process would raise: InputError, RunError or KeyboardInterrupt. Ctrl-C and SIGTERM are forwarded
-    to the processes, which save a checkpoint before they exit. If one process is killed, the others are stopped.
+    Raises the same errors as a single process: InputError, RunError or KeyboardInterrupt. Ctrl-C and SIGTERM are
+    forwarded to the processes, which save a checkpoint before they exit. If one process is killed, the others are
+    stopped.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -103,7 +104,7 @@ def _environment(count: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the elastic agent's failure reports; the user gets one sentence instead."""
+    """Suppress the elastic agent's failure reports, because the user gets one message instead."""
     logger = logging.getLogger("torch.distributed.elastic")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -133,7 +134,7 @@ def _forwarded_signals(folder: Path) -> Iterator[None]:
 def stop_signals_to(handle: Callable[[int], None]) -> Iterator[None]:
     """Call `handle` with the number of each SIGINT and SIGTERM inside the block.
 
-    Has no effect outside the main thread, which alone receives signals.
+    Has no effect outside the main thread, because only the main thread receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -2,8 +2,8 @@
 
 Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277; `torch.distributed.fsdp.fully_shard`. Shards of trained weights are
 float32 and the optimizer updates them directly, so they are the master weights; layers are gathered in the model's
-dtype. Gradients are reduced in float32 by sum, not by mean: the loss already carries a normalizer that is global over
-the processes.
+dtype. Gradients are summed in float32 and not averaged, because the divisor of the loss is already global over the
+processes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +65,7 @@ class ShardedModel:
             parameter._posttrain_dtype = dtype  # type: ignore[attr-defined]
         self._groups: list[Any] = [*layers, self._root]
         for group in self._groups:
-            # Reduce by sum, also where NCCL would divide by the number of ranks.
+            # Reduce by sum, even where NCCL would divide by the number of ranks.
             group.set_gradient_divide_factor(1.0)
             group.set_force_sum_reduction_for_comms(True)
         with torch.no_grad():
@@ -83,11 +83,15 @@ class ShardedModel:
         return result
 
     def set_last_backward(self, last: bool) -> None:
-        """Say before a backward pass whether it is the last of the update; after the last, gradients are complete."""
+        """Declare, before a backward pass, whether it is the last one of the update. After the last, gradients are
+        complete.
+        """
         self._root.set_requires_gradient_sync(last or self._reduces_each)
 
     def reshard(self) -> None:
-        """Free gathered weights that a forward pass left. Call it before weights are read or changed from outside."""
+        """Free weights that are still gathered after a forward pass. Call it before other code reads or changes
+        weights.
+        """
         if not self._held:
             for group in self._groups:
                 group.reshard()
@@ -100,7 +104,7 @@ class ShardedModel:
         self._held = True
 
     def release(self) -> None:
-        """Reshard what `hold` gathered; no effect if nothing is held."""
+        """Reshard the weights that `hold` gathered; no effect if nothing is held."""
         if self._held:
             self._held = False
             self.reshard()
@@ -111,7 +115,7 @@ class ShardedModel:
     def _forget_order(self) -> None:
         """Clear the recorded order of forward passes while weights were held.
 
-        FSDP prefetches for the backward pass from that order, and the ranks did not run the same passes.
+        FSDP uses this order to prefetch for the backward pass, but the ranks did not run the same passes.
         """
         for group in self._groups:
             state = group._get_fsdp_state()

@@ -1,4 +1,4 @@
-"""What must happen when the rest of a process cannot be relied on: a second signal, and the death of the launcher.
+"""Cleanup that works even if the rest of a process hangs or dies: after a second signal, or the death of the launcher.
 
 Executed as a script with a folder as its argument, this file waits for the end of its standard input, ends the processes
 whose ids are in `FOLDER/pid-*` (negative: process groups), and deletes the folder. It imports only the standard library.
@@ -16,17 +16,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PATIENCE = 8.0
-"""Time that a process has to end by itself after a second signal, in seconds."""
+"""Seconds that a process has to exit after a second signal before it is ended."""
 _SAVING = 60.0
-"""Time that processes have to save a checkpoint after their launcher died, in seconds."""
+"""Seconds that processes have to save a checkpoint after their launcher died."""
 
 
 @contextmanager
 def second_signal_ends() -> Iterator[None]:
     """End this process with exit code 130 at most `PATIENCE` seconds after a second SIGINT or SIGTERM inside the block.
 
-    A thread counts the signals, so it also works where the main thread is in a long call or in the clean-up of a library.
-    Has no effect outside the main thread, which alone receives signals.
+    A thread counts the signals, so this works even if the main thread is in a long call or in the clean-up of a
+    library. Has no effect outside the main thread, because only the main thread receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -81,14 +81,15 @@ def _main(folder: Path) -> None:
     for number, seconds in ((signal.SIGTERM, _SAVING), (signal.SIGKILL, 5.0)):
         for process in running:
             with suppress(OSError):
-                # A group is a cluster, which has nothing to save; an agent of Ray ignores SIGTERM.
+                # A group belongs to a cluster, which has nothing to save, and agents of Ray ignore SIGTERM.
                 os.kill(process, number if process > 0 else signal.SIGKILL)
         deadline = time.monotonic() + seconds
         while (running := [process for process in running if _runs(process)]) and time.monotonic() < deadline:
             time.sleep(0.1)
     deadline = time.monotonic() + _SAVING
     while folder.exists() and time.monotonic() < deadline:
-        # Processes that are not in the list, such as those of a cluster that ends now, may still write there.
+        # Processes that are not in the list, such as those of a cluster that is shutting down, may still write to the
+        # folder.
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.1)
 

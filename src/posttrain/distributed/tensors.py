@@ -13,12 +13,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from posttrain.distributed.world import control_group, current_world
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the tensors to `directory`, sharded ones by shard. All ranks call it with the same names."""
+def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], background: bool = False) -> None:
+    """Write the tensors to `directory`, sharded ones by shard. All ranks call it; a tensor that is not sharded and that all
+    ranks name is written once. It returns when all have written. `background`: in the thread that writes checkpoints."""
     writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True)
     try:
         with _no_process_group_warning():
-            dcp.save(dict(tensors), storage_writer=writer, **_process_group())
+            dcp.save(dict(tensors), storage_writer=writer, **_process_group(background))
     except CheckpointException as error:
         raise _cause(error) from error
 
@@ -43,16 +44,16 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _no_process_group_warning() -> Iterator[None]:
-    """Silence torch's warning about a missing process group, which it gives even with `no_dist=True`."""
+    """Silence torch's warning about a missing process group, which is issued even with `no_dist=True`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
-def _process_group() -> dict[str, Any]:
-    return {"no_dist": True} if current_world().size == 1 else {"process_group": control_group()}
+def _process_group(background: bool = False) -> dict[str, Any]:
+    return {"no_dist": True} if current_world().size == 1 else {"process_group": control_group(background)}
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """The first rank's own error, such as a full disk, instead of torch's collection of them."""
+    """The error of the first failed rank, such as a full disk, instead of torch's collection of errors."""
     return next((failure[0] for failure in error.failures.values()), error)

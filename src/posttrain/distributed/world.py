@@ -23,7 +23,9 @@ T = TypeVar("T")
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that `torchrun`, and a launch by posttrain, set for each process."""
 _TIMEOUT_DAYS = 7
-"""Time-out of collective calls: longer than any rollout. A rank that exits is detected at once, through its connection."""
+"""Time-out of collective calls, longer than any rollout. A rank that exits is detected at once through its
+connection.
+"""
 
 
 class AlreadyReported(PosttrainError):
@@ -105,7 +107,7 @@ class World:
         return list(tensors)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this method."""
         self.any(False)
 
     def on_rank0(self, work: Callable[[], T]) -> T:
@@ -149,7 +151,7 @@ def _attempt(work: Callable[[], Any]) -> _Result:
 
 
 _SINGLE_PROCESS = World(HardwareRecipe())
-_state: dict[str, Any] = {"world": _SINGLE_PROCESS, "control": None}
+_state: dict[str, Any] = {"world": _SINGLE_PROCESS, "control": None, "background": None}
 
 
 def current_world() -> World:
@@ -166,8 +168,8 @@ def is_launched() -> bool:
 def join_world(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World]:
     """Make this process a rank of its world inside the block; a process that no launcher started is the only rank.
 
-    `device` is the recipe's `model.device`. Raises InputError for settings that do not fit. If an error leaves the block
-    on several ranks, one rank raises it and the others raise `AlreadyReported`.
+    `device` is the recipe's `model.device`. Raises InputError for settings that do not match the processes. If an error
+    leaves the block on several ranks, one rank raises it and the others raise `AlreadyReported`.
     """
     if is_launched():
         size = int(os.environ["WORLD_SIZE"])
@@ -222,7 +224,7 @@ def join_world(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World
 def single_process() -> Iterator[World]:
     """Load and run models in this process alone inside the block; models are not sharded there.
 
-    Yields the outer world, so that rank 0 can do something. All ranks meet in a barrier at the end of the block.
+    Yields the outer world, so that rank 0 can act differently. All ranks wait for each other at the end of the block.
     """
     world = current_world()
     _state["world"] = _SINGLE_PROCESS
@@ -271,13 +273,14 @@ def _connect(world: World, on_gpu: bool) -> Any:
     group_store = dist.PrefixStore("posttrain", store)
     dist.init_process_group(backend, store=group_store, rank=world.rank, world_size=world.size, timeout=timeout)
     _state["control"] = dist.new_group(backend="gloo", timeout=timeout)
+    _state["background"] = dist.new_group(backend="gloo", timeout=timeout)
     return store
 
 
 def _disconnect() -> None:
     import torch.distributed as dist
 
-    _state["world"], _state["control"] = _SINGLE_PROCESS, None
+    _state["world"], _state["control"], _state["background"] = _SINGLE_PROCESS, None, None
     dist.destroy_process_group()
 
 
@@ -289,13 +292,16 @@ def _divide_threads(world: World) -> None:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
 
 
-def control_group() -> Any:
-    """The gloo process group, for small objects and for tensors in CPU memory; None in a single process."""
-    return _state["control"]
+def control_group(background: bool = False) -> Any:
+    """The gloo process group, for small objects and for tensors in CPU memory; None in a single process.
+
+    `background`: the one of the thread that writes checkpoints, whose calls must not mix with others.
+    """
+    return _state["background" if background else "control"]
 
 
 def _claim_report(store: Any, world: World) -> bool:
-    """Whether this rank reports the error to the user: the first rank that asks the store does."""
+    """Whether this rank reports the error to the user. The first rank that asks the store does."""
     try:
         return store.compare_set("posttrain/failure", "", str(world.rank)) == str(world.rank).encode()
     except Exception:  # the process that hosts the store has exited
@@ -304,7 +310,7 @@ def _claim_report(store: Any, world: World) -> bool:
 
 @contextmanager
 def _explain_failure() -> Iterator[None]:
-    """Turn torch's error about a failed collective call into a sentence."""
+    """Replace torch's error about a failed collective call by a one-sentence message."""
     try:
         yield
     except RuntimeError as error:
@@ -317,7 +323,7 @@ def _explain_failure() -> Iterator[None]:
 def communication_error(error: BaseException) -> RunError | None:
     """The error to raise instead of torch's `error` if a collective call failed; None for any other error.
 
-    `RankLost` if another process has exited. NCCL also fails for reasons of its own, which its message names.
+    `RankLost` if another process has exited. NCCL can also fail for other reasons, which its message names.
     """
     import torch.distributed as dist
 
@@ -338,14 +344,14 @@ def communication_error(error: BaseException) -> RunError | None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop. A KeyboardInterrupt, so that asyncio lets it through."""
+    """The run was asked to stop. A KeyboardInterrupt, so that asyncio propagates it."""
 
 
 class Interrupts:
-    """Turns SIGINT and SIGTERM into `Interrupted`, held back inside `critical()`. A second signal is not held back.
+    """Turns SIGINT and SIGTERM into `Interrupted`, deferred inside `critical()`. A second signal is not deferred.
 
-    Several processes stop together: a signal to any of them is held back until all of them reach the end of a critical
-    block, since none of them can continue, or save, without the others.
+    Several processes stop together: a signal to any of them is deferred until all of them reach the end of a critical
+    block, because none of them can continue or save without the others.
     """
 
     def __init__(self) -> None:
@@ -366,7 +372,7 @@ class Interrupts:
 
     @contextmanager
     def critical(self) -> Iterator[None]:
-        """Finish the block first, then stop if that was asked for."""
+        """Finish the block first, then stop if a stop was requested."""
         self._critical = True
         try:
             yield

@@ -22,8 +22,8 @@ def open_engine(
     """The engine of the recipe. It samples with the weights of `policy` at each `load_weights`.
 
     For engines outside this process: `max_context` is the longest context in tokens (default: the model's limit),
-    `sampling` the settings for which log-probabilities must be exact (default: temperature 1), `logs` the directory
-    of their log files, and `weights_change` says whether weights may change while requests are in flight.
+    `sampling` the settings for which log-probabilities must be exact (default: temperature 1), `logs` the directory of
+    their log files, and `weights_change` whether weights may change while requests are in flight.
     """
     if isinstance(recipe, LocalEngineRecipe):
         return LocalEngine(policy, recipe)

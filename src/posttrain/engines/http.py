@@ -1,7 +1,7 @@
-"""What the HTTP client of a server may do: a request as a whole has a time-out, and redirects stay on their origin.
+"""Limits of the HTTP client of a server: a time-out for each request as a whole, and no redirects to other origins.
 
-The clients of `openai` are those of httpx or, since its version 3, of httpx2. Both give a time-out to each read of a
-connection, so a server that sends a byte now and then holds a request for hours.
+The package `openai` uses clients of httpx or, since its version 3, of httpx2. Both apply a time-out to each read of a
+connection, so a server that sends a byte now and then can keep a request open for hours.
 """
 
 import importlib
@@ -13,18 +13,19 @@ from typing import Any
 
 
 class RedirectRefused(ValueError):
-    """A server redirected to another one."""
+    """A server redirected to another server."""
 
 
 def bounded(client: Any) -> Any:
     """Bound the requests of `client`, an httpx client, and return it.
 
-    A request ends once the read time-out of its settings has passed since it was begun, wherever in the headers or the body it
-    is by then. Connecting has its own time-out, and its time counts. A redirect to another scheme, host or port raises RedirectRefused.
+    A request ends when the read time-out of its settings has passed since it started, even if headers or body are
+    incomplete. Connecting has a separate time-out, and its time counts towards the limit. A redirect to another scheme,
+    host or port raises RedirectRefused.
     """
     deadline = _Deadline()
     for transport in (client._transport, *client._mounts.values()):
-        pool = getattr(transport, "_pool", None)  # a mount of None is a host without a proxy
+        pool = getattr(transport, "_pool", None)  # a mount of None stands for a host without a proxy
         if pool is not None:
             pool._network_backend = _Backend(pool._network_backend, deadline)
     hooks = client.event_hooks
@@ -46,7 +47,9 @@ def _refuse_other_origins(response: Any) -> None:
 
 
 class _Deadline(threading.local):
-    """When the request of this thread has to be over. Clients of threads share connections, which one thread at a time uses."""
+    """Deadline of the request of this thread. Threads share connections, each of which is used by one thread at a
+    time.
+    """
 
     at = math.inf
 
@@ -55,12 +58,12 @@ class _Deadline(threading.local):
         self.at = math.inf if seconds is None else time.monotonic() + seconds
 
     def left(self, timeout: float | None, error: Callable[[str], Exception]) -> float | None:
-        """`timeout`, or what is left until the deadline if that is less."""
+        """`timeout`, or the time left until the deadline if that is less."""
         if self.at == math.inf:
             return timeout
         left = self.at - time.monotonic()
         if left <= 0:
-            raise error("the time of the request is over")
+            raise error("the request exceeded its time-out")
         return left if timeout is None else min(timeout, left)
 
 

@@ -1,4 +1,6 @@
-"""The client of OpenAI-compatible servers, for judges and remote models. Every failed request is a `ChatRequestError`."""
+"""The client of OpenAI-compatible servers, for judges and remote models. Every failed request is a
+`ChatRequestError`.
+"""
 
 import os
 import re
@@ -50,9 +52,9 @@ def chat_client(
 ) -> Any:
     """The client of the server at `url`, shared by all threads.
 
-    `what`: the recipe section that names the server, for messages. `seconds`: time-out of one request, from sending it to
-    the end of the response. `requests_per_minute` limits all requests together, including retries. Raises InputError if the
-    package openai is missing, or if the environment variable `api_key_variable` is not set.
+    `what`: the recipe section that names the server, for messages. `seconds`: time-out of one request, from sending it
+    to the end of the response. `requests_per_minute` limits all requests together, including retries. Raises InputError
+    if the package openai is missing, or if the environment variable `api_key_variable` is not set.
     """
     openai = require_module("openai", what)
     key = "none"
@@ -70,7 +72,7 @@ def chat_client(
 
 
 def require_reachable(what: str, client: Any) -> None:
-    """InputError where nothing answers at the address of `client`, whatever it answers. `what`: the recipe section."""
+    """InputError if no server responds at the address of `client`; any response will do. `what`: the recipe section."""
     import openai
 
     try:
@@ -81,7 +83,7 @@ def require_reachable(what: str, client: Any) -> None:
             f"{what}.url: no server answers at {address}: {shortened(_cause(error))}; start the server, or correct the address"
         ) from error
     except (openai.OpenAIError, ValueError):
-        return  # It answered, if only that it has no list of models.
+        return  # Any response counts, even an error status of the list of models.
 
 
 class ChatRequestError(Exception):
@@ -100,11 +102,11 @@ class ChatCompletion:
     text: str
     """Content of the message; empty if the server sent none."""
     tokens: int | None
-    """Number of sampled tokens, including reasoning, as the server counts them; None if it does not say."""
+    """Number of sampled tokens, including reasoning, as counted by the server; None if it does not report it."""
     finished: bool
     """Whether the model ended the text itself or at a stop string; False if a limit or a filter cut it off."""
     reasoning: str = ""
-    """Reasoning that the server returns apart from the text (`reasoning_content` or `reasoning`)."""
+    """Reasoning that the server returns separately from the text (`reasoning_content` or `reasoning`)."""
     stop_string: str | None = None
     """The stop string that ended the text and is not part of it; empty if the server reports none, None if the server
     does not report stop strings."""
@@ -136,11 +138,11 @@ def complete(
 ) -> ChatCompletion:
     """Request one chat completion of `model`.
 
-    `client` comes from `chat_client`. `what` describes the model in messages. Fields that are None or empty are not sent;
-    `extra` holds further JSON fields of the request. The client retries after time-outs, lost connections, and responses
-    of status 408, 409, 429 or 5xx. Raises ChatRequestError for every other failure: an error status, a time-out, an
-    unreachable server, or a response that is not a chat completion. A rejected field is not dropped and retried; the
-    message names the fields that were sent.
+    `client` comes from `chat_client`. `what` describes the model in messages. Fields that are None or empty are not
+    sent; `extra` holds further JSON fields of the request. The client retries after time-outs, lost connections, and
+    responses of status 408, 409, 429 or 5xx. Raises ChatRequestError for every other failure: an error status, a
+    time-out, an unreachable server, or a response that is not a chat completion. A rejected field is not dropped and
+    retried; the message names the fields that were sent.
     """
     limits = {"temperature": temperature, "max_tokens": max_tokens, "stop": list(stop) or None, "seed": seed}
     sent = {name: value for name, value in limits.items() if value is not None}
@@ -156,7 +158,8 @@ def complete(
 def request_errors(where: str, client: Any, content: str, fields: Sequence[str]) -> Iterator[None]:
     """Raise ChatRequestError for every failure of a request inside the block.
 
-    `where`: the model and its server. `content`, `fields`: what was sent, which is named where the server rejects it.
+    `where`: the model and its server. `content`, `fields`: the content and fields of the request, for the message if
+    the server rejects it.
     """
     import openai
 
@@ -185,21 +188,22 @@ def shortened(text: str) -> str:
 _secrets: set[str] = set()
 """API keys that clients of this process send."""
 _SHORTEST_SECRET = 8
-"""Characters of a key below which it is not looked for: it would be found in ordinary words."""
+"""Minimum length of a key to search for: shorter keys could occur in ordinary words."""
 _LIKE_A_SECRET = re.compile(
-    r"\b(?:Bearer\s+\S{8,}|(?:(?:sk|pk|hf|gh[pousr]|xox[abp]|xai|gsk)[-_]|AIza)[A-Za-z0-9_-]{16,})"
+    r"\b(?:Bearer\s+\S{8,}|(?:(?:sk|pk|hf|gh[pousr]|github_pat|glpat|xox[abp]|xai|gsk)[-_]|AIza)[A-Za-z0-9_-]{16,}"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
 )
 
 
 def without_secrets(text: str) -> str:
-    """`text` with API keys replaced: those that clients of this process send, and what has the form of one."""
+    """`text` with API keys replaced: keys that clients of this process send, and text that looks like a key."""
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, "[API key]")
     return _LIKE_A_SECRET.sub("[API key]", text)
 
 
 def encodable(text: str) -> str:
-    """`text` with `?` for lone surrogates, which JSON can hold and no file can."""
+    """`text` with `?` for lone surrogates, which JSON can represent but UTF-8 files cannot."""
     return text.encode(errors="replace").decode()
 
 

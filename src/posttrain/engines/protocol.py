@@ -1,6 +1,6 @@
 """The engine interface: token ids in, sampled token ids with log-probabilities out. No environments.
 
-The vLLM server imports this module under another interpreter, so at run time it imports nothing but Python.
+The vLLM server imports this module in another interpreter, so at run time it imports only the standard library.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +37,8 @@ class Completion:
     """A sampled completion. `ids` includes the token that ended it; `logprobs` are in nats, one per token.
 
     Log-probabilities are those of softmax(logits / temperature) over the whole vocabulary (temperature 1 when greedy),
-    before top-p, top-k and min-p, as a learner computes them. vLLM with both a temperature and truncation is the exception:
-    there they are those of the truncated distribution.
+    before top-p, top-k and min-p, as a learner computes them. The exception is vLLM with both a temperature and
+    truncation, which returns log-probabilities of the truncated distribution.
     """
 
     ids: tuple[int, ...]
@@ -68,7 +68,7 @@ class EngineCounters:
     """The rest of the time of its passes, sampling included."""
 
     def since(self, before: "EngineCounters") -> "EngineCounters":
-        """The work done since `before`, and the largest cache so far."""
+        """The work done since `before`, and the largest size of the cache so far."""
         now, then = asdict(self), asdict(before)
         done = {name: now[name] - then[name] for name in now}
         return EngineCounters(**done | {"cache_bytes": self.cache_bytes})
@@ -79,7 +79,8 @@ class SteppedEngine(Protocol):
 
     before_forward: Callable[[], None] | None
     """Called before each forward pass, when every open episode waits for the engine. It may load weights and cancel
-    requests. The same calls before the same passes give the same results, bit for bit."""
+    requests. The same calls before the same passes give bit-identical results.
+    """
 
 
 class Engine(Protocol):
@@ -100,12 +101,12 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, version: int, source: "Policy | None" = None) -> None:
-        """Sample with the current weights of `source` from now on, by default those of `policy`; `version` is their version.
+        """Sample with the current weights of `source` (default: `policy`) from now on. `version` is their version.
 
         A `source` is a replica of `policy` (`Policy.replica`), such as the one of async rollouts.
         Clears the caches of other weights and wakes a sleeping engine. Requests may be in flight: they continue, each
-        token is sampled by one version of the weights (`Completion.versions`), and keys and values of earlier tokens are
-        recomputed, so that a token's log-probability is that of its version given all tokens before it.
+        token is sampled by one version of the weights (`Completion.versions`), and keys and values of earlier tokens
+        are recomputed, so that a token's log-probability is that of its version given all tokens before it.
         """
         ...
 

@@ -1,4 +1,6 @@
-"""Log-probabilities of given tokens from a model behind a server, by the completions endpoint with token ids as prompt."""
+"""Log-probabilities of given tokens from a model behind a server, using its completions endpoint with token ids as
+prompt.
+"""
 
 import itertools
 import math
@@ -15,23 +17,23 @@ from posttrain.errors import InputError
 from posttrain.recipe.teacher import TeacherRecipe
 
 _PROBED = 48
-"""Tokens whose text is compared with the server's when a run starts."""
+"""Number of tokens whose text is compared with the server's when a run starts."""
 _ID = "token_id:"
-"""What a token's name begins with where a server names tokens by their ids (`return_tokens_as_token_ids` of vLLM)."""
+"""Prefix of token names from servers that name tokens by their ids (`return_tokens_as_token_ids` of vLLM)."""
 _MARKS = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
 """Characters that represent white space in the names of tokens."""
 
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """Log-probabilities in nats of the T tokens of a prompt, for each but the first."""
+    """Log-probabilities in nats of the T tokens of a prompt, except the first."""
 
     logprobs: list[float]
     """[T]; NaN for the first token."""
     top: list[dict[int, float]]
     """[T]: token id -> log-probability of the most probable tokens; empty for the first token."""
     texts: list[str | None]
-    """[T]: the text of each token according to the server, None where it does not report one."""
+    """[T]: the text of each token according to the server; None if it does not report the text."""
 
 
 class ScoringServers:
@@ -49,7 +51,9 @@ class ScoringServers:
         self._model = recipe.model
 
     def score(self, prompts: Sequence[Sequence[int]], top: int) -> list[ScoredPrompt | ChatRequestError]:
-        """Score token ids, with the `top` most probable tokens at each position. A request that failed is its error."""
+        """Score token ids, with the `top` most probable tokens at each position. Returns the error of each failed
+        request.
+        """
 
         def scored(ids: Sequence[int]) -> ScoredPrompt | ChatRequestError:
             with self._lock:
@@ -84,7 +88,7 @@ class ScoringServers:
             for token, text in list(zip(ids, answer.texts, strict=True))[1:]:
                 if text is not None and text.translate(_MARKS).strip() != decode(token).strip():
                     raise InputError(
-                        f"{self.what}.urls: the model at {url} has another tokenizer than the policy: token {token} is {text!r} "
+                        f"{self.what}.urls: the model at {url} does not have the tokenizer of the policy: token {token} is {text!r} "
                         f"there and {decode(token)!r} here; distill from a teacher with the policy's tokenizer"
                     )
         if not unknown:
@@ -135,7 +139,7 @@ class ScoringServers:
 
 
 def _read_prompt_logprobs(choice: Any, ids: list[int]) -> ScoredPrompt:
-    """The field `prompt_logprobs` of vLLM: for each token but the first, id -> {logprob, rank, decoded_token}."""
+    """The field `prompt_logprobs` of vLLM: for each token except the first, id -> {logprob, rank, decoded_token}."""
     entries = choice.prompt_logprobs
     if len(entries) != len(ids):
         raise ValueError(f"{len(entries)} entries for {len(ids)} tokens")
@@ -143,7 +147,7 @@ def _read_prompt_logprobs(choice: Any, ids: list[int]) -> ScoredPrompt:
     for token, entry in zip(ids[1:], entries[1:], strict=True):
         values = {int(key): _number(value["logprob"]) for key, value in entry.items()}
         logprobs.append(values[token])
-        # The token itself is listed also where it is not among the most probable ones.
+        # The token itself is listed even if it is not among the most probable ones.
         tops.append(dict(sorted(values.items(), key=lambda item: (-item[1], item[0]))))
         texts.append(entry[str(token)].get("decoded_token"))
     return ScoredPrompt(logprobs, tops, texts)
@@ -166,7 +170,7 @@ def _read_echo(choice: Any, ids: list[int]) -> ScoredPrompt:
 
 
 def _number(value: Any) -> float:
-    """A log-probability. ValueError for one that is not a number, or above 0."""
+    """A log-probability. ValueError if it is not a number, or above 0."""
     if not isinstance(value, int | float) or math.isnan(value) or value > 1e-3:
         raise ValueError(f"the log-probability is {value!r}")
     return float(value)

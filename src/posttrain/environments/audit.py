@@ -1,13 +1,16 @@
 """The audit of an environment by players without a model: `posttrain env audit`.
 
-Every player plays every seed twice in one process and once in another one with another `PYTHONHASHSEED`. `audit_child.py`
-plays; this file starts it and compares what it reports. An environment that hangs or kills its process is a finding.
+Every player plays every seed twice in one process, and once in a second process with another `PYTHONHASHSEED`.
+`audit_child.py` plays; this file starts it and compares its reports. An environment that hangs or kills its process is
+a finding.
 """
 
 import json
 import math
 import os
+import re
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,13 +27,13 @@ from posttrain.errors import RunError
 from posttrain.recipe.components import EnvironmentRecipe
 
 SLOW = 1.0
-"""Seconds of a step that are noted."""
+"""Duration in seconds from which a step is noted."""
 SHARE_WITHOUT_WORK = 0.1
-"""Share of the oracle's return (of 1 where there is no oracle) from which a return without work is a defect."""
+"""Share of the oracle's return (of 1 without an oracle) from which a return without work is a defect."""
 SHORTEST_LEAK = 4
-"""Shorter answers occur in prompts by chance."""
+"""Minimum length of answers to search for in prompts: shorter ones occur by chance."""
 _SHOWN = 160
-"""Characters of an exception that a finding quotes."""
+"""Maximum number of characters of an exception that a finding quotes."""
 
 Check = Literal[
     "exceptions", "time", "protocol", "seeding", "rewards", "ceiling", "reward without work", "leak", "side effects"
@@ -43,22 +46,22 @@ class Finding:
 
     check: Check
     defect: bool
-    """False: something to know, which may be intended."""
+    """True for a defect; false for a note about behavior that may be intended."""
     text: str
     command: str
-    """The command that shows it again."""
+    """The command that reproduces the finding."""
 
 
 @dataclass
 class Episodes:
-    """What one process reports of one player on one seed. `audit_child` makes it."""
+    """The report of one process about one player on one seed, made by `audit_child`."""
 
     player: str
     seed: int
     digest: str = ""
     """Hash of everything that the environment showed and scored."""
     digest_again: str = ""
-    """The same of the second episode, on another instance."""
+    """The same hash for the second episode, on another instance."""
     prompt: str = ""
     """Hash of the reset."""
     rewards: list[float] = field(default_factory=list)
@@ -67,15 +70,15 @@ class Episodes:
     error: str | None = None
     """`reset raised KeyError: ...`."""
     protocol: str | None = None
-    """Which rule of the protocol the episode broke."""
+    """The rule of the protocol that the episode violated."""
     seconds: list[float] = field(default_factory=list)
     """Wall time of the reset, then of each step."""
     leaks: bool | None = None
-    """Whether the oracle's first answer is in the prompt; None for other players, and where it cannot be said."""
+    """Whether the oracle's first answer is in the prompt; None for other players, or if it cannot be determined."""
     chance: float = 0.0
     """Share of the other seeds' answers that are in this prompt, too."""
     side_effects: bool = False
-    """The episode changed the global random state."""
+    """Whether the episode changed the global random state."""
 
     @property
     def total_reward(self) -> float:
@@ -89,9 +92,9 @@ class Score:
     n: int
     """Number of seeds."""
     successes: int | None
-    """None where the environment reports no success."""
+    """Success rate; None if the environment does not report success."""
     mean_return: float
-    """NaN where no episode was whole."""
+    """Mean return of complete episodes; NaN if there are none."""
     lowest: float
     """Lowest and highest reward of a step."""
     highest: float
@@ -144,7 +147,7 @@ def audit(
     reports = processes.play(task)
     first, second = reports
     findings = list(_failures(name, seeds, reports))
-    if isinstance(first, str) or isinstance(second, str):
+    if isinstance(first, NoReport) or isinstance(second, NoReport):
         return Audit(name, (seeds.start, len(seeds)), {}, 0, math.nan, math.nan, findings)
     results = {player: _score([one for one in first if one.player == player]) for player in players}
     scores = {player: score for player, score in results.items() if score is not None}
@@ -190,8 +193,10 @@ def _command(name: str, seeds: Iterable[int], players: Iterable[str], show: bool
 
 
 def _failures(name: str, seeds: range, reports: "tuple[Report, Report]") -> Iterator[Finding]:
-    for report in dict.fromkeys(report for report in reports if isinstance(report, str)):
-        yield Finding("exceptions", True, report, _command(name, seeds, ()))
+    for report in dict.fromkeys(report for report in reports if isinstance(report, NoReport)):
+        of_one = report.player is not None and report.seed is not None
+        command = _command(name, [report.seed], [report.player]) if of_one else _command(name, seeds, ())
+        yield Finding("exceptions", True, report.text, command)
 
 
 def _findings(
@@ -210,7 +215,7 @@ def _findings(
 
 
 def _of(name: str, episodes: Sequence[Episodes], show: bool = False) -> str:
-    """The command for the first of these episodes, which shows the finding alone."""
+    """The command that reproduces the finding with only the first of these episodes."""
     return _command(name, [episodes[0].seed], [episodes[0].player], show)
 
 
@@ -257,7 +262,7 @@ def _rewards(name: str, episodes: list[Episodes]) -> Iterator[Finding]:
 
 
 def _ceiling(name: str, episodes: list[Episodes], scores: Mapping[str, Score]) -> Iterator[Finding]:
-    """An oracle that fails. With several turns it may lack turns or luck, so that is a note."""
+    """An oracle that fails. With several turns, turns may run out or chance may decide, so it is only a note."""
     played = [one for one in episodes if one.player == "oracle" and one.error is None]
     failed = [one for one in played if one.success is False]
     if failed:
@@ -268,7 +273,7 @@ def _ceiling(name: str, episodes: list[Episodes], scores: Mapping[str, Score]) -
 
 
 def _without_work(name: str, episodes: list[Episodes], scores: Mapping[str, Score]) -> Iterator[Finding]:
-    """Rewards for players that do not try. Success, or a good share of the oracle's return, is a defect."""
+    """Rewards for players that do not try. Success, or a large share of the oracle's return, is a defect."""
     best = scores["oracle"].mean_return if "oracle" in scores else 1.0
     paid: dict[bool, list[Episodes]] = {True: [], False: []}
     for player in (player for player in WITHOUT_WORK if player in scores):
@@ -309,8 +314,19 @@ def _numbers(values: Sequence[float]) -> str:
 
 # -- processes --------------------------------------------------------------------------------------------------------
 
-Report = list[Episodes] | str
-"""What a process found, or why it has no report."""
+
+@dataclass(frozen=True)
+class NoReport:
+    """Why a process has no report."""
+
+    text: str
+    player: str | None = None
+    """The player whose episode was running when the time was over."""
+    seed: int | None = None
+
+
+Report = list[Episodes] | NoReport
+"""The findings of a process, or the reason why it has none."""
 
 
 class AuditProcesses:
@@ -342,22 +358,37 @@ class AuditProcesses:
             process.stdin.flush()
         except BrokenPipeError:
             return self._death(hash_seed)
-        line = self._line(process)
+        lines = _lines(process, monotonic() + self._seconds)
+        # The child reports every episode when it starts, and all results at the end.
+        played: list[tuple[str, int]] = []
+        while line := next(lines):
+            report = json.loads(line)
+            if isinstance(report, dict):
+                played.append((report["player"], report["seed"]))
+                continue
+            return NoReport(report) if isinstance(report, str) else [Episodes(**one) for one in report]
         if line is None:
-            self._stop(hash_seed)
-            return f"no result within {self._seconds:g} s"
-        if not line:
-            return self._death(hash_seed)
-        report = json.loads(line)
-        if isinstance(report, str):
-            return report
-        return [Episodes(**one) for one in report]
+            return self._time_over(hash_seed, played, len(task["players"]) * task["seeds"][1])
+        return self._death(hash_seed)
 
-    def _death(self, hash_seed: str) -> str:
-        """Why the process is gone: its exit status and the last line that it wrote."""
+    def _time_over(self, hash_seed: str, played: Sequence[tuple[str, int]], total: int) -> NoReport:
+        """The call that was running when the time was over; it shows whether one call hangs or many are slow."""
+        # `audit_child` writes its stack when it gets this signal.
+        self._processes[hash_seed].send_signal(signal.SIGABRT)
+        self._stop(hash_seed)
+        if not played:
+            return NoReport(f"no result within {self._seconds:g} s")
+        player, seed = played[-1]
+        calls = [re.match(r'File "(.*)", line (\d+) in (\w+)', line.strip()) for line in self._written(hash_seed)]
+        place = next((f" in {Path(call[1]).name}, line {call[2]} ({call[3]})" for call in calls if call), "")
+        done = f"{len(played) - 1} of {total} done, then {player} on seed {seed}{place}"
+        return NoReport(f"no result within {self._seconds:g} s: {done}", player, seed)
+
+    def _death(self, hash_seed: str) -> NoReport:
+        """The reason why the process ended: its exit status and the last line that it wrote."""
         code = self._stop(hash_seed)
-        lines = self._output(hash_seed).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return f"its process ended with exit status {code}{': ' + lines[-1][:_SHOWN] if lines else ''}"
+        lines = self._written(hash_seed)
+        return NoReport(f"its process ended with exit status {code}{': ' + lines[-1][:_SHOWN] if lines else ''}")
 
     def _start(self, hash_seed: str) -> subprocess.Popen[bytes]:
         environment = {
@@ -373,22 +404,11 @@ class AuditProcesses:
         return self._processes[hash_seed]
 
     def _output(self, hash_seed: str) -> Path:
-        """What the process writes, other than reports."""
+        """File for output of the process other than reports."""
         return Path(self._folder.name) / hash_seed
 
-    def _line(self, process: subprocess.Popen[bytes]) -> bytes | None:
-        """The next line of its output, empty at the end; None where the time limit was reached."""
-        assert process.stdout is not None
-        end, received = monotonic() + self._seconds, b""
-        while not received.endswith(b"\n"):
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - monotonic()))
-            if not ready:
-                return None
-            part = os.read(process.stdout.fileno(), 1 << 20)
-            if not part:
-                return b""
-            received += part
-        return received
+    def _written(self, hash_seed: str) -> list[str]:
+        return self._output(hash_seed).read_text(encoding="utf-8", errors="replace").strip().splitlines()
 
     def _stop(self, hash_seed: str) -> int:
         process = self._processes.pop(hash_seed)
@@ -405,6 +425,25 @@ class AuditProcesses:
             return process.wait()
 
 
+def _lines(process: subprocess.Popen[bytes], end: float) -> Iterator[bytes | None]:
+    """The lines that a process writes until the time `end`, followed by "" if the process has ended, or None if time is
+    over."""
+    assert process.stdout is not None
+    received = b""
+    while True:
+        line, complete, rest = received.partition(b"\n")
+        if complete:
+            received = rest
+            yield line
+            continue
+        if not select.select([process.stdout], [], [], max(0.0, end - monotonic()))[0]:
+            yield None
+        part = os.read(process.stdout.fileno(), 1 << 20)
+        if not part:
+            yield b""
+        received += part
+
+
 def overrides_of(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
     """`key=value` words of nested keys."""
     words = []
@@ -417,7 +456,7 @@ def overrides_of(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def require_sound(audits: Sequence[Audit]) -> None:
-    """RunError where an audit has defects."""
+    """RunError if an audit has defects."""
     faulty = [audit for audit in audits if audit.defects]
     if faulty:
         count = sum(len(audit.defects) for audit in faulty)

@@ -1,5 +1,8 @@
-"""The process that plays for `posttrain env audit`: one task per line of standard input, one report per line of standard output."""
+"""The process that plays for `posttrain env audit`: one task per line of standard input, one report per line of
+standard output.
+"""
 
+import faulthandler
 import hashlib
 import importlib
 import json
@@ -7,6 +10,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -17,31 +21,37 @@ from posttrain.environments.protocol import Environment, Message
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 
 LONGEST = 200
-"""Steps after which an episode is endless, where the recipe has no `max_turns`."""
+"""Number of steps after which an episode counts as endless, if the recipe has no `max_turns`."""
 
 
 def main() -> None:
-    """Answer tasks until the input ends."""
+    """Process tasks until the input ends."""
     # Environments print, and their output must not mix with the reports.
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    for line in sys.stdin:
-        try:
-            report: Any = [asdict(one) for one in play_all(json.loads(line))]
-        except Exception as error:
-            report = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    # The audit sends SIGABRT when its time is over, and quotes the stack.
+    faulthandler.enable(all_threads=False)
+
+    def write(report: Any) -> None:
         reports.write(json.dumps(report) + "\n")
         reports.flush()
 
+    for line in sys.stdin:
+        try:
+            write([asdict(one) for one in play_all(json.loads(line), write)])
+        except Exception as error:
+            write(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
-def play_all(task: dict[str, Any]) -> list[Episodes]:
-    """The episodes of one task, see `audit.audit`."""
+
+def play_all(task: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> list[Episodes]:
+    """The episodes of one task, see `audit.audit`. `write` gets the player and the seed before each starts."""
     kind = environment_class(task["type"])
     recipe = kind.Recipe.model_validate_json(task["recipe"])
     start, count = task["seeds"]
     episodes, prompts, answers = [], dict[int, str](), dict[int, str]()
     for seed in range(start, start + count):
         for player in task["players"]:
+            write({"player": player, "seed": seed})
             one, played = _play_twice(kind, recipe, seed, player, task["needs_success"])
             if one is None:
                 continue
@@ -52,7 +62,7 @@ def play_all(task: dict[str, Any]) -> list[Episodes]:
     for one in episodes:
         if one.player == "oracle" and len(answers.get(one.seed, "").strip()) >= SHORTEST_LEAK:
             others = [answer for answer in answers.values() if answer != answers[one.seed]]
-            # An answer that is the same for all seeds is one of a few named actions.
+            # An answer that is the same for all seeds is probably one of a few named actions.
             if others:
                 one.leaks = _contains(prompts[one.seed], answers[one.seed])
                 one.chance = sum(_contains(prompts[one.seed], other) for other in others) / len(others)
@@ -89,7 +99,7 @@ def _play_twice(
 
 
 def _plain(text: str) -> str:
-    """An exception's text in one line, without rulers and without the folder of installed packages."""
+    """An exception's text in one line, without separator lines and without the path of installed packages."""
     text = re.sub(r"([^\w\s])\1{9,}", " ", text.replace(f"{sysconfig.get_paths()['purelib']}{os.sep}", ""))
     return " ".join(text.split())
 
@@ -120,7 +130,7 @@ def _hash(value: object) -> str:
 
 
 def _contains(text: str, answer: str) -> bool:
-    """Whether the answer is in the text between word boundaries, whatever the white space."""
+    """Whether the answer occurs in the text between word boundaries, ignoring differences in white space."""
     words = r"\s+".join(re.escape(word) for word in answer.split())
     return bool(words) and re.search(rf"(?<!\w){words}(?!\w)", text) is not None
 
@@ -130,5 +140,5 @@ def _text(messages: list[Message]) -> str:
 
 
 if __name__ == "__main__":
-    # The module under its real name, so that classes are the same ones everywhere.
+    # Import the module under its real name, so that its classes are the same objects everywhere.
     importlib.import_module("posttrain.environments.audit_child").main()

@@ -1,4 +1,6 @@
-"""Checks that every environment has to pass, without its help: `posttrain env validate` makes them before its `validate`."""
+"""Checks of every environment that do not rely on its own code: `posttrain env validate` runs them before
+`validate`.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,18 +11,19 @@ from posttrain.environments.protocol import Environment, Step
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 
 _ANSWERS = ("?", "", "1", "yes")
-"""Answers where the environment has neither an expert nor random answers."""
+"""Answers for environments with neither an expert nor random answers."""
 _MANY = 20
-"""Seeds from which an expert that is no better than random answers is an error."""
+"""Minimum number of seeds for which an expert that is not better than random answers is an error."""
 _LONGEST = 1000
-"""Steps after which an episode is endless, where the recipe has no `max_turns`."""
+"""Number of steps after which an episode counts as endless, if the recipe has no `max_turns`."""
 
 
 def check_environment(recipe: EnvironmentRecipe, seeds: Sequence[int]) -> list[str]:
-    """Play the seeds and check what the protocol asks for; returns what could not be checked.
+    """Play the seeds and check the rules of the protocol. Returns the checks that could not be made.
 
-    An episode of a seed is the same twice, on two instances. It ends, its rewards are finite numbers, its last `info` has
-    `success`, and a step after the end raises RuntimeError. The expert, if there is one, does better than random answers.
+    Two instances play the same episode for a seed. The episode ends, its rewards are finite numbers, its last `info`
+    has `success`, and a step after the end raises RuntimeError. The expert, if there is one, is better than random
+    answers.
 
     Raises:
         AssertionError: a check failed. The message names the seed.
@@ -45,7 +48,7 @@ def check_environment(recipe: EnvironmentRecipe, seeds: Sequence[int]) -> list[s
 
 
 def not_played(recipe: EnvironmentRecipe) -> str | None:
-    """Why episodes of this recipe are not played without a model; None where they are."""
+    """Why episodes of this recipe cannot be played without a model; None if they can."""
     if getattr(recipe, "judge", None) is not None:
         return "not played, because a judge scores the episodes"
     if not environment_class(recipe.type).has_reward(recipe):
@@ -54,12 +57,12 @@ def not_played(recipe: EnvironmentRecipe) -> str | None:
 
 
 def needs_success(recipe: EnvironmentRecipe) -> bool:
-    """Whether the last step has to report `success`."""
+    """Whether the last step must report `success`."""
     return getattr(recipe, "success_reward", 1.0) is not None
 
 
 def step_limit(recipe: EnvironmentRecipe, longest: int = _LONGEST) -> int:
-    """Steps after which an episode is endless: `max_turns`, or `longest` where the recipe has none."""
+    """Number of steps after which an episode counts as endless: `max_turns`, or `longest` if the recipe has none."""
     return getattr(recipe, "max_turns", None) or longest
 
 
@@ -103,7 +106,7 @@ def _checked_episode(
 
 
 def _episode(environment: Environment, seed: int, player: Player, name: str) -> Played:
-    """A whole episode, after which one step more must be refused."""
+    """A complete episode, after which another step must raise RuntimeError."""
     limit = step_limit(environment.recipe)
     played = play_episode(environment, seed, player, limit)
     if isinstance(error := played.error, AssertionError):

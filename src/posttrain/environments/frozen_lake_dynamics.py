@@ -25,9 +25,10 @@ class Lake:
     """`outcomes[cell][action]`: (probability, next cell) in gymnasium's order."""
 
     def transitions(self) -> np.ndarray:
-        """Return the transition probabilities `[action, cell, next cell]`, [4, S, S] float64; holes and goal are absorbing.
+        """Return the transition probabilities `[action, cell, next cell]`, [4, S, S] float64; holes and goal are
+        absorbing.
 
-        The matrix is not cached: hundreds of lakes are, and the matrix would be most of their memory.
+        The matrix is not cached, because it would take most of the memory of the hundreds of lakes that are cached.
         """
         matrix = np.zeros((4, self.size**2, self.size**2))
         for cell, actions in enumerate(self.outcomes):
@@ -48,7 +49,9 @@ class Lake:
 
 @lru_cache(maxsize=512)
 def lake_of(seed: int, size: int, frozen: float, slippery: bool) -> Lake:
-    """Return the lake of `seed`. Cells are ice with probability `frozen`; maps are redrawn until the goal is reachable."""
+    """Return the lake of `seed`. Cells are ice with probability `frozen`; maps are redrawn until the goal is
+    reachable.
+    """
     draw = random_stream("frozen_lake", seed, "map")
     while True:
         ice = draw.random(size * size) < frozen

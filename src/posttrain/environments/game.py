@@ -241,7 +241,7 @@ def _user(content: str) -> Message:
 
 
 def require(condition: bool, seed: int, problem: str) -> None:
-    """Raise the AssertionError of `validate` unless `condition` holds, also under `python -O`."""
+    """Raise the AssertionError of `validate` unless `condition` holds, even with `python -O`."""
     if not condition:
         raise AssertionError(f"seed {seed}: {problem}")
 
@@ -259,13 +259,13 @@ def play(environment: Environment, seed: int, answers: Iterable[str] | None = No
 
 
 def require_sound(environment: Game, seed: int) -> None:
-    """Check what every game has to satisfy: resets repeat, invalid answers earn nothing, the end is final."""
+    """Check requirements of every game: resets repeat, invalid answers get no reward, the end is final."""
     require(environment.reset(seed) == environment.reset(seed), seed, "two resets differ")
     steps = play(environment, seed, ["nonsense"] * environment.recipe.max_turns)
     require(len(steps) == environment.recipe.max_turns, seed, "rejected answers ended the episode early")
     require(steps[-1].info.get("success") is False, seed, "rejected answers count as success")
     require(all(step.info.get("rejected") for step in steps), seed, "an invalid answer was not rejected")
-    require(sum(step.reward for step in steps) <= 0, seed, "rejected answers earned a reward")
+    require(sum(step.reward for step in steps) <= 0, seed, "rejected answers got a reward")
     try:
         environment.step(environment.random_answer(0.0))
     except RuntimeError:

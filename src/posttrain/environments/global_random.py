@@ -13,9 +13,9 @@ _lock = Lock()
 
 
 class GlobalRandom:
-    """Gives one episode its own global random state, which begins with a named seed.
+    """Gives one episode a separate global random state, which starts from a named seed.
 
-    Episodes of several threads alternate, because there is one global state in a process.
+    Episodes in several threads exclude each other, because a process has only one global state.
     """
 
     def __init__(self, *name: int | str) -> None:
@@ -25,7 +25,7 @@ class GlobalRandom:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the global state is that of the episode, as its last use left it."""
+        """Inside the block, the global state is that of the episode, continued from its last use."""
         with _lock:
             before = random.getstate(), np.random.get_state()
             if self._states is None:

@@ -1,4 +1,4 @@
-"""Read a few sentences and answer in JSON with given keys and types: form that a program can check, and facts to get right."""
+"""Read a few sentences and answer in JSON with given keys and types: a format and facts that a program can check."""
 
 import json
 from collections.abc import Sequence
@@ -14,14 +14,16 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
 FORM, FACTS = "form", "facts"
-"""The scores: 1 if the answer has the form that was asked for, and the share of its values that the text states."""
+"""Names of the scores: 1 if the answer has the requested form, and the share of its values that match the text."""
 
 Value = str | int | bool | list[str]
 
 
 @dataclass(frozen=True)
 class _Attribute:
-    """A key, what a text says of it, and its values: words, a range of integers, two sentences, or words to list."""
+    """A key, the sentence that states it, and its possible values: words, a range of integers, two sentences, or a
+    list.
+    """
 
     key: str
     sentence: str | tuple[str, str]
@@ -166,7 +168,9 @@ TOPICS: dict[str, tuple[_Attribute, ...]] = {
         _Attribute("purpose", "It is used for {}.", ("drilling", "sewing", "sawing", "printing", "pumping")),
     ),
 }
-"""What texts are about. No key of `film` or `machine` occurs in another topic, so they are left for held-out tasks."""
+"""Topics of the texts. No key of `film` or `machine` occurs in another topic, so they can be used for held-out
+tasks.
+"""
 
 
 class JsonAnswerRecipe(EnvironmentRecipe):
@@ -177,7 +181,9 @@ class JsonAnswerRecipe(EnvironmentRecipe):
     max_turns: Literal[1] = 1
     """One answer ends the episode."""
     topics: list[str] = ["person", "shop", "book", "animal", "town", "match", "dish", "house"]
-    """Topics of the texts: these, film or machine. A schema is a choice of keys of one topic, so other topics are schemas that were never seen."""
+    """Topics of the texts: these, film or machine. A schema is a choice of keys of one topic, so other topics are
+    schemas that were never seen.
+    """
     keys: tuple[int, int] = (2, 4)
     """Smallest and largest number of keys asked for."""
     facts_weight: float = Field(0.5, ge=0, le=1)
@@ -204,9 +210,9 @@ class JsonAnswerRecipe(EnvironmentRecipe):
 class JsonAnswer(Environment):
     """A text and a schema. Success is an object of exactly the keys asked for, with values of their types.
 
-    The reward is `(1 - facts_weight) form + facts_weight facts`. `form` is 1 for success and, so that there is something to
-    learn from, less than one half of that for an object with some of the keys and types. `facts` is the share of the keys
-    whose value is the text's, and 0 without success, so that only well-formed answers are rewarded for facts.
+    The reward is `(1 - facts_weight) form + facts_weight facts`. `form` is 1 for success, and at most 0.5 for an object
+    with only some of the keys and types, which gives partial answers a learning signal. `facts` is the share of keys
+    with the right value, and 0 without success, so only well-formed answers are rewarded for facts.
     """
 
     Recipe = JsonAnswerRecipe
@@ -219,7 +225,7 @@ class JsonAnswer(Environment):
         chosen = random.choice(len(topic), size=int(random.integers(low, high + 1)), replace=False)
         self._types = {topic[i].key: topic[i].type for i in chosen}
         self._right = {topic[i].key: drawn[topic[i].key][0] for i in chosen}
-        # What it is comes first; the rest is in any order, and not all of it is asked for.
+        # The first sentence identifies the subject. The others are in random order, and some have no question.
         rest = random.permutation(np.arange(1, len(topic)))
         text = " ".join(drawn[topic[i].key][1] for i in [0, *rest])
         form = ", ".join(f'"{key}": {type}' for key, type in self._types.items())
@@ -258,12 +264,16 @@ class JsonAnswer(Environment):
 
     @classmethod
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
-        """The optimal policy is right in all. There is no random policy: a random text has the form with a chance of about 0."""
+        """The optimal policy is always right. There is no random policy, because random text has the form with
+        probability 0.
+        """
         return {"optimal": Baseline(1.0, 1.0, len(seeds))}
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
-        """The right object earns 1, a wrong fact does not count as right, and other keys or types are not the form."""
+        """The right object gets 1, a wrong fact does not count as right, and other keys or types do not count as the
+        form.
+        """
         assert isinstance(recipe, JsonAnswerRecipe)
         environment = cls(recipe)
         for seed in seeds:
@@ -298,7 +308,7 @@ def _other(value: Value) -> Value:
 
 
 def _same(given: Value, right: Value) -> bool:
-    """Equal, whatever the case of words and the order of lists."""
+    """Whether two values are equal, ignoring the case of words and the order of lists."""
     if isinstance(given, list) and isinstance(right, list):
         return sorted(word.casefold() for word in given) == sorted(word.casefold() for word in right)
     return given.casefold() == right.casefold() if isinstance(given, str) and isinstance(right, str) else given == right

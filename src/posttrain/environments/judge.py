@@ -1,7 +1,7 @@
 """Scores from a language model behind an OpenAI-compatible server.
 
-The text to grade comes from a policy that is trained on the score. It is therefore framed (`environments.untrusted`), and
-a reply that does not have exactly the requested form is a failure, never a score.
+The text to grade comes from a policy that is trained on the score. It is therefore framed (`environments.untrusted`),
+and a reply that does not have exactly the requested form is a failure, never a score.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ _REMEDY = (
 
 
 class JudgeFailure(Exception):
-    """The judge gave no score: the server failed, or its reply does not have the requested form."""
+    """The judge returned no score: the server failed, or its reply does not have the requested form."""
 
     def __init__(self, reason: str, unreadable: bool = False) -> None:
         super().__init__(reason)
@@ -230,7 +230,7 @@ def judge_points(server: JudgeServerRecipe, prompt: Prompt, scale: int) -> Judgm
 
 
 def ask_judge(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> Judgment:
-    """Return the judge's reply to `prompt`, which asks for `form`, sampled as the recipe says.
+    """Return the judge's reply to `prompt`, which asks for `form`, sampled with the settings of the recipe.
 
     A reply in the cache is used without a request.
 
@@ -254,14 +254,14 @@ def ask_judge(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> Jud
 
 
 def check_judge(server: JudgeServerRecipe) -> None:
-    """InputError where requests are impossible: a missing package or API key, or a cache that cannot be written."""
+    """InputError if requests are impossible: a missing package or API key, or a cache that cannot be written."""
     judge_client(server)
     if server.cache is not None:
         judge_cache(server.cache)
 
 
 def require_judge(server: JudgeServerRecipe) -> None:
-    """InputError where `check_judge` raises it, or where nothing answers at the judge's address."""
+    """InputError as for `check_judge`, or if no server responds at the judge's address."""
     check_judge(server)
     require_reachable("environment.judge", judge_client(server))
 
@@ -314,7 +314,7 @@ class JudgeCache:
     """A file of replies by request key, shared by processes. The first reply to a key is final."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file if it is missing; InputError where that is impossible."""
+        """Create the file if it is missing; InputError if that is impossible."""
         self._path = path
         self.hits = 0
         """Replies returned without a request."""

@@ -1,4 +1,6 @@
-"""Tools of MCP servers, which are started as processes (stdio) or reached over HTTP. A server serves all episodes of a process."""
+"""Tools of MCP servers, which are started as processes (stdio) or reached over HTTP. A server serves all episodes of a
+process.
+"""
 
 import asyncio
 import atexit
@@ -17,7 +19,7 @@ from posttrain.plugins import require_module
 from posttrain.recipe.base import BaseConfig
 
 _START = 60
-"""Seconds within which a server has to start."""
+"""Time-out for the start of a server, in seconds."""
 
 
 class McpRecipe(BaseConfig):
@@ -42,8 +44,8 @@ class McpRecipe(BaseConfig):
 def mcp_tools(server: McpRecipe) -> list[Tool]:
     """The tools of a server, which is started or connected at the first call in this process.
 
-    All episodes share the server, so its tools must not depend on earlier calls. InputError if it cannot be started or
-    reached, or has no tool of a name in `server.tools`.
+    All episodes share the server, so its tools must not depend on earlier calls. InputError if the server cannot be
+    started or reached, or lacks a tool named in `server.tools`.
     """
     connection = _connection(server.command, server.url)
     described = {one.name: one for one in connection.tools}
@@ -98,7 +100,9 @@ class _Connection:
         atexit.register(self.close)
 
     def call(self, name: str, arguments: dict[str, Any], timeout: float) -> str:
-        """The result of a call as text. ToolFailure with the message of the tool; RuntimeError if the server does not answer."""
+        """The result of a call as text. ToolFailure with the message of the tool; RuntimeError if the server does not
+        answer.
+        """
         future = asyncio.run_coroutine_threadsafe(self._client.call_tool(name, arguments), self._loop)
         try:
             result = future.result(timeout)
@@ -113,7 +117,7 @@ class _Connection:
         return text
 
     def close(self) -> None:
-        """End the session, and the process of a server that was started."""
+        """End the session, and the server process if this process started it."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(5)

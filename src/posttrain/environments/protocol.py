@@ -14,22 +14,26 @@ Message = dict[str, str]
 """A chat message: `{"role": "system" | "user", "content": text}`, or the result of a tool, see `ToolEnvironment`."""
 
 Action = str | ParsedAnswer
-"""What the policy does: the text of its answer, or the text and the calls of an answer where it has tools."""
+"""An action of the policy: the text of its answer or, if it has tools, the parsed text and calls of the answer."""
 
 Cells = list[list[str]]
-"""A grid by rows. A cell is named after the symbol that shows it: `wall`, `floor`, `player_on_goal`."""
+"""A grid by rows. A cell has the name of the symbol that displays it: `wall`, `floor`, `player_on_goal`."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The messages that the policy sees before its first action."""
+    """The state before the first action: messages to the policy, and optional tools."""
 
     messages: list[Message]
     state: str | None = None
-    """A name of the state. Two episodes of one task have the same name exactly when they are in the same state, for
-    credit that compares actions taken in one state (`gigpo`). None: states are compared by their observation tokens."""
+    """A name of the state, for credit that compares actions taken in the same state (`gigpo`). Two episodes of a task
+    must have
+    the same name exactly when they are in the same state. None: states are compared by their observation tokens.
+    """
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """The tools that the policy may call in this episode, in the form of OpenAI. With tools, answers go to `act`."""
+    """The tools that the policy may call in this episode, in OpenAI's format. With tools, answers are passed to
+    `act`.
+    """
 
 
 @dataclass(frozen=True)
@@ -40,15 +44,15 @@ class Step:
     """Messages shown to the policy if the episode continues."""
     reward: float
     terminated: bool
-    """The task ended by its own rules."""
+    """Whether the task ended by its own rules."""
     truncated: bool
-    """A limit ended the episode."""
+    """Whether a limit ended the episode."""
     info: dict[str, Any] = field(default_factory=dict)
     """The last step has `info["success"]` (bool). `info["rejected"]` (text) is the reason why an action was invalid."""
     state: str | None = None
     """The name of the new state, as in `Observation`."""
     new_conversation: bool = False
-    """`messages` start a new conversation, in which the policy sees nothing of the earlier one."""
+    """Whether `messages` start a new conversation, in which the policy no longer sees the earlier one."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Baseline:
     n: int
     """Number of seeds."""
     interval: tuple[float, float] | None = None
-    """95% interval of the success; None where the value is exact for these seeds."""
+    """95% interval of the success; None if the value is exact for these seeds."""
     scores: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     """Further scores by name: the mean and its 95% interval."""
 
@@ -70,8 +74,8 @@ class Baseline:
 class Environment(ABC):
     """One attempt at a task. Each episode gets a new instance.
 
-    A subclass implements `reset` and `step`; the other methods are optional. One with keys of its own in a recipe nests a
-    `Recipe` class, whose values are in `self.recipe`.
+    A subclass implements `reset` and `step`; the other methods are optional. To add keys to the recipe, nest a `Recipe`
+    class; its values are in `self.recipe`.
     """
 
     Recipe: ClassVar[type[EnvironmentRecipe]] = EnvironmentRecipe
@@ -81,11 +85,11 @@ class Environment(ABC):
     scripted_baselines: ClassVar[tuple[str, ...]] = ()
     """Names of the scripted policies that `baselines` measures besides random and optimal, in the order of tables."""
     score_order: ClassVar[tuple[str, ...]] = ()
-    """Names of scores in the order of tables. Others follow in the order in which episodes report them."""
+    """Names of scores in the order of tables. Other scores follow in the order in which episodes report them."""
     blocking: bool = False
-    """The methods wait for another process, so they are called in threads."""
+    """Whether methods block, for example on another process. If true, they are called in threads."""
     primer: str = ""
-    """Text that starts every answer of the policy. `step` gets it in front of the sampled text."""
+    """Text that starts every answer of the policy. `step` receives it before the sampled text."""
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         self.recipe: Any = recipe
@@ -99,10 +103,11 @@ class Environment(ABC):
         """Apply an action: the text of the policy's answer, as sampled. RuntimeError after the last step."""
 
     def act(self, answer: ParsedAnswer) -> Step:
-        """Apply an answer that was parsed by the syntax of the policy's chat template. Called in place of `step` where the
-        observation has tools."""
+        """Apply an answer that was parsed with the syntax of the policy's chat template. Called instead of `step` if
+        the observation has tools.
+        """
         raise NotImplementedError(
-            f"{type(self).__name__} offers tools and has no `act`; derive it from ToolEnvironment"
+            f"{type(self).__name__} offers tools but has no `act`; derive it from ToolEnvironment"
         )
 
     def take(self, action: Action) -> Step:
@@ -111,14 +116,14 @@ class Environment(ABC):
 
     @classmethod
     def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow] | None:
-        """Return the rows of files that are the tasks of seeds 0, 1, ...; None where every seed is a task."""
+        """Return the rows of files that are the tasks of seeds 0, 1, ...; None if every seed is a task."""
         return None
 
     @classmethod
     def check_tasks(
         cls, recipe: EnvironmentRecipe, training: Sequence[int], held_out: Sequence[Sequence[int]]
     ) -> list[str]:
-        """Return warnings about the tasks of these seeds before a run; InputError where one cannot be played or scored."""
+        """Return warnings about the tasks of these seeds before a run; InputError if one cannot be played or scored."""
         return []
 
     @classmethod
@@ -128,7 +133,9 @@ class Environment(ABC):
 
     @classmethod
     def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
-        """Return the dotted key that makes rewards below 0 possible, which `credit.type: maxrl` refuses; None if none is known."""
+        """Return the dotted key that makes rewards below 0 possible, which `credit.type: maxrl` refuses; None if none
+        is known.
+        """
         return None
 
     @classmethod
@@ -143,11 +150,13 @@ class Environment(ABC):
 
     @classmethod
     def variants(cls) -> Sequence[Mapping[str, Any]]:
-        """Return the keys of every complete task that this environment offers, for `posttrain env list TYPE` and `env audit --all`."""
+        """Return the keys of every complete task that this environment offers, for `posttrain env list TYPE` and `env
+        audit --all`.
+        """
         return [{}] if cls.self_contained else []
 
     def expert(self) -> str:
-        """Return an optimal action in the current state; NotImplementedError where none is known."""
+        """Return an optimal action in the current state; NotImplementedError if none is known."""
         raise NotImplementedError(f"{type(self).__name__} has no expert")
 
     def cells(self) -> Cells | None:
@@ -179,12 +188,14 @@ class Environment(ABC):
 
 @Factory
 def environment_maker(recipe: EnvironmentRecipe) -> Callable[[EnvironmentRecipe], Environment]:
-    """Return the function that makes environments of the recipe's type, which is called once per episode."""
+    """Return the function that creates environments of the recipe's type. It is called once per episode."""
     return environment_class(recipe.type)
 
 
 class EnvironmentFactory:
-    """Makes environments of one kind with the same settings. Every call returns a fresh one, which plays one episode."""
+    """Creates environments of one kind with the same settings. Every call returns a new instance, which plays one
+    episode.
+    """
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
         """InputError if there is no environment of the type `recipe.type`."""
@@ -201,15 +212,16 @@ def task_split(
     training: SeedRange | None,
     training_key: str = "seeds",
 ) -> TaskSplit:
-    """The tasks of a run by what they are for; arguments and errors as for `posttrain.data.held_out.split_tasks`.
+    """The tasks of a run, split by purpose. Arguments and errors as for `posttrain.data.held_out.split_tasks`.
 
-    Held-out tasks are those of `evaluation.environment`. If its rows are of another source, all of that source are held out.
+    Held-out tasks are those of `evaluation.environment`. If its rows come from another source, all rows of that source
+    are held out.
     """
     rows = environment_class(environment.type).task_rows(environment)
     source, other = environment.rows_key or "the environment", evaluation.environment
     if other is None or same_tasks(environment, other):
         return split_tasks(rows, source, evaluation, training, training_key)
-    # Tasks of two sources: all of one are for training, and all of the other are held out.
+    # Tasks of two sources: all tasks of the first are for training, and all of the second are held out.
     held_out_rows = environment_class(other.type).task_rows(other)
     other_source = None if other.rows_key is None else f"evaluation.{other.rows_key}"
     if held_out_rows is not None and evaluation.held_out is None:

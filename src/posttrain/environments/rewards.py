@@ -1,11 +1,11 @@
-"""Reward functions: how an answer to a prompt becomes a number, built in or written by the user.
+"""Reward functions score an answer to a prompt with a number. They are built in or written by the user.
 
     def reward(prompt, answer, **row):
         return float(answer.strip() == row["label"])
 
 It returns a number, or a mapping of names to numbers of which `score` is the reward. The others are reported, and
-`credit.type: gdpo` trains on them. It may be `async`. It raises where it cannot score an answer; the episode then fails,
-which is not a reward of 0.
+`credit.type: gdpo` trains on them. The function may be `async`. It should raise if it cannot score an answer: the
+episode then fails, which is different from a reward of 0.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ SCORE = "score"
 """The name of the reward among the numbers that a reward function returns."""
 _ANY_ANSWER = "?"
 _GIVEN = ("prompt", "answer", "messages")
-"""Parameters that are not columns of the row. A column of such a name is passed as `row_prompt` and so on."""
+"""Parameters that are not columns of the row. A column with such a name is passed as `row_prompt` and so on."""
 
 _MARKER = re.compile(r"####|^[ \t]*A:", re.MULTILINE)
 _NUMBER = re.compile(
     r"""(?<![0-9.])                           # not inside a number
-        (?P<sign>(?<![\w)\]])[-−+])?          # a sign, unless something it could be subtracted from touches it
-        [$€£¥]?(?P<late>(?<=[$€£¥])[-−])?     # $5, -$5 and $-5
+        (?P<sign>(?<![\w)\]])[-−+])?          # a sign, unless it directly follows something from which it could
+        subtract [$€£¥]?(?P<late>(?<=[$€£¥])[-−])?     # $5, -$5 and $-5
         (?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)
         (?P<power>[eE][-+]?[0-9]{1,3}(?![0-9]))?""",
     re.VERBOSE,
@@ -49,7 +49,9 @@ def exact(answer: str, label: Any) -> float:
 
 
 def contains(answer: str, label: Any) -> float:
-    """1 if the row's `label` occurs in the answer, in the same case, else 0. A long answer may contain many."""
+    """1 if the row's `label` occurs in the answer (case-sensitive), else 0. Note that long answers may contain many
+    labels.
+    """
     return float(_text(label) in answer)
 
 
@@ -73,10 +75,10 @@ BUILT_IN: dict[str, Callable[..., float]] = {"exact": exact, "contains": contain
 
 
 def last_number(text: str) -> Decimal | None:
-    """The number that `text` concludes with, None where there is none.
+    """The number that `text` concludes with; None if there is none.
 
-    After the last `####`, or `A:` at the start of a line, it is the last number of the first line that is not empty;
-    without such a marker the last number of the text.
+    After the last `####`, or `A:` at the start of a line, it is the last number of the first non-empty line. Without
+    such a marker, it is the last number of the text.
     """
     markers = list(_MARKER.finditer(text))
     if markers:
@@ -100,10 +102,12 @@ def parameter_of(column: str) -> str:
 
 
 class RewardFunction:
-    """A reward function as an environment calls it: it gets the parameters that it takes, and its result is checked."""
+    """Wraps a reward function for an environment: passes the parameters that the function accepts, and checks its
+    result.
+    """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        """`name`: what messages call it. InputError if it takes no parameter `answer`."""
+        """`name`: its name in messages. InputError if it has no parameter `answer`."""
         parameters = [*inspect.signature(function).parameters.values()]
         self.name = name
         self.function = function
@@ -111,30 +115,30 @@ class RewardFunction:
         self._names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         needed = {p.name for p in parameters if p.name in self._names and p.default is p.empty}
         self.columns = frozenset(needed - {*_GIVEN})
-        """The columns of a row without which it cannot be called: its parameters without a default."""
+        """The columns that a row must have: the function's parameters without a default."""
         if "answer" not in self._names and not self._takes_all:
             raise InputError(f"the reward {name} has no parameter `answer`; write `def reward(prompt, answer, **row)`")
         call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
         self.blocking = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
             getattr(function, "func", None)
         )
-        """Whether it is `async`, so that it has to be called outside of an event loop's thread."""
+        """Whether the function is `async`, so that it must be called outside the thread of an event loop."""
 
     def __call__(
         self, messages: Sequence[Message], answer: str, row: Mapping[str, Any], origin: str
     ) -> dict[str, float]:
-        """The finite numbers by name that it gives `answer`, `score` among them.
+        """The scores of `answer` as finite numbers by name, including `score`.
 
         Args:
             messages: the conversation that the policy was shown.
             answer: the policy's answer as text, without its end token.
             row: the row that the prompt comes from.
-            origin: what messages call the row.
+            origin: name of the row in messages.
 
         Raises:
-            RewardFailure: it raised, or returned anything else.
+            RewardFailure: the function raised, or returned something else.
         """
-        # A copy, so that a function that changes its row changes no later episode.
+        # A copy, so that a function that modifies its row does not affect later episodes.
         columns = {parameter_of(column): value for column, value in copy.deepcopy(dict(row)).items()}
         text = messages[-1]["content"] if messages else ""
         if missing := sorted(self.columns - columns.keys()):
@@ -152,10 +156,12 @@ class RewardFunction:
 
 
 class WeightedRewards:
-    """Several reward functions as one: the score is the sum of weight x score, and every score is reported by its name."""
+    """Combines several reward functions: the score is the sum of weight x score, and every score is reported by
+    name.
+    """
 
     def __init__(self, parts: Sequence[tuple[RewardFunction, float]]) -> None:
-        """Functions and their weights. Two functions of one name are numbered."""
+        """`parts`: functions and their weights. Functions with the same name are numbered."""
         self.name = " + ".join(function.name for function, _ in parts)
         self.columns = frozenset().union(*(function.columns for function, _ in parts))
         self.blocking = any(function.blocking for function, _ in parts)
@@ -189,8 +195,8 @@ def try_reward(
 ) -> list[str]:
     """Call `reward` once on a row before a run, with the row's reference or `?` as the answer.
 
-    InputError where the function or the row is wrong. A warning is returned where the function may only be unable to score
-    that answer, which fails an episode and not a run.
+    InputError if the function or the row is wrong. Returns a warning if the function may only be unable to score this
+    answer, which would fail an episode but not the run.
     """
     answer = _ANY_ANSWER if reference is None else reference
     try:
@@ -204,7 +210,7 @@ def try_reward(
 
 
 def finite_scores(result: Any, name: str, origin: str) -> dict[str, float]:
-    """The numbers by name in what `name` returned; RewardFailure unless all are finite and one is the score."""
+    """The scores by name in `result`, which `name` returned. RewardFailure unless all are finite and one is `score`."""
     scores = (
         {str(k): _number(v) for k, v in result.items()} if isinstance(result, Mapping) else {SCORE: _number(result)}
     )
@@ -215,8 +221,8 @@ def finite_scores(result: Any, name: str, origin: str) -> dict[str, float]:
 
 
 def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
-    """The reward function that `where` names: a built-in name, `module:function`, `path/to/file.py:function`, or one that
-    `register_reward` returned. InputError, which names the `key`, if there is none.
+    """The reward function that `where` names: a built-in name, `module:function`, `path/to/file.py:function`, or one
+    that `register_reward` returned. InputError, which names the `key`, if there is none.
     """
     if where in _registered:
         return RewardFunction(where, _registered[where])
@@ -231,12 +237,14 @@ def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
 
 
 def load_function(where: str, key: str) -> Callable[..., Any]:
-    """The function at `module:function` or `path/to/file.py:function`. InputError, which names the `key`, if there is none."""
+    """The function at `module:function` or `path/to/file.py:function`. InputError, which names the `key`, if there is
+    none.
+    """
     place, _, name = where.rpartition(":")
     if not place:
         raise InputError(f"{key}: {where!r} is not a function; write `module:function` or `path/to/file.py:function`")
     if not name.isidentifier():
-        raise InputError(f"{key}: {where} is a function of another process; pass it to posttrain.rl again")
+        raise InputError(f"{key}: {where} was registered in another process; pass the function to posttrain.rl again")
     try:
         module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
@@ -253,9 +261,9 @@ _registered: dict[str, Callable[..., Any]] = {}
 
 
 def register_reward(function: Callable[..., Any]) -> str:
-    """Make a function available to recipes of this process; returns the `environment.reward` that names it.
+    """Make a function available to recipes in this process. Returns the value of `environment.reward` that names it.
 
-    Where the function can be imported, other processes find it by the same text.
+    If the function can be imported, the same value also works in other processes.
     """
     named = hasattr(function, "__qualname__") and hasattr(function, "__module__")
     name = base = place_of(function) if named else f"python:<{type(function).__name__}>"

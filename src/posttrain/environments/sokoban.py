@@ -77,7 +77,9 @@ class SokobanRecipe(GameRecipe):
     solved_reward: float = 10.0
     """Reward for the move that puts the last box on a target."""
     observation: ObservationForm = "grid"
-    """`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: boxes, targets and walls relative to the player."""
+    """`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: boxes, targets and walls relative to the
+    player.
+    """
     symbols: SokobanSymbols = SokobanSymbols()
 
     @model_validator(mode="after")
@@ -194,7 +196,7 @@ class Sokoban(Game):
         """The policy that follows shortest solutions, and the policy of uniformly random moves.
 
         The random policy's values are exact for rooms with at most 4000 reachable states. Other rooms are played 256
-        times each, and the interval is that of this sampling. "optimal" is missing where a room is too large to search.
+        times each, and the interval is that of this sampling. "optimal" is missing if a room is too large to search.
         """
         assert isinstance(recipe, SokobanRecipe)
         baselines = {"random": _random_baseline(recipe, seeds)}
@@ -215,7 +217,7 @@ class Sokoban(Game):
             way = shortest_solution(room, start)
             if way is None:
                 raise AssertionError(f"seed {seed}: the room has no solution")
-            # The complete solution, even where the recipe allows fewer turns.
+            # The complete solution, even if the recipe allows fewer turns.
             environment = cls(recipe.model_copy(update={"max_turns": len(way)}))
             steps = play(environment, seed, [recipe.format.render([ACTIONS[number]], "") for number in way])
             total = sum(step.reward for step in steps)

@@ -39,7 +39,7 @@ class Room:
         return -self.columns, self.columns, -1, 1
 
     def move(self, state: State, direction: int) -> State:
-        """Return the state after a move in `direction`: a walk, a push, or no change where the way is blocked."""
+        """Return the state after a move in `direction`: a walk, a push, or no change if the way is blocked."""
         player, boxes = state
         ahead = player + direction
         if ahead not in self.floor:
@@ -60,11 +60,12 @@ class Room:
 def room_of(
     seed: int, rows: int, columns: int, num_boxes: int, search_depth: int, player_moves: int
 ) -> tuple[Room, State]:
-    """Return the room of `seed` and its start, which has a solution of `search_depth` moves after undoing `player_moves`.
+    """Return the room of `seed` and its start, which has a solution of `search_depth` moves after undoing
+    `player_moves`.
 
     A random walk carves the floor, and targets are drawn on it. Playing backwards gives all states with a solution of
-    at most `search_depth` moves. The start is drawn from the states whose boxes are farthest from the targets and, among
-    these, nearest to the solution. RuntimeError where no room of these sizes is found.
+    at most `search_depth` moves. The start is drawn from the states whose boxes are farthest from the targets and,
+    among these, nearest to the solution. RuntimeError if no room of these sizes is found.
     """
     for attempt in range(_ATTEMPTS):
         draw = random_stream("sokoban", seed, "room", attempt)
@@ -164,10 +165,10 @@ _MAX_SOLVER_STATES = 300_000
 
 @lru_cache(maxsize=16384)
 def shortest_solution(room: Room, start: State) -> tuple[int, ...] | None:
-    """Return the indices of the directions of a shortest solution; None where there is no solution.
+    """Return the indices of the directions of a shortest solution; None if there is no solution.
 
-    Breadth-first search over (player, boxes) that skips states with a box on a cell from which it cannot reach a target.
-    NotImplementedError where the search exceeds 300,000 states.
+    Breadth-first search over (player, boxes) that skips states with a box on a cell from which it cannot reach a
+    target. NotImplementedError if the search exceeds 300,000 states.
     """
     live = _live_cells(room)
     parents: dict[State, tuple[State, int] | None] = {start: None}
@@ -194,7 +195,7 @@ def random_player(
     """Return the probability that `moves` uniformly random moves solve the room, and their expected return.
 
     Exact: the distribution over states is propagated move by move. `reward(before, after)` is the reward of a move.
-    None where the distribution has more than `most_states` states.
+    None if the distribution has more than `most_states` states.
     """
     states: dict[State, float] = {start: 1.0}
     solved = expected = 0.0

@@ -1,4 +1,6 @@
-"""One prompt, one answer, one score from a reward function, a verifier or a judge. Reward models score outside the environment."""
+"""One prompt, one answer, one score from a reward function, a verifier or a judge. Reward models score outside the
+environment.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +50,7 @@ class WeightedRewardRecipe(BaseConfig):
     """One of several reward functions."""
 
     function: str
-    """Where the function is, as for a single one."""
+    """Location of the function, as for a single function."""
     weight: float = 1.0
     """Factor of its score in the sum."""
 
@@ -68,7 +70,9 @@ class TextTaskRecipe(EnvironmentRecipe):
     max_turns: int = Field(1, ge=1)
     """Maximum number of answers. An answer without calls ends the episode, so more than one needs `tools` or `mcp`."""
     prompts: TaskSources = []
-    """Rows to answer: a path, or a list of paths and sections. The environment seed is the row number, from 0, over all sources. `evaluation.held_out` divides them."""
+    """Rows to answer: a path, or a list of paths and sections. The environment seed is the row number, from 0, over all
+    sources. `evaluation.held_out` divides them.
+    """
     columns: ColumnsRecipe = ColumnsRecipe()
     """Column names of `prompts`."""
     reasoning_gym: ReasoningGymRecipe | None = None
@@ -78,11 +82,17 @@ class TextTaskRecipe(EnvironmentRecipe):
     system: str | None = None
     """System message of every prompt; it replaces a system message of the row."""
     reward: str | Annotated[list[WeightedRewardRecipe], Field(min_length=1)] | None = None
-    """A function `(prompt, answer, **row) -> float` that scores, or a list of functions and of sections with `function` and `weight`, whose weighted sum is the score: `exact`, `contains`, `final_number`, `module:function` or `path/to/file.py:function`. It may be `async`, and may return a mapping whose `score` is the score; its other numbers are reported, and `credit.type: gdpo` trains on them."""
+    """A function `(prompt, answer, **row) -> float` that scores, or a list of functions and of sections with `function`
+    and `weight`, whose weighted sum is the score: `exact`, `contains`, `final_number`, `module:function` or
+    `path/to/file.py:function`. It may be `async`, and may return a mapping whose `score` is the score; its other
+    numbers are reported, and `credit.type: gdpo` trains on them.
+    """
     judge: JudgeRecipe | None = None
     """A language model that scores."""
     score_weight: float = Field(1.0, ge=0)
-    """Weight of the score of the function, judge or verifier in the reward. 0 only reports it, beside the reward of a reward model."""
+    """Weight of the score of the function, judge or verifier in the reward. 0 only reports it, beside the reward of a
+    reward model.
+    """
     success_reward: float | None = 1.0
     """Success is a score of at least this. null, or a missing score, reports no success."""
     tools: list[str] = []
@@ -127,7 +137,7 @@ class PromptTable:
 
     rows: list[PromptExample]
     tasks: list[TaskRow]
-    """What each row is for, and its prompt as text."""
+    """The use of each row, and its prompt as text."""
     columns: frozenset[str]
     """Columns in which any row has a value, by the names of a reward function's parameters."""
     problems: Problems
@@ -145,13 +155,15 @@ class _Task:
 
 
 class TextTask(Environment):
-    """Answer one prompt of a data set once, after calls of tools if there are any. Success is a score of at least `success_reward`."""
+    """Answer one prompt of a data set once, after calls of tools if there are any. Success is a score of at least
+    `success_reward`.
+    """
 
     Recipe = TextTaskRecipe
     self_contained = False
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
-        """InputError where the data, the reward function, the data set of reasoning-gym or the judge's API key is missing."""
+        """InputError if data, reward function, data set of reasoning-gym or API key of the judge is missing."""
         super().__init__(recipe)
         self._reward = None if unscored(self.recipe) else _reward_of(self.recipe)
         if self._reward is not None and self._reward.blocking:
@@ -200,7 +212,7 @@ class TextTask(Environment):
         return messages
 
     def try_reward(self, seed: int) -> list[str]:
-        """Call the reward function once on row `seed`; returns warnings. InputError where it cannot score any answer."""
+        """Call the reward function once on row `seed`; returns warnings. InputError if it cannot score any answer."""
         if missing := unscored(self.recipe):
             return [
                 f"environment.reward: {_reward_name(self.recipe)} is not reported, because no row of environment.prompts has a column "
@@ -222,7 +234,7 @@ class TextTask(Environment):
 
     @classmethod
     def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:
-        """Whether a reward function of the user's own scores answers, or the score is reported apart from the reward."""
+        """Whether a user's reward function scores answers, or the score is reported separately from the reward."""
         assert isinstance(recipe, TextTaskRecipe)
         return (
             recipe.score_weight != 1
@@ -252,8 +264,9 @@ class TextTask(Environment):
         return Observation(list(messages), tools=self._calls.schemas)
 
     def step(self, action: str) -> Step:
-        """Score the answer; the reward is 0 where only a reward model scores. With tools, calls in the syntax of Hermes are
-        run. Raises RewardFailure or JudgeFailure."""
+        """Score the answer; the reward is 0 if only a reward model scores. With tools, calls in the syntax of Hermes
+        are run. Raises RewardFailure or JudgeFailure.
+        """
         return self._finish(action) if self._calls is None else self.act(parse_hermes(action))
 
     def act(self, answer: ParsedAnswer) -> Step:
@@ -284,13 +297,13 @@ class TextTask(Environment):
     def variants(cls) -> Sequence[Mapping[str, Any]]:
         """Every data set of reasoning-gym that needs no keys."""
         names = require_module("reasoning_gym.factory", "environment.reasoning_gym").DATASETS
-        # Names that begin with an underscore are those of tests, and `composite` takes its data sets from keys.
+        # Names that begin with an underscore are for tests, and `composite` needs keys that name its data sets.
         return [
             {"reasoning_gym": {"dataset": name}} for name in sorted(names) if name[0].isalpha() and name != "composite"
         ]
 
     def expert(self) -> str:
-        """Return the reference answer; NotImplementedError where the row has no `completion` or `label` text."""
+        """Return the reference answer; NotImplementedError if the row has no `completion` or `label` text."""
         task = self._current()
         if task.reference is None:
             raise NotImplementedError(f"{task.origin} has no reference answer in `completion` or `label`")
@@ -302,11 +315,11 @@ class TextTask(Environment):
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
-        """Check that seeds repeat their tasks and that episodes end after one step. With a reward function or verifier and a
-        reference answer, also check that the reference earns full reward (`success_reward`, or 1) and a wrong answer
-        does not. A judge is not called.
+        """Check that seeds repeat their tasks and that episodes end after one step. With a reward function or verifier
+        and a reference answer, also check that the reference earns full reward (`success_reward`, or 1) and a wrong
+        answer does not. A judge is not called.
 
-        Seeds beyond the last row are skipped; InputError where none is left.
+        Seeds beyond the last row are skipped; InputError if none is left.
         """
         assert isinstance(recipe, TextTaskRecipe)
         environment = cls(recipe)
@@ -347,7 +360,7 @@ class TextTask(Environment):
         return any(part is not None for part in (self._reward, self.recipe.judge, self.recipe.reasoning_gym))
 
     def _score(self, answer: str, task: _Task) -> dict[str, float]:
-        """Return the score and the other numbers of the reward function, judge or verifier; empty where there is none."""
+        """Return the score and the other numbers of the reward function, judge or verifier; empty if there is none."""
         if self.recipe.judge is not None:
             return {SCORE: judge_score(self.recipe.judge, self._messages, answer)}
         if self._reward is not None:
@@ -355,7 +368,8 @@ class TextTask(Environment):
         if task.verifier is None:
             return {}
         try:
-            # Policies often end an answer with a newline; no reference of reasoning-gym starts or ends with white space.
+            # Policies often end an answer with a newline; no reference of reasoning-gym starts or ends with white
+            # space.
             result = task.verifier(answer.strip())
         except Exception as error:
             raise RewardFailure(f"the verifier raised {type(error).__name__} on {task.origin}: {error}") from error
@@ -386,7 +400,7 @@ def _reward_name(recipe: TextTaskRecipe) -> str:
 
 
 def _tools_of(recipe: TextTaskRecipe) -> list[Tool]:
-    """The tools of `tools` and `mcp`. InputError where one cannot be loaded, or two have one name."""
+    """The tools of `tools` and `mcp`. InputError if one cannot be loaded, or two have one name."""
     found = [tool(load_function(where, "environment.tools")) for where in recipe.tools]
     found += [one for server in recipe.mcp for one in mcp_tools(server)]
     names = [one.name for one in found]
@@ -396,8 +410,8 @@ def _tools_of(recipe: TextTaskRecipe) -> list[Tool]:
 
 
 def unscored(recipe: TextTaskRecipe) -> str | None:
-    """The column whose absence means that a reward function that is only reported (`score_weight: 0`) is not called at all: a
-    parameter of the function that no row has. None where it is called.
+    """The column whose absence means that a reward function that is only reported (`score_weight: 0`) is not called at
+    all: a parameter of the function that no row has. None if it is called.
     """
     if recipe.score_weight > 0 or recipe.reasoning_gym is not None or (reward := _reward_of(recipe)) is None:
         return None
@@ -408,15 +422,17 @@ _table_lock = Lock()
 
 
 def prompt_table(recipe: TextTaskRecipe) -> PromptTable:
-    """Return the rows of `recipe.prompts`, read once per process unless a file changes. InputError where no row is usable."""
-    # Environments run in threads; without the lock each of them would read the files.
+    """Return the rows of `recipe.prompts`, read once per process unless a file changes. InputError if no row is
+    usable.
+    """
+    # Environments run in threads; without the lock, each thread would read the files.
     with _table_lock:
         versions = tuple(_version(Path(source.path).expanduser()) for source in recipe.prompts)
         return _prompt_table(recipe.model_dump_json(include={"prompts", "columns"}), versions)
 
 
 def _version(path: Path) -> tuple[str, int, int] | None:
-    """Where a file is, when it was changed and its size; None for anything else, such as a data set of the hub."""
+    """Path, modification time and size of a file; None for anything else, such as a hub data set."""
     if not path.is_file():
         return None
     found = path.stat()
@@ -451,7 +467,7 @@ def _prompt_table(key: str, versions: tuple[tuple[str, int, int] | None, ...]) -
 
 @lru_cache(maxsize=16)
 def _require_gym(key: str) -> None:
-    """Check the data set of a `ReasoningGymRecipe` (as JSON) by making a task; InputError where that fails."""
+    """Check the data set of a `ReasoningGymRecipe` (as JSON) by making a task; InputError if that fails."""
     recipe = ReasoningGymRecipe.model_validate_json(key)
     known = require_module("reasoning_gym.factory", "environment.reasoning_gym").DATASETS
     if recipe.dataset not in known:
@@ -483,13 +499,13 @@ def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
 
 
 def _with_references(row: Mapping[str, Any], columns: ColumnsRecipe) -> dict[str, Any]:
-    """The row with `completion` and `label` under these names, whatever `columns` calls them."""
+    """The row with `completion` and `label` under these names, even if `columns` renames them."""
     named = {name: row.get(getattr(columns, name)) for name in ("completion", "label")}
     return dict(row) | {name: value for name, value in named.items() if row.get(name) is None and value is not None}
 
 
 def _reference(row: dict[str, Any]) -> str | None:
-    """Return the row's `completion` or `label` as text; None where neither is text or a number."""
+    """Return the row's `completion` or `label` as text; None if neither is text or a number."""
     for value in (row.get("completion"), row.get("label")):
         if isinstance(value, str) and value.strip():
             return value

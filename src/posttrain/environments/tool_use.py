@@ -27,7 +27,7 @@ class ToolUseRecipe(ToolEnvironmentRecipe):
     type: Literal["tool_use"] = "tool_use"
     """Questions that need a lookup tool and a calculator."""
     max_turns: int = 5
-    """Maximum number of answers. Three are enough: prices, the sum, the answer."""
+    """Maximum number of answers. Three suffice: prices, the sum, the answer."""
 
 
 class ToolUse(ToolEnvironment):
@@ -84,7 +84,7 @@ class ToolUse(ToolEnvironment):
         return float(success), {"success": success}
 
     def expert(self) -> str:
-        """Look up all prices at once, calculate, answer. Steps that were already made are left out."""
+        """Look up all prices at once, calculate, answer. Steps that were already taken are left out."""
         if missing := [item for item in self._wanted if item not in self._seen]:
             return calling(*(("price", {"item": item}) for item in missing))
         if self._expression and self._sum != self._right:
@@ -100,7 +100,7 @@ class ToolUse(ToolEnvironment):
 
     @classmethod
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
-        """The optimal policy is right in all, the random one in none: it only calls tools."""
+        """The optimal policy is always right. The random policy never is, because it only calls tools."""
         return {"random": Baseline(0.0, 0.0, len(seeds)), "optimal": Baseline(1.0, 1.0, len(seeds))}
 
     @classmethod
@@ -123,7 +123,7 @@ class ToolUse(ToolEnvironment):
 
 
 def calculate(expression: str) -> int:
-    """The value of an expression of integers with + - *. ValueError for another one."""
+    """The value of an expression of integers with + - *. ValueError for other expressions."""
     if len(expression) > _LONGEST or not re.fullmatch(r"[0-9+\-*() ]+", expression):
         raise ValueError("an expression has numbers, + - * and parentheses only")
     try:

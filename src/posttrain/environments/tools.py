@@ -25,7 +25,7 @@ class Tool:
     """A tool that the policy may call."""
 
     schema: dict[str, Any]
-    """Name, description and parameters in the form of OpenAI."""
+    """Name, description and parameters in OpenAI's format."""
     call: Callable[[Mapping[str, Any]], str]
     """Arguments -> result as text. Raises ToolFailure."""
 
@@ -36,14 +36,14 @@ class Tool:
 
 
 def tool(function: Callable[..., Any]) -> Tool:
-    """Make a tool of a function: its name, the first paragraph of its docstring and its typed parameters.
+    """Make a tool from a function's name, the first paragraph of its docstring, and its typed parameters.
 
         def price(item: Annotated[str, "singular, as in the question"]) -> int:
             '''The price of an item.'''
 
-    Arguments are checked against the types. A result that is not text becomes JSON. A ValueError of the function is a failed
-    call, which the policy sees; another exception fails the episode. InputError for a parameter without a type, and for
-    `*args` and `**kwargs`.
+    Arguments are checked against the types. A result that is not text becomes JSON. If the function raises ValueError,
+    the call fails and the policy sees the message; any other exception fails the episode. InputError for a parameter
+    without a type, and for `*args` and `**kwargs`.
     """
     name = getattr(function, "__name__", type(function).__name__)
     model, description = _parameters(_plain(function), name)
@@ -66,7 +66,7 @@ def tool(function: Callable[..., Any]) -> Tool:
 
 
 def _plain(function: Any) -> Any:
-    """The function of a bound method, so that its schema is made once for all episodes."""
+    """The function of a bound method, so that its schema is computed once for all episodes."""
     return getattr(function, "__func__", function)
 
 
@@ -89,7 +89,7 @@ def _parameters(function: Any, name: str) -> tuple[Any, str]:
 
 
 def short_schema(value: Any) -> Any:
-    """A JSON schema without titles and without `additionalProperties`, which take room in the prompt."""
+    """A JSON schema without titles and `additionalProperties`, which would lengthen the prompt."""
     if isinstance(value, dict):
         return {
             key: {name: short_schema(one) for name, one in item.items()} if key == "properties" else short_schema(item)
@@ -100,7 +100,7 @@ def short_schema(value: Any) -> Any:
 
 
 def calling(*calls: tuple[str, dict[str, Any]], text: str = "") -> str:
-    """The answer that makes these calls, as `expert` and `random_answer` return it."""
+    """The answer that makes these calls, in the form that `expert` and `random_answer` return."""
     return hermes_text(ParsedAnswer(text, [ToolCall(name, arguments) for name, arguments in calls]))
 
 
@@ -108,7 +108,7 @@ class ToolCalls:
     """Runs the calls of the answers of one episode."""
 
     def __init__(self, tools: Sequence[Tool | Callable[..., Any]], max_turns: int, penalty: float) -> None:
-        """`max_turns`: most answers of the episode. `penalty`: reward of a turn with a malformed or failed call."""
+        """`max_turns`: maximum number of answers. `penalty`: reward of a turn with a malformed or failed call."""
         self.tools = {one.name: one for one in map(_as_tool, tools)}
         self.max_turns = max_turns
         self.penalty = penalty
@@ -117,11 +117,13 @@ class ToolCalls:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools in the form of OpenAI, for `Observation.tools`."""
+        """The tools in OpenAI's format, for `Observation.tools`."""
         return [one.schema for one in self.tools.values()]
 
     def step(self, answer: ParsedAnswer) -> Step | None:
-        """Run the calls of an answer; None for an answer without calls, which ends the episode. RuntimeError after the end."""
+        """Run the calls of an answer; None for an answer without calls, which ends the episode. RuntimeError after the
+        end.
+        """
         if self.ended:
             raise RuntimeError("the episode has ended; call reset")
         turn, self._turn = self._turn, self._turn + 1
@@ -151,7 +153,7 @@ class ToolCalls:
         if found is None:
             return f"Error: there is no tool {call.name!r}; use {', '.join(self.tools)}", True
         try:
-            # Tokenizers refuse lone surrogates, which the JSON of a server may hold.
+            # Tokenizers reject lone surrogates, which the JSON of a server may contain.
             return found.call(call.arguments).encode("utf-8", "replace").decode(), False
         except ToolFailure as error:
             return f"Error: {error}", True
@@ -173,9 +175,9 @@ class ToolEnvironmentRecipe(EnvironmentRecipe):
 class ToolEnvironment(Environment):
     """An environment whose policy may call tools before it answers.
 
-    A subclass sets up a task in `begin`, lists its `tools`, and scores the answer in `finish`. An answer with calls gets their
-    results with the role `tool`. An answer with a malformed call gets a message that says what is wrong, and none of its calls
-    is run. An answer without calls ends the episode.
+    A subclass sets up a task in `begin`, lists its `tools`, and scores the answer in `finish`. After an answer with
+    calls, the policy gets their results with the role `tool`. After an answer with a malformed call, it gets a message
+    that describes the error, and no call of the answer is run. An answer without calls ends the episode.
     """
 
     Recipe = ToolEnvironmentRecipe
@@ -186,7 +188,7 @@ class ToolEnvironment(Environment):
 
     @abstractmethod
     def tools(self) -> Sequence[Tool | Callable[..., Any]]:
-        """The tools of this task: functions, or what `tool` or an MCP server returns."""
+        """The tools of this task: functions, or `Tool` objects from `tool` or an MCP server."""
 
     @abstractmethod
     def finish(self, answer: str) -> tuple[float, dict[str, Any]]:
@@ -198,7 +200,9 @@ class ToolEnvironment(Environment):
         return Observation(messages, tools=self._calls.schemas)
 
     def step(self, action: str) -> Step:
-        """Apply an answer whose calls are in the syntax of Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+        """Apply an answer whose calls are in Hermes syntax: `<tool_call>{"name": ..., "arguments":
+        {...}}</tool_call>`.
+        """
         return self.act(parse_hermes(action))
 
     def act(self, answer: ParsedAnswer) -> Step:

@@ -10,10 +10,10 @@ from posttrain.recipe.components import EnvironmentRecipe
 
 
 class Unknown(Environment):
-    """An environment with any keys, that can be shown and not be played."""
+    """An environment with any keys, which can be shown but not played."""
 
     class Recipe(EnvironmentRecipe):
-        """All keys as they are in the file."""
+        """All keys, as in the file."""
 
         model_config = ConfigDict(extra="allow")
 
@@ -32,4 +32,4 @@ class Unknown(Environment):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise InputError(f"environment.type {self.recipe.type}: looking at a run does not import its code")
+        raise InputError(f"environment.type {self.recipe.type} is not imported by commands that only read a run")

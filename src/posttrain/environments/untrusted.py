@@ -1,4 +1,4 @@
-"""Untrusted text in prompts: removing chat markup, and framing texts that a judge must not take for instructions.
+"""Untrusted text in prompts: removing chat markup, and framing texts that a judge must not treat as instructions.
 
 Chat templates mark turns with strings that a tokenizer also recognizes in plain text: `<|im_start|>` (ChatML),
 `<|start_header_id|>` (Llama 3), `<start_of_turn>` (Gemma), `[INST]` (Mistral), `<｜User｜>` (DeepSeek), and many
@@ -35,8 +35,8 @@ _SQUARE = re.compile(rf"\[(?=/?(?:{_WORDS})\])")
 def sanitize(text: str) -> str:
     """Return `text` without control characters and without markup of turns, blocks or special tokens.
 
-    The function is idempotent. Newlines and tabs stay; other line separators become newlines. A sanitized text cannot be
-    pasted back as an exact match of the original.
+    The function is idempotent. Newlines and tabs are kept; other line separators become newlines. The original text
+    cannot be restored from the sanitized text.
     """
     lines = re.sub("\r\n|[\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]", "\n", text)
     visible = "".join(char for char in lines if char in "\n\t" or not _invisible(char))
@@ -85,7 +85,7 @@ def template_prompt(
 ) -> Prompt:
     """Like `framed_prompt`, but with the frames of `fields[name]` in place of `{name}` in `template`.
 
-    Frames are placed on lines of their own; `request` comes last.
+    Frames are placed on separate lines; `request` comes last.
 
     Raises:
         ValueError: the template names a field that `fields` does not have.

@@ -38,7 +38,7 @@ class WordSortRecipe(GameRecipe):
     type: Literal["word_sort"] = "word_sort"
     """Words and boxes."""
     max_turns: int = Field(1, ge=1)
-    """Attempts at a word: another one follows a rejected answer, and none a box."""
+    """Maximum number of turns. A rejected answer can be repeated; choosing a box ends the episode."""
 
 
 class WordSort(Game):
@@ -88,7 +88,7 @@ class WordSort(Game):
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
-        """One box of the four succeeds: the expert's."""
+        """Exactly one of the four boxes succeeds, and it is the expert's."""
         assert isinstance(recipe, WordSortRecipe)
         environment = cls(recipe)
         for seed in seeds:

@@ -1,18 +1,18 @@
-"""How far a judge agrees with a known truth, and what else decides its verdicts.
+"""Agreement of a judge with a known truth, and biases of its verdicts.
 
-Pairs. Every pair is shown in both orders. Let y be 1 if the judge prefers the text shown first, -1 for the second, 0 for a
-tie. If a share p of the verdicts follows position, l follows length, s prefers the judge's own text, e contradicts the truth
-and the rest follows the truth, then
+Pairs. Every pair is shown in both orders. Let y be 1 if the judge prefers the text shown first, -1 for the second, 0
+for a tie. If a share p of the verdicts follows position, l follows length, s prefers the judge's own text, e
+contradicts the truth and the rest follows the truth, then
 
     E[y] = p + l * (1 if the first is longer, else -1) + s * (1 if the first is the judge's own, else -1) + c * t
 
-with t = 1 if the truth prefers the first text, -1 for the second, and c = 1 - p - l - s - 2 e. Least squares over all verdicts
-estimates p, l and s without bias, also where long texts or the judge's own texts are better. Without a truth, l and s include
-such differences in quality.
+with t = 1 if the truth prefers the first text, -1 for the second, and c = 1 - p - l - s - 2 e. Least squares over all
+verdicts estimates p, l and s without bias, even if long texts or the judge's own texts are better. Without a truth, l
+and s include such differences in quality.
 
-Scores. A judge that decides each claim wrongly with probability e gives a prediction with the share t of true claims the
-expected score t + e (1 - 2 t), so e is the slope of score - t on 1 - 2 t. On a scale of points, the error rate is the share of
-scores that differ from the truth, rounded to a point.
+Scores. If a judge decides each claim wrongly with probability e, the expected score of a prediction with a share t of
+true claims is t + e (1 - 2 t), so e is the slope of score - t on 1 - 2 t. On a scale of points, the error rate is the
+share of scores that differ from the truth, rounded to a point.
 """
 
 import math
@@ -37,8 +37,9 @@ def open_truth(where: str, rubric: Rubric) -> Truth:
     """The truth that `--truth` names.
 
     Args:
-        where: a column with numbers on the scale of the rubric, or a reward function (`module:function`, `file.py:function`,
-            `exact`), whose number is in [0, 1]. Of several named numbers, that of the rubric's name counts, else `score`.
+        where: a column with numbers on the scale of the rubric, or a reward function (`module:function`,
+            `file.py:function`, `exact`), whose number is in [0, 1]. If it returns several named numbers, the one with
+            the rubric's name counts, else `score`.
 
     Raises:
         InputError: there is no such function.
@@ -118,11 +119,12 @@ def score_agreement(
 def pair_agreement(
     pairs: Sequence[Pair], records: Sequence[Record], truth: Truth | None, judges_side: int | None
 ) -> list[MetricResult]:
-    """What decides the verdicts in `records`, one per pair.
+    """Biases and errors of the verdicts in `records`, one per pair.
 
     Args:
-        truth: adds `error_rate` and takes differences in quality out of the other numbers. InputError if no pair has one.
-        judges_side: which side of the pairs (0 or 1) the judge's own model wrote; adds `self_preference`.
+        truth: adds `error_rate` and removes differences in quality from the other numbers. InputError if no pair has a
+            truth.
+        judges_side: the side of the pairs (0 or 1) that the judge's own model wrote; adds `self_preference`.
     """
     judged = [
         (pair, record["first_shown"]) for pair, record in zip(pairs, records, strict=True) if record["first_shown"]
@@ -195,7 +197,9 @@ def _wrong(shown: Sequence[float], better: float) -> float:
 
 
 def _fit(items: Sequence[str], y: np.ndarray, regressors: Sequence[np.ndarray]) -> ItemScores:
-    """The coefficient of the first of `regressors` ([n] each) in a least-squares fit of `y` [n], without another intercept."""
+    """The coefficient of the first of `regressors` ([n] each) in a least-squares fit of `y` [n], without another
+    intercept.
+    """
     x = np.stack(regressors, axis=1)
     normal = (x[:, :, None] * x[:, None]).reshape(len(y), -1)
     return item_sums("least_squares", zip(items, np.concatenate([normal, x * y[:, None]], axis=1), strict=True))

@@ -173,9 +173,9 @@ class Comparison:
     tests: list[tuple[str, PairedTest]]
     """(name of B, test of B against the first side)."""
     warnings: list[str]
-    """What limits the conclusions."""
+    """Caveats about the conclusions."""
     details: list[str]
-    """What was read, left out and not compared."""
+    """Messages about data that was read, left out or not compared."""
 
     def table(self) -> Table:
         """A table with one row per side and metric."""
@@ -205,7 +205,7 @@ class Comparison:
         return Table("", headings, rows, note, words=("B", "metric") if several else ("metric",))
 
     def sentence(self) -> str:
-        """The conclusion: significant differences, the others, and what the data cannot show."""
+        """The conclusion: significant differences, other differences, and limits of the data."""
         significant = [_finding(self.baseline, name, test) for name, test in self.tests if test.better_side]
         names = dict.fromkeys(name for name, _ in self.tests)
         others = {
@@ -279,7 +279,7 @@ def compare(sides: Sequence[Side], common: bool = False, seed: int = 0, draws: i
 
 
 def _shared_items(runs: Sequence[Run], common: bool, details: list[str]) -> list[str]:
-    """The items that all runs have, sorted; raises `InputError` if there are others and not `common`."""
+    """The items that all runs have, sorted. Raises `InputError` if there are other items and `common` is false."""
     shared = frozenset.intersection(*(run.items for run in runs))
     others = {run.path: len(run.items - shared) for run in runs if run.items - shared}
     left_out = ", ".join(
@@ -333,7 +333,9 @@ def check_environments(runs: Sequence[Run]) -> list[str]:
 
 
 def check_settings(name: str, runs: Sequence[Run]) -> list[str]:
-    """Raises `InputError` for a metric computed with different settings; warns about perplexities of different models."""
+    """Raises `InputError` for a metric computed with different settings; warns about perplexities of different
+    models.
+    """
     one = runs[0]
     for run in runs[1:]:
         known, other = one.metrics[name].about, run.metrics[name].about

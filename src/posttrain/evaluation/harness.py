@@ -1,8 +1,9 @@
-"""Models of posttrain in lm-eval, and the `harness` stage, which evaluates one on tasks of lm-eval.
+"""Models of posttrain in lm-eval, and the `harness` stage, which evaluates a model on tasks of lm-eval.
 
     python -m posttrain.evaluation.harness --model posttrain --model_args path=runs/run --tasks my_task.yaml
 
-is the command `lm_eval` with the model type `posttrain`. After an import of this module, `lm_eval.simple_evaluate` has it, too.
+is the command `lm_eval` with the model type `posttrain`. Importing this module also registers the type for
+`lm_eval.simple_evaluate`.
 """
 
 import asyncio
@@ -27,11 +28,12 @@ from rich.console import Console
 
 from posttrain.engines.factory import open_engine
 from posttrain.engines.protocol import Completion, Engine, Request
-from posttrain.errors import InputError
+from posttrain.errors import InputError, PosttrainError
 from posttrain.evaluation.predictions import digest_of
 from posttrain.evaluation.results import Better, MetricResult, Results
 from posttrain.evaluation.statistics import ItemScores, combine, item_means, item_sums
 from posttrain.models.policy import Policy
+from posttrain.plugins import require_trust
 from posttrain.recipe.compose import section
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.harness import HarnessRecipe
@@ -45,7 +47,7 @@ from posttrain.seeds import derive_seed
 
 _POSITIONS_PER_CHUNK = 512
 _DEFAULT_TOKENS = 256
-"""Tokens of an answer where a task sets no limit, as in lm-eval."""
+"""Maximum tokens of an answer if a task sets no limit, as in lm-eval."""
 
 
 @register_model("posttrain")
@@ -67,13 +69,15 @@ class HarnessModel(TemplateLM):
         batch_size: Any = None,
         max_batch_size: Any = None,
     ) -> None:
-        """`path`: a run, or what `model.path` takes; otherwise `policy` and `engine`. The batch sizes of lm-eval are not used."""
+        """`path`: a run, or what `model.path` takes; otherwise `policy` and `engine`. The batch sizes of lm-eval are
+        not used.
+        """
         super().__init__()
         if policy is None:
             if path is None:
                 raise InputError("the model posttrain needs its path: --model_args path=runs/run")
             known = {} if dtype is None else {"dtype": dtype}
-            if device == "cpu":  # lm-eval's default is cuda:0, also without a GPU
+            if device == "cpu":  # lm-eval's default is cuda:0, even without a GPU
                 known["device"] = "cpu"
             policy = Policy(section(ModelRecipe, path=model_path(str(path)), **known))
         self.policy = policy
@@ -84,7 +88,8 @@ class HarnessModel(TemplateLM):
         self._device = policy.device
         self._sampled = 0
 
-    # -- tokens ---------------------------------------------------------------------------------------------------------
+    # -- tokens
+    # ---------------------------------------------------------------------------------------------------------
 
     @property
     def eot_token_id(self) -> int:
@@ -127,12 +132,13 @@ class HarnessModel(TemplateLM):
         )
         return str(text)
 
-    # -- likelihoods ----------------------------------------------------------------------------------------------------
+    # -- likelihoods
+    # ----------------------------------------------------------------------------------------------------
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation in nats, whether greedy decoding gives it) of each request."""
+        """(log-probability of the continuation in nats, whether greedy decoding produces it) of each request."""
         texts = []
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
@@ -152,7 +158,7 @@ class HarnessModel(TemplateLM):
         return results
 
     def _batches(self, texts: Sequence[np.ndarray]) -> Iterator[list[int]]:
-        """Indices of texts in batches of `tokens_per_batch` tokens, those with equal beginnings side by side."""
+        """Indices of texts in batches of `tokens_per_batch` tokens. Texts with equal prefixes are adjacent."""
         group: list[int] = []
         total = 0
         for index in sorted(range(len(texts)), key=lambda i: texts[i].tolist()):
@@ -192,7 +198,8 @@ class HarnessModel(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    # -- generation -----------------------------------------------------------------------------------------------------
+    # -- generation
+    # -----------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         asked = [self._request(*request.args) for request in requests]
@@ -214,7 +221,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _request(self, context: str, settings: Mapping[str, Any]) -> tuple[Request, list[str]]:
-        """The request to the engine, and the texts at which the answer is cut."""
+        """The request to the engine, and the stop strings at which the answer is cut."""
         values: dict[str, Any] = dict(normalize_gen_kwargs(dict(settings), self.max_gen_toks))
         stops = handle_stop_sequences(values.pop("until"), self.tokenizer.decode(self.eot_token_id))
         limit, samples = int(values.pop("max_gen_toks")), values.pop("do_sample")
@@ -234,32 +241,38 @@ class HarnessModel(TemplateLM):
         return Request(tuple(prompt), sampling, seed, limit, tuple(stop for stop in stops if stop)), stops
 
 
-# -- the stage ----------------------------------------------------------------------------------------------------------
+# -- the stage
+# ----------------------------------------------------------------------------------------------------------
 
 
 def run(recipe: HarnessRecipe, directory: RunDirectory, console: Console) -> None:
-    """Evaluate on `recipe.tasks`, write results and report, and print the table. InputError if data of a task is missing."""
+    """Evaluate on `recipe.tasks`, write results and report, and print the table. InputError if data of a task is
+    missing.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with offline():
+        if recipe.include_path is not None:
+            require_trust(Path(recipe.include_path))
         manager = TaskManager(include_path=recipe.include_path)
         tasks = load_tasks(manager, recipe.tasks)
         policy = Policy(recipe.model.model_copy(update={"path": model_path(recipe.model.path)}), recipe.seed)
         engine = open_engine(policy, recipe.engine, logs=directory.logs, weights_change=False)
-        found = simple_evaluate(
-            HarnessModel(None, policy, engine, recipe.seed, recipe.tokens_per_batch),
-            tasks=tasks,
-            task_manager=manager,
-            num_fewshot=recipe.num_fewshot,
-            limit=recipe.limit,
-            bootstrap_iters=0,
-            apply_chat_template=recipe.apply_chat_template,
-            system_instruction=recipe.system_instruction,
-            gen_kwargs=dict(recipe.gen_kwargs) or None,
-            random_seed=recipe.seed,
-            numpy_random_seed=recipe.seed,
-            torch_random_seed=recipe.seed,
-            fewshot_random_seed=recipe.seed,
-        )
+        with rows_named():
+            found = simple_evaluate(
+                HarnessModel(None, policy, engine, recipe.seed, recipe.tokens_per_batch),
+                tasks=tasks,
+                task_manager=manager,
+                num_fewshot=recipe.num_fewshot,
+                limit=recipe.limit,
+                bootstrap_iters=0,
+                apply_chat_template=recipe.apply_chat_template,
+                system_instruction=recipe.system_instruction,
+                gen_kwargs=dict(recipe.gen_kwargs) or None,
+                random_seed=recipe.seed,
+                numpy_random_seed=recipe.seed,
+                torch_random_seed=recipe.seed,
+                fewshot_random_seed=recipe.seed,
+            )
     assert found is not None
     results = harness_results(found, recipe)
     if not results.metrics:
@@ -279,8 +292,29 @@ def run(recipe: HarnessRecipe, directory: RunDirectory, console: Console) -> Non
 
 
 @contextmanager
+def rows_named() -> Iterator[None]:
+    """Turn any error that lm-eval raises for a row or a template into an InputError."""
+    try:
+        yield
+    except PosttrainError:
+        raise
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise InputError(
+            f"tasks: lm-eval cannot use a task or one of its rows ({type(cause).__name__}: {_reason(cause)}); correct the rows "
+            "or the task; --debug shows where it failed"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+@contextmanager
 def offline() -> Iterator[None]:
-    """Inside, Hugging Face's libraries read local files and caches only."""
+    """Inside the block, Hugging Face's libraries read only local files and caches."""
     import datasets
     import huggingface_hub
 
@@ -304,23 +338,29 @@ def offline() -> Iterator[None]:
 
 
 def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Any]:
-    """The tasks and groups of lm-eval with these names or files. InputError if one is unknown, or its data is not local."""
+    """The tasks and groups of lm-eval with these names or files. InputError if one is unknown, or its data is not
+    local.
+    """
     tasks: list[Any] = []
     for name in names:
         if name.endswith((".yaml", ".yml")) and not Path(name).is_file():
             raise InputError(f"tasks: there is no task file {name}; correct the path")
-        try:
-            loaded = manager.load([name])
-        except KeyError as error:
-            raise InputError(
-                f"tasks: lm-eval has no task {name}; see `lm-eval ls tasks`, or give a task file"
-            ) from error
-        except (ConnectionError, FileNotFoundError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            raise InputError(
-                f"tasks: the data of {name} is not on this machine ({reason}); download the data set before, or give a task "
-                "file that reads local files"
-            ) from error
+        if name.endswith((".yaml", ".yml")):
+            require_trust(Path(name))  # its templates and functions are code
+        with rows_named():
+            try:
+                loaded = manager.load([name])
+            except KeyError as error:
+                if Path(name).is_file():
+                    raise
+                raise InputError(
+                    f"tasks: lm-eval has no task {name}; see `lm-eval ls tasks`, or give a task file"
+                ) from error
+            except (ConnectionError, FileNotFoundError) as error:
+                raise InputError(
+                    f"tasks: the data of {name} is not on this machine ({_reason(error)}); download the data set before, or "
+                    "give a task file that reads local files"
+                ) from error
         # The first group contains the others.
         groups = list(loaded.get("groups", {}).values())
         tasks += groups[:1] or loaded["tasks"].values()
@@ -330,7 +370,8 @@ def load_tasks(manager: TaskManager, names: Sequence[str]) -> list[Any]:
 def harness_results(found: Mapping[str, Any], recipe: HarnessRecipe) -> Results:
     """The metrics of `simple_evaluate` with intervals over documents.
 
-    Metrics that are neither means nor perplexities over documents, such as a corpus F1, are messages with lm-eval's value.
+    Metrics that are neither means nor perplexities over documents, such as a corpus F1, are messages with lm-eval's
+    value.
     """
     results = Results(recipe.model.path, 0, 0)
     dropped: list[str] = []
@@ -355,7 +396,7 @@ def harness_results(found: Mapping[str, Any], recipe: HarnessRecipe) -> Results:
         name = f"{task}/{metric}" if chosen == "none" else f"{task}/{key}"
         scores = _scores(values, aggregated)
         if scores is None:
-            dropped.append(f"{name} is {aggregated:.4g}, without an interval: it is no mean over documents")
+            dropped.append(f"{name} is {aggregated:.4g}, without an interval: it is not a mean over documents")
             continue
         higher = found["higher_is_better"].get(task, {}).get(metric)
         better: Better = "neither" if higher is None else "higher" if higher else "lower"
@@ -375,7 +416,7 @@ def _leaves(name: str, children: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _scores(values: Mapping[str, Any], aggregated: float) -> ItemScores | None:
-    """Scores per item whose combination is lm-eval's value; None if neither a mean nor a perplexity is."""
+    """Scores per item that combine to lm-eval's value, as a mean or a perplexity; None if neither does."""
     candidates = []
     if all(isinstance(value, bool | int | float) for value in values.values()):
         kind: Any = "rate" if {float(value) for value in values.values()} <= {0.0, 1.0} else "mean"

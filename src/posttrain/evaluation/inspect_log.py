@@ -13,7 +13,7 @@ from posttrain.plugins import require_module
 def read_inspect_log(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
     """The scores of a log by name, a mean over the epochs of each sample, and the digests of its samples.
 
-    InputError for a file that is no log, and for one of an evaluation that has not ended.
+    InputError for a file that is not a log, and for the log of an evaluation that has not ended.
     """
     read = require_module("inspect_ai.log", str(path)).read_eval_log
     as_number = require_module("inspect_ai.scorer", str(path)).value_to_float()

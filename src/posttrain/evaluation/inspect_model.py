@@ -1,6 +1,6 @@
 """The model provider `posttrain` of inspect-ai: `inspect eval task.py --model posttrain/runs/run`.
 
-Its entry point in `pyproject.toml` makes inspect-ai import this module. `-M dtype=bfloat16` sets a key of `model`.
+inspect-ai imports this module through an entry point in `pyproject.toml`. `-M dtype=bfloat16` sets a key of `model`.
 """
 
 from typing import Any

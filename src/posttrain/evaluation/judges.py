@@ -1,6 +1,6 @@
 """A language model as a judge: predictions scored by a rubric, or compared in pairs, through a chat server.
 
-A rubric makes a prompt of every prediction. Each row gives a record, and the scores a mean with its interval.
+A rubric turns every prediction into a prompt. Each row has a record, and the scores have a mean with an interval.
 """
 
 import difflib
@@ -135,7 +135,7 @@ def _question(
 
 
 def _instructions(rubric: Rubric, form: ReplyForm) -> str:
-    """What the judge has to assess."""
+    """The criteria that the judge has to assess."""
     scale, parts = rubric.scale, [rubric.measures.strip(), ""]
     if isinstance(scale, PointsScale):
         alone = "The points that each alone would get" if isinstance(form, ChoiceReply) else "The points"
@@ -181,7 +181,7 @@ def _cut(text: str, longest: int) -> str:
 UNREADABLE, NO_REPLY, NOT_ASKED = "unreadable reply", "no reply from the server", "not asked"
 """Reasons for a missing score."""
 _MIN_FAILURES = 3
-"""Fewest consecutive failures after which the server is given up."""
+"""Minimum number of consecutive failures after which requests stop."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Reply:
 
 
 Progress = Callable[[int, int, int], None]
-"""Called with the number of finished requests, of all requests, and of finished requests without a verdict."""
+"""Called with the numbers of finished requests, all requests, and finished requests without a verdict."""
 
 
 def ask_all(
@@ -204,8 +204,8 @@ def ask_all(
 ) -> list[Reply]:
     """Send all questions with `workers` concurrent requests; returns the replies in order.
 
-    Gives up after as many consecutive failures as there are workers (at least three), or twice as many once the server
-    has replied. Requests in flight at that time are abandoned.
+    Stops after as many consecutive failures as there are workers (at least three), or twice as many once the server has
+    replied. Requests in flight at that time are abandoned.
     """
     replies = [Reply(None, NOT_ASKED, "the server failed repeatedly before this request") for _ in questions]
     indices, lock, stop = iter(range(len(questions))), threading.Lock(), threading.Event()
@@ -265,7 +265,7 @@ class Options:
     workers: int = 8
     """Concurrent requests."""
     longest: int = 50_000
-    """Characters of each text that the judge sees."""
+    """Maximum number of characters of each text shown to the judge."""
 
     def about(self) -> dict[str, Any]:
         """Settings that a reader of the scores needs."""
@@ -276,7 +276,7 @@ class Options:
         }
 
     def source(self) -> Record:
-        """The rubric and the judge, as every record holds them."""
+        """The rubric and the judge, as stored in every record."""
         rubric = self.rubric
         return {"rubric": rubric.name, "rubric_hash": rubric_digest(rubric), "judge": self.server.model}
 
@@ -290,7 +290,7 @@ class Judgement:
     results: Results
     """Without metrics if nothing could be scored."""
     unanswered: int = 0
-    """Rows without a score because the server failed; a repeated run asks for these only."""
+    """Number of rows without a score because the server failed. A repeated run requests only these."""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -399,7 +399,7 @@ class Pairing:
 
     pairs: list[Pair]
     left_out: dict[str, int]
-    """Predictions that are in no pair, by reason."""
+    """Number of predictions that are not in any pair, by reason."""
 
 
 def pair_up(one: Predictions, other: Predictions) -> Pairing:

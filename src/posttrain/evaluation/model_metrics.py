@@ -33,7 +33,7 @@ class Encoder:
     """Token vectors from one layer of an encoder."""
 
     def __init__(self, path: str, layer: int | None = None, options: ModelOptions | None = None) -> None:
-        """`layer` counts from 1; None takes the published layer of the encoder, else the one at three quarters.
+        """`layer` counts from 1; None selects the published layer of the encoder, or else the layer at three quarters.
 
         Raises `InputError` if `path` is not an encoder or lacks the layer.
         """
@@ -101,7 +101,7 @@ class Encoder:
         return [_bert_score(vectors.get(one), vectors.get(other)) for one, other in pairs]
 
     def score_all(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[tuple[float, float, float], int]]:
-        """(P, R, F1) of each pair, and how many of its two texts are truncated."""
+        """(P, R, F1) of each pair, and the number of its two texts that are truncated."""
         texts = [text for pair in pairs for text in pair]
         lengths = [len(ids) for ids in self.tokenizer(texts, truncation=False, verbose=False)["input_ids"]]
         of_pairs = list(zip(lengths[::2], lengths[1::2], strict=True))
@@ -136,7 +136,7 @@ def bert_scores(rows: Sequence[Prediction], encoder: ModelWorkers[Encoder]) -> l
 
 
 def describe(model: Any, items: Sequence[object]) -> list[dict[str, Any]]:
-    """What results say about the model, for each of `items`."""
+    """The description of the model for results, for each of `items`."""
     return [model.about for _ in items]
 
 
@@ -165,7 +165,7 @@ def _bert_score(prediction: tuple[Any, Any] | None, reference: tuple[Any, Any] |
 
 
 def _limit(tokenizer: Any, config: Any) -> int:
-    """Most tokens per text: the smaller of the tokenizer's limit and the encoder's positions."""
+    """Maximum number of tokens per text: the smaller of the tokenizer's limit and the encoder's positions."""
     limit = getattr(tokenizer, "model_max_length", None) or _UNLIMITED
     positions = getattr(config, "max_position_embeddings", None) or _UNLIMITED
     if config.model_type in ("roberta", "xlm-roberta", "camembert"):
@@ -216,7 +216,7 @@ class LanguageModel:
         return [of_texts[i] for i in range(len(texts))]
 
     def score_answers(self, answers: Sequence["Answer"]) -> list[Nats | str]:
-        """Nats and number of tokens of each answer given its prompt, or why it has none."""
+        """Nats and number of tokens of each answer given its prompt, or the reason why it has no score."""
         texts = [self._answer(*answer) for answer in answers]
         lengths = [0 if not scored.any() else len(ids) for ids, scored in texts]
         usable = [i for i, length in enumerate(lengths) if 0 < length <= self.limit]
@@ -224,8 +224,8 @@ class LanguageModel:
         return [nats_of.get(i, "too long for the model" if length else "") for i, length in enumerate(lengths)]
 
     def score_texts(self, texts: Sequence[str]) -> list[tuple[Nats, bool] | None]:
-        """Nats and number of tokens of each text without a prompt, after the BOS token (if the model has one), and whether
-        it was truncated to the context of the model; None for a text without a second token.
+        """Nats and number of tokens of each text without a prompt, after the BOS token (if the model has one), and
+        whether it was truncated to the context of the model; None for a text without a second token.
         """
         first = self.policy.tokenizer.bos_token_id
         ids = [([] if first is None else [first]) + self.renderer.encode(text) for text in texts]
@@ -236,7 +236,7 @@ class LanguageModel:
         return [results.get(i) for i in range(len(texts))]
 
     def _answer(self, prompt: list[Message], text: str, cut_off: bool) -> Text:
-        """`text` as the answer to the prompt, with the end token unless it was cut off."""
+        """Tokens of `text` as the answer to the prompt, with the end token unless it was cut off."""
         messages = [*prompt, {"role": "assistant", "content": text}]
         stream = render_conversation(self.renderer, messages, "last_assistant")[-1]
         stream = stream.cut(len(stream.ids) - 1) if cut_off else stream
@@ -311,7 +311,7 @@ def _dtype(model: Any) -> str:
 
 
 def _finite(nats: Sequence[tuple[str, Nats]], left_out: dict[str, int], name: str) -> list[tuple[str, Nats]]:
-    """The (item, nats) that are finite numbers; the others are counted."""
+    """The (item, nats) pairs with finite numbers. The others are counted."""
     counted = [(item, text) for item, text in nats if math.isfinite(text[0])]
     if len(counted) < len(nats):
         left_out["not a finite number"] = len(nats) - len(counted)
@@ -353,9 +353,9 @@ def evaluate_rewards(
 ) -> Results:
     """Mean (reward - mean) / standard deviation of the predictions under each reward model; `load` opens a path.
 
-    Mean and standard deviation are stored with the reward model; without them, rewards are raw and named `raw_...`.
-    Models that fail are in `Results.failed`; the others are still evaluated. `load` is pickled if there are several
-    processes.
+    Mean and standard deviation are those stored with the reward model; without them, rewards are raw and named
+    `raw_...`. Models that fail are in `Results.failed`; the others are still evaluated. `load` is pickled if there are
+    several processes.
     """
     results = Results(
         predictions.path,
@@ -375,7 +375,9 @@ def evaluate_rewards(
 
 
 def rewards_of(rows: Sequence[Prediction], model: ModelWorkers[Rewards]) -> tuple[list[float | None], dict[str, int]]:
-    """The normalized reward of each row, None if it has none, and the number of those by reason. Raw without statistics."""
+    """The normalized reward of each row (None if it has none; raw without statistics), and the number of Nones by
+    reason.
+    """
     left_out: dict[str, int] = {}
     usable = []
     for place, row in enumerate(rows):

@@ -15,7 +15,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.data import SourceRecipe
 
 _CUT_OFF = ("turn_budget", "episode_budget", "length")
-"""Stop reasons of truncated answers: ours, and that of OpenAI-compatible servers."""
+"""Stop reasons of truncated answers: those of posttrain, and that of OpenAI-compatible servers."""
 
 
 class PredictionColumns(BaseConfig):
@@ -163,8 +163,8 @@ def _reference(row: dict[str, Any], names: PredictionColumns) -> str | None:
 def item_of(row: dict[str, Any], prompt: Any, origin: str, names: PredictionColumns) -> str:
     """The item of a row: its id, else its prompt, else its seed, else its position.
 
-    The seed counts only for rows without a prediction; that of a prediction is a sampling seed. Raises `UnusableRow` for
-    an id of a wrong type.
+    The seed is used only for rows without a prediction, because in a prediction it is a sampling seed. Raises
+    `UnusableRow` for an id of a wrong type.
     """
     given = row.get(names.id)
     if isinstance(given, str | int) and not isinstance(given, bool):
@@ -184,7 +184,7 @@ def digest_of(value: object) -> str:
 
 
 def with_reference(rows: Sequence[Prediction]) -> tuple[list[Prediction], dict[str, int]]:
-    """The rows with a reference, and the number of the others; raises `InputError` if no row has one."""
+    """The rows with a reference, and the number of other rows. Raises `InputError` if no row has a reference."""
     known = [row for row in rows if row.reference is not None]
     if not known:
         raise InputError(

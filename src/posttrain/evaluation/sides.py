@@ -39,7 +39,7 @@ class Run:
     environment: dict[str, Any] | None = None
     """The `environment` section of the recipe; None for a file."""
     details: list[str] = field(default_factory=list)
-    """Messages on what was read and what was dropped."""
+    """Messages about data that was read or dropped."""
 
     @property
     def items(self) -> frozenset[str]:
@@ -78,7 +78,7 @@ def read_sides(words: Sequence[str], metrics: Sequence[str] | None = None) -> li
 def read_models(words: Sequence[str]) -> list[Run]:
     """Parse and read models: `PATH`, `PATH,PATH` for several files with different metrics, `name=PATH`.
 
-    The path of the result is the name of the model. A directory that is not a run means the results files in it.
+    The path of the result is the name of the model. A directory that is not a run stands for the results files in it.
     Raises `InputError` for anything that cannot be read, and for a metric that a model has twice.
     """
     columns = column_names([word for word in words if word.startswith("columns.")])
@@ -94,7 +94,9 @@ def read_models(words: Sequence[str]) -> list[Run]:
 
 
 def _results_in(path: str, details: list[str]) -> list[str]:
-    """The results files of a directory that is not a run, otherwise `path` itself. Other JSON files are noted in `details`."""
+    """The results files of a directory that is not a run, otherwise `path` itself. Other JSON files are noted in
+    `details`.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir() or (folder / "recipe.yaml").is_file():
         return [path]

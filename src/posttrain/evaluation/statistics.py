@@ -131,9 +131,9 @@ def paired_difference(a: Sequence[float], b: Sequence[float], seed: int = 0, dra
 def interquartile_mean(runs: Sequence[Sequence[float]], seed: int = 0, draws: int = 2_000) -> Estimate:
     """Mean of the middle half of the results of training runs, with a stratified bootstrap interval.
 
-    `runs[e]`: one result per training seed in environment e; all are pooled, and the lowest and highest quarters left out.
-    Each draw resamples the runs within every environment (Agarwal et al. 2021, arXiv 2108.13264). A run that counts in part
-    has a weight, so that fewer than four runs are allowed.
+    `runs[e]`: one result per training seed in environment e; all are pooled, and the lowest and highest quarters left
+    out. Each draw resamples the runs within every environment (Agarwal et al. 2021, arXiv 2108.13264). Runs at the
+    boundary count with a fractional weight, so fewer than four runs are allowed.
     """
     strata = [np.asarray(results, dtype=np.float64) for results in runs]
     if not strata or min(map(len, strata)) < 1:
@@ -158,8 +158,8 @@ def crossed_mean(table: np.ndarray, seed: int = 0, draws: int = 10_000) -> Estim
     """Mean of a table [training seeds, tasks] with a 95% interval over both; `n` is the number of training seeds.
 
     Each draw resamples the training seeds, and the tasks, which all training seeds share (the crossed form of the
-    hierarchical bootstrap; Owen 2007, "The pigeonhole bootstrap", Annals of Applied Statistics 1). It never has less spread
-    than either resampling alone would, and so errs towards wide intervals.
+    hierarchical bootstrap; Owen 2007, "The pigeonhole bootstrap", Annals of Applied Statistics 1). Its spread is at
+    least that of either resampling alone, so it errs towards wide intervals.
     """
     values = np.asarray(table, dtype=np.float64)
     if values.ndim != 2 or 0 in values.shape:
@@ -214,7 +214,7 @@ def _bootstrap(sample: np.ndarray, seed: int, draws: int) -> tuple[float, float]
 
 
 _MIN_DIFFERENCES = 10
-"""Fewest differences for an interval of the standardized difference."""
+"""Minimum number of differences for an interval of the standardized difference."""
 _ROUNDING = 1e-9
 """A spread below this fraction of the values counts as zero."""
 
@@ -228,7 +228,7 @@ class CalibrationBin:
     confidence: float
     """Mean predicted probability that the answer with the larger reward is the chosen one."""
     accuracy: Estimate
-    """Fraction of pairs in which it is."""
+    """Fraction of pairs in which this answer is the chosen one."""
 
 
 def pair_accuracy(margins: Sequence[float]) -> Estimate:
@@ -238,11 +238,13 @@ def pair_accuracy(margins: Sequence[float]) -> Estimate:
 
 
 def ranking_accuracy(chosen: Sequence[float], rejected: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
-    """Probability that a chosen answer's reward exceeds a rejected one's (area under the ROC curve; Mann, Whitney 1947).
+    """Probability that a chosen answer's reward exceeds a rejected one's (area under the ROC curve; Mann, Whitney
+    1947).
 
     Computed over all pairs of a chosen and a rejected answer; ties count half. The interval is a percentile bootstrap
-    over answers. If all pairs have the same result, or one side has a single answer, resampling shows no spread; then
-    the interval is Wilson's with the size of the smaller side as trials, as no more of the pairs are independent.
+    over answers. If all pairs have the same result, or one side has a single answer, resampling shows no spread. The
+    interval is then Wilson's, with the size of the smaller side as the number of trials, because at most that many
+    pairs are independent.
     """
     better, worse = np.asarray(chosen, dtype=np.float64), np.asarray(rejected, dtype=np.float64)
     if not len(better) or not len(worse):
@@ -288,8 +290,8 @@ def calibration(margins: Sequence[float], bins: int = 5) -> tuple[list[Calibrati
 def mcnemar(only_a: int, only_b: int) -> float:
     """Two-sided p-value of McNemar's exact test (McNemar 1947).
 
-    `only_a`, `only_b`: items that only A, or only B, got right. Under the null hypothesis each of the n = only_a + only_b
-    discordant items is A's or B's with probability 1/2, so p = min(1, 2 P(X <= min(only_a, only_b))) with
+    `only_a`, `only_b`: items that only A, or only B, got right. Under the null hypothesis each of the n = only_a +
+    only_b discordant items is A's or B's with probability 1/2, so p = min(1, 2 P(X <= min(only_a, only_b))) with
     X ~ Binomial(n, 1/2). Without discordant items, p = 1.
     """
     from scipy.special import bdtr
@@ -374,13 +376,14 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 Kind = Literal["rate", "mean", "perplexity", "bleu", "chrf", "least_squares", "correlation"]
-"""Summands per item: (value, 1) for `rate` and `mean`, (nats, tokens) for `perplexity`, sacrebleu's counts for `bleu` and
-`chrf`, the normal equations x x^T [k k] and x y [k] for `least_squares`, and (1, x, y, x^2, y^2, x y) for `correlation`."""
+"""Summands per item: (value, 1) for `rate` and `mean`, (nats, tokens) for `perplexity`, sacrebleu's counts for `bleu`
+and `chrf`, the normal equations x x^T [k k] and x y [k] for `least_squares`, and (1, x, y, x^2, y^2, x y) for
+`correlation`."""
 
 DRAWS = 5_000
 """Bootstrap resamples."""
 _UNLIMITED_TRIALS = 10**12
-"""No upper bound on the effective trials: the number of samples per item is not known here."""
+"""No upper bound on the effective number of trials, because the number of samples per item is unknown here."""
 
 
 @dataclass(frozen=True)
@@ -421,8 +424,9 @@ def item_sums(kind: Kind, samples: Iterable[tuple[str, Sequence[float]]]) -> Ite
 
 
 def combine(kind: Kind, sums: np.ndarray) -> np.ndarray:
-    """The metric [...] from summands [..., S]: sum / count, exp(nats / tokens), BLEU or chrF in [0, 100], the first coefficient
-    of a least-squares fit (of minimum norm if it is not unique), or Pearson's correlation (0 without variance).
+    """The metric [...] from summands [..., S]: sum / count, exp(nats / tokens), BLEU or chrF in [0, 100], the first
+    coefficient of a least-squares fit (of minimum norm if it is not unique), or Pearson's correlation (0 without
+    variance).
     """
     if kind in ("rate", "mean", "perplexity"):
         ratio = sums[..., 0] / sums[..., 1]
@@ -478,7 +482,7 @@ def estimate(scores: ItemScores, seed: int = 0, draws: int = DRAWS) -> Estimate:
 def resampled_sums(table: np.ndarray, seed: int = 0, draws: int = DRAWS) -> np.ndarray:
     """[draws, S]: sums over the items of bootstrap samples of `table` [n, S].
 
-    The drawn items depend on n and `seed` only, so tables of the same items get the same samples.
+    The drawn items depend only on n and `seed`, so tables of the same items get the same samples.
     """
     n = len(table)
     generator = random_stream("items", n, seed)

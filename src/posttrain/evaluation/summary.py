@@ -68,9 +68,13 @@ class Evaluation:
     """Success and return on a set of seeds."""
 
     success: Estimate | None
-    """Over all seeds; failed episodes count as unsuccessful. None if the environment does not report success."""
+    """Success rate over all seeds; failed episodes count as unsuccessful. None if the environment does not report
+    success.
+    """
     mean_return: Estimate
-    """Over seeds with an episode that did not fail, since a failed episode has no return; NaN if there are none."""
+    """Mean return over seeds with an episode that did not fail, as failed episodes have no return; NaN without such
+    seeds.
+    """
     n: int
     """Number of seeds."""
     episodes: int
@@ -182,10 +186,10 @@ def evaluate(
     left_out: frozenset[int] = frozenset(),
     played: Played = lambda *_: None,
 ) -> tuple[Evaluation, list[Episode]]:
-    """Play every one of the `seeds` that is not in `left_out`; returns the summary and the episodes.
+    """Play all `seeds` except those in `left_out`. Returns the summary and the episodes.
 
-    Random numbers depend only on the run seed and the place of the held-out seed, so two evaluations of one run differ only
-    by the policy. `played` is called as each episode ends.
+    Random numbers depend only on the run seed and the position of the held-out seed, so two evaluations of one run
+    differ only by the policy. `played` is called as each episode ends.
     """
     requests = [
         EpisodeRequest(seed, group, index, (run_seed, "evaluation", group, index))

@@ -1,4 +1,4 @@
-"""One table of several models: their values in all metrics with intervals, and their differences from one of them."""
+"""One table of several models: values of all metrics with intervals, and differences from a base model."""
 
 import csv
 import io
@@ -37,9 +37,11 @@ class Entry:
     kind: Kind
     better: Better
     value: Estimate
-    """Over all items that the model has."""
+    """Value over all items that the model has."""
     test: PairedTest | None
-    """This model (B) against the base (A) on their shared items; None for the base and where nothing can be tested."""
+    """Test of this model (B) against the base (A) on their shared items; None for the base, or if nothing can be
+    tested.
+    """
 
     @property
     def difference(self) -> str:
@@ -58,14 +60,14 @@ class ModelTable:
     models: list[str]
     metrics: list[str]
     entries: list[Entry]
-    """By metric, then by model; without the metrics that a model lacks."""
+    """Entries by metric, then by model, without metrics that a model lacks."""
     warnings: list[str]
-    """What limits the conclusions."""
+    """Caveats about the conclusions."""
     details: list[str]
-    """What was read, left out and not compared."""
+    """Messages about data that was read, left out or not compared."""
 
     def table(self) -> Table:
-        """Models x metrics; a cell holds the value, its interval, and the difference from the base."""
+        """Models x metrics. A cell contains the value, its interval, and the difference from the base."""
         entries = {(entry.model, entry.metric): entry for entry in self.entries}
         better = {entry.metric: entry.better for entry in self.entries}
         rows = [(name, *(_cell(entries.get((name, metric))) for metric in self.metrics)) for name in self.models]
@@ -73,7 +75,7 @@ class ModelTable:
         return Table("Models", headings, rows, self._note(), words=("model",))
 
     def listed(self) -> Table:
-        """The same numbers with a row per metric and model, which also shows n and p."""
+        """The same numbers with one row per metric and model, including n and p."""
         rows = [
             (
                 f"{entry.metric}{_ARROWS[entry.better]}",
@@ -150,8 +152,8 @@ def model_table(
 
     Args:
         metrics: the metrics to show, in this order; None shows all in the order of the files.
-        base: the model that all others are compared with; None takes the first.
-        seed, draws: of the bootstrap.
+        base: the model that all others are compared with; None selects the first.
+        seed, draws: seed and number of samples of the bootstrap.
 
     Raises:
         InputError: an unknown metric or base, a metric computed with different settings, or items with equal ids and

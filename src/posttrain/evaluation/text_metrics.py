@@ -1,4 +1,6 @@
-"""Metrics of a file of predictions: BLEU, chrF, exact match and verifiers here, model-based ones in `model_metrics`."""
+"""Metrics of a file of predictions: BLEU, chrF, exact match and verifiers. Metrics with a model are in
+`model_metrics`.
+"""
 
 import json
 import math
@@ -59,7 +61,7 @@ def verified(rows: Sequence[Prediction], verifier: str) -> MetricResult:
         except Exception as error:
             first = first or f"{type(error).__name__}: {str(error)[:120]}, {row.origin}"
             cause = error.__cause__ if isinstance(error, RewardFailure) else error
-            reason = f"the verifier raised {type(cause).__name__}" if cause else "the verifier gave no finite number"
+            reason = f"the verifier raised {type(cause).__name__}" if cause else "the verifier returned no number"
             left_out[reason] = left_out.get(reason, 0) + 1
     if not values:
         raise InputError(
@@ -116,7 +118,7 @@ class TextOptions:
     """Causal language model of the perplexities."""
     verifier: str | None = None
     models: ModelOptions = field(default_factory=ModelOptions)
-    """How the encoder and the language model are loaded."""
+    """Settings for loading the encoder and the language model."""
 
 
 def select_metrics(
@@ -196,7 +198,7 @@ def _perplexities(results: Results, predictions: Predictions, options: TextOptio
     assert options.model is not None
     rows = predictions.rows
     with ModelWorkers(partial(LanguageModel, options.model, options.models), options.models.processes) as model:
-        model.map(describe, [None])  # a model that cannot be loaded is one failure, not three
+        model.map(describe, [None])  # load the model first, so that a failure is reported once and not three times
         computations: dict[str, Callable[[], MetricResult]] = {
             "perplexity_prediction": lambda: conditional(rows, model, "prediction")
         }

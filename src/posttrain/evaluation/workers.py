@@ -14,15 +14,15 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How the models of metrics are loaded and computed."""
+    """Settings for loading and running the models of metrics."""
 
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
     """Precision of the weights and of the forward pass."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     processes: int = 1
-    """Copies of each model. On GPUs, each copy takes the next one."""
+    """Number of copies of each model. On GPUs, each copy takes the next GPU."""
     tokens_per_batch: int = 4096
-    """Most tokens of one forward pass."""
+    """Maximum number of tokens of one forward pass."""
 
 
 class ModelWorkers(Generic[M]):
@@ -34,7 +34,7 @@ class ModelWorkers(Generic[M]):
     def __init__(self, load: Callable[[], M], processes: int = 1) -> None:
         self._load = load
         self._model: M | None = None
-        # A pool per process, because each share of the items belongs to one device.
+        # One pool per process, because each share of the items must run on its own device.
         context = get_context("spawn")
         count = processes if processes > 1 else 0
         self._pools = [ProcessPoolExecutor(1, context, _start, (rank, processes)) for rank in range(count)]
@@ -47,7 +47,7 @@ class ModelWorkers(Generic[M]):
             pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[M, list[T]], list[R]], items: Sequence[T]) -> list[R]:
-        """`function(model, items)` in the order of the items, each process with an equal share of them."""
+        """Results of `function(model, items)` in the order of the items. Each process gets an equal share of them."""
         if not self._pools:
             self._model = self._load() if self._model is None else self._model
             return function(self._model, list(items))
@@ -65,7 +65,7 @@ class ModelWorkers(Generic[M]):
 
 
 def _start(rank: int, processes: int) -> None:
-    """Give this process its share of the cores, and its GPU."""
+    """Assign a share of the cores and a GPU to this process."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Commands of OpenRLHF, TRL, verl and RAGEN as recipes of this package: what `posttrain import` does."""
+"""Convert commands of OpenRLHF, TRL, verl and RAGEN to recipes: `posttrain import`."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from posttrain.recipe.sources import Layer, dump_values, merge, read_file
 from posttrain.recipe.stages import Recipe
 
 _UNREADABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]")
-"""Control characters and half characters: terminals obey the first, YAML has neither."""
+"""Control characters, which terminals interpret, and lone surrogates. YAML allows neither."""
 _ORDER = [
     "name", "steps", "epochs", "seeds", "model", "data", "experts", "environment", "reward", "rollout", "engine", "credit",
     "unit_credit", "critic", "loss", "kl", "entropy", "optimizer", "rows_per_update", "learner", "evaluation", "checkpoint",
@@ -29,10 +29,10 @@ _ORDER = [
 
 @dataclass(frozen=True)
 class Imported:
-    """One command as a recipe.
+    """The conversion of one command.
 
-    `values`: nested keys of the recipe of `stage`. `files`: recipes of this package that it changes. `replacement`: the command
-    of this package that does the same, where that needs no recipe.
+    `values`: nested keys of the recipe of `stage`. `files`: recipes of this package that the command modifies.
+    `replacement`: the equivalent command of this package, if it needs no recipe.
     """
 
     text: str
@@ -53,11 +53,11 @@ class Imported:
 
     @property
     def missing(self) -> list[Row]:
-        """What the command asks for and the recipe does not have."""
+        """Rows of the command that the recipe cannot express."""
         return [row for row in self.rows if row.answer.outcome == "not supported"]
 
     def recipe(self) -> Recipe:
-        """The typed recipe; InputError if a key has a value that is not allowed."""
+        """The typed recipe. Raises InputError if a key has a value that is not allowed."""
         layers = [*(read_file(file) for file in self.files), Layer(dict(self.values))]
         return typed_recipe(merge(layers), self.stage)
 
@@ -70,17 +70,17 @@ class Imported:
         return "\n".join(lines + _yaml_lines({k: v for k, v in values.items() if k != "stage"}, flags)) + "\n"
 
     def command(self, file: str) -> str:
-        """The command of this package."""
+        """The equivalent command of this package."""
         return self.replacement or f"posttrain {self.stage} {shlex.quote(file)}"
 
 
 def import_commands(
     source: str, variables: Mapping[str, str], rows: int | None = None
 ) -> tuple[list[Imported], list[Command]]:
-    """The commands of `source`, a command line or a file, and those that have nothing to import.
+    """The converted commands of `source` (a command line or a file), and the commands that were not converted.
 
-    `variables`: values of shell variables that the text does not set. `rows`: number of training rows or prompts, where the file
-    is not here.
+    `variables`: values of shell variables that the text does not set. `rows`: number of training rows or prompts, if
+    the file is not on this machine.
 
     Raises:
         InputError: the text cannot be read, a flag has a value that is not allowed, or there is no command to import.
@@ -91,10 +91,13 @@ def import_commands(
     found, others = [], []
     for command in read_commands(text, variables):
         imported = import_command(command, rows)
-        if imported is None:
-            others.append(command)
-        else:
+        if imported is not None:
             found.append(imported)
+        elif (script := _script_of(command)) is not None and script != source:
+            inside = import_commands(script, {**variables, **command.assignments}, rows)
+            found, others = [*found, *inside[0]], [*others, *inside[1]]
+        else:
+            others.append(command)
     if not found:
         shown = " ".join(others[0].words)[:100] if others else source[:100]
         raise InputError(
@@ -104,8 +107,16 @@ def import_commands(
     return found, others
 
 
+def _script_of(command: Command) -> str | None:
+    """The file of `bash FILE` without arguments, whose commands are imported; None for other commands."""
+    words = command.words
+    if len(words) == 2 and words[0] in ("bash", "sh", "source") and Path(words[1]).is_file():
+        return words[1]
+    return None
+
+
 def import_command(command: Command, rows: int | None = None) -> Imported | None:
-    """One command; None if it is of none of the frameworks."""
+    """The conversion of one command. None if it belongs to none of the frameworks."""
     words, text = list(command.words), shlex.join(command.words)
     for position, word in enumerate(words):
         before, after = words[:position], words[position + 1 :]
@@ -120,7 +131,7 @@ def import_command(command: Command, rows: int | None = None) -> Imported | None
 
 
 def _environment(assignments: Mapping[str, str]) -> list[Row]:
-    """Rows of variables that are set in front of a command."""
+    """Rows of the variables that are set in front of a command."""
     note = "a variable of the original's libraries"
     devices = "set it for `posttrain` too"
     return [
@@ -147,7 +158,7 @@ def _launcher(before: list[str]) -> list[Row]:
 
 
 def _program(word: str, after: list[str], before: list[str]) -> tuple[Program, list[str], list[tuple[str, str]]] | None:
-    """The program that `word` names, the words of its flags, and flags that other words stand for."""
+    """The program that `word` names, the words of its flags, and flags given in another form."""
     if match := re.fullmatch(r"openrlhf\.cli\.(\w+)|.*openrlhf/cli/(\w+)\.py", word):
         name = match[1] or match[2]
         if name not in openrlhf.PROGRAMS:
@@ -218,7 +229,7 @@ def _imported(
 
 
 def _required(stage: str) -> dict[str, Row]:
-    """Keys without which a recipe is another experiment -> the row that says that the command does not have them."""
+    """Keys that the experiment depends on -> the row that says that the command does not set them."""
     keys = {"model.path": "model"}
     keys |= {"environment.type": "environment"} if stage == "rl" else {}
     keys |= {"data.train": "data"} if stage in ("dpo", "reward") else {}
@@ -227,7 +238,7 @@ def _required(stage: str) -> dict[str, Row]:
 
 
 def _rows_of(given: Mapping[str, str], program: Program) -> int | None:
-    """Rows of the training data: those of local files, at most the limit of the command; without files, the limit."""
+    """Number of training rows: those of local files, at most the limit of the command; without files, the limit."""
     paths = data_path(given.get(program.rows_of, ""))
     counts = [count_rows(path) for path in ([paths] if isinstance(paths, str) else paths)]
     limit = int(float(given[program.limit])) if given.get(program.limit) else None
@@ -238,7 +249,7 @@ def _rows_of(given: Mapping[str, str], program: Program) -> int | None:
 
 
 def _text_of(source: str) -> str:
-    """The text of a file, or the command line itself. A Markdown file has its commands in blocks of code."""
+    """The text of a file, or the command line itself. In a Markdown file, commands are in code blocks."""
     looks_like_a_file = "\n" not in source and len(source) < 1000 and " " not in source.strip()
     file = Path(source).expanduser()
     if not looks_like_a_file and not (len(source) < 255 and "\n" not in source and file.is_file()):
@@ -255,12 +266,12 @@ def _text_of(source: str) -> str:
 
 
 def _place(key: str) -> int:
-    """Where a section stands in a recipe file."""
+    """The sort key of a section in a recipe file."""
     return _ORDER.index(key) if key in _ORDER else len(_ORDER)
 
 
 def _wrapped(text: str, width: int = 110) -> list[str]:
-    """The command as comment lines. A line end in a quotation must not end the comment."""
+    """The command as comment lines, including each line of a quoted text."""
     lines = [""]
     for word in text.split():
         if len(lines[-1]) + len(word) > width and lines[-1]:
@@ -288,27 +299,3 @@ def shown_value(value: Any) -> str:
     if isinstance(value, list | dict) or "\n" in text:
         return json.dumps(value, ensure_ascii=False)
     return text
-
-
-def markdown_table(imported: Imported) -> str:
-    """The table of the command's flags: `| flag | value | our key | our value | outcome | note |`."""
-    lines = ["| flag | value | our key | our value | outcome | note |", "|---|---|---|---|---|---|"]
-    for row in imported.rows:
-        keys = ", ".join(f"`{key}`" for key in row.answer.keys) or "–"
-        ours = [_cell(value) for value in row.answer.keys.values()]
-        shown = ours[:1] if len(set(ours)) == 1 else ours
-        flag = f"({row.flag})" if row.implied else f"`{row.flag}`"
-        outcome = {"unknown": "**unknown**", "not supported": "**not supported**"}.get(
-            row.answer.outcome, row.answer.outcome
-        )
-        cells = [flag, _escaped(row.value), keys, ", ".join(shown) or "–", outcome, _escaped(row.answer.note)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(value: Any) -> str:
-    return f"`{_escaped(shown_value(value))}`"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")

@@ -29,7 +29,7 @@ _SCHEDULES = {"cosine_with_min_lr": "cosine", "cosine": "cosine", "linear": "lin
 
 
 def updates_of(flags: Flags) -> float | None:
-    """Optimizer updates of a supervised run, the incomplete last batch of an epoch included."""
+    """Number of optimizer updates of a supervised run, including the incomplete last batch of an epoch."""
     if flags.rows is None:
         return None
     return flags.whole("max_epochs") * -(-flags.rows // flags.whole("train_batch_size"))
@@ -44,7 +44,7 @@ def updates_per_step(flags: Flags) -> int:
 
 
 def _rl_updates(flags: Flags) -> float | None:
-    """Updates that the learning rate is planned for."""
+    """Number of updates in the learning rate schedule."""
     if flags.rows is None:
         return None
     answers = flags.rows * flags.whole("n_samples_per_prompt") // flags.whole("train_batch_size")

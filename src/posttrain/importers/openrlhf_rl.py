@@ -98,7 +98,7 @@ def _discount(value: str, flags: Flags) -> Answer:
 
 
 def _gae(key: str) -> Rule:
-    """A key of GAE; of other estimators, nothing."""
+    """A key that applies to GAE only."""
 
     def apply(value: str, flags: Flags) -> Answer:
         if has_critic(flags):
@@ -290,7 +290,7 @@ PPO: dict[str, Rule] = {
     "label_key": Rule(_label),
     "dynamic_filtering": switch("rollout.filter.type", "dynamic", "groups with equal returns are replaced"),
     "dynamic_filtering_reward_range": without_effect(
-        "groups with equal returns are dropped, whatever the return",
+        "groups with equal returns are dropped for any return",
     ),
     "overlong_buffer_len": converted(
         lambda flags: (

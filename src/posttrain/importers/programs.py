@@ -1,4 +1,4 @@
-"""One program of another framework: its flags, what it does without them, and how they become a recipe."""
+"""One program of another framework: its flags, its defaults, and how they are converted to a recipe."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from posttrain.recipe.validation import nearest_type
 
 @dataclass(frozen=True)
 class Program:
-    """`stage`: the stage of the recipe. `rules`: what to make of each flag.
+    """`stage`: the stage of the recipe. `rules`: the conversion of each flag.
 
-    `defaults`: values of flags that have an effect without being given. `implied`: rows of what the framework does and no flag
-    changes. `other_names`: names of the same flags in other versions. `rows_of`: flag that names the training data.
+    `defaults`: default values of flags that affect the result. `implied`: rows for behavior of the framework that no
+    flag changes. `other_names`: names of the same flags in other versions. `rows_of`: the flag with the training data.
     """
 
     framework: str
@@ -27,6 +27,8 @@ class Program:
     limit: str = ""
     """Flag that limits the number of training rows."""
     prefix: str = "--"
+    negation: bool = False
+    """`--no_FLAG` turns off a switch, as with the parser of transformers."""
 
     def name_of(self, flag: str) -> str:
         """The name of a flag in `rules`; flags of the command line may have `-` for `_`."""
@@ -36,13 +38,15 @@ class Program:
         return self.other_names.get(plain, plain)
 
     def table(self, words: list[tuple[str, str]], rows: int | None) -> list[Row]:
-        """A row for each flag, for each default that has an effect, and for what the framework does without a flag."""
-        given, written = {}, {}
+        """A row for each flag, for each default that has an effect, and for behavior that no flag changes."""
+        given, written, shown = {}, {}, {}
         for flag, value in words:
-            name = self.name_of(flag)
-            given[name], written[name] = value or SET, flag
+            name, turned = self._switched(self.name_of(flag))
+            given[name], written[name], shown[name] = turned or value or SET, flag, value or SET
         flags = Flags(given, self.defaults, rows)
-        repeated = {name for name in given if sum(self.name_of(flag) == name for flag, _ in words) > 1}
+        repeated = {
+            name for name in given if sum(self._switched(self.name_of(flag))[0] == name for flag, _ in words) > 1
+        }
         found: list[Row] = []
         taken: set[str] = set()
         for name, value in given.items():
@@ -52,7 +56,7 @@ class Program:
                 note = "; ".join(part for part in (answer.note, "given twice; the last one is used") if part)
                 answer = Answer(answer.outcome, answer.keys, note)
             taken |= set(answer.keys)
-            found.append(Row(f"{self.prefix}{written[name]}", value, answer))
+            found.append(Row(f"{self.prefix}{written[name]}", shown[name], answer))
         for name, value in self.defaults.items():
             if name not in given:
                 answer = self._answer(name, value, flags)
@@ -66,6 +70,14 @@ class Program:
                 taken |= set(row.answer.keys)
                 found.append(row)
         return found
+
+    def _switched(self, name: str) -> tuple[str, str]:
+        """For `no_NAME`, the switch and `false`; other flags unchanged."""
+        plain = self.name_of(name.removeprefix("no_"))
+        rule = self.rules.get(plain)
+        if self.negation and name not in self.rules and name != plain and rule is not None and rule.switch:
+            return plain, "false"
+        return name, ""
 
     def _answer(self, name: str, value: str, flags: Flags) -> Answer:
         try:
@@ -82,7 +94,7 @@ class Program:
 
 
 def values_of(rows: Iterable[Row]) -> dict[str, Any]:
-    """Dotted keys of the recipe with their values. InputError where two flags set a key to different values."""
+    """Dotted keys of the recipe with their values. Raises InputError if two flags set a key to different values."""
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for row in rows:

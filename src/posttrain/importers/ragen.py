@@ -1,6 +1,7 @@
 """RAGEN: `bash train.sh ENV key=value` of its first version, and `python train.py --config-name NAME key=value` of later ones."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ def _row(name: str, value: str, keys: Mapping[str, Any], note: str = "") -> Row:
 
 
 def _of_rl(_: Flags) -> Iterator[Row]:
-    """What the trainer of the first version fixes."""
+    """Rows for values that the trainer of the first version hard-codes."""
     yield _row("top_p", "0.95", {"rollout.sampling.top_p": 0.95})
     yield _row("end of an answer", "cut after </answer>", {"rollout.stop_strings": ["</answer>"]})
     yield _row(
@@ -232,7 +233,7 @@ def _of_rl(_: Flags) -> Iterator[Row]:
 
 
 _MOVES = {"sokoban": 3.2, "frozenlake": 3.2, "two_armed_bandit": 1.0}
-"""Mean moves of an expert's trace, which the original trains on one by one."""
+"""Mean number of moves in an expert's trace; in the original, each move is one training row."""
 
 
 def _traces(flags: Flags) -> tuple[Mapping[str, Any], str]:
@@ -343,7 +344,18 @@ _TAGS: dict[str, dict[str, Any]] = {
     "FrozenLake": {"environment.type": "frozen_lake", "environment.frozen_probability": 0.9},
     "CoordFrozenLake": {"environment.type": "frozen_lake", "environment.observation": "coordinates"},
 }  # fmt: skip
-_NAMES = {"_1_bandit": "Bandit", "_2_sokoban": "SimpleSokoban", "_3_frozen_lake": "FrozenLake"}
+_FIRM = {**_TAGS["CoordFrozenLake"], "environment.slippery": False}
+_NAMES = {"_1_bandit": _TAGS["Bandit"], "_2_sokoban": _TAGS["SimpleSokoban"], "_3_frozen_lake": _FIRM}
+"""File of `--config-name` -> its environment."""
+_OWN_DEFAULTS = {
+    "_1_bandit": {
+        "agent_proxy.max_turn": "1",
+        "agent_proxy.max_actions_per_turn": "1",
+        f"{verl.ROLLOUT}.response_length": "500",
+        "es_manager.val.env_groups": "512",
+    }
+}
+"""Other values that such a file sets."""
 
 
 def _tags(value: str, _: Flags) -> Answer:
@@ -359,7 +371,7 @@ def _config_name(value: str, flags: Flags) -> Answer:
         return Answer("not supported", {}, f"the importer supports {', '.join(_NAMES)}; files of hydra are not read")
     if "es_manager.train.env_configs.tags" in flags:
         return Answer("no effect", {}, "`es_manager.train.env_configs.tags` wins")
-    return Answer("converted", _TAGS[_NAMES[value]])
+    return Answer("converted", _NAMES[value])
 
 
 def _later_updates(flags: Flags) -> tuple[Mapping[str, Any], str]:
@@ -485,6 +497,14 @@ def _of_later(flags: Flags) -> Iterator[Row]:
 LATER = Program("RAGEN", "rl", _LATER, _LATER_DEFAULTS, _of_later, prefix="")
 
 
+def _later(after: list[str]) -> Program:
+    """The program with the values of the file that `--config-name` names."""
+    names = [following for word, following in zip(after, [*after[1:], ""], strict=True) if word == "--config-name"]
+    names += [word.partition("=")[2] for word in after if word.startswith("--config-name=")]
+    own = _OWN_DEFAULTS.get(names[-1], {}) if names else {}
+    return replace(LATER, defaults={**_LATER_DEFAULTS, **own})
+
+
 def find(word: str, after: list[str], before: list[str]) -> tuple[Program, list[str], list[tuple[str, str]]] | None:
     """The program that `word` names, with the environment as a flag."""
     name = Path(word).name
@@ -498,5 +518,5 @@ def find(word: str, after: list[str], before: list[str]) -> tuple[Program, list[
             raise InputError(f"rl_or_sft={kind}; it must be rl or sft")
         return (FIRST if kind == "rl" else FIRST_SFT), rest, [("env", environment)]
     if name == "train.py" and any("=" in one or one.startswith("--config-name") for one in after):
-        return LATER, after, []
+        return _later(after), after, []
     return None

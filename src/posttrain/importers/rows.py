@@ -15,14 +15,14 @@ from posttrain.recipe.sources import RecipeLoader
 
 Outcome = Literal["equal", "converted", "no effect", "not supported", "unknown"]
 SET = "set"
-"""Value of a flag that takes none."""
+"""The value recorded for a flag that takes no value."""
 LONG = 1_000
-"""Steps between checkpoints of a command that writes none before its end."""
+"""Steps between checkpoints of a command that writes checkpoints only at its end."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rule makes of a flag: keys of the recipe with their values, and a note on the conversion or the reason."""
+    """The result of a rule for a flag: keys of the recipe with their values, and a note that explains it."""
 
     outcome: Outcome
     keys: Mapping[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The flag, in brackets where the command does not have it."""
+        """The flag, in brackets if the command does not have it."""
         return f"({self.flag})" if self.implied else self.flag
 
 
@@ -67,7 +67,7 @@ class Flags:
         return self.text(name, "false").lower() not in ("false", "none", "null", "", "0", "no")
 
     def number(self, name: str, default: float | None = None) -> float:
-        """The value as a number; InputError if it is none."""
+        """The value as a number. Raises InputError if it is not a number."""
         missing = self.text(name).lower() in ("", "null", "none")
         value = default if missing and default is not None else literal(self.text(name))
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -141,7 +141,7 @@ def unsupported(remedy: str, flag: bool = False, off: tuple[str, ...] = ("false"
 
 
 def choice(key: str, values: Mapping[str, Any], note: str = "", notes: Mapping[str, str] | None = None) -> Rule:
-    """A value of the original as one by a table. A value that is a mapping sets its keys instead of `key`."""
+    """A value that is translated by a table. If the translation is a mapping, its keys are set instead of `key`."""
 
     def apply(text: str, _: Flags) -> Answer:
         if text not in values:
@@ -229,4 +229,4 @@ def count_rows(path: str) -> int | None:
 
 
 NO_ROWS = "the number of training rows is not known; import again with `--rows N`, or set {} yourself"
-"""Note where a key follows from the number of rows."""
+"""Note on a key that is computed from the number of rows."""

@@ -1,7 +1,7 @@
 """Scripts of the four experiments: units, pipelines, searches, evaluation and plots.
 
-Most of them become a command of this package. Those that train with positional arguments become a recipe of this package with
-other keys.
+Most of them become a command of this package. Those that train with positional arguments become a recipe of this
+package with other keys.
 """
 
 import re
@@ -22,6 +22,7 @@ from posttrain.importers.rows import (
     converted,
     equal,
     named,
+    run_name,
     without_effect,
 )
 
@@ -30,7 +31,8 @@ from posttrain.importers.rows import (
 class Script:
     """A script: the command of this package that replaces it, or the recipes that its arguments change.
 
-    `positions`: names of positional arguments. Keys of the rules are options (`--workers`), arguments (`FILE`) or recipe keys.
+    `positions`: names of positional arguments. Keys of the rules are options (`--workers`), arguments (`FILE`) or
+    recipe keys.
     """
 
     program: Program
@@ -47,7 +49,7 @@ class Script:
         return list(zip(self.positions, words, strict=False))
 
     def replacement(self, rows: Iterable[Row]) -> str:
-        """The command with the options and keys of the rows; empty where a recipe is made."""
+        """The command with the options and keys of the rows; empty if a recipe is made."""
         if not self.command:
             return ""
         values = {key: value for row in rows for key, value in row.answer.keys.items()}
@@ -62,7 +64,7 @@ class Script:
 
 
 def _results(option: str, suffix: str) -> Rule:
-    """The file of results: each command has one of its own in the folder of the model."""
+    """The file of results: a separate one for each command, in the folder of the model."""
 
     def apply(value: str, _: Flags) -> Answer:
         return Answer(
@@ -197,15 +199,19 @@ def _segments(section: str) -> dict[str, Rule]:
         "method": choice(
             f"{section}.type",
             {"peak": {f"{section}.type": "entropy", f"{section}.peak": "threshold"}},
-            "the published `peak` is a plain threshold",
+            f"the published `peak` is a plain threshold; `{section}.peak=local_max` uses local maxima",
         ),
-        "threshold": equal(f"{section}.threshold", note="nats, of the fine-tuned model at temperature 1"),
+        "threshold": equal(
+            f"{section}.threshold", note="nats, of the fine-tuned model at temperature 1; 1000 is one unit per answer"
+        ),
     }
 
 
 _UNIT_NAMES = ("prefix", "model", "data set", "epochs", "method", "threshold", "aggregate", "entropy_coefficient")
-_OTHERS = "the script sets all other values; the recipe has those of the commands before it"
-_QWEN = choice("model.path", {"qwen3": {"model.path": "runs/rlhf-sft/model"}}, "the fine-tuned model")
+_OTHERS = "the script sets all other values; the recipe has those of the commands before it, or of DenseRewardRLHF-PPO"
+_QWEN = choice(
+    "model.path", {"qwen3": {"model.path": "runs/rlhf-sft/model"}}, "the fine-tuned model; in the pipeline `from: sft`"
+)
 _RATIONALES = choice("data", {"rationales": {}}, "the files of the recipe")
 _UNIT_REWARD = Script(
     Program(
@@ -224,7 +230,7 @@ _UNIT_REWARD = Script(
                         "units.entropy_coefficient": flags.number("entropy_coefficient"),
                         "units.entropy_form": "published",
                     },
-                    "the published script ignores it and trains with 0.1",
+                    "the published script ignores it and trains with 0.1; we recommend `units.entropy_form=length_fair`",
                 )
             ),
         },
@@ -242,16 +248,32 @@ def _reward_kind(value: str, flags: Flags) -> Answer:
         return Answer(
             "converted",
             {"unit_credit.type": "unit_rewards", "unit_credit.beta": 1.0, "unit_credit.placement": "even"},
-            "as published; we recommend `unit_credit.placement=end`",
+            "split evenly over the tokens of the unit, as published; the return of a token then lacks the shares before it, so we "
+            "recommend `unit_credit.placement=end`",
         )
     if value == "segment_last_avg":
-        return Answer("converted", {"reward.normalize": "stored"}, "one reward at the end token")
+        normalize = "none" if "no_normalization" in flags.text("prefix") else "stored"
+        return Answer("converted", {"reward.normalize": normalize}, "one reward at the end token")
     return Answer("not supported", {}, "use segment_normalization or segment_last_avg")
 
 
 _PPO_NAMES = (*_UNIT_NAMES[:7], "reward type", "value clip", "data set of the fit", "lambda_reg")
+
+
+def _ppo_prefix(value: str, _: Flags) -> Answer:
+    """The published script reads options from the name of the run."""
+    name = run_name(value, "unit-ppo")
+    keys: dict[str, Any] = {"name": name}
+    if any(option in value for option in ("m0d05", "end_penalty")):
+        keys["rollout.missing_eos_penalty"] = 0.05
+    if "no_normalization" in value:
+        keys |= {"unit_credit.normalizer": None, "reward.normalize": "none"}
+    note = "with `m0d05` or `end_penalty` in it, answers without an end have the penalty 0.05; `no_normalization` turns it off"
+    return Answer("converted", keys, note)
+
+
 _PPO_RULES: dict[str, Rule] = {
-    "prefix": named("unit-ppo"),
+    "prefix": Rule(_ppo_prefix),
     "model": _QWEN,
     "data set": _RATIONALES,
     "epochs": converted(
@@ -266,7 +288,11 @@ _PPO_RULES: dict[str, Rule] = {
     "reward type": Rule(_reward_kind),
     "value clip": equal("critic.clip"),
     "data set of the fit": converted(
-        lambda _: ({"unit_credit.normalizer": "runs/rlhf-unit_reward"}, "the run that fitted it")
+        lambda flags: (
+            ({}, "the prefix turns normalization off")
+            if "no_normalization" in flags.text("prefix")
+            else ({"unit_credit.normalizer": "runs/rlhf-unit_reward"}, "the run that fitted it")
+        )
     ),
     "lambda_reg": converted(
         lambda _: ({"reward.path": "runs/rlhf-unit_reward/model"}, "only selects the reward model")

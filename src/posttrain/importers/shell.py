@@ -39,7 +39,7 @@ def read_commands(text: str, variables: Mapping[str, str]) -> list[Command]:
     """
     known: dict[str, str] = {}
     commands = []
-    # An escaped end of line continues it, also with blanks behind the backslash, which copied commands often have.
+    # A backslash at the end of a line continues it, even with spaces after it, which copied commands often have.
     joined = re.sub(r"\\[ \t]*(?:\n|\Z)", " ", text)
     for document in _HEREDOC.finditer(joined):
         known[document[1]] = " ".join(document[3].split())

@@ -16,9 +16,9 @@ _SCRIPTS = {
     "sft": "sft", "dpo": "dpo", "reward": "reward", "reward_modeling": "reward", "grpo": "grpo", "rloo": "rloo",
     "reward_model_training": "reward", "rloo_helpsteer_training": "rloo", "rloo_tldr": "rloo",
 }  # fmt: skip
-"""Name of a script -> its trainer. Those of the HelpSteer3 experiment are TRL scripts with defaults of their own."""
+"""Name of a script -> its trainer. The HelpSteer3 scripts are TRL scripts with other defaults."""
 PROCESSES = re.compile(r"--(?:num_processes|nproc[_-]per[_-]node|num_gpus)")
-"""Options of launchers with the number of processes."""
+"""Options of launchers that set the number of processes."""
 HELPSTEER = {"reward_model_training", "rloo_helpsteer_training"}
 
 
@@ -180,7 +180,7 @@ def _of_reward(flags: Flags) -> Iterator[Row]:
 
 
 def _of_helpsteer_reward(flags: Flags) -> Iterator[Row]:
-    """What the reward script of the HelpSteer3 experiment sets itself."""
+    """Rows for values that the reward script of the HelpSteer3 experiment hard-codes."""
     for name, value, keys, note in (
         ("model", "Qwen/Qwen3-8B", {"model.path": "Qwen/Qwen3-8B"}, ""),
         ("data", "nvidia/HelpSteer3, English", {"data.train": "runs/helpsteer3/data/pairs_train.jsonl"},
@@ -199,7 +199,15 @@ _DEFAULTS = {**COMMON_DEFAULTS, "max_length": "1024", "num_train_epochs": "3"}
 
 
 def _program(stage: str, rules: dict[str, Rule], rate: str, implied: Any, **more: str) -> Program:
-    return Program("TRL", stage, rules, {**_DEFAULTS, "learning_rate": rate, **more}, implied, rows_of="dataset_name")
+    return Program(
+        "TRL",
+        stage,
+        rules,
+        {**_DEFAULTS, "learning_rate": rate, **more},
+        implied,
+        rows_of="dataset_name",
+        negation=True,
+    )
 
 
 PROGRAMS = {
@@ -225,6 +233,10 @@ def find(word: str, after: list[str], before: list[str]) -> tuple[Program, list[
         name, after = after[0], after[1:]
     elif (script := Path(word)).suffix == ".py" and script.stem in _SCRIPTS:
         name = script.stem if script.stem in HELPSTEER else _SCRIPTS[script.stem]
+    elif "examples/scripts/" in word and word.endswith(".py"):
+        raise InputError(
+            f"{word} has no importer; those of examples/scripts with one are {', '.join(f'{one}.py' for one in _SCRIPTS)}"
+        )
     else:
         return None
     config = _config(after)

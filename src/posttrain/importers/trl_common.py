@@ -25,12 +25,12 @@ _PLACES = "`hardware.processes=N` divides weights and optimizer over N devices"
 
 
 def devices(flags: Flags) -> int:
-    """Processes that a launcher starts; one by default."""
+    """Number of processes that a launcher starts; 1 by default."""
     return flags.whole("num_processes", 1)
 
 
 def _lora(key: str, words: bool = False) -> Rule:
-    """A key of the adapters, where they are used."""
+    """A key of the adapters; no effect if they are not used."""
 
     def apply(value: str, flags: Flags) -> Answer:
         if not flags.on("use_peft"):
@@ -293,7 +293,7 @@ COMMON_DEFAULTS = {
 
 
 def optimizer_rows(flags: Flags) -> Iterator[Row]:
-    """What transformers and TRL do without a flag."""
+    """Rows for behavior of transformers and TRL that no flag changes."""
     yield Row("--adam_beta1, --adam_beta2", "0.9, 0.999", Answer("converted", {"optimizer.betas": [0.9, 0.999]}), True)
     if flags.on("use_peft"):
         targets = Answer(

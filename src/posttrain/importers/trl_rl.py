@@ -22,7 +22,7 @@ from posttrain.importers.trl_common import COMMON, COMMON_DEFAULTS, devices, opt
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = 512
-"""Tokens of a prompt that an imported recipe leaves room for, where the command has no limit."""
+"""Number of prompt tokens that an imported recipe allows, if the command sets no limit."""
 OLD_NAMES = {
     "rloo_k", "total_episodes", "num_ppo_epochs", "num_mini_batches", "local_rollout_forward_batch_size", "kl_coef", "cliprange",
     "missing_eos_penalty", "response_length", "reward_model_path",
@@ -455,7 +455,7 @@ _OLD_DEFAULTS = {
 
 
 def _of_helpsteer(flags: Flags) -> Iterator[Row]:
-    """What the RLOO script of the HelpSteer3 experiment sets itself."""
+    """Rows for values that the RLOO script of the HelpSteer3 experiment hard-codes."""
     yield _row("model", "Qwen/Qwen3-8B", {"model.path": "Qwen/Qwen3-8B"}, "the reference model is the same one")
     yield _row(
         "prompts",
@@ -470,13 +470,14 @@ PROGRAMS = {
     "grpo": Program(
         "TRL", "rl", _GRPO,
         {**_DEFAULTS, "num_generations": "8", "beta": "0.0", "loss_type": "dapo", "scale_rewards": "group"},
-        _of_grpo, rows_of="dataset_name",
+        _of_grpo, rows_of="dataset_name", negation=True,
     ),
     "rloo": Program(
-        "TRL", "rl", _RLOO, {**_DEFAULTS, "num_generations": "2", "beta": "0.05"}, _of_rloo, rows_of="dataset_name"
+        "TRL", "rl", _RLOO, {**_DEFAULTS, "num_generations": "2", "beta": "0.05"}, _of_rloo, rows_of="dataset_name",
+        negation=True,
     ),
-    "old_rloo": Program("TRL", "rl", _OLD, _OLD_DEFAULTS, _of_rloo),
+    "old_rloo": Program("TRL", "rl", _OLD, _OLD_DEFAULTS, _of_rloo, negation=True),
     "rloo_helpsteer_training": Program(
-        "TRL", "rl", _OLD, {**_OLD_DEFAULTS, "save_steps": "500"}, _of_helpsteer
+        "TRL", "rl", _OLD, {**_OLD_DEFAULTS, "save_steps": "500"}, _of_helpsteer, negation=True,
     ),
 }  # fmt: skip

@@ -13,17 +13,21 @@ import torch
 from posttrain.losses.policy import LOG_RATIO_LIMIT, TokenBatch
 
 TAIL_FLOOR = math.log(1e-12)
-"""Smallest log-probability of the bin of all other tokens. A teacher without mass there would make its logarithm infinite."""
+"""Smallest log-probability of the bin of all other tokens. Keeps it finite if the teacher has no probability mass
+there.
+"""
 
 
 @dataclass(frozen=True)
 class TeacherScores:
-    """What a teacher says about n sampled tokens, in nats."""
+    """A teacher's log-probabilities for n sampled tokens, in nats."""
 
     logprobs: np.ndarray
-    """[n] float32: log-probability of each."""
+    """[n] float32: log-probability of each sampled token."""
     candidates: np.ndarray | None = None
-    """[n, k] int32: its most probable tokens at each position, the most probable first. None: not computed, or all tokens."""
+    """[n, k] int32: the k most probable tokens at each position, most probable first. None: not computed, or all
+    tokens.
+    """
     distribution: np.ndarray | None = None
     """[n, k + 1] float32: log-probabilities of the candidates and, last, of all other tokens together; [n, V] where
     `candidates` is None. None: not computed."""
@@ -38,8 +42,9 @@ def reverse_kl_losses(
 ) -> torch.Tensor:
     """L_t = -w_t A_t log pi_t, a policy gradient on the reverse KL divergence KL(pi, teacher). Returns [N] in nats.
 
-    A_t = sum over k >= t of discount^(k - t) (log teacher_k - log pi_k), over the sampled tokens of the stream. The weight
-    w_t = pi_t / pi_rollout_t, at most `cap`, corrects for a policy that has changed since it sampled. Both are detached.
+    A_t = sum over k >= t of discount^(k - t) (log teacher_k - log pi_k), over the sampled tokens of the stream. The
+    weight w_t = pi_t / pi_rollout_t, at most `cap`, corrects for updates of the policy since it sampled. Both are
+    detached.
 
     On policy, discount 0 gives the gradient of sum over t of KL(pi, teacher) at the states that were visited, and
     discount 1 that of the divergence of whole sequences; both are unbiased. Sources: Lu and Thinking Machines Lab 2025,
@@ -47,8 +52,8 @@ def reverse_kl_losses(
 
     Args:
         logprobs: [N], differentiable: log-probabilities of the sampled tokens under the current policy.
-        teacher_logprobs: [N]: those under the teacher.
-        cap: None does not bound the weights.
+        teacher_logprobs: [N]: log-probabilities of the sampled tokens under the teacher.
+        cap: largest weight; None for no limit.
     """
     current = logprobs.detach()
     advantages = teacher_logprobs - current
@@ -71,7 +76,8 @@ def _discounted_sums(values: torch.Tensor, lengths: torch.Tensor, discount: floa
 
 
 def generalized_jsd(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, beta: float) -> torch.Tensor:
-    """Generalized Jensen-Shannon divergence of two distributions over the last dimension; returns their shape without it.
+    """Generalized Jensen-Shannon divergence of two distributions over the last dimension; returns their shape without
+    it.
 
     With teacher P, policy Q and mixture M = beta P + (1 - beta) Q:
 
@@ -79,9 +85,9 @@ def generalized_jsd(logprobs: torch.Tensor, teacher_logprobs: torch.Tensor, beta
         KL(P, Q), the forward KL                    for beta = 0
         KL(Q, P), the reverse KL                    for beta = 1
 
-    The ends are the limits of the divergence divided by beta (at 0) and by 1 - beta (at 1), which themselves go to 0.
-    Source: Agarwal et al. 2023, "On-policy distillation of language models: learning from self-generated mistakes" (GKD),
-    arXiv 2306.13649, equation 1. The ends are as in TRL.
+    The cases 0 and 1 are the limits of the divergence divided by beta and by 1 - beta; the divergence itself goes to 0
+    there. Source: Agarwal et al. 2023, "On-policy distillation of language models: learning from self-generated
+    mistakes" (GKD), arXiv 2306.13649, equation 1. The cases 0 and 1 are as in TRL.
 
     Args:
         logprobs: [..., B], differentiable.
@@ -104,10 +110,10 @@ def _kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def candidate_logprobs(logprobs: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
     """[n, k + 1]: log-probabilities of k candidate tokens at each position, and of all other tokens together.
 
-    `logprobs` [n, V] are those of the whole vocabulary, differentiable; `candidates` [n, k] int64. A divergence over these
-    k + 1 bins is at most that over the vocabulary, by the data-processing inequality, and it is 0 only where the policy gives
-    each candidate the teacher's probability. Without the additional bin it would not be a divergence: the candidates alone
-    do not add up to 1, and the policy could lower the sum by moving probability away from all of them.
+    `logprobs` [n, V] are those of the whole vocabulary, differentiable; `candidates` [n, k] int64. A divergence over
+    these k + 1 bins is at most that over the vocabulary, by the data-processing inequality, and it is 0 only where the
+    policy gives each candidate the teacher's probability. Without the additional bin it would not be a divergence: the
+    candidates alone do not add up to 1, and the policy could lower the sum by moving probability away from all of them.
     """
     rest = logprobs.scatter(1, candidates, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([logprobs.gather(1, candidates), rest.clamp(min=TAIL_FLOOR)], 1)

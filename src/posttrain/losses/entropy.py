@@ -1,7 +1,7 @@
-"""Control of the policy's entropy: which tokens learn, which are held back, and the coefficient of the bonus.
+"""Control of the policy's entropy: masks and penalties of tokens, and the coefficient of the entropy bonus.
 
-The masks depend on all tokens of an optimizer step, so they are computed before its micro-batches, from log-probabilities
-and entropies that are known then: those before the step's first update.
+The masks depend on all tokens of an optimizer step, so they are computed before its micro-batches, from the
+log-probabilities and entropies before the step's first update.
 """
 
 import math
@@ -14,11 +14,11 @@ from posttrain.recipe.loss import ClipCovRecipe, EntropyRecipe, KlCovRecipe
 
 
 def top_entropy(entropies: np.ndarray, share: float) -> np.ndarray:
-    """[N] bool: the `share` of tokens with the highest entropy, at least one; tokens equal to the last of them included.
+    """[N] bool: the `share` of tokens with the highest entropy, at least one; ties at the threshold are included.
 
-    `entropies` [N] float, nats: of the distribution that each token of the update was drawn from. The policy gradient of
-    all other tokens is dropped, and the divisor stays. Source: Wang et al. 2025, "Beyond the 80/20 rule", arXiv 2506.01939,
-    which recommends 0.2.
+    `entropies` [N] float, nats: of the distribution that each token of the update was drawn from. The policy gradient
+    of all other tokens is dropped; the divisor does not change. Source: Wang et al. 2025, "Beyond the 80/20 rule",
+    arXiv 2506.01939, which recommends 0.2.
     """
     count = len(entropies)
     if not count:
@@ -30,9 +30,9 @@ def top_entropy(entropies: np.ndarray, share: float) -> np.ndarray:
 def covariances(logprobs: np.ndarray, advantages: np.ndarray) -> np.ndarray:
     """[N]: (log pi - mean of log pi) (A - mean of A) of each token of the update; the means are over its N tokens.
 
-    Their mean is the covariance that drives the entropy down: a policy gradient step that raises likely tokens with a
-    large advantage lowers it. Source: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning
-    language models", arXiv 2505.22617, section 4.
+    Their mean is the covariance that reduces the entropy: a policy gradient step that raises the probability of tokens
+    that are already likely lowers the entropy. Source: Cui et al. 2025, "The entropy mechanism of reinforcement
+    learning for reasoning language models", arXiv 2505.22617, section 4.
     """
     logprobs, advantages = logprobs.astype(np.float64), advantages.astype(np.float64)
     if not len(logprobs):
@@ -41,9 +41,11 @@ def covariances(logprobs: np.ndarray, advantages: np.ndarray) -> np.ndarray:
 
 
 def clip_cov(recipe: ClipCovRecipe, values: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """[N] bool: max(1, floor(share N)) tokens drawn at random from those with `low` < covariance < `high`; all if fewer.
+    """[N] bool: max(1, floor(share N)) tokens drawn at random from those with `low` < covariance < `high`; all if
+    fewer.
 
-    These tokens lose their gradient (Clip-Cov). `values` [N]: as from `covariances`. Source: as there.
+    These tokens lose their gradient (Clip-Cov). `values` [N]: the result of `covariances`. Source: as for
+    `covariances`.
     """
     eligible = np.flatnonzero((values > recipe.low) & (values < recipe.high))
     count = min(len(eligible), max(1, int(recipe.share * len(values))))
@@ -53,10 +55,11 @@ def clip_cov(recipe: ClipCovRecipe, values: np.ndarray, random: np.random.Genera
 
 
 def kl_cov(recipe: KlCovRecipe, values: np.ndarray) -> np.ndarray:
-    """[N] bool: the max(1, floor(share N)) tokens with the largest covariance; of equal ones, the first.
+    """[N] bool: the max(1, floor(share N)) tokens with the largest covariance; ties go to the earlier token.
 
     These tokens get the penalty coefficient x |log pi - log pi_old| (KL-Cov, in the form of the authors' code). Its
-    gradient is 0 where pi = pi_old, so it acts from a step's second update on. `values` [N]: as from `covariances`.
+    gradient is 0 if pi = pi_old, so it has an effect from a step's second update on. `values` [N]: the result of
+    `covariances`.
     """
     chosen = np.zeros(len(values), dtype=bool)
     chosen[np.argsort(-values, kind="stable")[: max(1, int(recipe.share * len(values)))]] = True
@@ -68,7 +71,8 @@ class EntropyController:
 
     Adaptive: after each step with entropy H, c becomes c + `step` if H < target, else c - `step`, within 0 and
     `max_coefficient`. The bonus of the next step has the coefficient c if H <= target, else 0. Source: He et al. 2025,
-    "Skywork open reasoner 1", arXiv 2505.22312, section 4 (adaptive entropy control), where H is measured before the update.
+    "Skywork open reasoner 1", arXiv 2505.22312, section 4 (adaptive entropy control), where H is measured before the
+    update.
     """
 
     def __init__(self, recipe: EntropyRecipe) -> None:
@@ -84,7 +88,9 @@ class EntropyController:
         return self._adapted if self._below else 0.0
 
     def update(self, entropy: float | None) -> None:
-        """Adapt to `entropy`, the measured entropy per token in nats. None or a value that is not finite changes nothing."""
+        """Adapt to `entropy`, the measured entropy per token in nats. None or a value that is not finite changes
+        nothing.
+        """
         target = self.recipe.target
         if target is None or entropy is None or not math.isfinite(entropy):
             return
@@ -93,7 +99,9 @@ class EntropyController:
         self._below = entropy <= target
 
     def update_from(self, metrics: Mapping[str, float]) -> None:
-        """Adapt to the entropy, among a step's `metrics`, of the tokens that get the bonus; none changes nothing."""
+        """Adapt to the entropy of the tokens that get the bonus, taken from a step's `metrics`. No effect if it is
+        missing.
+        """
         self.update(metrics.get("policy/entropy" if self.recipe.tokens == "all" else "policy/bonus_entropy"))
 
     def state_dict(self) -> dict[str, Any]:

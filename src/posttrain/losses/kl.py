@@ -1,6 +1,7 @@
 """Kullback-Leibler divergence of the policy from the reference model: estimators, penalties, coefficient.
 
-Each estimator is a function of d = log pi - log pi_ref at a token that pi sampled; its mean approximates KL(pi, pi_ref).
+Each estimator is a function of d = log pi - log pi_ref at a token that pi sampled; its mean approximates KL(pi,
+pi_ref).
 Source of k1, k2, k3: Schulman 2020, "Approximating KL divergence".
 """
 
@@ -24,8 +25,8 @@ def estimate_kl(estimator: Estimator, difference: Values) -> Values:
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, in nats per token, for d = log pi - log pi_ref of any shape.
 
     k1 is unbiased and may be negative; k2 is biased and never negative; k3 is unbiased and never negative. In k3, d is
-    clamped to +-20 so that exp stays finite, and the value to `KL_LIMIT`; beyond that the gradient is 0. Both limits are
-    those of verl's `low_var_kl`.
+    clamped to +-20 so that exp stays finite, and the value to `KL_LIMIT`; beyond that the gradient is 0. Both limits
+    are those of verl's `low_var_kl`.
     """
     if estimator == "k1":
         return difference
@@ -46,10 +47,10 @@ def kl_loss(
     On policy, the expected gradient of k2 is that of KL(pi, pi_ref), and the expected gradient of k3 is that of
     KL(pi_ref, pi). The expected gradient of k1 is zero, so recipes reject k1 in the loss.
 
-    `importance_weighted`: the estimate times rho = pi / mu at the token, mu being the policy that sampled, with the gradient
-    through rho too. The expectation over mu is then that over pi at the same contexts, so the expected gradient of k1 and k3 is
-    that of KL(pi, pi_ref), whatever mu is. rho is clamped to exp(+-20). Source: DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv
-    2512.02556, equation 7.
+    `importance_weighted`: the estimate times rho = pi / mu at the token, mu being the policy that sampled, with the
+    gradient through rho too. The expectation over mu then equals the expectation over pi in the same contexts, so the
+    expected gradient of k1 and k3 is that of KL(pi, pi_ref) for any mu. rho is clamped to exp(+-20). Source:
+    DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv 2512.02556, equation 7.
     ValueError if `batch.ref_logprobs` is missing.
     """
     if batch.ref_logprobs is None:
@@ -61,8 +62,10 @@ def kl_loss(
 
 
 def kl_metrics(difference: Values) -> Metrics:
-    """Of tokens with d = `difference` [N]: `policy/kl` by k3, whichever estimator the penalty uses, and the share of tokens
-    whose k3 is cut off at `KL_LIMIT`."""
+    """`policy/kl` by k3, whichever estimator the penalty uses, and the share of tokens whose k3 is clamped to
+    `KL_LIMIT`, of
+    tokens with d = `difference` [N].
+    """
     values: Any = difference.detach() if isinstance(difference, torch.Tensor) else difference
     values = values.double() if getattr(values, "is_cuda", False) else np.asarray(values, dtype=np.float64)
     estimates = estimate_kl("k3", values)
@@ -89,8 +92,8 @@ def apply_kl_penalty(rewards: RewardStreams, kl: PerToken, coefficient: float) -
 class KlController:
     """The KL coefficient: fixed, or adapted to a target.
 
-    Adaptive: e = clip(KL / target - 1, -s, s) with s = `KL_STEP`, coefficient x (1 + e n / horizon) after n episodes;
-    n is capped at one horizon, so one update changes the coefficient by at most a factor s. Source: Ziegler et al. 2019.
+    Adaptive: e = clip(KL / target - 1, -s, s) with s = `KL_STEP`, coefficient x (1 + e n / horizon) after n episodes; n
+    is capped at one horizon, so one update changes the coefficient by at most a factor s. Source: Ziegler et al. 2019.
     """
 
     def __init__(self, recipe: KlRecipe) -> None:

@@ -49,7 +49,7 @@ class TokenBatch:
     old_logprobs: torch.Tensor | None = None
     """[N] float: the learner's own log-probabilities before the step's updates; None takes `rollout_logprobs`."""
     factors: torch.Tensor | None = None
-    """[N] float: factor of each token's policy loss by rules over the whole update; None means 1."""
+    """[N] float: factor of each token's policy loss, from rules that need the whole update; None means 1."""
 
     def stream_sums(self, values: torch.Tensor) -> torch.Tensor:
         """[N], differentiable: the sum of `values` [N] over the stream of each token."""
@@ -77,8 +77,8 @@ def token_weights(
 
     - `token_mean`: weight 1, divisor sum of lengths (DAPO, arXiv 2503.14476). Biased: the divisor is
       random, and correlates with returns if lengths do.
-    - `sequence_mean`: weight 1 / sampled tokens of the episode, in all its streams, divisor number of episodes with sampled
-      tokens (GRPO, arXiv 2402.03300). Biased: a token of a short episode has more weight than one of a long episode.
+    - `sequence_mean`: weight 1 / sampled tokens of the episode, in all its streams, divisor number of episodes with
+      sampled tokens (GRPO, arXiv 2402.03300). Biased: a token of a short episode has more weight than one of a long episode.
     - `constant`: weight 1, divisor `constant` (Dr. GRPO, arXiv 2503.20783). Unbiased up to that constant.
 
     ValueError if `constant` is needed and missing. A step without sampled tokens has divisor 1.
@@ -98,7 +98,9 @@ def token_weights(
 
 
 def token_ratio(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """pi / pi_old at each token [N], differentiable; pi_old is `batch.old_logprobs`, or the rollout policy if that is None."""
+    """pi / pi_old at each token [N], differentiable; pi_old is `batch.old_logprobs`, or the rollout policy if that is
+    None.
+    """
     return bounded_exp(logprobs - old_logprobs(batch))
 
 
@@ -121,17 +123,17 @@ def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def importance_correction(recipe: CorrectionRecipe, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """Detached factors [N] for rollouts of another policy than the learner's: w x m, with r = pi_old / pi_rollout at a token.
+    """Detached factors [N] = w x m for rollouts whose policy differs from the learner's, with r = pi_old / pi_rollout.
 
     - w, by `weights`: min(r, cap) for `token`; min(product of r over the stream, cap) for `sequence`; 1 for `none`.
-    - m, by `reject`: 1 where low <= x <= high, else 0, with x = r for `token`, the product of r over the stream for
+    - m, by `reject`: 1 if low <= x <= high, else 0, with x = r for `token`, the product of r over the stream for
       `sequence`, and the geometric mean of r over the stream for `geometric`. The divisor of the loss is unchanged.
 
-    Without cap and rejection, `sequence` weights are unbiased for advantages of whole streams; `token` weights ignore that
-    the rollout policy also chose the tokens before. Truncation and rejection bound the variance and add bias.
+    Without cap and rejection, `sequence` weights are unbiased for advantages of whole streams; `token` weights ignore
+    that the rollout policy also chose the preceding tokens. Truncation and rejection bound the variance and add bias.
     Sources: token weights: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training";
-    token rejection: Ling team 2025, "Every step evolves" (IcePop), arXiv 2510.18855; sequence and geometric: Liu, Li et al.
-    2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
+    token rejection: Ling team 2025, "Every step evolves" (IcePop), arXiv 2510.18855; sequence and geometric: Liu, Li et
+    al. 2025, "When speed kills stability: demystifying RL collapse from the training-inference mismatch".
     ValueError if `batch.old_logprobs` is missing.
     """
     if batch.old_logprobs is None:
@@ -241,11 +243,12 @@ def reinforce(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 def dppo(recipe: DppoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
     """L_t = -M rho A, rho = pi / mu with the sampling policy mu at the token. Returns [N].
 
-    M = 0 where the token moves further from mu and is already beyond delta: A > 0, pi > mu, D > delta, or A < 0, pi < mu,
-    D > delta; else 1. `tv`: D = |pi - mu|, the total variation of the Bernoulli distribution of this token against all
-    others. `kl`: D = KL(mu, pi) of the same. A ratio bounds the change of rare tokens far more tightly than that of frequent
-    ones; D bounds both alike. On policy its gradient is that of REINFORCE. Clamping of the log-ratio at +-20 is the only
-    bound on rho. Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning", arXiv 2602.04879.
+    M = 0 if the token moves further from mu and is already beyond delta: A > 0, pi > mu, D > delta, or A < 0, pi <
+    mu, D > delta; else 1. `tv`: D = |pi - mu|, the total variation of the Bernoulli distribution of this token against
+    all others. `kl`: D = KL(mu, pi) of the same. A bound on the ratio limits the change of rare tokens far more tightly
+    than that of frequent ones; D limits both equally. On policy its gradient is that of REINFORCE. Clamping of the
+    log-ratio at +-20 is the only bound on rho. Source: Qi et al. 2026, "Rethinking the trust region in LLM
+    reinforcement learning", arXiv 2602.04879.
     """
     ratios = bounded_exp(logprobs - batch.rollout_logprobs)
     now, sampled = logprobs.detach().exp(), batch.rollout_logprobs.exp()
@@ -265,7 +268,9 @@ def dppo(recipe: DppoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[t
 
 
 def _bernoulli_kl(sampled: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """KL in nats of the events this token and any other; log-probabilities [N]. Zero where both are certain."""
+    """KL in nats of the Bernoulli distributions of this token against any other, from log-probabilities [N]. Zero where
+    both are certain.
+    """
     certain = -torch.finfo(sampled.dtype).eps
     others = [torch.log(-torch.expm1(logprobs.clamp(max=certain))) for logprobs in (sampled, now)]
     return sampled.exp() * (sampled - now) - torch.expm1(sampled) * (others[0] - others[1])
@@ -274,8 +279,8 @@ def _bernoulli_kl(sampled: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
 def sapo(recipe: SapoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
     """L_t = -(4 / tau) sigmoid(tau (rho - 1)) A, rho = pi / pi_old, tau = tau_pos for A > 0, else tau_neg. Returns [N].
 
-    Its gradient is -w rho A grad log pi with w = 4 p (1 - p), p = sigmoid(tau (rho - 1)): 1 at rho = 1, so on policy it is
-    that of REINFORCE, and fading to 0 on both sides. The metric `policy/gate` is the mean of w.
+    Its gradient is -w rho A grad log pi with w = 4 p (1 - p), p = sigmoid(tau (rho - 1)): 1 at rho = 1, so on policy it
+    is that of REINFORCE, and it fades to 0 on both sides. The metric `policy/gate` is the mean of w.
     Source: Gao et al. 2025, "Soft adaptive policy optimization", arXiv 2511.20347.
     """
     ratios = token_ratio(logprobs, batch)
@@ -289,9 +294,9 @@ def sapo(recipe: SapoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[t
 def gmpo(recipe: GmpoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
     """L_t = -A exp(mean over the stream of l), with l = min(d, c) for A > 0 and max(d, c) for A < 0. Returns [N].
 
-    d = log pi / pi_old at the token and c = clamp(d, -low, high). For one advantage per stream, the mean of L_t over the
-    stream is minus the geometric mean over tokens of the clipped |rho A|, with the sign of A. As in GSPO, every token is
-    weighted by the stream's mean advantage, but here each token loses its gradient at its own bound.
+    d = log pi / pi_old at the token and c = clamp(d, -low, high). For one advantage per stream, the mean of L_t over
+    the stream is minus the geometric mean over tokens of the clipped |rho A|, with the sign of A. As in GSPO, every
+    token is weighted by the stream's mean advantage, but here each token loses its gradient at its own bound.
     Source: Zhao et al. 2025, "Geometric-mean policy optimization", arXiv 2507.20673.
     """
     difference = (logprobs - old_logprobs(batch)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -305,10 +310,11 @@ def gmpo(recipe: GmpoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[t
 
 
 def gpg_factor(groups: Sequence[int], signal: Sequence[bool]) -> float:
-    """B / (B - M) for the B streams of an update, of which M are in groups without any advantage; 1 if all are.
+    """B / (B - M) for the B streams of an update, of which M are in groups whose advantages are all 0; 1 if B = M.
 
-    `groups` [B]: the group of each stream. `signal` [B]: whether the stream has an advantage other than 0. GPG multiplies
-    the loss of REINFORCE by it, so that groups whose episodes all have the same reward do not shrink the gradient.
+    `groups` [B]: the group of each stream. `signal` [B]: whether the stream has an advantage other than 0. GPG
+    multiplies the loss of REINFORCE by it, so that groups whose episodes all have the same reward do not shrink the
+    gradient.
     Source: Chu et al. 2025, "GPG: group policy gradient", arXiv 2504.02546.
     """
     alive = {group for group, has_signal in zip(groups, signal, strict=True) if has_signal}
@@ -319,8 +325,9 @@ def gpg_factor(groups: Sequence[int], signal: Sequence[bool]) -> float:
 def off_policy_mask(delta: float, logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """[N] bool: tokens with A < 0 in streams whose mean log mu / pi over their tokens exceeds `delta`, in nats.
 
-    mu is the policy that sampled, as the engine computed it, so both stale weights and the difference of engine and learner
-    count. Source: DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv 2512.02556, equation 9; the divisor is unchanged.
+    mu is the sampling policy as computed by the engine, so the distance includes stale weights and the numerical
+    difference between engine and learner. Source: DeepSeek-AI 2025, "DeepSeek-V3.2", arXiv 2512.02556, equation 9; the
+    divisor is unchanged.
     """
     distance = batch.stream_means(batch.rollout_logprobs - logprobs.detach())
     return (distance > delta) & (batch.advantages < 0)
@@ -346,15 +353,17 @@ def nll(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 def dft(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """sum over tokens of weight x -sg(pi) log pi: a scalar to minimize; `logprobs` [N].
 
-    The gradient of -log pi is that of a policy gradient whose reward is 1 / pi, which is largest for the tokens that the
-    model finds least likely. The factor pi removes it: each token has gradient -grad pi.
+    The gradient of -log pi is that of a policy gradient whose reward is 1 / pi, which is largest for the tokens that
+    the model finds least likely. The factor pi removes it: each token has gradient -grad pi.
     Source: Wu et al. 2025, "On the generalization of SFT", arXiv 2508.05629 (dynamic fine-tuning).
     """
     return -(batch.weights * logprobs.detach().exp() * logprobs).sum()
 
 
 def registered_loss(recipe: PolicyLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """Losses [N] and metrics of a function of `register_loss`. RunError if the losses have another shape."""
+    """Losses [N] and metrics of a function registered with `register_loss`. RunError if the losses have another
+    shape.
+    """
     result = recipe.call(logprobs, batch)
     losses, metrics = result if isinstance(result, tuple) else (result, {})
     if losses.shape != logprobs.shape:

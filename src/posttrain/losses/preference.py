@@ -25,7 +25,9 @@ from posttrain.recipe.loss import (
 )
 
 CERTAIN = -1e-6
-"""Largest mean log-probability whose odds are computed, so that they stay finite; constant beyond it."""
+"""Largest mean log-probability for which odds are computed, so that they stay finite. Larger values are clamped to
+it.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,9 @@ def ipo(recipe: IpoLoss, sums: PairLogprobs) -> PairLosses:
     """L = (h(c) / |c| - h(r) / |r| - 1 / (2 beta))^2; reward beta h(y) / |y|.
 
     Source: Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences", arXiv
-    2310.12036, equation 17, with beta for its tau. The paper does not say whether log-ratios are summed or averaged over
-    tokens. Here they are *averaged*, as in the authors' own runs and in TRL: with sums, the fixed target would demand
-    less of each token of a longer answer.
+    2310.12036, equation 17, with beta for its tau. The paper does not say whether log-ratios are summed or averaged
+    over tokens. Here they are *averaged*, as in the authors' own runs and in TRL: with sums, the fixed target would
+    require a smaller change per token of a longer answer.
     """
     chosen, rejected = sums.per_token(*sums.log_ratios())
     return _with_rewards((chosen - rejected - 1 / (2 * recipe.beta)) ** 2, recipe.beta, chosen, rejected)
@@ -126,7 +128,8 @@ def simpo(recipe: SimpoLoss, sums: PairLogprobs) -> PairLosses:
 
 
 def orpo(recipe: OrpoLoss, sums: PairLogprobs) -> PairLosses:
-    """L = -m(c) - beta log sigmoid(log odds(c) - log odds(r)), m(y) = log pi(y) / |y|, odds(y) = p / (1 - p), p = e^m(y).
+    """L = -m(c) - beta log sigmoid(log odds(c) - log odds(r)), m(y) = log pi(y) / |y|, odds(y) = p / (1 - p), p =
+    e^m(y).
 
     The first term is the negative log-likelihood of chosen, a mean over the answer's tokens. Reward beta m(y), which
     orders two answers as their odds do. Source: Hong et al. 2024, "ORPO", arXiv 2403.07691, equations 3, 4, 6 and 7,
@@ -175,9 +178,9 @@ def bco(recipe: BcoLoss, sums: PairLogprobs, shift: float) -> PairLosses:
 class RewardShift:
     """delta of `bco`: the mean of the mean implicit rewards of chosen and rejected answers, over earlier updates.
 
-    The paper takes (E[reward of c] + E[reward of r]) / 2 under the present policy. Here it is the mean over all earlier
-    updates of the run, so it is known before the micro-batches of an update and costs no forward pass; before the first
-    update, where the policy is its reference, it is 0.
+    The paper uses (E[reward of c] + E[reward of r]) / 2 under the current policy. Here it is the mean over all earlier
+    updates of the run, so it is known before the micro-batches of an update and costs no forward pass. Before the first
+    update, where the policy equals its reference, it is 0.
     """
 
     def __init__(self) -> None:
@@ -190,7 +193,7 @@ class RewardShift:
         return self._sum / self._count if self._count else 0.0
 
     def update(self, totals: Mapping[str, tuple[float, float]]) -> None:
-        """Include an update by its metrics `preference/chosen` and `preference/rejected`, as (sum, count)."""
+        """Include the metrics `preference/chosen` and `preference/rejected` of an update, each (sum, count)."""
         for name in ("preference/chosen", "preference/rejected"):
             total, count = totals.get(name, (0.0, 0.0))
             self._sum += total
@@ -206,8 +209,7 @@ class RewardShift:
 
 
 def kto_losses(recipe: KtoLoss, logratio: torch.Tensor, desirable: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
-    """L = w_D (1 - sigmoid(beta (h - kl))) of a desirable answer, w_U (1 - sigmoid(beta (kl - h))) of an
-    undesirable one: [N].
+    """L = w_D (1 - sigmoid(beta (h - kl))) if desirable, else w_U (1 - sigmoid(beta (kl - h))): [N], one per answer.
 
     `logratio` [N] float, differentiable: h of each answer, in nats; `desirable` [N] bool; `kl`: a scalar from `kto_kl`.
     w_D and w_U are the recipe's desirable and undesirable weights; beta h is the implicit reward. Source: Ethayarajh
@@ -223,8 +225,8 @@ def kto_losses(recipe: KtoLoss, logratio: torch.Tensor, desirable: torch.Tensor,
 def kto_kl(mismatched_logratios: torch.Tensor) -> torch.Tensor:
     """max(0, mean of h) over answers paired with other prompts: the reference point of KTO, a detached scalar.
 
-    `mismatched_logratios` [N] float, in nats; 0 where N is 0. A biased estimate of KL(pi, pi_ref) over a batch that
-    needs no sampling. Source: as for `kto_losses`.
+    `mismatched_logratios` [N] float, in nats. Returns 0 if N is 0. A biased estimate of KL(pi, pi_ref) over a batch
+    that needs no sampling. Source: as for `kto_losses`.
     """
     if not len(mismatched_logratios):
         return mismatched_logratios.new_zeros(())

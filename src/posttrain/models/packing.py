@@ -1,7 +1,7 @@
-"""Several streams of tokens in one row without padding, and the layouts that say what each token of a row attends to.
+"""Streams packed in one row without padding, and the layouts that define what each token of a row attends to.
 
-- `pack_row`: streams as a prefix tree. What streams have in common from their beginning on is computed once: the prompt of a
-  group, and every turn up to the point where two episodes part.
+- `pack_row`: streams as a prefix tree. Shared prefixes are computed once: the prompt of a group, and every turn up to
+  the point where two episodes diverge.
 - `probed_layout`: streams followed by probe tokens, each of which ends a prefix of its stream.
 - `LastTokenLayout`: streams of which one layer's attention of the last token is recorded.
 """
@@ -21,10 +21,12 @@ from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, suppo
 
 
 class PackedLayout:
-    """Segments side by side in one row. Each token gets the output and the gradient that its stream would get alone."""
+    """Segments side by side in one row. Each token gets the output and gradient that it would get if its stream ran
+    alone.
+    """
 
     def __init__(self, segments: Sequence[RowSegment]) -> None:
-        """`segments`: cover the row in order, without gaps. None is empty."""
+        """`segments`: non-empty; together they cover the row in order, without gaps."""
         self.segments = list(segments)
         self._masks = MaskCache()
         self._spans: Spans | None = None
@@ -59,8 +61,8 @@ class PackedLayout:
 def probed_layout(streams: Sequence[tuple[int, Sequence[int]]]) -> PackedLayout:
     """Streams side by side in one row, each followed by its probes.
 
-    A probe is one token that sees a prefix of its stream and itself, at the position that follows the prefix. It gets the
-    output of the stream cut there and ended with that token, while the stream is computed once.
+    A probe is one token that attends to a prefix of its stream and to itself, at the position that follows the prefix.
+    Its output is that of the stream cut after the prefix and ended with the probe, while the stream is computed once.
 
     Args:
         streams: for each stream its length, and for each of its probes the length of the prefix (at least 1).
@@ -123,7 +125,9 @@ class PackedRow:
     """[n] int64: the sampled tokens."""
 
     def distinct(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices [u] of one of each kind of sampled token with the same place, and [n] the kind of each."""
+        """Indices [u] of one representative of each distinct sampled token of the row, and [n] the representative of
+        each token.
+        """
         kinds = self.predictors * (self.targets.max(initial=0) + 1) + self.targets
         _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
         return first, kind
@@ -137,7 +141,7 @@ def prompt_length(sampled: np.ndarray) -> int:
 def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> PackedRow:
     """Pack `streams` (token ids [T_i] int64) with masks `sampled` [T_i] bool into one row, as a prefix tree.
 
-    Tokens with the same tokens before them are stored once, sampled or not, whichever stream they are from. Each stream has
+    Equal tokens after equal prefixes are stored once, sampled or not, whichever stream they are from. Each stream has
     at least one sampled token, and its first token is not sampled.
     """
     segments: list[RowSegment] = []
@@ -165,8 +169,8 @@ def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> Pa
 
 
 def tree_order(streams: Sequence[np.ndarray]) -> list[tuple[int, int]]:
-    """(index, tokens shared with the one before) of each stream, in an order in which no earlier stream shares more with it."""
-    # Of fixed-width ids, the order of the bytes puts equal beginnings side by side.
+    """(index, tokens shared with the previous stream) of each stream, ordered so that no earlier stream shares more."""
+    # Sorting fixed-width ids by their bytes puts equal prefixes side by side.
     order = sorted(range(len(streams)), key=lambda index: streams[index].tobytes())
     return [(index, _shared(streams[order[at - 1]], streams[index]) if at else 0) for at, index in enumerate(order)]
 
@@ -177,7 +181,7 @@ def row_length(streams: Sequence[np.ndarray]) -> int:
 
 
 def _shared(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of tokens that `a` and `b` have in common from their beginning on."""
+    """Length of the common prefix of `a` and `b`, in tokens."""
     count = min(len(a), len(b))
     differs = a[:count] != b[:count]
     return int(differs.argmax()) if differs.any() else count

@@ -1,7 +1,7 @@
 """Models that are trained: the base of all of them, and the policy.
 
-`TrainedModel` has weights, tokenizer, optional LoRA adapters, sharding, checkpoints and export. `Policy` is a causal language
-model with its frozen initial weights as reference model, and its weights as whole tensors for engines.
+`TrainedModel` has weights, tokenizer, optional LoRA adapters, sharding, checkpoints and export. `Policy` is a causal
+language model with its frozen initial weights as reference model, and its weights as whole tensors for engines.
 """
 
 import copy
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, is_sharded, set_shard
 from posttrain.distributed.world import current_world, threads_per_process
 from posttrain.errors import InputError
+from posttrain.models.cuda.four_bit import dequantized
 from posttrain.models.cuda.memory import copied_to
 from posttrain.models.forward import (
     TokenMetric,
@@ -51,7 +52,8 @@ class TrainedModel:
         Args:
             model: a hub id, a directory, a `.gguf` file, `packaged:smollm2-135m`, or a complete `ModelRecipe`.
             seed: run seed; adapters and new heads are initialized from it.
-            trained: whether the weights will be optimized; otherwise sharded weights keep their dtype instead of float32 master weights.
+            trained: whether the weights will be optimized; otherwise sharded weights keep their dtype instead of
+                float32 master weights.
             settings: further keys of the `model` section, for example `dtype="bfloat16"` or `lora={"rank": 16}`.
 
         Raises:
@@ -63,6 +65,10 @@ class TrainedModel:
             torch.set_num_threads(threads)
         self.recipe = recipe
         self.seed = seed
+        if recipe.load_in_4bit and current_world().sharded:
+            raise InputError(
+                "model.load_in_4bit is for one process without hardware.offload: all; remove it, or set hardware.processes=1"
+            )
         self.tokenizer: Any = load_tokenizer(recipe)
         self.end_tokens = load_end_tokens(recipe.path, self.tokenizer)
         """Token ids that end a completion: the end tokens of the tokenizer and of the generation configuration."""
@@ -72,6 +78,10 @@ class TrainedModel:
             torch.manual_seed(derive_seed(seed, "adapters"))
             # peft returns the model in training mode, with dropout on.
             self.model = add_adapters(self.model, recipe.lora, self.task).eval()
+            if recipe.load_in_4bit:  # peft makes adapters of packed matrices in float32
+                dtype = self.model.get_input_embeddings().weight.dtype  # type: ignore[operator]
+                for parameter in (p for p in self.model.parameters() if p.requires_grad):
+                    parameter.data = parameter.data.to(dtype)
         if recipe.gradient_checkpointing:
             inner = transformer(self.model)
             # The method has two names in the supported versions of transformers.
@@ -95,7 +105,7 @@ class TrainedModel:
 
     @property
     def load_device(self) -> torch.device | None:
-        """The device that `load` puts weights on; None for the device that computes.
+        """The device that `load` puts weights on; None for the device that the recipe names.
 
         A model that will be sharded is loaded to CPU memory, so that no GPU ever holds all of it.
         """
@@ -117,12 +127,12 @@ class TrainedModel:
         return function(*arguments) if self.sharded is None else self.sharded(function, *arguments)
 
     def reshard(self) -> None:
-        """Free weights that a forward pass without a backward pass left gathered."""
+        """Free weights that are still gathered after a forward pass without a backward pass."""
         if self.sharded is not None:
             self.sharded.reshard()
 
     def set_last_backward(self, last: bool) -> None:
-        """Say before a backward pass whether it is the last of the update."""
+        """Declare, before a backward pass, whether it is the last one of the update."""
         if self.sharded is not None:
             self.sharded.set_last_backward(last)
 
@@ -138,7 +148,7 @@ class TrainedModel:
         """Enable adapter dropout and gradient checkpointing inside the block, which includes the backward pass.
 
         Every other module stays in evaluation mode, so the dropout of a model's configuration is never applied. `draw`
-        names the forward pass: the masks are a function of it and of the run seed, whatever was drawn before.
+        names the forward pass: dropout masks depend only on `draw` and the run seed, not on earlier draws.
         """
         torch.manual_seed(derive_seed(self.seed, "dropout", *draw))
         dropouts = [module for name, module in self.model.named_modules() if ".lora_dropout." in name]
@@ -162,8 +172,17 @@ class TrainedModel:
         current_world().on_rank0(lambda: self._write(self.model, directory, tensors))
 
     def save_later(self, directory: Path) -> Callable[[], None]:
-        """Copy the trained weights to CPU memory; returns a function that writes what `save` would have written now, and
-        may run in another thread. For a model that is not sharded."""
+        """Copy the trained weights to CPU memory. Returns a function that writes the files of `save` with these weights
+        and may run in another thread. All ranks call both; only rank 0 writes."""
+        world = current_world()
+        if self.sharded is not None:
+            gathered = self.gather_weights(self.saved_tensors())
+            if not world.is_rank0:
+                return lambda: None
+            assert gathered is not None
+            own = {name: tensor.clone() for name, tensor in gathered.items()} if world.size == 1 else gathered
+            self.tokenizer.save_pretrained(directory)
+            return lambda: self.model.save_pretrained(directory, state_dict=own)  # type: ignore[operator]
         copies: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.saved_tensors().items():  # a tensor with several names stays one
@@ -179,7 +198,9 @@ class TrainedModel:
         return self.model.state_dict(keep_vars=True) if self.recipe.lora is None else dict(self.trainable())
 
     def gather_weights(self, tensors: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor] | None:
-        """Gather `tensors` (default: the model's whole state) in rank 0's CPU memory; None for a model that is not sharded."""
+        """Gather `tensors` (default: the model's whole state) in rank 0's CPU memory; None for a model that is not
+        sharded.
+        """
         if self.sharded is None:
             return None
         self.sharded.reshard()
@@ -208,9 +229,11 @@ class TrainedModel:
                 # Tied weights are saved under one name.
                 mismatched = [name for name, _ in self.trainable() if name not in tensors] + loaded.unexpected_keys
         except RuntimeError as error:
-            raise InputError(f"{directory}: weights have other shapes than those of {self.recipe.path}") from error
+            raise InputError(f"{directory}: weights do not have the shapes of {self.recipe.path}") from error
         if mismatched:
-            raise InputError(f"{directory} holds another model than {self.recipe.path}: they differ in {mismatched[0]}")
+            raise InputError(
+                f"{directory} does not have the model of {self.recipe.path}: they differ in {mismatched[0]}"
+            )
 
     def export(self, directory: Path) -> None:
         """Write the model so that transformers (or peft, with `lora.export: adapter`) loads it from `directory`."""
@@ -240,8 +263,14 @@ class TrainedModel:
     def _merged(self, tensors: dict[str, torch.Tensor] | None) -> Any:
         """A whole copy of the model with its adapters merged. `tensors`: the gathered state of a sharded model."""
         assert self.recipe.lora is not None
-        merged = add_adapters(self.load(), self.recipe.lora, self.task)
-        merged.load_state_dict(self.model.state_dict() if tensors is None else tensors)
+        # Adapters of 4-bit matrices are added to the matrices that those were made from.
+        whole_numbers = copy.copy(self)
+        whole_numbers.recipe = self.recipe.model_copy(update={"load_in_4bit": False})
+        merged = add_adapters(whole_numbers.load(), self.recipe.lora, self.task)
+        if self.recipe.load_in_4bit:
+            merged.load_state_dict(dict(self.trainable()), strict=False)
+        else:
+            merged.load_state_dict(self.model.state_dict() if tensors is None else tensors)
         whole: Any = merged.merge_and_unload()  # type: ignore[operator]
         whole.config = transformer(self.model).config
         return whole
@@ -313,12 +342,13 @@ class Policy(TrainedModel):
         """Log-probability and entropy of every sampled token of several streams, in one packed forward pass.
 
         `streams`: token ids [T_i] int64. `sampled`: [T_i] bool; the first token of a stream cannot be sampled, because
-        each sampled token is predicted from the position before it. What streams share from their beginning on is
-        computed once. Returns float32 [N] over all sampled tokens, stream by stream. `head` adds values from the same hidden states,
-        `measure` a number from each distribution.
+        each sampled token is predicted from the position before it. Shared prefixes are computed once. Returns float32
+        [N] over all sampled tokens, stream by stream. `head` adds values from the same hidden states, `measure` a
+        number from each distribution.
         """
         row = pack_row(streams, sampled)
-        # Logits cost as much as several layers, so tokens that streams share are scored once. `measure` is for each of them.
+        # Logits cost as much as several layers, so shared tokens are scored once. `measure` needs every token
+        # separately.
         chosen, back = row.distinct() if measure is None else (np.arange(len(row.targets)), None)
         targets = upload(row.targets[chosen], self.device)
 
@@ -348,9 +378,10 @@ class Policy(TrainedModel):
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """The next-token distribution at every sampled token of several streams, without gradient.
 
-        Token ids from `vocabulary` on, which are padding of the output layer, have no share in it. Returns log-probabilities
-        [N, vocabulary] float32 and None; or, with `top_k` below `vocabulary`, those of the most probable tokens and last that
-        of all others together, [N, top_k + 1], and the ids [N, top_k] int32 of the former.
+        Token ids from `vocabulary` on are padding of the output layer and get no probability. Returns log-probabilities
+        [N, vocabulary] float32 and None. With `top_k` below `vocabulary`, returns the log-probabilities [N, top_k + 1]
+        of the most probable tokens and, last, of all others together, and the ids [N, top_k] int32 of the most probable
+        tokens.
         """
         row = pack_row(streams, sampled)
         divisor = temperature if temperature > 0 else 1.0
@@ -403,14 +434,14 @@ class Policy(TrainedModel):
                 self.model, self.sharded = trained
 
     def reference_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters of the copy that `as_reference` scores with, by name. There is none with adapters."""
+        """Parameters of the copy that `as_reference` scores with, by name. With adapters there is no copy."""
         assert self.recipe.lora is None, "the reference model is the policy with its adapters off"
         return dict(self._reference_copy()[0].named_parameters())
 
     @property
     def _offloads_reference(self) -> bool:
         """Whether the reference model is in CPU memory between its passes. FSDP moves sharded models itself."""
-        return current_world().hardware.offload == "optimizer" and not current_world().sharded
+        return current_world().hardware.offload in ("optimizer", "rollouts") and not current_world().sharded
 
     def _reference_copy(self) -> tuple[torch.nn.Module, ShardedModel | None]:
         if self._reference is None:
@@ -460,10 +491,10 @@ def _merged_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in base.named_parameters():
         owner = next((prefix for prefix in _module_prefixes(name) if prefix in adapted), None)
         if owner is None:
-            yield name, full_tensor(parameter).detach()
+            yield name, full_tensor(dequantized(parameter)).detach()
         elif name.startswith(f"{owner}base_layer."):
             last = name.removeprefix(f"{owner}base_layer.")
-            tensor = full_tensor(parameter).detach()
+            tensor = full_tensor(dequantized(parameter)).detach()
             if last == "weight":
                 for adapter in adapted[owner].active_adapters:
                     tensor = tensor + _adapter_delta(adapted[owner], adapter)
@@ -471,7 +502,7 @@ def _merged_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _adapter_delta(module: Any, adapter: str) -> torch.Tensor:
-    """What the adapter adds to the weight of its base layer."""
+    """The tensor that the adapter adds to the weight of its base layer."""
     down, up = module.lora_A[adapter].weight, module.lora_B[adapter].weight
     if not is_sharded(down) and not is_sharded(up):
         return module.get_delta_weight(adapter)

@@ -35,6 +35,12 @@ class UnitValues:
     """S."""
 
 
+def end_token_of(tokenizer: Any, end_tokens: frozenset[int]) -> int:
+    """The end token that the chat template of a model with these end tokens puts after a completion."""
+    eos: int = tokenizer.eos_token_id
+    return eos if eos in end_tokens else min(end_tokens)
+
+
 class RewardModel(TrainedModel):
     """A decoder with a scalar head that scores token streams.
 
@@ -86,8 +92,8 @@ class RewardModel(TrainedModel):
     def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         """Rewards [S] float32 of several streams, each read at its last token, in one packed forward pass.
 
-        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool, the completions. What streams share from their
-        beginning on is computed once. Equal to what `AutoModelForSequenceClassification(num_labels=1)` returns for each stream alone.
+        `streams`: token ids [T_i] int64; `sampled`: [T_i] bool, the completions. Shared prefixes are computed once.
+        Equal to the output of `AutoModelForSequenceClassification(num_labels=1)` for each stream alone.
         """
         row = pack_row(streams, sampled)
         return self._read(row.ids, row.layout, np.array([places[-1] for places in row.places]))
@@ -109,8 +115,8 @@ class RewardModel(TrainedModel):
     def prefix_rewards(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Rewards of prefixes of the streams, without gradient, in one forward pass: per stream [P_i] float32.
 
-        `streams`: token ids [T_i] int64; `lengths`: [P_i] int64, the length of each prefix, 1 to T_i. A prefix is scored
-        with the end token appended, unless it ends with an end token already.
+        `streams`: token ids [T_i] int64; `lengths`: [P_i] int64, the length of each prefix, 1 to T_i. A prefix is
+        scored with the end token appended, unless it already ends with one.
         """
         rows, counts, positions = [], [], []
         start = 0
@@ -140,8 +146,7 @@ class RewardModel(TrainedModel):
     @property
     def end_token(self) -> int:
         """The end token that the model's chat template puts after a completion."""
-        eos = self.tokenizer.eos_token_id
-        return eos if eos in self.end_tokens else min(self.end_tokens)
+        return end_token_of(self.tokenizer, self.end_tokens)
 
     def _read(self, row_ids: np.ndarray, layout: PackedLayout, indices: np.ndarray) -> torch.Tensor:
         """The head's values [n] float32 at `indices` [n] of a row of token ids [T]."""
@@ -150,7 +155,7 @@ class RewardModel(TrainedModel):
 
         def read() -> torch.Tensor:
             hidden = hidden_states(self.model, ids, positions, layout)[at]
-            # Computed in float32 whatever the dtype of the weights, so that close rewards do not become equal.
+            # Computed in float32 for any dtype of the weights, so that close rewards do not become equal.
             return torch.nn.functional.linear(hidden.float(), self._head().weight.float()).squeeze(1)
 
         return self.compute(read)
@@ -162,7 +167,7 @@ class RewardModel(TrainedModel):
 
     def export(self, directory: Path) -> None:
         if self.recipe.lora is not None and self.recipe.lora.export == "adapter":
-            # peft exports adapters and head; statistics and padding token are in the configuration.
+            # peft exports only adapters and head; the configuration contains the statistics and the padding token.
             transformer(self.model).config.save_pretrained(directory)
         super().export(directory)
 

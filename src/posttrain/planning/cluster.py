@@ -1,4 +1,4 @@
-"""`posttrain cluster plan`: who runs where, with which memory, what idles meanwhile, and which setting answers it."""
+"""`posttrain cluster plan`: placement of workers, their memory, idle time, and settings that reduce it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from posttrain.recipe.stages import RlRecipe
 MIN_SPEEDUP = 1.05
 """Minimum speedup of a step for a change to be suggested."""
 KEPT_FREE = 0.1
-"""Fraction of device memory reserved for what is not counted: kernel buffers, communication, fragmentation."""
+"""Fraction of device memory reserved for uncounted use: kernel buffers, communication, fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -299,12 +299,6 @@ def _placement_warnings(recipe: PlacedRecipe, nodes: list[Node], share: float, g
         free = gpus - len({(w.node, device) for w in workers for device in w.devices})
         if free:
             lines.append(f"{free} of {gpus} GPUs are unused; raise hardware.processes = {recipe.hardware.processes}")
-    if recipe.hardware.dedicated.critic or recipe.hardware.dedicated.reference:
-        lines.append(
-            "hardware.dedicated is supported by this plan only; a run rejects it, because learner processes hold these models"
-        )
-    if isinstance(recipe, RlRecipe) and recipe.unit_credit is not None and recipe.hardware.rewards.count:
-        lines.append("unit_credit calls the reward model directly, so a run keeps it in the learner process")
     return lines
 
 

@@ -115,7 +115,7 @@ def _counted(recipe: Recipe, tasks: TaskSplit | None) -> Recipe:
 
 
 def show_line(console: Console, line: str, indent: int = 0) -> None:
-    """Print a sentence: wrapped between words in a terminal, whole in a file or pipe."""
+    """Print a sentence: wrapped between words in a terminal, on one line in a file or pipe."""
     if console.is_terminal:
         console.print(Padding(Text(line), (0, 0, 0, indent)))
     else:
@@ -206,7 +206,7 @@ def _processes(recipe: Learned) -> str:
 
 
 def batch_arithmetic(recipe: Recipe, tasks: TaskSplit | None = None) -> list[str]:
-    """Batch arithmetic of the recipe, one line per part. Rows that are tasks are counted where `tasks` is given."""
+    """Batch arithmetic of the recipe, one line per part. Rows that are tasks are counted if `tasks` is given."""
     if isinstance(recipe, Played) and (environment := evaluated_environment(recipe)) is not None:
         rows = [one.rows_key for one in (recipe.environment, environment) if one is not None]
         tasks = tasks if any(rows) else tasks_of(recipe)
@@ -448,7 +448,7 @@ def _memory_rows(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, tuple[int, s
 
 
 def _too_large(recipe: Recipe, sizes: ModelSizes | None, device: Device | None) -> list[str]:
-    """A sentence where the run needs more memory than the device has."""
+    """A sentence if the run needs more memory than the device has; otherwise empty."""
     if recipe.remote is not None or sizes is None or device is None or device.memory is None:
         return []
     together = _together(recipe, sizes)
@@ -468,7 +468,7 @@ def _together(recipe: Recipe, sizes: ModelSizes) -> int:
 
 
 def _smaller(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Changes of a recipe that save memory, by their keys, those that cost least first."""
+    """Changes to a recipe that save memory, with their keys, cheapest first."""
     if not isinstance(recipe, Learned):
         return
     checkpointed = recipe.model.model_copy(update={"gradient_checkpointing": True})

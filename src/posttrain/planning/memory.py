@@ -30,8 +30,14 @@ _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "do
 """Names of the matrices in the order of `ModelSizes.linear_sizes`."""
 
 
+_FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per weight of a 4-bit matrix: the number, a byte of scale for 64 of them, and 4 bytes for 256 scales."""
+
+
 def with_dtypes(recipe: R, device: Device | None) -> R:
-    """The recipe with the precision that each of its models has on `device`. Unknown ones (None) stay open."""
+    """The recipe with the precision that each of its models has on `device`. For an unknown device (None), it is
+    unchanged.
+    """
     if device is None:
         return recipe
 
@@ -56,6 +62,10 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
     width = weight_width(recipe.model)
     count = sizes.scorer_parameters if isinstance(recipe, RewardRecipe) else sizes.parameters
     rows = {"weights": (width * count, f"{count:,} parameters of {width} bytes")}
+    if recipe.model.load_in_4bit:
+        packed = sizes.layers * sum(inputs * outputs for inputs, outputs in sizes.linear_sizes)
+        size = round(_FOUR_BITS * packed) + width * (count - packed)
+        rows["weights"] = (size, f"{packed:,} parameters of 4 bits, {count - packed:,} of {width} bytes")
     if not isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):
         rows |= _training(recipe, sizes, width)
     rows = _divided(rows, sizes, placement, width)
@@ -72,7 +82,7 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
         return {}
     if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
         return {}
-    assert isinstance(recipe.engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model takes no memory here"
+    assert isinstance(recipe.engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model needs no local memory"
     width = weight_width(recipe.model)
     rows = {}
     if placement.engines or isinstance(recipe.engine, VllmEngineRecipe):
@@ -104,13 +114,15 @@ def peak_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement) -> tupl
     engine = engine_memory(recipe, sizes, placement)
     rows = {what: count for what, (count, _) in memory_estimate(recipe, sizes, placement).items() if what not in engine}
     passing = sum(rows.get(what, 0) for what in ("activations, roughly", "logits", "gathered temporarily"))
+    if isinstance(recipe, RlRecipe) and recipe.hardware.offload == "rollouts":
+        passing += sum(rows.get(what, 0) for what in _OFFLOADED)
     learning, sampling = sum(rows.values()), sum(count for count, _ in engine.values())
     return learning, sampling + (learning - passing if placement.colocated else 0)
 
 
 def weight_width(model: ModelRecipe) -> int:
     """Bytes per weight."""
-    return 2 if model.dtype == "bfloat16" else 4
+    return 2 if model.dtype == "bfloat16" or model.load_in_4bit else 4
 
 
 def cache_bytes(sizes: ModelSizes, width: int, tensor: int = 1) -> int:
@@ -130,7 +142,7 @@ _DIVIDED = (
     "teacher",
     "language model for entropies",
 )
-"""Items that sharding divides. Activations and logits depend on the tokens of each device."""
+"""Items that sharding divides. Activations and logits depend on the number of tokens on each device."""
 _OFFLOADED = ("float32 masters and their gradients", "AdamW state")
 
 
@@ -172,7 +184,7 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         assert isinstance(recipe, DpoRecipe | RlRecipe)
         if recipe.model.lora is None:
             rows["reference model"] = _reference(recipe, sizes, width, trained)
-            if offloads:
+            if recipe.hardware.offload in ("optimizer", "rollouts"):
                 rows["reference model"] = (0, "in CPU memory, and on the device when there are no gradients")
         else:
             rows["reference model"] = (0, "the policy with adapters disabled")
@@ -228,7 +240,7 @@ def _reference(recipe: DpoRecipe | RlRecipe, sizes: ModelSizes, width: int, trai
 
 
 def _teacher(recipe: RlRecipe | DistillRecipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
-    """The teacher's weights, and what it says about the tokens of a step."""
+    """The teacher's weights, and its scores of the tokens of a step."""
     teacher = recipe.teacher
     assert teacher is not None
     if teacher.path is not None:
@@ -295,6 +307,9 @@ def _critic(recipe: RlRecipe, sizes: ModelSizes) -> tuple[int, str]:
         return 16 * sizes.hidden, f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
     width = _critic_width(recipe)
     trained = trained_parameters(recipe.critic.model(recipe.model), sizes, scorer=True)
+    if recipe.hardware.offload == "optimizer":
+        count = width * (sizes.scorer_parameters + trained)
+        return count, "weights and gradients, assuming the size of the policy; the rest is in CPU memory"
     count = width * sizes.scorer_parameters + (width + 8 + (8 if width == 2 else 0)) * trained
     return count, "weights, gradients and AdamW state, assuming the size of the policy"
 

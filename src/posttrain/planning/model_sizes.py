@@ -184,7 +184,9 @@ def _counted(sizes: ModelSizes) -> ModelSizes:
 
 
 def _stored_parameters(directory: Path) -> int:
-    """Elements of all tensors in the directory's safetensors files, from their headers; 0 when there are none."""
+    """Number of elements of all tensors in the directory's safetensors files, from their headers; 0 without such
+    files.
+    """
     count = 0
     for file in sorted(directory.glob("*.safetensors")):
         try:
@@ -192,7 +194,7 @@ def _stored_parameters(directory: Path) -> int:
                 (length,) = struct.unpack("<Q", source.read(8))
                 header = json.loads(source.read(min(length, 100_000_000)))
         except (OSError, ValueError, struct.error):
-            raise InputError(f"model.path: {file} is not a whole safetensors file; fetch it again") from None
+            raise InputError(f"model.path: {file} is not a complete safetensors file; download it again") from None
         for name, tensor in header.items():
             if name != "__metadata__":
                 elements = 1
@@ -213,7 +215,7 @@ _SHAPES = {
     "Qwen3-8B": ModelSizes(0, 36, 4096, 12_288, 32, 8, 128, 151_936, tied=False),
     "Qwen3-14B": ModelSizes(0, 40, 5120, 17_408, 40, 8, 128, 151_936, tied=False),
     "Qwen3-32B": ModelSizes(0, 64, 5120, 25_600, 64, 8, 128, 151_936, tied=False),
-    # Of models with experts, the third number is that of one expert.
+    # For models with experts, the third number is the size of one expert.
     "Qwen3-30B-A3B": ModelSizes(0, 48, 2048, 768, 32, 4, 128, 151_936, tied=False, experts=128, experts_per_token=8),
     "Qwen3-235B-A22B": ModelSizes(0, 94, 4096, 1536, 64, 4, 128, 151_936, tied=False, experts=128, experts_per_token=8),
     "Qwen2.5-0.5B": ModelSizes(0, 24, 896, 4864, 14, 2, 64, 151_936),
@@ -243,7 +245,7 @@ _SHAPES = {
     "gemma-2-27b": ModelSizes(0, 46, 4608, 36_864, 32, 16, 128, 256_000),
     "gemma-3-270m": ModelSizes(0, 18, 640, 2048, 4, 1, 256, 262_144),
     "gemma-3-1b": ModelSizes(0, 26, 1152, 6912, 4, 1, 256, 262_144),
-    # The language models alone, without the encoders of images.
+    # Only the language models, without their image encoders.
     "gemma-3-4b": ModelSizes(0, 34, 2560, 10_240, 8, 4, 256, 262_208),
     "gemma-3-12b": ModelSizes(0, 48, 3840, 15_360, 16, 8, 256, 262_208),
     "gemma-3-27b": ModelSizes(0, 62, 5376, 21_504, 32, 16, 128, 262_208),
@@ -255,7 +257,7 @@ PUBLISHED = {
 
 _BY_LOWER = {name.lower(): sizes for name, sizes in PUBLISHED.items()}
 _VARIANT = re.compile(r"-(instruct|base|chat|thinking|it|pt|\d{4})$")
-"""A suffix of a variant with the sizes of the base model: `Qwen3-4B-Thinking-2507` has two."""
+"""A suffix of a variant with the sizes of the base model. `Qwen3-4B-Thinking-2507` has two such suffixes."""
 
 
 def published_sizes(path: str) -> ModelSizes | None:

@@ -70,8 +70,8 @@ def step_phases(
         rows: Tokens of an optimizer step on rows. Default: rows of maximum length.
         reward: Sizes of the reward model. Default: those of the policy.
 
-    The `evaluate` stage counts as one step. `generate` and `harness` have no phases, because the number of rows is unknown
-    until they are read.
+    The `evaluate` stage counts as one step. `generate` and `harness` have no phases, because the number of rows is
+    unknown until they are read.
     """
     if isinstance(recipe, RlRecipe):
         return _rl(recipe, sizes, device, placement, episodes or episodes_at_most(recipe), reward or sizes)
@@ -124,7 +124,7 @@ def evaluated_at_most(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRec
     """Episodes of one evaluation at their maximum length. The `evaluate` stage uses `final_seeds`."""
     evaluation = recipe.evaluation
     key = "evaluation.final_seeds" if isinstance(recipe, EvaluateRecipe) else "evaluation.seeds"
-    # The usual number where the rows of a file have not been counted.
+    # The default number if the rows of a file have not been counted.
     seeds, environment = evaluation.ranges[key].of_generated(key), evaluated_environment(recipe)
     assert environment is not None
     return _episodes(recipe, environment, len(seeds), evaluation.episodes_per_seed)
@@ -226,7 +226,7 @@ def _rl(
 def _teacher(
     teacher: TeacherRecipe, model: ModelRecipe, sizes: ModelSizes, device: Device, placement: Placement, tokens: Tokens
 ) -> list[Phase]:
-    """The teacher's forward passes; empty where it is on servers."""
+    """The teacher's forward passes; empty if the teacher is on servers."""
     if teacher.urls:
         return []
     teacher_model = (teacher_sizes(teacher.path) if teacher.path is not None else None) or sizes

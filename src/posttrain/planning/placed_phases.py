@@ -1,6 +1,7 @@
 """Estimated time of a step on a cluster: the phases of the cost model, each on its devices.
 
-Scoring models with dedicated devices run concurrently. All other phases are sequential.
+A reference model and a critic with dedicated devices run at the same time as each other, and the critic's updates beside those of
+the policy. All other phases are sequential.
 """
 
 from dataclasses import replace
@@ -61,7 +62,7 @@ def placement_of(recipe: PlacedRecipe, devices: bool) -> Placement:
         engines=count,
         tensor=hardware.engines.devices if count else 1,
         colocated=hardware.engines.colocated or not count,
-        offloaded=hardware.offload != "none",
+        offloaded=hardware.offload in ("optimizer", "all"),
         async_rollouts=recipe.rollout.async_rollouts if apart and isinstance(recipe, RlRecipe) else 0,
     )
 
@@ -91,7 +92,10 @@ def placed_phases(
         phases = [_with_units(phase, recipe) if phase.what == "reward model" else phase for phase in phases]
     if not devices:
         return phases
-    return _concurrent_scoring(_moved(recipe, sizes, device, placement, played, phases), recipe)
+    moved, apart = _moved(recipe, sizes, device, placement, played, phases), recipe.hardware.dedicated
+    if apart.critic or apart.reference:
+        moved = _concurrent(moved, "scoring", ("reference log-probabilities", "values"))
+    return _concurrent(moved, "updates", ("forward and backward passes", "critic's updates")) if apart.critic else moved
 
 
 def _moved(
@@ -115,7 +119,7 @@ def _moved(
             phase = replace(phase, seconds=seconds, devices=copies)
             phase = _with_units(phase, recipe) if recipe.unit_credit is not None else phase
         elif phase.what == "reference log-probabilities" and apart.reference:
-            dedicated = Placement(apart.reference, apart.reference)
+            dedicated = Placement(apart.reference)
             width, budget = weight_width(recipe.model), recipe.learner.tokens_per_batch
             seconds = forward_seconds(sizes, device, dedicated, played.learned, width, budget)
             phase = replace(phase, seconds=seconds, devices=apart.reference)
@@ -125,23 +129,17 @@ def _moved(
     return moved
 
 
-def _concurrent_scoring(phases: list[Phase], recipe: RlRecipe) -> list[Phase]:
-    """Merge the scoring phases of models on dedicated devices, which run concurrently."""
-    scoring = ("reward model", "reference log-probabilities", "values")
-    concurrent = [phase for phase in phases if phase.what in scoring]
-    apart = recipe.hardware.dedicated
-    if not (apart.critic or apart.reference) or len(concurrent) < 2:
+def _concurrent(phases: list[Phase], name: str, together: tuple[str, ...]) -> list[Phase]:
+    """The phases with those in `together`, which run at the same time, as one phase called `name`."""
+    chosen = [phase for phase in phases if phase.what in together]
+    if len(chosen) < 2:
         return phases
-    seconds = max(phase.seconds for phase in concurrent)
-    longest = max(concurrent, key=lambda phase: phase.seconds).what
-    busy = sum(phase.seconds * phase.devices for phase in concurrent) / seconds
-    names = ", ".join(phase.what for phase in concurrent)
-    one = Phase("scoring", seconds, busy, f"{names}, concurrently; {longest} takes longest")
-    first = phases.index(concurrent[0])
-    return [phase for phase in phases[:first] if phase not in concurrent] + [
-        one,
-        *(phase for phase in phases[first:] if phase not in concurrent),
-    ]
+    longest = max(chosen, key=lambda phase: phase.seconds)
+    busy = sum(phase.seconds * phase.devices for phase in chosen) / longest.seconds
+    names = ", ".join(phase.what for phase in chosen)
+    one = Phase(name, longest.seconds, busy, f"{names}, concurrently; {longest.what} takes longest")
+    first = phases.index(chosen[0])
+    return [*phases[:first], one, *(phase for phase in phases[first:] if phase not in chosen)]
 
 
 def _with_units(phase: Phase, recipe: RlRecipe) -> Phase:
@@ -201,9 +199,12 @@ def memory_of(
     for role, what, over in (
         (REWARD, "reward model", 1),
         (CRITIC, "critic", apart.critic),
-        (REFERENCE, "reference model", apart.reference),
+        (REFERENCE, "reference model", 1),
     ):
-        if what in moved and what in whole:
+        if what == "reference model" and what in moved:
+            size = weight_width(recipe.model) * sizes.parameters
+            of_roles[role] = (size, size)
+        elif what in moved and what in whole:
             passing = whole["activations, roughly"][0] if role == CRITIC else 0
             each = whole[what][0] // max(1, over) + passing
             of_roles[role] = (each, each)

@@ -161,7 +161,9 @@ def optimizer_seconds(trained: int, device: Device, placement: Placement, width:
 
 
 def transfer_seconds(sizes: ModelSizes, device: Device, placement: Placement, width: int) -> float:
-    """Seconds in which posttrain sends new weights to its engines, through CPU memory. 0 without engines of their own."""
+    """Seconds in which posttrain sends new weights to separate engines, through CPU memory. 0 without separate
+    engines.
+    """
     if not placement.engines or device.network is None:
         return 0.0
     return HOST_COPIES * width * sizes.parameters / HOST_COPY

@@ -99,17 +99,18 @@ def placed_recipe(recipe: Recipe) -> PlacedRecipe:
 
 
 def refuse_placement(recipe: PlacedRecipe) -> None:
-    """Raise `InputError` for a placement that can be planned but not run."""
+    """Raise `InputError` for a placement without a model to place."""
     dedicated = recipe.hardware.dedicated
-    if dedicated.critic or dedicated.reference:
+    rl = recipe if isinstance(recipe, RlRecipe) else None
+    if dedicated.critic and not (rl and rl.has_critic and rl.critic.backbone == "separate"):
         raise InputError(
-            "hardware.dedicated is supported by `posttrain cluster plan` only: in a run, critic and reference model are in the "
-            "learners' processes; remove it, or set both numbers to 0"
+            "hardware.dedicated.critic: there is no critic with weights of its own; set credit.type=gae and "
+            "critic.backbone=separate, or hardware.dedicated.critic=0"
         )
-    if isinstance(recipe, RlRecipe) and recipe.unit_credit is not None and recipe.hardware.rewards.count:
+    if dedicated.reference and not (rl and rl.kl.coefficient > 0 and not rl.moves_reference):
         raise InputError(
-            "hardware.rewards: `unit_credit` calls the reward model in the learner's process; set "
-            "hardware.rewards.count=0"
+            "hardware.dedicated.reference: there is no KL penalty with a fixed reference model; set kl.coefficient above 0 "
+            "without kl.reference.update_every, or hardware.dedicated.reference=0"
         )
 
 
@@ -124,7 +125,7 @@ def engine_count(recipe: PlacedRecipe, devices: bool) -> int:
 
 
 def reward_count(recipe: PlacedRecipe) -> int:
-    """Number of reward-model processes. Unit credit uses the learner's reward model instead."""
+    """Number of reward-model processes."""
     if not isinstance(recipe, RlRecipe) or recipe.reward is None:
         return 0
     return recipe.hardware.rewards.count
@@ -137,7 +138,7 @@ def workers_of(recipe: PlacedRecipe, nodes: list[Node]) -> list[Worker]:
     per_worker = 1 if gpus else 0
     workers = [Worker(LEARNER, i, hardware.cpus, per_worker) for i in range(hardware.processes)]
     for role, count in ((CRITIC, hardware.dedicated.critic), (REFERENCE, hardware.dedicated.reference)):
-        workers += [Worker(role, i, hardware.cpus, per_worker) for i in range(count)]
+        workers += [Worker(role, i, hardware.dedicated.cpus, per_worker) for i in range(count)]
     engines = hardware.engines
     together = gpus and engines.colocated
     needed = 0 if together else engines.devices * per_worker

@@ -1,1 +1,1 @@
-"""Hand a trained model on: model cards, exports, uploads and a server."""
+"""Publish a trained model: model cards, exports, uploads and a server."""

@@ -1,4 +1,4 @@
-"""The model card of a run: what it was trained from, on what and how, and what was measured."""
+"""The model card of a run: base model, data, training and results."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _TAGS = {"rl": "reinforcement-learning", "reward": "reward-model", "distill": "d
 def model_card(run: RunDirectory, licence: str | None = None) -> str:
     """The card as Markdown with the metadata that the hub reads.
 
-    `licence`: an identifier such as `apache-2.0`; None: that of the base model, where it is known.
+    `licence`: an identifier such as `apache-2.0`; None: that of the base model, if known.
 
     Raises:
         InputError: the run has not ended.
@@ -69,7 +69,7 @@ def model_card(run: RunDirectory, licence: str | None = None) -> str:
 
 
 def base_model(recipe: "Recipe") -> tuple[str, str | None]:
-    """The model that the chain of runs began with, and its licence where it is known."""
+    """The model that the chain of runs started from, and its licence if known."""
     path = recipe.model.path
     for _ in range(20):
         before = Path(path).parent
@@ -97,7 +97,7 @@ def _licence_in(card: Path) -> str | None:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether the directory has adapters alone."""
+    """Whether the directory contains only adapters."""
     return (directory / "adapter_config.json").is_file()
 
 

@@ -36,11 +36,11 @@ def export_run(
         kind: type of the weights of a GGUF file.
         shard_gigabytes: largest size of a safetensors file.
         licence: identifier for the card.
-        tell: called with a line for each check.
+        tell: called with a line of text for each check.
 
     Raises:
-        InputError: the run has no model, the folder is used, or the model cannot be written in this form.
-        RunError: a GGUF file does not compute what the model computes.
+        InputError: the run has no model, the folder is not empty, or the model cannot be written in this format.
+        RunError: the results of a GGUF file differ from those of the model.
     """
     if target not in TARGETS:
         raise InputError(f"--to {target} is not supported; use {', '.join(TARGETS)}")
@@ -53,7 +53,7 @@ def export_run(
             f"{model} has adapters only, and GGUF needs whole weights; train with model.lora.export=merged"
         )
     if target in ("gguf", "ollama") and stage == "reward":
-        raise InputError(f"{model} is a reward model, which GGUF cannot hold; use --to hf")
+        raise InputError(f"{model} is a reward model, which GGUF does not support; use --to hf")
     card = model_card(run, licence)
     out.mkdir(parents=True, exist_ok=True)
     try:
@@ -82,7 +82,9 @@ def _write_gguf(run: RunDirectory, model: Path, out: Path, kind: str, tell: Call
 
 
 def copy_model(model: Path, out: Path, shard_bytes: int) -> None:
-    """Copy a model of transformers or peft. Weights larger than `shard_bytes` are divided into files with an index."""
+    """Copy a transformers or peft model. Weights larger than `shard_bytes` are split into several files with an
+    index.
+    """
     from huggingface_hub import save_torch_state_dict
     from safetensors import safe_open
 
@@ -102,7 +104,7 @@ def copy_model(model: Path, out: Path, shard_bytes: int) -> None:
 
 
 def modelfile(model: Path, weights: str) -> str:
-    """Ollama's description of the model: its file, where an answer ends, and how long a conversation may be."""
+    """Ollama's Modelfile: the weights file, the stop strings, and the context length."""
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer, config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)

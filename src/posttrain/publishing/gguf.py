@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """`model_type` of transformers -> architecture of GGUF."""
 TYPES = {"f32": 1e-5, "f16": 2e-3, "bf16": 2e-2, "q8_0": 5e-2}
-"""Type of the weights -> largest difference of the logits from those of the model, as a share of their size."""
+"""Type of the weights -> maximum difference of the logits from those of the model, as a share of their size."""
 _CHECKED = "The quick brown fox, 3 x 14 = 42; naïve café.\n    return x"
 _NORMAL, _CONTROL, _USER = 1, 3, 4
 """Token types of the format."""
@@ -27,7 +27,9 @@ _NORMAL, _CONTROL, _USER = 1, 3, 4
 
 @dataclass(frozen=True)
 class Check:
-    """Comparison of the written file with the model: relative difference of the logits, and agreement of the best token."""
+    """Comparison of the written file with the model: relative difference of the logits, and agreement of the best
+    token.
+    """
 
     difference: float
     agreement: float
@@ -44,7 +46,7 @@ def write_gguf(directory: Path, file: Path, kind: str = "f16", name: str = "mode
 
     Raises:
         InputError: the architecture or the tokenizer has no counterpart in the format.
-        RunError: the file does not compute what the model computes. It is deleted.
+        RunError: the results of the file differ from those of the model. The file is deleted.
     """
     gguf = require_module("gguf", "posttrain export --to gguf")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -88,7 +90,7 @@ def write_gguf(directory: Path, file: Path, kind: str = "f16", name: str = "mode
 
 
 def pre_tokenizer(tokenizer: dict[str, Any], directory: Path) -> str:
-    """GGUF's name of how a tokenizer splits text before it merges. InputError for one without a name."""
+    """GGUF's name of the tokenizer's pre-tokenization. InputError if GGUF has no name for it."""
     if tokenizer["model"]["type"] != "BPE" or (
         "byte_fallback" in tokenizer["model"] and tokenizer["model"]["byte_fallback"]
     ):
@@ -181,7 +183,7 @@ def _tensors(model: Any, permuted: bool) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _add(writer: Any, name: str, values: np.ndarray, kind: str, gguf: Any) -> None:
-    """Add a tensor; matrices have the type `kind` where their rows allow it, and vectors are float32."""
+    """Add a tensor. Matrices have the type `kind` if the size of their rows allows it; vectors are float32."""
     types = gguf.GGMLQuantizationType
     if values.ndim == 1 or kind == "f32" or (kind == "q8_0" and values.shape[-1] % 32):
         writer.add_tensor(name, values.astype(np.float32))
@@ -212,7 +214,7 @@ def load_gguf(file: Path, head_dim: int | None = None) -> tuple[Any, Any]:
 
 
 def compare(model: Any, tokenizer: Any, file: Path) -> Check:
-    """Load the file with transformers and compare tokens and logits. RunError where the tokens differ."""
+    """Load the file with transformers and compare tokens and logits. RunError if the tokens differ."""
     loaded, again = load_gguf(file, _head_dim(model.config))
     if again.get_vocab() != tokenizer.get_vocab():
         differing = set(again.get_vocab().items()) ^ set(tokenizer.get_vocab().items())

@@ -19,11 +19,11 @@ def push_run(
     target: str = "hf",
     tell: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Upload the export of `run` in one commit and return its address. The token is that of `hf auth login` or `HF_TOKEN`.
+    """Upload the export of `run` in one commit and return its URL. The token comes from `hf auth login` or `HF_TOKEN`.
 
     Raises:
         InputError: `repository` is not `USER/NAME`, or the run has no model.
-        RunError: the server refused; nothing was committed.
+        RunError: the server rejected the upload; nothing was committed.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

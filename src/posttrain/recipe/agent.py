@@ -7,30 +7,45 @@ from pydantic import Field
 from posttrain.recipe.base import BaseConfig
 
 SCORED_ELSEWHERE = ("environment", "report", "none")
-"""Values of `agent.reward` that are no function."""
+"""Values of `agent.reward` that do not name a function."""
 
 
 class AgentRecipe(BaseConfig):
     """An agent: a program that is started once per episode and calls the policy through an endpoint of this run."""
 
     command: str = Field(min_length=1)
-    """Command line of the agent, run in the current folder without a shell. `{task}` and `{seed}` are replaced by the task's last message and by its seed. The agent gets them in `POSTTRAIN_TASK` and `POSTTRAIN_SEED` and the task on its standard input as well, and the endpoint in `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`."""
+    """Command line of the agent, run in the current folder without a shell. `{task}` and `{seed}` are replaced by the
+    task's last message and by its seed. The agent gets them in `POSTTRAIN_TASK` and `POSTTRAIN_SEED` and the task on
+    its standard input as well, and the endpoint in `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
+    `ANTHROPIC_API_KEY`.
+    """
     timeout: float = Field(600.0, gt=0)
     """Seconds after which the agent and its child processes are ended and the episode fails."""
     report: Literal["stdout", "file"] = "stdout"
-    """Where the agent reports. `stdout`: its standard output. `file`: the file that `POSTTRAIN_REPORT` names. A JSON object, in its last line or as a whole, may have `answer`, `reward`, `success` and `scores`. Other text is the answer."""
+    """Where the agent reports. `stdout`: its standard output. `file`: the file that `POSTTRAIN_REPORT` names. A JSON
+    object, in its last line or as a whole, may have `answer`, `reward`, `success` and `scores`. Other text is the
+    answer.
+    """
     reward: str = "environment"
-    """What rewards an episode. `environment`: the environment, which gets the reported answer as the action. `report`: `reward` of the report. `none`: only a reward model. Else a function as in `environment.reward`: `module:function` or `path/to/file.py:function`."""
+    """What rewards an episode. `environment`: the environment, which gets the reported answer as the action. `report`:
+    `reward` of the report. `none`: only a reward model. Else a function as in `environment.reward`: `module:function`
+    or `path/to/file.py:function`.
+    """
     success_reward: float | None = 1.0
-    """For `report` and functions: success is a reward of at least this, unless the report has `success`. null: report no success."""
+    """For `report` and functions: success is a reward of at least this, unless the report has `success`. null: report
+    no success.
+    """
     max_concurrent: int = Field(16, ge=1)
-    """Largest number of agents that run at a time."""
+    """Maximum number of agents that run at a time."""
     lockstep: bool = True
-    """true: a forward pass of the local engine waits until every running agent has called it or ended, so that a resumed run repeats the same bits. false: it waits for no agent, which is faster where agents take long between calls."""
+    """true: a forward pass of the local engine waits until every running agent has called it or ended, so that a
+    resumed run repeats the same bits. false: it waits for no agent, which is faster where agents take long between
+    calls.
+    """
 
     @property
     def function(self) -> str | None:
-        """The reward function; None where something else rewards."""
+        """The reward function; None if something else rewards."""
         return None if self.reward in SCORED_ELSEWHERE else self.reward
 
 

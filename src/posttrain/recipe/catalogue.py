@@ -42,7 +42,7 @@ def recipe_names() -> dict[str, Path]:
     if folder is not None:
         names |= dict(_named(folder, ""))
     for prefix, point in entry_points("posttrain.recipes").items():
-        # Finding a package inside another imports the other one only.
+        # Finding a nested package imports only the outer package.
         spec = importlib.util.find_spec(point.value)
         for place in (spec.submodule_search_locations if spec is not None else None) or []:
             names |= dict(_named(Path(place), f"{prefix}/"))
@@ -55,7 +55,7 @@ def recipe_file(name: str) -> Path:
     Raises:
         InputError: there is neither. The message has the nearest names.
     """
-    # Unlike those of Path, these functions return False for a name that no file can have.
+    # Unlike methods of Path, these functions return False for names that no file can have.
     local = Path(name)
     if os.path.isdir(local) and _without_suffix(name) not in recipe_names():
         raise InputError(f"{name} is a directory; name a recipe file in it")

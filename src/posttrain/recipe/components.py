@@ -1,7 +1,7 @@
 """Find the component that a recipe names by `type`: a built-in name, `module:Class`, or `path/to/file.py`.
 
-Components are named by text and imported on demand, so a recipe can be read without torch, and your own environments work
-like the built-in ones. A `Factory` makes components in this process or, in a cluster run, on another one.
+Components are named by text and imported on demand, so a recipe can be read without torch, and your own environments
+work like the built-in ones. A `Factory` creates components in this process or, in a cluster run, in another process.
 """
 
 import functools
@@ -53,7 +53,7 @@ class EnvironmentRecipe(BaseConfig):
 
     @property
     def rows_key(self) -> str | None:
-        """The recipe key of the files whose rows are the tasks; None where tasks are generated from seeds."""
+        """The recipe key of the files whose rows are the tasks; None if tasks are generated from seeds."""
         return None
 
 
@@ -62,9 +62,11 @@ _looking: ContextVar[bool] = ContextVar("looking", default=False)
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Inside, environments that are neither games of this package nor plug-ins have no code: `environment_class` returns one that
-    takes all keys and cannot be played. Run directories may come from other people, and looking at one must not run what it
-    names."""
+    """Inside the block, environments that are neither games of this package nor plug-ins are not imported:
+    `environment_class`
+    returns a class that accepts all keys and cannot be played. Run directories may come from other people, and reading
+    one must not execute the code that it names.
+    """
     before = _looking.set(True)
     try:
         yield
@@ -73,7 +75,7 @@ def looking() -> Iterator[None]:
 
 
 _registered: dict[str, Any] = {}
-"""Name -> environment class that this process registered."""
+"""Name -> environment class registered in this process."""
 
 
 def register_environment(name: Any) -> Any:
@@ -83,7 +85,8 @@ def register_environment(name: Any) -> Any:
         class Maze(posttrain.Environment): ...
 
     As a function, `register_environment(Maze)` registers the class under the name by which other processes import it
-    (`module:Class` or `path/to/file.py:Class`), and returns that name. InputError for the name of a built-in environment.
+    (`module:Class` or `path/to/file.py:Class`), and returns that name. InputError for the name of a built-in
+    environment.
     """
     if isinstance(name, type):
         place = place_of(name)
@@ -170,7 +173,7 @@ def module_of_file(path: Path) -> ModuleType:
     file = path.resolve()
     name = f"{_OF_FILES}{file.stem}"
     if getattr(sys.modules.get(name), "__file__", str(file)) != str(file):
-        # Two files of one name are two modules.
+        # Files with the same name in different folders are different modules.
         name += f"_{hashlib.blake2b(str(file).encode(), digest_size=8).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
@@ -204,8 +207,9 @@ def _class_in(module: Any, class_name: str, where: str) -> Any:
 
 
 class Factory(Generic[P, T]):
-    """A function that makes a component in this process. Inside `placed_by`, another function makes it, such as one that
-    makes it on a worker of a cluster."""
+    """A function that creates a component in this process. Inside `placed_by`, another function creates it, for example
+    on a worker of a cluster.
+    """
 
     def __init__(self, here: Callable[P, T]) -> None:
         self.here = here
@@ -217,7 +221,7 @@ class Factory(Generic[P, T]):
 
     @contextmanager
     def placed_by(self, maker: Callable[..., T]) -> Iterator[None]:
-        """Inside, `maker` makes it, in every thread of this process."""
+        """Inside the block, `maker` creates the component, in every thread of this process."""
         before, self._elsewhere = self._elsewhere, maker
         try:
             yield

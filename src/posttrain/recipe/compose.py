@@ -24,8 +24,8 @@ def load_recipe(sources: list[str], overrides: list[str], stage: str) -> Recipe:
     """The recipe of one stage from YAML files and overrides (`a.b=c`, `--a.b=c`, or `--a.b`, `c`; `key=null`).
 
     Missing keys have the defaults of the schema. If a later file or override changes the `type` of a section, the keys
-    that only the old type has are dropped. Raises `InputError` with one sentence per problem, which names the file and line,
-    or the override, that caused it.
+    that only the old type has are dropped. Raises `InputError` with one sentence per problem, which names the file and
+    line, or the override, that caused it.
     """
     return typed_recipe(merge_typed([*map(read_file, sources), *read_overrides(overrides)], stage), stage)
 
@@ -67,8 +67,9 @@ def chosen(kinds: Registry, value: str | BaseConfig | Mapping[str, Any], /, **ke
 
 
 def plain_values(value: Any) -> Any:
-    """`value` as YAML would hold it: paths as text, typed sections as mappings, tuples as lists, dotted keys nested, and the
-    class of an environment as the `type` that names it."""
+    """`value` in its YAML form: paths as text, typed sections as mappings, tuples as lists, dotted keys nested, and the
+    class of an environment as the `type` that names it.
+    """
     if isinstance(value, BaseConfig):
         return value.model_dump(mode="json")
     if isinstance(value, Path):
@@ -91,11 +92,12 @@ def plain_values(value: Any) -> Any:
 
 
 def merge_typed(layers: list[Layer], stage: str) -> Layer:
-    """Merge the layers left to right. Where a later layer changes the `type` of a section, keys of the old type are dropped.
+    """Merge the layers left to right. Where a later layer changes the `type` of a section, keys of the old type are
+    dropped.
 
-    So one recipe serves several algorithms: `credit.type=rloo` over a file with `credit: {type: gae, gae_lambda: 0.95}`. And
-    `evaluate` takes a recipe of any stage: what an evaluation does not use is left out of it. A file without a `stage`
-    continues the recipe of the file before it.
+    One recipe can therefore serve several algorithms: `credit.type=rloo` over a file with `credit: {type: gae,
+    gae_lambda: 0.95}`. `evaluate` accepts a recipe of any stage and drops the keys that an evaluation does not use. A
+    file without a `stage` continues the recipe of the previous file.
     """
     merged = Layer({})
     if stage == "evaluate":
@@ -107,7 +109,7 @@ def merge_typed(layers: list[Layer], stage: str) -> Layer:
 
 
 def _as_evaluations(layers: list[Layer]) -> list[Layer]:
-    """The layers, with recipes of other stages as recipes of `evaluate`. InputError where these have no environment."""
+    """The layers, with recipes of other stages as recipes of `evaluate`. InputError if these have no environment."""
     converted, before = [], "evaluate"
     for layer in layers:
         trained = layer.values.get("stage", before if layer.file else "evaluate")
@@ -133,7 +135,7 @@ def _as_evaluations(layers: list[Layer]) -> list[Layer]:
             converted.append(Layer(values, layer.origins))
             continue
         if default or trained == "sft":
-            # The final table of the training run: the same tasks, also where they are drawn from rows.
+            # Use the tasks of the training run's final table, even if they are drawn from rows.
             values["evaluation"] = {"held_out": None, **values.get("evaluation", {})}
         place = {"stage": "evaluate", "name": f"{values.get('name', schema.model_fields['name'].default)}-evaluation"}
         converted.append(Layer(values | place, layer.origins))
@@ -179,7 +181,8 @@ def typed_recipe(given: Layer, stage: str) -> Recipe:
     rest = values
     for path in (("environment",), ("evaluation", "environment")):
         if errors := _environment_errors(given, schema, path):
-            # Leave out a faulty environment, so that its errors are reported once and those of other sections too.
+            # Leave out a faulty environment, so that its errors are reported once and errors of other sections are
+            # found as well.
             sentences, rest = [*sentences, *errors], _without(rest, path)
     try:
         recipe = checked(Layer(rest, given.origins), schema)
@@ -206,8 +209,9 @@ def dump_recipe(recipe: Recipe) -> str:
 def _with_defaults(part: type[BaseConfig], default: BaseConfig | None, values: dict[str, Any]) -> dict[str, Any]:
     """`values`, completed by the section's own default where it differs from the defaults of its keys.
 
-    So `evaluation.seeds.count=64` keeps the default start, `evaluation.sampling.top_p=0.9` stays greedy, and `loss.clip_high`
-    alone applies to the default loss. A section whose `type` was changed keeps nothing of the old type.
+    For example, `evaluation.seeds.count=64` keeps the default start, `evaluation.sampling.top_p=0.9` stays greedy, and
+    `loss.clip_high` alone applies to the default loss. A section whose `type` was changed keeps no keys of the old
+    type.
     """
     kept = {key: getattr(default, key) for key in default.model_fields_set} if default is not None else {}
     filled = {key: value for key, value in kept.items() if not isinstance(value, BaseConfig)} | values
@@ -224,9 +228,10 @@ def _with_defaults(part: type[BaseConfig], default: BaseConfig | None, values: d
 
 
 def _with_evaluated(values: dict[str, Any], schema: type[BaseConfig]) -> dict[str, Any]:
-    """`values` with a complete `evaluation.environment`: its keys over those of `environment`, unless it has another `type`.
+    """`values` with a complete `evaluation.environment`: its keys over those of `environment`, unless it has another
+    `type`.
 
-    In a recipe of `evaluate`, which plays one environment, it becomes `environment`.
+    In a recipe of `evaluate`, which has only one environment, it becomes `environment`.
     """
     evaluation = values.get("evaluation")
     changes = evaluation.get("environment") if isinstance(evaluation, dict) else None

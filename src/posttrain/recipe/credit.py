@@ -117,7 +117,7 @@ class ValueCredit(Credit):
     gae_lambda: float = Field(0.95, ge=0, le=1)
     """GAE lambda within the episode. 1: Monte Carlo returns. 0: one-step TD."""
     critic_lambda: float | None = Field(None, ge=0, le=1)
-    """GAE lambda of the critic's targets. 1, as in VAPO: the targets are Monte Carlo returns, whatever the policy uses. Null: that of the policy."""
+    """GAE lambda of the critic's targets. 1, as in VAPO: the targets are Monte Carlo returns for any lambda of the policy. Null: the lambda of the policy."""
     length_alpha: float | None = Field(None, gt=0)
     """Length-adaptive GAE lambda of VAPO: an episode of n sampled tokens has 1 - 1 / (length_alpha x n), at least 0, instead of `gae_lambda`. VAPO uses 0.05. Null: off."""
     whiten: bool = True
@@ -178,7 +178,7 @@ def register_credit(name: str) -> Callable[[F], F]:
             best = {group: returns[groups == group].max() for group in groups}
             return scale * (returns - [best[group] for group in groups])
 
-    The function gets arguments by the names of its parameters, of the N episodes of a step:
+    Arguments are passed by the names of the function's parameters. For the N episodes of a step:
 
     - `returns` [N] float64: sum of each episode's rewards;
     - `groups` [N] int64: the group of each episode;
@@ -190,7 +190,7 @@ def register_credit(name: str) -> Callable[[F], F]:
     parameters, which need type annotations, become keys of the `credit` section.
 
     Raises:
-        ValueError: `name` is a built-in credit, or a parameter has another name than those above.
+        ValueError: `name` is a built-in credit, or a parameter has a name that is not listed above.
     """
 
     def registered(function: F) -> F:
@@ -250,5 +250,5 @@ class CriticRecipe(BaseConfig):
 
     def model(self, policy: ModelRecipe) -> ModelRecipe:
         """The model section of a separate critic. Keys that it does not have come from the policy's `model`."""
-        keys = {"path": self.path or policy.path, "dtype": self.dtype, "lora": self.lora}
+        keys = {"path": self.path or policy.path, "dtype": self.dtype, "lora": self.lora, "load_in_4bit": False}
         return policy.model_copy(update=keys)

@@ -52,11 +52,11 @@ class SourceRecipe(BaseConfig):
     weight: float = Field(1.0, gt=0)
     """Passes over these rows per epoch. 0.5 uses half of the rows in each epoch; 2 uses each row twice."""
     max_row_mib: float = Field(16.0, gt=0)
-    """Largest size of a row in its file, in MiB. Larger rows are skipped without being read into memory, and counted."""
+    """Maximum size of a row in its file, in MiB. Larger rows are skipped without being read into memory, and counted."""
     max_expansion: float = Field(200.0, ge=1)
-    """Largest ratio of the content of a `.jsonl.gz` file, or of a row group of a `.parquet` file, to its compressed size. What exceeds it and 64 MiB is not read further, and counted as a broken file."""
+    """Maximum ratio of the content of a `.jsonl.gz` file, or of a row group of a `.parquet` file, to its compressed size. What exceeds it and 64 MiB is not read further, and counted as a broken file."""
     max_depth: int = Field(32, ge=1, le=DEPTH)
-    """Most levels of lists and objects in a row. Deeper rows are skipped and counted."""
+    """Maximum nesting depth of lists and objects in a row. Deeper rows are skipped and counted."""
 
 
 class TaskSourceRecipe(SourceRecipe):
@@ -101,7 +101,7 @@ class DataRecipe(BaseConfig):
     max_rows: int | None = Field(None, ge=1)
     """Use at most this many training rows of each source. Null: all."""
     max_tokens: int = Field(2048, ge=8)
-    """Largest number of tokens of a row, prompt included."""
+    """Maximum number of tokens of a row, prompt included."""
     overlong: Literal["drop", "truncate"] = "drop"
     """What happens to longer rows. `drop`: leave them out. `truncate`: cut their end; a truncated answer has no end token. Both are counted."""
     strict: bool = False

@@ -21,20 +21,25 @@ _ELSEWHERE = {
 }
 """Field of a request -> the recipe key that sets it."""
 _OTHER_SHAPE = ("stream", "n", "tools", "functions")
-"""Fields of a request that make the reply something other than one text."""
+"""Fields of a request with which the reply is not a single text."""
 
 
 class LocalEngineRecipe(BaseConfig):
-    """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache across turns and groups."""
+    """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache
+    across turns and groups.
+    """
 
     type: Literal["local"] = "local"
-    """`local`: in this process, on the weights in training."""
+    """`local`: in this process, on the weights in training. If no engine is given, `rl`, `distill` and `generate` use `vllm` on a GPU where vLLM is installed; the run prints which and why."""
     slots: int = Field(64, ge=1)
     """Number of sequences in the key/value cache, which is the largest number decoded at the same time."""
     tokens_per_forward: int = Field(2048, ge=16)
     """Token budget of one forward pass, prefill and decoding together. Longer prompts are prefilled in chunks."""
     cache_bytes: int | None = Field(None, ge=1)
-    """CPU only: largest size of the key/value cache in bytes. Requests wait until their prompt and longest answer fit. Null: as much as `slots` sequences need. Memory is taken page by page as sequences grow, and returned when new weights arrive if it was not used since the last ones."""
+    """CPU only: largest size of the key/value cache in bytes. Requests wait until their prompt and longest answer fit.
+    Null: as much as `slots` sequences need. Memory is taken page by page as sequences grow, and returned when new
+    weights arrive if it was not used since the last ones.
+    """
 
 
 class OpenAIEngineRecipe(BaseConfig):
@@ -49,21 +54,30 @@ class OpenAIEngineRecipe(BaseConfig):
     api_key_variable: str | None = None
     """Name of the environment variable that holds the API key. Null: send a placeholder key."""
     max_concurrent: int = Field(8, ge=1)
-    """Largest number of concurrent episodes; each has at most one request open."""
+    """Maximum number of concurrent episodes; each has at most one request open."""
     timeout: float = Field(120, gt=0)
-    """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are not followed."""
+    """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are
+    not followed.
+    """
     retries: int = Field(3, ge=0)
     """Retries after a timeout, a lost connection, or status 429 or 5xx, with exponential backoff."""
     stop_at: Literal["here", "server"] = "here"
-    """Where answers are cut at `rollout.stop_strings`. `here`: in this process, after the whole answer arrived; works with every server. `server`: the strings are sent, which saves tokens; only for servers that report which string matched (vLLM, SGLang)."""
+    """Where answers are cut at `rollout.stop_strings`. `here`: in this process, after the whole answer arrived; works
+    with every server. `server`: the strings are sent, which saves tokens; only for servers that report which string
+    matched (vLLM, SGLang).
+    """
     token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """Request field that carries `rollout.tokens_per_turn`. Some models accept only `max_completion_tokens`."""
     send_seed: bool = True
     """Send a seed with each non-greedy request. Set to false for servers that reject it."""
     send_temperature: bool = True
-    """Send the sampling temperature. Set to false for models that reject it, such as o3; they use their own temperature."""
+    """Send the sampling temperature. Set to false for models that reject it, such as o3; they use their own
+    temperature.
+    """
     extra_body: dict[str, Any] = {}
-    """Additional JSON fields of every request, for example `top_k: 20`. Do not put secrets here: the recipe is stored in the run directory."""
+    """Additional JSON fields of every request, for example `top_k: 20`. Do not put secrets here: the recipe is stored
+    in the run directory.
+    """
 
     @field_validator("extra_body")
     @classmethod
@@ -93,7 +107,7 @@ def has_thinking(environment: EnvironmentRecipe) -> bool:
 
 
 def no_primer(environment: EnvironmentRecipe, primer: str) -> str:
-    """Why an environment that begins every answer with `primer` cannot be played remotely, and what to set."""
+    """Why an environment with the primer `primer` cannot be played remotely, and the setting to change."""
     if hasattr(environment, "opened_by"):
         remedy = "set environment.opened_by=policy"
     elif hasattr(_format(environment), "prime"):
@@ -116,29 +130,39 @@ class VllmEngineRecipe(BaseConfig):
     type: Literal["vllm"] = "vllm"
     """`vllm`: a separate vLLM engine."""
     mode: Literal["servers", "in_process"] = "servers"
-    """`servers`: server processes with an HTTP interface; they may use another Python interpreter. `in_process`: vLLM runs in this interpreter and must be installed in it."""
+    """`servers`: server processes with an HTTP interface; they may use another Python interpreter. `in_process`: vLLM
+    runs in this interpreter and must be installed in it.
+    """
     servers: int = Field(1, ge=1)
     """Number of servers to start on this machine."""
     urls: list[str] = []
-    """Addresses of running servers (`python -m posttrain.engines.vllm.server`), for example `http://10.0.0.2:8700`. If given, no server is started."""
+    """Addresses of running servers (`python -m posttrain.engines.vllm.server`), for example `http://10.0.0.2:8700`. If
+    given, no server is started.
+    """
     token_variable: str | None = None
-    """Name of the environment variable with the access token of the servers at `urls`. Servers started by the run get a random token."""
+    """Name of the environment variable with the access token of the servers at `urls`. Servers started by the run get a
+    random token.
+    """
     python: str | None = None
-    """Python interpreter that has vLLM installed, since vLLM pins other package versions than training uses. Null: this interpreter."""
+    """Python interpreter that has vLLM installed, since vLLM pins other package versions than training uses. Null: this
+    interpreter.
+    """
     tensor_parallel: int = Field(1, ge=1)
     """Tensor-parallel size: devices per server."""
     first_device: int = Field(0, ge=0)
     """Index of the first server's GPU among the visible GPUs; each server takes the next `tensor_parallel` GPUs."""
     threads: int | None = Field(None, ge=1)
-    """CPU only: threads per engine, not bound to cores. Null: one thread bound to each core, which is fastest if nothing else runs at the same time."""
+    """CPU only: threads per engine, not bound to cores. Null: one thread bound to each core, which is fastest if
+    nothing else runs at the same time.
+    """
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
     """GPU only: share of GPU memory for weights and key/value cache."""
     cache_gigabytes: float | None = Field(None, gt=0)
     """Size of the key/value cache in GiB. Null: what `gpu_memory_utilization` leaves on a GPU, 2 on a CPU."""
     max_num_seqs: int = Field(256, ge=1)
-    """Largest number of concurrent sequences per server."""
+    """Maximum number of concurrent sequences per server."""
     tokens_per_forward: int = Field(8192, ge=16)
-    """Largest number of tokens (prefill and decoding) in one forward pass."""
+    """Maximum number of tokens (prefill and decoding) in one forward pass."""
     max_model_len: int | None = Field(None, ge=16)
     """Longest context in tokens. Null: `rollout.tokens_per_episode`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -149,12 +173,18 @@ class VllmEngineRecipe(BaseConfig):
     """Run without compilation and CUDA graphs. Null: false on a GPU, true on a CPU."""
     bucket_megabytes: int = Field(512, ge=1)
     """Largest bucket of a weight transfer, in MiB; at least one tensor."""
+    weight_transfer: Literal["files", "ipc", "nccl"] = "files"
+    """How weights are sent. `files`: through shared memory of the CPU; works everywhere. `ipc`: one server opens the learner's memory on the same GPU. `nccl`: a broadcast to servers on GPUs of their own (gloo between CPUs). The last two need whole weights in the learner's process: one learner process, `adapters: merged`, and no Ray."""
     adapters: Literal["merged", "adapter_only"] = "merged"
-    """With `model.lora`. `merged`: send full weights with the adapters merged. `adapter_only`: send only the adapters; the engine keeps the frozen base weights."""
+    """With `model.lora`. `merged`: send full weights with the adapters merged. `adapter_only`: send only the adapters;
+    the engine keeps the frozen base weights.
+    """
     start_timeout: float = Field(600, gt=0)
     """Timeout of an engine's start, in seconds."""
     hang_timeout: float = Field(600, gt=0)
-    """Seconds without progress on an open request after which an engine counts as dead. Must be longer than any forward pass."""
+    """Seconds without progress on an open request after which an engine counts as dead. Must be longer than any forward
+    pass.
+    """
     retries: int = Field(2, ge=0)
     """Retries of a request, with the same seed, after its engine died."""
     max_restarts: int = Field(3, ge=0)
@@ -162,7 +192,7 @@ class VllmEngineRecipe(BaseConfig):
 
     @property
     def slots(self) -> int:
-        """Largest number of concurrent sequences on all servers."""
+        """Maximum number of concurrent sequences on all servers."""
         return self.max_num_seqs * self.replicas
 
     @property
@@ -178,6 +208,14 @@ class VllmEngineRecipe(BaseConfig):
             for key in ("servers", "urls", "python", "token_variable"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"`{key}` has no effect with `mode: in_process`; set `mode: servers`")
+        if self.weight_transfer != "files" and self.adapters == "adapter_only":
+            raise ValueError(
+                "`adapters: adapter_only` sends files; remove `weight_transfer`, or set `adapters: merged`"
+            )
+        if self.weight_transfer == "ipc" and (self.servers > 1 or self.tensor_parallel > 1 or self.urls):
+            raise ValueError(
+                "`weight_transfer: ipc` is for one server on the learner's GPU; set `weight_transfer: nccl` for other GPUs"
+            )
         if self.urls and self.servers != 1:
             raise ValueError("`urls` names running servers and `servers` starts new ones; set only one of them")
         if self.token_variable is not None and not self.urls:
@@ -200,6 +238,6 @@ def has_truncated_logprobs(engine: LocalEngineRecipe | VllmEngineRecipe, samplin
 
 
 def refuse_lone_adapters(engine: object, model: ModelRecipe) -> None:
-    """ValueError where adapters alone are to be sent and there are none."""
+    """ValueError if only adapters would be sent but the model has none."""
     if isinstance(engine, VllmEngineRecipe) and engine.adapters == "adapter_only" and model.lora is None:
         raise ValueError("`engine.adapters: adapter_only` needs adapters; set `model.lora`, or use merged")

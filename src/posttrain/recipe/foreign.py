@@ -74,7 +74,7 @@ FOREIGN_KEYS: dict[str, tuple[str, ...]] = {
     "ptx_coef": ("ptx.coefficient",),
     **dict.fromkeys(("vf_coef", "value_loss_coef"), ("critic.coefficient",)),
 }
-"""Name there -> keys here. The first that the stage has is named."""
+"""Name in the other framework -> keys here. The message names the first key that the stage has."""
 
 _REMARKS = {
     "rows_per_update": "the rows of one update; learner.tokens_per_batch bounds the memory",
@@ -92,7 +92,7 @@ _REMARKS = {
 
 
 def native_key(name: str, keys: list[str]) -> str | None:
-    """The one of `keys` that TRL or OpenRLHF call `name`, with a note on what it counts; None if there is none."""
+    """The key among `keys` that TRL or OpenRLHF call `name`, with a note on its unit; None if there is none."""
     for native in FOREIGN_KEYS.get(name, ()):
         if native in keys:
             remark = f" ({_REMARKS[native]})" if native in _REMARKS else ""

@@ -1,4 +1,4 @@
-"""What a run computes on: the number of learner processes and, on a Ray cluster, where everything else runs."""
+"""Hardware of a run: the number of learner processes and, on a Ray cluster, the placement of all other workers."""
 
 from typing import Literal
 
@@ -41,13 +41,14 @@ class EnvironmentPlacement(BaseConfig):
 
 
 class DedicatedPlacement(BaseConfig):
-    """GPUs for one model alone, as other systems place them. `posttrain cluster plan` estimates such placements; a run
-    rejects them."""
+    """Processes for one model alone, each with one GPU on clusters with GPUs. They work at the same time as the learners."""
 
     critic: int = Field(0, ge=0)
-    """GPUs for the critic alone. 0: it runs on the learners' GPUs."""
+    """Processes of a critic with `critic.backbone: separate`; they divide its state (FSDP2). 0: it runs in the learners' processes."""
     reference: int = Field(0, ge=0)
-    """GPUs for the reference model alone. 0: it runs on the learners' GPUs."""
+    """Copies of the reference model of the KL penalty; each scores a share of the episodes. 0: it runs in the learners' processes."""
+    cpus: float = Field(1.0, gt=0)
+    """CPU cores per process."""
 
 
 class HardwareRecipe(BaseConfig):
@@ -59,8 +60,8 @@ class HardwareRecipe(BaseConfig):
     """When processes reduce their gradients. `per_update`: once per update; least communication, but every process holds a full float32 gradient. `per_forward`: after every micro-batch; each process holds only its shard. With `offload: all`, always after every micro-batch: gradients are accumulated in CPU memory."""
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer after its forward pass and gather them again for the backward pass: less memory, 50% more communication."""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """What is kept in CPU memory instead of a GPU's. `optimizer`: float32 masters, their gradients and the moments, with AdamW on the CPU, and the reference model between its passes; during rollouts the GPU then holds only the weights of the policy. `all`: also weights, one layer of which is on the GPU at a time. Settings other than `none` are an error on a CPU."""
+    offload: Literal["none", "rollouts", "optimizer", "all"] = "none"
+    """What is kept in CPU memory instead of a GPU's. `rollouts`: float32 masters and moments, but only while episodes are sampled, and the reference model between its passes; for `rl` and `distill`. `optimizer`: float32 masters, their gradients and the moments, with AdamW on the CPU, and the reference model between its passes; during rollouts the GPU then holds only the weights of the policy. `all`: also weights, one layer of which is on the GPU at a time. Settings other than `none` are an error on a CPU."""
     ray: str | None = None
     """Ray cluster to run on. `auto` connects to the cluster on this machine, or starts one; otherwise an address (`host:port` or `ray://host:port`). Null: run without Ray."""
     cpus: float = Field(1.0, gt=0)

@@ -33,7 +33,7 @@ class JudgeServerRecipe(BaseConfig):
     requests_per_minute: float | None = Field(None, gt=0)
     """Rate limit of this process in requests per minute, retries included. Null: no limit."""
     max_tokens: int | None = Field(None, ge=1)
-    """Largest number of tokens of a reply, thinking included. A truncated reply counts as a failed request. Null: the server's default."""
+    """Maximum number of tokens of a reply, thinking included. A truncated reply counts as a failed request. Null: the server's default."""
     token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """Request field that carries `max_tokens`. Reasoning models such as o3 accept only `max_completion_tokens`."""
     sampling: JudgeSamplingRecipe = JudgeSamplingRecipe()
@@ -135,4 +135,4 @@ class JudgeRecipe(JudgeServerRecipe):
     rubric: str = Field(min_length=1)
     """Description of a good answer, for the judge."""
     scale: int = Field(10, ge=1)
-    """Largest number of points; the reward is points / scale, in [0, 1]."""
+    """Maximum number of points; the reward is points / scale, in [0, 1]."""

@@ -84,8 +84,9 @@ class PolicyLoss(Section):
 
     @property
     def compares_streams(self) -> str | None:
-        """The key that adds up the log-ratios to the rollout over whole streams, or takes the rollout's log-probabilities for
-        the learner's; None if there is none."""
+        """The key that sums log-ratios to the rollout over whole streams, or uses the rollout's log-probabilities
+        instead of the learner's; None if there is none.
+        """
         for name, values in (("weights", ("sequence",)), ("reject", ("sequence", "geometric"))):
             if self.correction is not None and (value := getattr(self.correction, name)) in values:
                 return f"loss.correction.{name}: {value}"
@@ -210,10 +211,10 @@ def register_loss(name: str) -> Callable[[F], F]:
             ratio = (logprobs - batch.rollout_logprobs).exp()
             return -batch.advantages * torch.tanh(sharpness * (ratio - 1))
 
-    The function gets the log-probabilities of the sampled tokens under the present policy, [N] float, differentiable, and
-    a `posttrain.losses.policy.TokenBatch`. It returns one loss per token, [N], to be minimized; or that and a dict of
-    metrics as (sum, count). `aggregation` and `correction` apply to it as to the built-in losses. Its keyword-only
-    parameters, which need type annotations, become keys of the `loss` section.
+    The function receives the log-probabilities of the sampled tokens under the current policy, [N] float,
+    differentiable, and a `posttrain.losses.policy.TokenBatch`. It returns one loss per token, [N], to be minimized,
+    optionally together with a dict of metrics as (sum, count). `aggregation` and `correction` apply to it as to the
+    built-in losses. Its keyword-only parameters, which need type annotations, become keys of the `loss` section.
 
     Raises:
         ValueError: `name` is a built-in loss, or a parameter cannot be a key.
@@ -253,7 +254,7 @@ class ReferenceRecipe(BaseConfig):
 
 
 ADAPTERS_OFF = "cannot be set with `model.lora`, where the reference model is the policy with its adapters off; remove one of the two"
-"""Why a reference model has no weights of its own that could be updated."""
+"""Why the reference model has no separate weights that could be updated."""
 
 
 class KlRecipe(BaseConfig):

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.recipe.base import BaseConfig
 
@@ -26,7 +26,7 @@ def with_thinking(template: str, thinking: "Thinking") -> str | None:
 
 
 def thinking_of(template: str) -> Literal["on", "off"] | None:
-    """The setting that `with_thinking` gave the template; None if it gave none."""
+    """The setting that `with_thinking` stored in the template; None if there is none."""
     for name in SWITCHES:
         for value, thinking in (("true", "on"), ("false", "off")):
             if template.startswith(_DEFAULT.replace("NAME", name).replace("VALUE", value)):
@@ -83,6 +83,12 @@ class ModelRecipe(BaseConfig):
     """Device of the model. `auto`: `cuda` if available, else `cpu`."""
     lora: LoraRecipe | None = None
     """LoRA adapters. Null: train all weights."""
+    load_in_4bit: bool = False
+    """Keep the frozen matrices in 4-bit NormalFloat numbers (QLoRA, bitsandbytes): an eighth of float32's memory. Needs `lora`, a GPU, and one process. Not for the critic."""
+    fused: Literal["auto", "liger", "compiled", "none"] = "auto"
+    """Norms, gated MLPs and rotary positions of Llama, Mistral and Qwen decoders. `liger`: the Triton kernels of the package liger-kernel, on a GPU. `compiled`: torch.compile, which takes about a minute at the start. `none`: the operations of transformers. `auto`: `liger` on a GPU that has the package, else functions of this package."""
+    attention: Literal["fa2", "fa3", "fa4"] = "fa2"
+    """FlashAttention on a GPU, as `torch.nn.attention.activate_flash_attention_impl` selects it. `fa2` is part of torch. `fa3` (Hopper) needs the package flash_attn_interface, `fa4` (Hopper, Blackwell) flash-attn-4. No effect on a CPU."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model's files, for architectures that transformers does not have. Set it only for models whose authors you trust."""
     chat_template: str | None = None
@@ -93,6 +99,14 @@ class ModelRecipe(BaseConfig):
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch. Null: one per processor, or as many as processors are free if a short test at the start of the run shows that fewer are faster. The number is stored with the run. `OMP_NUM_THREADS` takes precedence over null."""
+
+    @model_validator(mode="after")
+    def _four_bits_fit(self):
+        if self.load_in_4bit and self.lora is None:
+            raise ValueError("`load_in_4bit` freezes the matrices, so adapters must learn; set `model.lora.rank: 16`")
+        if self.load_in_4bit and self.dtype == "float32":
+            raise ValueError("`load_in_4bit` computes in bfloat16; remove `model.dtype: float32`")
+        return self
 
 
 class RewardSource(BaseConfig):
@@ -109,14 +123,14 @@ class RewardSource(BaseConfig):
     dtype: Dtype = None
     """Precision of the reward model's weights, as `model.dtype`. Null: bfloat16 on a GPU, float32 on a CPU."""
     tokens_per_batch: int = Field(4096, ge=16)
-    """Largest number of tokens in one forward pass of the reward model."""
+    """Maximum number of tokens in one forward pass of the reward model."""
 
 
 class OptimizerRecipe(BaseConfig):
     """AdamW, its schedule, and gradient clipping."""
 
     type: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw`: moments in float32, 8 bytes per trained weight. `adamw_8bit`: moments in blocks of 8-bit numbers, 2 bytes (bitsandbytes); for one process."""
+    """`adamw`: moments in float32, 8 bytes per trained weight. `adamw_8bit`: moments in blocks of 8-bit numbers, 2 bytes (bitsandbytes). Not with `hardware.offload`, and such a run resumes with as many processes as it was saved with."""
     learning_rate: float = Field(1e-5, gt=0)
     """Peak learning rate, after warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -106,7 +106,7 @@ def _applies(key: Key, types: set[str | None]) -> bool:
 
 
 def _show(keys: Iterable[Key], console: Console) -> None:
-    """Print each key with its default in a line, and below it for which types it is, what it must be and what it does."""
+    """Print each key with its default on a line, followed by its types, its allowed values and its description."""
     for key in keys:
         console.print(Text.assemble((key.path, "bold"), f" = {key.default}"), soft_wrap=True)
         about = f"For {key.variant}. " if key.variant else ""
@@ -115,7 +115,7 @@ def _show(keys: Iterable[Key], console: Console) -> None:
 
 
 def _markdown_tables(keys: list[Key]) -> str:
-    """One table for each top-level section, single keys of the top level first."""
+    """One table for each top-level section, after a table of the top-level keys."""
     nested = {key.path.split(".")[0] for key in keys if "." in key.path}
     top = [key for key in keys if key.path not in nested and "." not in key.path]
     parts = [_markdown_table(top)] if top else []

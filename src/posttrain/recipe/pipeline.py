@@ -21,7 +21,7 @@ _KEYS = ("stage", "name", "runs", "data", "common", "stages")
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 STAGE = "stage "
-"""Before the names of stages among the inputs in `lineage.json`."""
+"""Prefix of the names of stages among the inputs in `lineage.json`."""
 
 
 class ConvertedFile(BaseConfig):
@@ -66,7 +66,7 @@ class PipelineStage(BaseConfig):
     inputs: list[str] = []
     """Earlier stages whose models or files it uses, `upstream` among them (`stage:NAME` or `stage:NAME/FILE` in its keys)."""
     recipe: Recipe | ConvertRecipe
-    """What the stage does, with its own name, directory and model filled in."""
+    """The settings of the stage, with its name, directory and model filled in."""
 
 
 class PipelineRecipe(BaseConfig):
@@ -95,10 +95,11 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
     """The pipeline in the YAML file `source`, every stage resolved.
 
     The file has `name`, `runs`, `data` (the source of `convert` stages), `common` (keys beneath every other stage) and
-    `stages`, a list of `name`, `from` (an earlier stage whose exported model becomes `model.path`; any other key may name one
-    as `stage:NAME`, and a converted file as `stage:NAME/FILE`), `recipe` (a file relative to this one, or several, merged
-    left to right) and the stage's own keys, which win over the file's. Overrides are `name=`, `runs=`, `data=`, `common.KEY=` and `stages.NAME.KEY=`; they win
-    over all files, and those of one stage over those of all. `changes` are overrides that have been read already.
+    `stages`, a list of `name`, `from` (an earlier stage whose exported model becomes `model.path`; any other key may
+    name one as `stage:NAME`, and a converted file as `stage:NAME/FILE`), `recipe` (a file relative to this one, or
+    several, merged left to right) and further keys of the stage, which take precedence over the file's. Overrides are
+    `name=`, `runs=`, `data=`, `common.KEY=` and `stages.NAME.KEY=`. They take precedence over all files, and overrides
+    of one stage over those of all stages. `changes` are overrides that have already been parsed.
     Raises `InputError` with one sentence per problem; each names the stage.
     """
     changes = [*read_overrides(overrides), *changes]
@@ -140,7 +141,7 @@ def load_pipeline(source: str, overrides: list[str], changes: Sequence[Layer] = 
 
 
 def _conversion(name: str, entry: Layer, pipeline: Layer, directory: Path) -> PipelineStage:
-    """A stage that converts data. Its source is `data` of the pipeline where it names none itself."""
+    """A stage that converts data. Its default source is `data` of the pipeline."""
     source = Layer({"source": pipeline.values.get("data")}, {("source",): pipeline.origin(("data",)) or ""})
     given = merge([source, entry, Layer({"name": name, "runs": str(directory)})])
     return PipelineStage(name=name, recipe=checked(given, ConvertRecipe))
@@ -225,7 +226,7 @@ def _require_made(upstream: str, file: str, where: str, earlier: _Earlier, names
     """`InputError` unless `upstream` is an earlier stage that exports a model, or that makes `file` where one is named."""
     source = earlier.get(upstream)
     if upstream in earlier and source is None:
-        raise InputError("")  # The sentences about that stage are enough.
+        raise InputError("")  # The messages about that stage suffice.
     if source is None and upstream in names:
         raise InputError(f"{where}: it names {upstream}, which is not an earlier stage; move it up or correct it")
     if source is None:
@@ -279,7 +280,7 @@ def _name(entry: Layer, at: int, source: str) -> str:
 
 
 def _change_of_all(layer: Layer) -> Layer:
-    """The keys that an override `common.KEY=value` gives to every stage."""
+    """The keys that an override `common.KEY=value` sets in every stage."""
     if not isinstance(layer.values["common"], dict):
         where = layer.origin(("common",))
         raise InputError(f"{where}: common must be a section of keys for every stage; write `common.KEY=value`")
@@ -287,7 +288,7 @@ def _change_of_all(layer: Layer) -> Layer:
 
 
 def _change_of_stage(layer: Layer, names: list[str]) -> tuple[str, Layer]:
-    """Which stage an override `stages.NAME.KEY=value` changes, and how."""
+    """The stage that an override `stages.NAME.KEY=value` changes, and the change."""
     where = layer.origin(("stages",))
     changes = layer.values["stages"]
     if not isinstance(changes, dict) or not all(isinstance(change, dict) for change in changes.values()):

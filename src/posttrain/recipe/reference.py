@@ -39,7 +39,8 @@ def load_plugins() -> None:
 def keys_of(
     part: type[BaseConfig], prefix: str = "", defaults: BaseConfig | None = None, variant: str = ""
 ) -> Iterator[Key]:
-    """Every key of `part` and of the sections in it, depth first; `defaults`: an instance with the default values, if there is one.
+    """Every key of `part` and of the sections in it, depth first; `defaults`: an instance with the default values, if
+    there is one.
 
     A name that the user chooses is `*`.
     """
@@ -89,7 +90,9 @@ def _environment_keys(prefix: str) -> Iterator[Key]:
 
 
 def sections_of(annotation: Any) -> list[type[BaseConfig]]:
-    """The `BaseConfig` classes that `annotation` admits, in order; empty for plain values. Plug-ins count once they are imported."""
+    """The `BaseConfig` classes that `annotation` admits, in order; empty for plain values. Plug-ins count once they are
+    imported.
+    """
     origin = typing.get_origin(annotation)
     if origin in (Annotated, SerializeAsAny):
         return sections_of(typing.get_args(annotation)[0])
@@ -101,7 +104,7 @@ def sections_of(annotation: Any) -> list[type[BaseConfig]]:
 
 
 def tags_of(section: type[BaseConfig]) -> list[str]:
-    """The values of `type` that select `section`; empty where it has none."""
+    """The values of `type` that select `section`; empty if it has none."""
     info = section.model_fields.get("type")
     return [str(tag) for tag in typing.get_args(info.annotation)] if info is not None else []
 

@@ -86,7 +86,7 @@ class RlRecipe(SampledRecipe):
 
     @property
     def rewards_beside_scores(self) -> list[str]:
-        """Keys of rewards that are part of the return but of none of the scores that an environment reports."""
+        """Keys of rewards that are part of the return but not of the scores that an environment reports."""
         return [*self._penalties(), *(["reward"] if self.reward is not None else [])]
 
     @property
@@ -253,6 +253,11 @@ class RlRecipe(SampledRecipe):
             self.hardware.ray is not None,
             self.engine.type,
         )
+        if self.hardware.offload == "rollouts" and self.rollout.async_rollouts:
+            raise ValueError(
+                "`hardware.offload: rollouts` moves the optimizer's state away while episodes are sampled, and with "
+                "`rollout.async_rollouts` updates are made meanwhile; use `optimizer`"
+            )
         if self.ptx is not None and self.ptx.data.max_tokens > self.learner.tokens_per_batch:
             raise ValueError(
                 f"one row may have `ptx.data.max_tokens` = {self.ptx.data.max_tokens} tokens, more than "

@@ -11,9 +11,9 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.model import LearnerRecipe
 
 SCORES = "score/"
-"""What the names of scores that an environment reports begin with in an evaluation's line of the metrics log."""
+"""Prefix of environment scores in the evaluation lines of the metrics log."""
 CURVE, FINAL = 64, 256
-"""Usual numbers of held-out tasks: of the learning curve, and of the final table."""
+"""Default numbers of held-out tasks for the learning curve and for the final table."""
 HeldOut = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
 """A number of tasks or rows, or a share of them."""
 
@@ -32,13 +32,20 @@ class SamplingRecipe(BaseConfig):
     """How tokens are sampled."""
 
     temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; 0 is greedy. Log-probabilities refer to the distribution after the temperature and before truncation by `top_p`, `top_k` and `min_p`; those of vLLM at temperatures other than 1, after both."""
+    """Sampling temperature; 0 is greedy, and others are at least 0.001. Log-probabilities refer to the distribution after the temperature and before truncation by `top_p`, `top_k` and `min_p`; those of vLLM at temperatures other than 1, after both."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this total probability. 1: off."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, lt=1 << 31)
     """Sample from the `top_k` most probable tokens. 0: off."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample from tokens whose probability is at least `min_p` times that of the most probable token. 0: off."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _finite_logits(cls, value: float) -> float:
+        if 0 < value < 1e-3:
+            raise ValueError(f"{value} is between 0 and 0.001; use 0 for greedy decoding")
+        return value
 
 
 class FailureRecipe(BaseConfig):
@@ -85,7 +92,7 @@ class RolloutRecipe(BaseConfig):
     """Episodes per task (generations per prompt)."""
     sampling: SamplingRecipe = SamplingRecipe()
     tokens_per_turn: int = Field(64, ge=1)
-    """Largest number of tokens sampled in one turn."""
+    """Maximum number of tokens sampled in one turn."""
     tokens_per_episode: int = Field(2048, ge=16)
     """Longest context of an episode in tokens, prompt included."""
     stop_strings: list[StopString] = []
@@ -100,7 +107,7 @@ class RolloutRecipe(BaseConfig):
     on_new_weights: Literal["finish", "continue", "restart"] = "finish"
     """What happens to unfinished episodes when new weights arrive. `finish`: keep the old weights. `continue`: use the new weights from the next token on. `restart`: start over with the new weights."""
     max_staleness: int | None = Field(None, ge=0)
-    """Largest number of optimizer updates between sampling a token and training on it. Episodes with an older token are dropped and counted in `rollout/stale`. Null: train on all episodes."""
+    """Maximum number of optimizer updates between sampling a token and training on it. Episodes with an older token are dropped and counted in `rollout/stale`. Null: train on all episodes."""
     replay: str | None = None
     """Directory of a run whose event order is reproduced: new weights reach each episode at the same token as in that run. Null: weights apply when they arrive."""
     missing_eos_penalty: float = Field(0.0, ge=0)
@@ -116,7 +123,7 @@ class SeedRange(BaseConfig):
     """Number of seeds; of rows that are drawn to train on, at most. Null: with `start`, all rows of a file from there on; otherwise the usual number."""
 
     def of_generated(self, key: str) -> range:
-        """The seeds where tasks are generated. `key`: the recipe key of this section."""
+        """The seeds if tasks are generated. `key`: the recipe key of this section."""
         start, count = USUAL_SEEDS[key]
         start = start if self.start is None else self.start
         return range(start, start + (self.count or count))
@@ -128,7 +135,7 @@ USUAL_SEEDS = {
     "evaluation.seeds": (1_000_000, CURVE),
     "evaluation.final_seeds": (2_000_000, FINAL),
 }
-"""Recipe key -> first seed and number of seeds, where tasks are generated."""
+"""Recipe key -> default first seed and number of seeds, for generated tasks."""
 
 
 def shown_seeds(seeds: Sequence[int]) -> str:
@@ -157,7 +164,7 @@ def refuse_overlap(
     """Raise ValueError if two of the ranges of seeds (by recipe key), those of `training` and the held-out ones, have a task
     in common.
 
-    Where tasks are rows of a file, a range without a start is drawn from rows that are in no other one.
+    If tasks are rows of a file, ranges without a start cannot overlap, because they are drawn from the remaining rows.
     """
     held_out = evaluation.environment or environment
     if not same_tasks(environment, held_out):
@@ -212,7 +219,9 @@ class EvaluationRecipe(BaseConfig):
 
 
 def updates_behind(rollout: RolloutRecipe, learner: LearnerRecipe) -> int:
-    """The most optimizer updates between the weights that a step's episodes begin with and those that learn from them."""
+    """Maximum number of optimizer updates between the weights with which a step's episodes start and the update on
+    them.
+    """
     return rollout.async_rollouts * learner.updates_per_step * learner.epochs_per_step
 
 

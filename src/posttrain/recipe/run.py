@@ -25,7 +25,7 @@ class CheckpointRecipe(BaseConfig):
     """`while_running`: when the run has ended, all checkpoints are reduced to their policies, so it cannot be continued. `always`: the latest ones stay whole, so that `--resume RUN steps=N` can continue the run."""
 
     asynchronous: bool = False
-    """Copy the state to CPU memory and write it in a thread while training goes on. Takes as much CPU memory as a checkpoint has bytes, and works in one process. A run killed during the writing resumes from the checkpoint before."""
+    """Copy the state to CPU memory and write it in a thread while training goes on. Takes as much CPU memory as a checkpoint has bytes; the first of several processes gathers the policy. A run killed during the writing resumes from the checkpoint before."""
 
     @model_validator(mode="after")
     def _kept_by_one_rule(self):
@@ -63,7 +63,7 @@ class GuardRecipe(BaseConfig):
 
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 LOGGED_IN = ("runs", "sinks", "tracking", "plots")
-"""Keys of where a run is stored, logged and drawn. They do not change what it computes."""
+"""Keys that control only storage, logging and figures of a run. They do not change its results."""
 
 
 class TrackingRecipe(BaseConfig):

@@ -16,11 +16,11 @@ from posttrain.errors import InputError
 from posttrain.recipe.catalogue import recipe_file
 
 MAX_VALUES = 100_000
-"""Values of a recipe, those that aliases repeat included."""
+"""Maximum number of values of a recipe, including those repeated by aliases."""
 MAX_MIB = 1
-"""Size of a recipe file. YAML is read at less than 1 MiB per second."""
+"""Maximum size of a recipe file in MiB. YAML is read at less than 1 MiB per second."""
 _MAX_BITS = 8192
-"""Size of a whole number. Python prints numbers of up to 4,300 digits, and messages contain values."""
+"""Maximum size of a whole number in bits. Python prints at most 4,300 digits, and messages contain values."""
 
 KeyPath = tuple[str, ...]
 """A dotted key, split at its dots."""
@@ -77,7 +77,7 @@ class Layer:
     values: dict[str, Any]
     origins: dict[KeyPath, str] = field(default_factory=dict)
     file: bool = False
-    """Whether this is a whole file."""
+    """Whether this layer is a complete file."""
 
     def part(self, *path: str) -> "Layer":
         """The section `path` as a separate layer. List items are named by their index."""
@@ -117,7 +117,7 @@ def read_file(path: str) -> Layer:
 
 
 def read_text(text: str, path: str) -> Layer:
-    """Like `read_file`, for text in memory. Messages call it `path`."""
+    """Like `read_file`, for text in memory. `path` is its name in messages."""
     try:
         loader = RecipeLoader(text)
         node = _bounded_node(loader, path)
@@ -192,8 +192,10 @@ def _override(key: str, text: str) -> Layer:
 
 
 def _bounded_node(loader: RecipeLoader, where: str) -> yaml.Node | None:
-    """The document of `loader`; InputError where its aliases expand to more than MAX_VALUES values, or where it is nested
-    deeper than Python can read. A few hundred bytes can expand to billions of values."""
+    """The document of `loader`. InputError if its aliases expand to more than MAX_VALUES values, or if it is nested
+    deeper than
+    Python can read. A few hundred bytes can expand to billions of values.
+    """
     try:
         node = loader.get_single_node()
         sizes: dict[int, int] = {}
@@ -210,14 +212,14 @@ def _bounded_node(loader: RecipeLoader, where: str) -> yaml.Node | None:
         if node is not None and size(node) > MAX_VALUES:
             raise InputError(f"{where}: its aliases expand to more than {MAX_VALUES:,} values; write a smaller recipe")
     except RecursionError:
-        raise InputError(f"{where}: it is nested too deep; write a flatter recipe") from None
+        raise InputError(f"{where}: it is nested too deeply; write a flatter recipe") from None
     return node
 
 
 def _constructed(loader: RecipeLoader, node: yaml.Node, where: str) -> Any:
     try:
         return loader.construct_document(node)
-    except (AttributeError, KeyError, ValueError) as error:  # of explicit tags and of numbers that Python does not read
+    except (AttributeError, KeyError, ValueError) as error:  # explicit tags, unreadable numbers
         raise InputError(f"{where}: a value cannot be read ({error}); correct it, or quote it if it is text") from None
 
 

@@ -118,7 +118,7 @@ class LimitsRecipe(BaseConfig):
     """Limits of an answer."""
 
     tokens_per_turn: int = Field(512, ge=1)
-    """Largest number of tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     tokens_per_episode: int = Field(4096, ge=16)
     """Longest context in tokens, prompt and answer together, reduced to the model's own limit. A prompt that leaves less than `tokens_per_turn` is skipped and reported."""
     stop_strings: list[StopString] = []

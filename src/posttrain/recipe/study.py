@@ -55,7 +55,7 @@ Values = Annotated[
     Annotated[Range, Tag("range")] | Annotated[Together, Tag("together")] | Annotated[list[Any], Tag("choices")],
     Discriminator(lambda value: _kind_of(value)),
 ]
-"""What is searched under one name."""
+"""The search space under one name."""
 
 
 def _kind_of(value: Any) -> str:
@@ -80,7 +80,7 @@ class Limit(BaseConfig):
 
 
 class Objective(BaseConfig):
-    """What is optimized: a trial's value is that of its best evaluation after the start."""
+    """The optimized metric. A trial's value is that of its best evaluation after the start."""
 
     metric: str
     """Held-out metric of the learning curve: `validation/...` for rows; `success`, `return` or `score/...` for episodes."""
@@ -238,7 +238,7 @@ class StudyRecipe(BaseConfig):
 
     @property
     def spaces(self) -> dict[str, Values]:
-        """Everything that is searched, in the order of the file."""
+        """All searched keys with their values, in the order of the file."""
         return self.search | {name: values for group in self.groups for name, values in group.grid.items()}
 
 
@@ -261,7 +261,7 @@ _PREFERENCE = ("accuracy", "loss", "margin", "chosen", "rejected", "reward_mean"
 VALIDATION = {"sft": ("loss", "perplexity"), "reward": _PREFERENCE, "dpo": _PREFERENCE}
 """Stage -> what follows `validation/` in its evaluations, limits of intervals and counts of rows left out."""
 _BY_DOMAIN = ("loss", "accuracy", "margin")
-"""Those of `VALIDATION` that are also measured by domain, as `validation/loss/DOMAIN`."""
+"""Metrics of `VALIDATION` that are also measured by domain, as `validation/loss/DOMAIN`."""
 _ALWAYS = (
     "loss/total",
     "optimizer/learning_rate",
@@ -278,7 +278,7 @@ _FREE = {
     "distill": ("rollout/score/", "time/"),
     "reward": ("units/", "time/"),
 }
-"""Stage -> beginnings of training metrics whose names are not listed here."""
+"""Stage -> prefixes of training metrics whose names are not listed here."""
 _SAMPLED = (
     *(f"rollout/{name}" for name in ("return", "success", "turns", "tokens_per_answer", "rejected_share")),
     *(f"rollout/{name}" for name in ("episodes", "kept", "failed")),
@@ -337,7 +337,9 @@ TRAINING: dict[str, tuple[str, ...]] = {
 
 
 def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], given: Layer, source: str) -> None:
-    """`InputError` unless evaluations of the recipe `base` hold the objective, and evaluations or steps each limit."""
+    """`InputError` unless evaluations of the recipe `base` measure the objective, and evaluations or steps measure each
+    limit.
+    """
     where = given.origin(("objective", "metric")) or source
     known = _held_out(stage, base)
     if not _measured(objective.metric, known):
@@ -359,7 +361,7 @@ def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], giv
 
 
 def _held_out(stage: str, base: Mapping[str, Any]) -> list[str]:
-    """What evaluations hold, but for scores and domains."""
+    """The metrics of evaluations, without scores and domains."""
     rows = _has_rows(base)
     played = stage in ("rl", "distill") or (stage == "sft" and base.get("environment") is not None)
     metrics = [f"validation/{name}" for name in VALIDATION.get(stage, ())] if rows else []

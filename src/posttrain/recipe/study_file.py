@@ -87,8 +87,8 @@ def shown(value: Any, narrow: bool = False) -> str:
 def load_study(source: str, overrides: Sequence[str]) -> Study:
     """The study in the YAML file `source` with overrides such as `trials=30`, `search.KEY.high=1e-4`, `keys.KEY=value`.
 
-    Raises `InputError` with one sentence per problem, each with the file and line, or the override, that caused it; also if
-    the metric is not a held-out one, or the stage does not measure the metric of a limit.
+    Raises `InputError` with one sentence per problem, each with the file and line, or the override, that caused it.
+    This includes an objective that is not a held-out metric, and a limit on a metric that the stage does not measure.
     """
     source = str(recipe_file(source))
     given = _merged([read_file(source), *map(_whole_names, read_overrides(list(overrides)))])
@@ -176,7 +176,7 @@ def _typed(given: Layer, source: str) -> StudyRecipe:
 
 
 def _section_errors(values: dict[str, Any], path: KeyPath, part: type[BaseConfig], given: Layer) -> list[str]:
-    """Errors in the sections under `path`, whose names are free. Faulty sections are replaced in `values`."""
+    """Errors in the sections under `path`, whose names the user chooses. Faulty sections are replaced in `values`."""
     above: Any = given.values
     for key in path:
         above = above.get(key) if isinstance(above, dict) else None

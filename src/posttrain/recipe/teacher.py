@@ -26,7 +26,7 @@ class TeacherRecipe(BaseConfig):
     dtype: Dtype = None
     """Precision of the model at `path`, as `model.dtype`. Null: bfloat16 on a GPU, float32 on a CPU."""
     tokens_per_batch: int = Field(4096, ge=16)
-    """Largest number of tokens in one forward pass of the teacher in this process."""
+    """Maximum number of tokens in one forward pass of the teacher in this process."""
     model: str | None = None
     """Model name to send to the servers. Null: the first model that the server lists."""
     protocol: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
@@ -38,7 +38,7 @@ class TeacherRecipe(BaseConfig):
     retries: int = Field(3, ge=0)
     """Retries after a timeout, a lost connection, or status 408, 409, 429 or 5xx, with exponential backoff."""
     max_concurrent: int = Field(8, ge=1)
-    """Largest number of concurrent requests."""
+    """Maximum number of concurrent requests."""
 
     @model_validator(mode="after")
     def _one_teacher(self):
@@ -74,7 +74,7 @@ class RewardTeacherRecipe(TeacherRecipe):
 
 
 def refuse_other_temperature(teacher: TeacherRecipe, temperature: float) -> None:
-    """ValueError for servers, which score at temperature 1, and a policy that samples at another one."""
+    """ValueError if a policy samples at a temperature other than 1 but the teacher's servers score at 1."""
     if teacher.urls and temperature != 1:
         raise ValueError(
             f"servers return log-probabilities at temperature 1, and `rollout.sampling.temperature` is {temperature:g}; set "

@@ -14,7 +14,7 @@ class _CutUnits(BaseConfig):
     """Keys of segmenters that find boundaries within an answer."""
 
     max_units: int | None = Field(None, ge=1)
-    """Largest number of units per answer, not counting thinking, text before the first label and text after the steps. Null: no limit."""
+    """Maximum number of units per answer, not counting thinking, text before the first label and text after the steps. Null: no limit."""
     merge: Literal["merge_tail", "merge_small"] = "merge_tail"
     """How units beyond `max_units` are merged. `merge_tail`: into the last unit. `merge_small`: repeatedly, the smallest unit into its smaller neighbour."""
     thinking: Literal["whole", "split"] = "whole"
@@ -79,7 +79,7 @@ UnitsRecipe = Annotated[StepUnits | EntropyUnits | TextUnits | WholeUnits, Field
 
 class _Mixed(BaseConfig):
     beta: float = Field(0.8, ge=0, le=1)
-    """Share of unit credit; 1 - beta is credit of the outcome. 0: unit credit is logged, and only the outcome is learned from."""
+    """Share of unit credit; 1 - beta is credit of the outcome. 0: unit credit is logged, and only the outcome trains the policy."""
 
 
 class _Read(_Mixed):
@@ -214,6 +214,6 @@ class StoredUnits(BaseConfig):
 
 
 def stored_units(recipe: UnitRewardsRecipe, path: str) -> StoredUnits:
-    """The settings that a model stores that `recipe` trained from the model at `path`."""
+    """The unit settings to store with a model that `recipe` trained from the model at `path`."""
     needed = isinstance(recipe.segmenter, EntropyUnits)
     return StoredUnits(segmenter=recipe.segmenter, aggregate=recipe.aggregate, reference=path if needed else None)

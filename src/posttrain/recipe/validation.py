@@ -64,7 +64,7 @@ RENAMED_KEYS = {
     "unit_credit.normaliser": "unit_credit.normalizer",
     "units.entropy": "units.entropy_coefficient",
 }
-"""Dotted key of earlier versions (`*` matches any text) -> its present name."""
+"""Dotted key of earlier versions (`*` matches any text) -> its current name."""
 
 RENAMED_VALUES = {
     ("*data.overlong", "cut"): "truncate",
@@ -77,7 +77,7 @@ RENAMED_VALUES = {
     ("loss.aggregation", "token"): "token_mean",
     ("unit_credit.type", "seed_compat"): "drca_published",
 }
-"""Dotted key and its value in earlier versions -> the present value."""
+"""Dotted key and its value in earlier versions -> the current value."""
 
 
 def validation_errors(
@@ -142,7 +142,7 @@ def _sentence(
 
 
 def _first_keys(dotted: str, section: type[BaseConfig]) -> str:
-    """The keys that a section needs; where it needs none in particular, its first ones."""
+    """The required keys of a section; if there are none, its first keys."""
     fields = section.model_fields.items()
     names = [f"{dotted}.{name}" for name, info in fields if info.is_required()]
     return " and ".join(names) if names else either([f"{dotted}.{name}" for name, _ in fields][:3])
@@ -186,7 +186,7 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
 
 
 def _renamed_value(dotted: str, value: Any) -> str:
-    """A hint with the present name of a value of earlier versions; empty for other values."""
+    """A hint with the current name of a value of earlier versions; empty for other values."""
     names = (new for (key, old), new in RENAMED_VALUES.items() if old == value and fnmatchcase(dotted, key))
     new = next(names, None)
     return f" (did you mean {new}?)" if new else ""
@@ -219,7 +219,7 @@ def _field(path: KeyPath, part: type[BaseConfig], values: Any) -> Any:
         sections = sections_of(info.annotation)
         values = values.get(name) if isinstance(values, dict) else None
         if typing.get_origin(info.annotation) is dict:
-            # The next name is one that the user chose.
+            # The user chose the next name.
             name = next(names, "")
             sections = sections_of(typing.get_args(info.annotation)[1])
             values = values.get(name) if isinstance(values, dict) else None

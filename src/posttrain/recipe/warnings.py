@@ -58,6 +58,8 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
     if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
         warnings.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
+    if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe) and recipe.hardware.offload == "rollouts":
+        warnings.append(_without_effect("hardware.offload: rollouts", f"the {recipe.stage} stage samples no episodes"))
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
         warnings += _rows(recipe)
     if isinstance(recipe, DpoRecipe | RewardRecipe):
@@ -96,7 +98,7 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
 
 
 def _head(recipe: Recipe) -> list[str]:
-    """Where `model.head_dtype` has no effect, or an effect on one side alone."""
+    """Warnings if `model.head_dtype` has no effect, or an effect only on the learner."""
     if recipe.model.head_dtype == "model":
         return []
     if isinstance(recipe, RewardRecipe):
@@ -112,7 +114,7 @@ def _head(recipe: Recipe) -> list[str]:
 
 
 def _thinking(recipe: Recipe) -> list[str]:
-    """Where the model, the reward model and the format of answers disagree about thinking."""
+    """Warnings if the model, the reward model and the format of answers disagree about thinking."""
     if recipe.remote is not None:
         return []
     reward, environment = getattr(recipe, "reward", None), getattr(recipe, "environment", None)
@@ -125,7 +127,7 @@ def _thinking(recipe: Recipe) -> list[str]:
     if has_thinking(environment) != (used == "on"):
         warnings.append(
             f"environment.{key} is {str(has_thinking(environment)).lower()}, and model.thinking is {used}, so the chat "
-            "template and the environment ask for different answers; set both alike"
+            "template and the environment ask for different answers; set both to the same"
         )
     return warnings
 
@@ -141,7 +143,7 @@ def _origin(path: str) -> tuple[Mapping[str, Any], str]:
 
 
 def thinking_differs(recipe: Recipe, path: str, origin: Mapping[str, Any], name: str) -> list[str]:
-    """Warnings where `recipe` differs in thinking from the recipe that trained the model at `path`, which it uses.
+    """Warnings if `recipe` uses the model at `path` but differs in thinking from the recipe that trained it.
 
     Args:
         origin: the keys of that recipe; empty if unknown.
@@ -161,13 +163,13 @@ def thinking_differs(recipe: Recipe, path: str, origin: Mapping[str, Any], name:
     now, before = (str(value).lower() for value in (has_thinking(ours), before))
     warnings.append(
         f"environment.{key} is {now}, and {name}, which trained {path}, had environment.{key} {before}, so the model has "
-        "learned another format of answers; set both alike"
+        "learned another format of answers; set both to the same"
     )
     return warnings
 
 
 def _thinking_key(environment: EnvironmentRecipe) -> str | None:
-    """The key that says whether answers have a thinking block; None if the environment has none."""
+    """The key that determines whether answers have a thinking block; None if the environment has no such key."""
     if hasattr(environment, "thinking"):
         return "thinking"
     return "format.thinking" if hasattr(getattr(environment, "format", None), "thinking") else None
@@ -191,7 +193,7 @@ def _tracking(recipe: Recipe) -> list[str]:
 
 
 def _vllm(engine: BaseConfig) -> list[str]:
-    """Keys without effect on external servers, which were started with their own settings."""
+    """Keys without effect on external servers, whose settings are fixed at their start."""
     if not isinstance(engine, VllmEngineRecipe) or not engine.urls:
         return []
     given = [key for key in _STARTED_WITH if _given(engine, key)]
@@ -262,7 +264,7 @@ def _sampling(name: str, sampling: SamplingRecipe) -> list[str]:
 
 
 def _distill(recipe: DistillRecipe) -> list[str]:
-    """Keys without effect in distillation, and doubtful values."""
+    """Keys without effect in distillation, and questionable values."""
     rollout, learner, warnings = recipe.rollout, recipe.learner, _sampling("rollout.sampling", recipe.rollout.sampling)
     unused = [key for key in ("overlong_penalty", "missing_eos_penalty", *_ASYNC_KEYS) if _given(rollout, key)]
     warnings += [
@@ -357,7 +359,7 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
 
 
 def _rollout_ratio(recipe: RlRecipe) -> bool:
-    """Whether the ratio of the loss is to the policy that sampled, so that it weighs stale tokens."""
+    """Whether the loss uses the ratio to the sampling policy, which accounts for stale tokens."""
     return recipe.loss.ratio_to == "rollout" or (recipe.loss.ratio_to == "old" and recipe.loss.old == "rollout")
 
 
@@ -419,7 +421,7 @@ def _truncated(sampling: SamplingRecipe) -> list[str]:
     if not keys or sampling.temperature == 0:
         return []
     return [
-        f"{' and '.join(keys)} truncate the distribution that is sampled from, but the log-probabilities that are learned from "
+        f"{' and '.join(keys)} truncate the sampling distribution, but the log-probabilities in the loss "
         "are those of the full vocabulary: the gradient also moves probability between kept and left-out tokens, and "
         "policy/entropy and policy/kl are biased; sample from the full vocabulary (top_p 1, top_k 0, min_p 0)"
     ]

@@ -9,7 +9,9 @@ from typing import Any
 
 
 class _CallablePackage(ModuleType):
-    """Python binds a package to its name in the parent package, which would hide the function of the same name."""
+    """A package that can be called: Python binds it in the parent package, where it hides the function of the same
+    name.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from posttrain.rollout.driver import rollout

@@ -1,6 +1,7 @@
 """The episode driver: the policy answers, the environment steps, until the episode ends.
 
-An `EpisodeRequest` is one episode to play, and an `EpisodeWorker` plays it with a `Transcript`. `collect_episodes` plays those of a step, and `rollout` is the same for a loop of your own.
+An `EpisodeRequest` is one episode to play, and an `EpisodeWorker` plays it with a `Transcript`. `collect_episodes`
+plays the episodes of a step. `rollout` is the public function for your own training loop.
 """
 
 import asyncio
@@ -62,8 +63,8 @@ class EpisodeSharding(Enum):
 class _EpisodeInterrupted(Exception):
     """A signal handler raised a KeyboardInterrupt inside an episode.
 
-    A task must not end with a KeyboardInterrupt: asyncio raises it out of the event loop a second time while it cancels the
-    other tasks, and reports them as never retrieved.
+    A task must not end with a KeyboardInterrupt: asyncio raises it out of the event loop a second time while it cancels
+    the other tasks, and reports them as never retrieved.
     """
 
     def __init__(self, interrupt: KeyboardInterrupt) -> None:
@@ -113,8 +114,8 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
     async def answer(self, transcript: TranscriptT, request: EpisodeRequest, attempt: int) -> Action | None:
         """Generate the next answer and append it to `transcript` as a turn.
 
-        Returns it for the environment, or None if the token budget leaves no room for one. Raises ChatRequestError if a remote model
-        does not answer.
+        Returns the answer for the environment, or None if the token budget leaves no room for an answer. Raises
+        ChatRequestError if a remote model does not answer.
         """
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
@@ -239,7 +240,7 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
 
 
 Played = Callable[[int, int], None]
-"""Called with the number of finished episodes, and of how many, as one ends."""
+"""Called each time an episode ends, with the number of finished episodes and the total."""
 
 
 def collect_episodes(
@@ -307,7 +308,7 @@ def run_episodes(
         except _EpisodeInterrupted as error:
             raise error.interrupt from None
     else:
-        # A notebook runs an event loop in this thread already.
+        # A notebook already runs an event loop in this thread.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, run()).result()
 
@@ -330,27 +331,27 @@ def rollout(
     run_seed: int = 0,
     step: int = 0,
 ) -> list[Episode]:
-    """Sample episodes with the engine's present weights.
+    """Sample episodes with the engine's current weights.
 
         episodes = posttrain.rollout(engine, env, seeds=range(8), episodes_per_group=8, step=step)
 
     Args:
         engine: a `LocalEngine` or `VllmEngine` over the policy.
-        env: what `make_env` returns.
+        env: the result of `make_env`.
         seeds: environment seeds, one task each. The episodes of one seed form a group, numbered from 0.
         episodes_per_group: episodes of each seed.
-        temperature: 0 is greedy. Log-probabilities in the episodes are those of the tempered distribution in nats, before
-            `top_p`, `top_k` and `min_p` cut it.
-        max_tokens: most tokens sampled in one turn.
-        tokens_per_episode: most tokens of an episode's context, prompt included.
+        temperature: 0 is greedy. Log-probabilities in the episodes are those of the tempered distribution in nats,
+            before `top_p`, `top_k` and `min_p` cut it.
+        max_tokens: maximum number of tokens sampled in one turn.
+        tokens_per_episode: maximum number of tokens of an episode's context, prompt included.
         stop_strings: texts that end a turn besides the model's end token.
         environment_timeout: time-out of one call of the environment in seconds; None: no limit.
         failures: keys of `rollout.failures` in a recipe: what happens to an episode whose environment raised or timed
-            out. By default it is left out with a warning.
-        run_seed, step: name the random numbers. The same two give the same episodes on a CPU in float32.
+            out. By default such episodes are left out with a warning.
+        run_seed, step: name the random numbers. The same pair gives the same episodes on a CPU in float32.
 
     Returns:
-        Episodes in the order of seeds. `Episode.total_reward` and `Episode.success` summarize one.
+        Episodes in the order of seeds. `Episode.total_reward` and `Episode.success` summarize an episode.
 
     Raises:
         RunError: more than `failures.max_share` of the episodes failed.

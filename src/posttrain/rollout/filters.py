@@ -12,7 +12,7 @@ Group = list[Episode]
 
 
 def return_std(group: Sequence[Episode]) -> float:
-    """Population standard deviation of the group's returns; exactly 0 if all are equal or there are fewer than two."""
+    """Population standard deviation of the group's returns; exactly 0 for equal returns or fewer than two episodes."""
     returns = [episode.total_reward for episode in group]
     return float(np.std(sorted(returns))) if has_signal(group) else 0.0
 
@@ -30,13 +30,13 @@ def has_signal(group: Sequence[Episode]) -> bool:
 def most_uncertain(groups: Sequence[Group], keep: float) -> list[Group]:
     """The share `keep` of `groups` with the largest standard deviation of returns, in the given order.
 
-    The number of groups is rounded up, and at least one group is kept. Groups without spread are kept only if no group
-    has any, so fewer groups than the share may be returned. Ties go to the smaller group id.
+    The number of groups is rounded up, and at least one group is kept. Groups with a standard deviation of 0 are kept
+    only if all groups have 0, so fewer groups than the share may be returned. Ties go to the smaller group id.
     Source: StarPO-S in Wang et al. 2025, "RAGEN", arXiv 2504.20073.
     """
     nonempty = [group for group in groups if group]
     candidates = [group for group in nonempty if has_signal(group)] or nonempty
-    # Rounding may put a product such as 0.1 x 30 slightly above the whole number.
+    # Rounding may make a product such as 0.1 x 30 slightly larger than the integer.
     count = max(1, math.ceil(keep * len(groups) - 1e-9))
     best = sorted(candidates, key=lambda group: (-return_std(group), group[0].group))[:count]
     chosen = {group[0].group for group in best}
@@ -69,7 +69,7 @@ def drop_stale(
     """Drop episodes with a token older than `max_staleness` updates.
 
     If that leaves a group with fewer than `smallest_group` episodes, the rest of the group is dropped as well, because
-    a group baseline needs others to compare with. Groups that lost no episode are kept whatever their size.
+    a group baseline compares episodes of the group. Groups that lost no episode are kept at any size.
 
     Returns (kept episodes, number of stale episodes, number dropped because their group became too small).
     """

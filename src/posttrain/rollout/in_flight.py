@@ -27,7 +27,7 @@ class InFlight:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
-        """An exception of `poll`, raised again by the episodes that it cancels."""
+        """An exception that `poll` raised. It cancels the episodes, which raise it again."""
         self._stopped = False
 
     async def run(self, request: EpisodeRequest, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
@@ -42,7 +42,7 @@ class InFlight:
         self._open[task] = request
         try:
             while True:
-                # Restart in the same event-loop tick, so the engine waits for the episode as if it had never stopped.
+                # Restart in the same event-loop tick, so that the engine still counts the episode as in flight.
                 try:
                     return await attempt()
                 except asyncio.CancelledError:

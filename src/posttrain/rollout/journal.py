@@ -1,7 +1,7 @@
 """The on-disk buffer of sampled episodes, and the event log that makes asynchronous rollouts replayable.
 
-`batch_000012.jsonl` holds a header, one line per episode as soon as that ends, and an end line once all episodes are
-there. A file without an end line, or with a truncated last line, belongs to a step that was interrupted.
+`batch_000012.jsonl` contains a header, a line for each episode, written when the episode ends, and an end line once the
+batch is complete. A file without an end line, or with a truncated last line, belongs to a step that was interrupted.
 """
 
 import hashlib
@@ -24,7 +24,9 @@ FORMAT = 2
 EVENT_LOG = "events.jsonl"
 _NAME = re.compile(r"^batch_(\d+)\.jsonl$")
 _SYNC_SECONDS = 1.0
-"""Least time between two fsyncs. A power failure may lose this much; a killed process loses nothing."""
+"""Minimum time between two fsyncs, in seconds. A power failure may lose the episodes of this period; a killed process
+loses nothing.
+"""
 
 
 class EpisodeBuffer:
@@ -35,7 +37,7 @@ class EpisodeBuffer:
         self.path = buffer_file(directory, step)
         self.step = step
         self.end: dict[str, Any] | None = None
-        """The contents of the end line; None until `finish`."""
+        """The contents of the end line; None before `finish`."""
         self._episodes: dict[tuple[int | str, ...], Episode] = {}
         self._file: IO[bytes] | None = None
         self._synced = time.monotonic()
@@ -66,7 +68,7 @@ class EpisodeBuffer:
                 f"{missing[0].index}; delete the file to sample the step again"
             )
         run_episodes(worker, missing, lambda number, episode: self._write(missing[number], episode))
-        # Removed from the buffer: scoring changes them, and a second call must not add the scores twice.
+        # Removed from the buffer: scoring modifies the episodes, and a second call must not add scores twice.
         episodes = [self._episodes.pop(request.rng_key) for request in requests]
         if worker.scorer is not None:
             worker.scorer(episodes)
@@ -148,7 +150,7 @@ class WeightUpdate:
     before_forward: int
     """Index of the first forward pass of the batch that used the weights."""
     step: int
-    """The weights are those after this step."""
+    """The step after which the weights were published."""
     version: int
     restarted: list[list[int]] = field(default_factory=list)
     """[group, index] of each episode restarted by this update."""
@@ -156,7 +158,7 @@ class WeightUpdate:
 
 @dataclass(frozen=True)
 class BatchEvents:
-    """What depended on timing while one batch was sampled."""
+    """Events whose timing affected the sampling of one batch."""
 
     batch: int
     """The step that learns from the batch."""
@@ -183,7 +185,7 @@ class EventLog:
             return
         known = self.read()
         kept = "".join(json.dumps(asdict(known[number])) + "\n" for number in sorted(known) if number <= batch)
-        # Also rewrite the file if only its last line is truncated; the next line would be appended to it.
+        # Also rewrite the file if only its last line is truncated; otherwise the next line would be appended to it.
         if kept != self.path.read_text(encoding="utf-8"):
             write_atomically(self.path, kept)
 

@@ -19,7 +19,7 @@ from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Scorer
 from posttrain.rollout.transcript import tool_counts
 
 THOUGHTS = "thoughts"
-"""Key of `Turn.info` for thinking that the server returns separately, if the environment's format has none."""
+"""Key of `Turn.info` for thinking that the server returns separately, if the environment's format has no thinking."""
 _SEEDS = 2**31
 """Seeds are below this, because some servers accept 32 bits only."""
 
@@ -41,13 +41,13 @@ class TextTranscript:
         self.messages: list[dict[str, Any]] = list(messages)
         self.tools = tools
         self.action: Action = ""
-        """The last answer, as the environment takes it: with its calls if there are tools."""
+        """The last answer in the form that the environment expects: with its calls if there are tools."""
         self._sent: list[dict[str, Any]] = list(messages)
-        """`messages` in the form of the server, with calls in `tool_calls`."""
+        """`messages` in the server's format, with calls in `tool_calls`."""
         self.turns: list[Turn] = []
         self._state = state
         self._first = 0
-        """Index in `messages` of the first message that the model still sees."""
+        """Index in `messages` of the first message of the current context."""
 
     @property
     def context(self) -> list[dict[str, Any]]:
@@ -62,8 +62,8 @@ class TextTranscript:
         thoughts: str = "",
         calls: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Append an answer as a turn. `thoughts` is thinking that `text` does not contain, `calls` are the calls that the
-        server parsed."""
+        """Append an answer as a turn. `thoughts` is thinking that `text` does not contain, `calls` are the calls that
+        the server parsed."""
         info = {THOUGHTS: thoughts} if thoughts else {}
         self.action = text
         sent: dict[str, Any] = {"role": "assistant", "content": text}
@@ -101,7 +101,7 @@ class FailureMonitor(Protocol):
     """Records episodes and stops the run after too many failures."""
 
     def record(self, episode: Episode) -> None:
-        """Record a finished episode; raises if it is one failure too many."""
+        """Record a finished episode. Raises if too many have failed."""
         ...
 
 
@@ -127,7 +127,7 @@ class FailureLimit:
                 f"{summary}; this exceeds rollout.failures.max_share = {self._max_share}, so nothing is reported"
             )
         if self.failed == self.episodes:
-            raise RunError(f"{summary}; nothing is left to report")
+            raise RunError(f"{summary}; there is nothing to report")
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         return TextTranscript(observation.messages, observation.state, observation.tools)
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
-        """Play one episode; raises what `failure_monitor` raises."""
+        """Play one episode. Raises the exceptions of `failure_monitor`."""
         episode = await super().run_episode(request)
         self.failure_monitor.record(episode)
         return episode

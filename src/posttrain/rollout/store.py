@@ -30,11 +30,13 @@ Split = Literal["train", "evaluation", "final"]
 FORMAT = 2
 _LARGEST, _EXPANSION = 256 << 20, 50
 """A file is damaged if it unpacks to more than this many bytes and to more than this many times its size."""
+_PART = 1 << 12
+"""Bytes that are unpacked at a time. Repetitive episodes unpack to hundreds of times their size."""
 _DAMAGE = (
     *(OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError),
     zstandard.ZstdError,
 )
-"""What reading a damaged file raises."""
+"""Exceptions that reading a damaged file raises."""
 _NAME = re.compile(r"^step_(\d+)\.(train|evaluation|final)\.jsonl\.zst$")
 _ARRAYS = ("ids", "sampled", "rollout_logprobs", "rewards", "turn", "versions")
 _CHANNELS: dict[str, type[CreditedUnits]] = {"reward": UnitRewards, "advantage": UnitAdvantages}
@@ -82,7 +84,7 @@ def write_episodes(
     """Store the episodes of a step, replacing those of an earlier attempt; returns the file. Only rank 0 writes.
 
     `units`: one per episode, or empty. Every field is stored exactly, except values of `Turn.info` that JSON cannot
-    represent: numpy numbers and arrays become numbers and lists, anything else its text. RunError if writing fails.
+    represent: numpy numbers and arrays become numbers and lists, other values become text. RunError if writing fails.
     """
     if advantages is not None and len(advantages.values) != len(episodes):
         raise ValueError(f"advantages of {len(advantages.values)} episodes for {len(episodes)} episodes")
@@ -119,12 +121,14 @@ def write_episodes(
 
 
 def stored_records(path: Path) -> Iterator[bytes]:
-    """The episodes of one file as lines of JSON, in order; one line at a time is in memory. Errors as for `read_episodes`."""
+    """The episodes of one file as lines of JSON, in order; one line at a time is in memory. Errors as for
+    `read_episodes`.
+    """
     try:
         with open(path, "rb") as file:
             most = max(_LARGEST, _EXPANSION * os.fstat(file.fileno()).st_size)
             content, rest, size, header = zstandard.ZstdDecompressor().decompressobj(), b"", 0, False
-            while not content.eof and (part := file.read(1 << 16)):
+            while not content.eof and (part := file.read(_PART)):
                 *lines, rest = (rest + content.decompress(part)).split(b"\n")
                 size += sum(map(len, lines))
                 if size + len(rest) > most:
@@ -159,11 +163,11 @@ def read_record(path: Path, record: bytes) -> tuple[Episode, list[np.ndarray] | 
 def read_head(path: Path, record: bytes) -> dict[str, Any]:
     """The fields of a record before its arrays: seed, group, index, outcome, failure, messages and turns."""
     try:
-        # The last such key is that of the record: text inside strings has its quotes escaped.
+        # The last such key belongs to the record: quotes inside strings are escaped.
         at = record.rfind(b',"streams":[')
         values = json.loads(record[:at] + b"}" if at > 0 else record)
         if not isinstance(values["messages"], list) or not isinstance(values["turns"], list):
-            raise ValueError("messages and turns are no lists")
+            raise ValueError("messages and turns are not lists")
         return values
     except _DAMAGE as error:
         raise _damaged(path, error) from error
@@ -218,7 +222,7 @@ def remove_episodes_after(directory: Path, step: int) -> None:
 
 
 def _unpacked(file: BinaryIO) -> bytes:
-    """The content of a file, in parts, so that a file that unpacks to far more than its size does not fill the memory."""
+    """The content of a file, unpacked in parts, so that a decompression bomb does not fill the memory."""
     most = max(_LARGEST, _EXPANSION * os.fstat(file.fileno()).st_size)
     content, text = zstandard.ZstdDecompressor().decompressobj(), bytearray()
     while not content.eof and (part := file.read(4096)):
@@ -251,7 +255,7 @@ def _damaged(path: Path, error: Exception) -> RunError:
 
 
 def json_line(value: dict[str, Any]) -> str:
-    """One line of JSON. Numpy values become numbers and lists, other unsupported values their text."""
+    """One line of JSON. Numpy values become numbers and lists, other unsupported values become text."""
     return json.dumps(value, default=_to_json, separators=(",", ":"))
 
 

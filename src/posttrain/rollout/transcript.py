@@ -12,7 +12,7 @@ from posttrain.episode import StopReason, Stream, Turn
 
 
 class Transcript(Protocol):
-    """What an episode worker records of one episode."""
+    """The record of one episode that an episode worker builds."""
 
     turns: list[Turn]
     messages: list[dict[str, Any]]
@@ -53,13 +53,13 @@ class TokenTranscript:
         self.tools = tools
         self.messages: list[Message] = list(messages)
         self.action: Action = ""
-        """The last answer, as the environment takes it: with its calls parsed if there are tools."""
+        """The last answer in the form that the environment expects: with its calls parsed if there are tools."""
         self.turns: list[Turn] = []
         self._state = state
         self._first = 0
-        """Index in `messages` of the first message that the policy still sees."""
+        """Index in `messages` of the first message of the current context."""
         self._shown: list[Message] = list(messages)
-        """`messages` with answers as the chat template takes them: calls in `tool_calls`."""
+        """`messages` in the form that the chat template expects: calls in `tool_calls`."""
         self._thought = False
         """Whether an answer of the current stream contains thinking."""
         self._streams = [StreamBuilder()]
@@ -99,8 +99,9 @@ class TokenTranscript:
         return text
 
     def written(self, text: str) -> list[int]:
-        """The tokens of an answer that no model sampled, with its end token. Calls in the syntax of Hermes become those of
-        the chat template."""
+        """The tokens of an answer that no model sampled, with its end token. Calls in Hermes syntax are converted to
+        the syntax of the chat template.
+        """
         if self.tools and not self.primer:
             parsed = parse_hermes(text)
             message = self.renderer.call_message(text, parsed, len(self.turns))
@@ -108,7 +109,7 @@ class TokenTranscript:
         return self.renderer.answer(text.removeprefix(self.primer))
 
     def reward(self, reward: float, info: dict) -> None:
-        """Set the reward and the `info` of the last turn. The reward sits on its last sampled token."""
+        """Set the reward and the `info` of the last turn. The reward is placed on the turn's last sampled token."""
         turn = self.turns[-1]
         turn.reward = reward
         turn.info = tool_counts(self.action) | info
@@ -117,7 +118,8 @@ class TokenTranscript:
     def observe(self, messages: Sequence[Message], state: str | None = None, new_conversation: bool = False) -> None:
         """Append the environment's next messages and the start of the next answer.
 
-        `state` names the state in which that answer is given. `new_conversation` starts a new conversation in a new stream.
+        `state` names the state in which that answer is given. `new_conversation` starts a new conversation in a new
+        stream.
         """
         self._state = state
         if new_conversation:
@@ -125,7 +127,7 @@ class TokenTranscript:
         self.messages.extend(messages)
         self._shown.extend(messages)
         roles = {"tool" if message["role"] == "tool" else "user" for message in messages} or {"user"}
-        # The result of a call leaves earlier thinking where it is; a question may remove all thinking before it.
+        # Chat templates keep earlier thinking before the result of a call, but may remove it before a new question.
         thought = {"tool": "</think>" in self.turns[-1].answer, "user": self._thought}
         rewritten = [self.renderer.must_split(thought[role], role, bool(self.tools)) for role in sorted(roles)]
         if new_conversation or any(rewritten):

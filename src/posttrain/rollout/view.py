@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages
 from posttrain.credit.units.offsets import Decode, align
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.store import StoredStep
 from posttrain.runs.directory import RunDirectory
@@ -28,7 +29,9 @@ def visible(text: str) -> str:
 
 
 def judge_verdict(turn: Turn) -> str:
-    """Score and reason of a judge, as its environment stored them; empty if there is none, or not in that form."""
+    """Score and reason of a judge as the environment stored them; empty if there are none, or if their form is
+    unknown.
+    """
     match turn.info.get("judge"):
         case {"score": int() | float() as score, "reason": str(reason)}:
             return f"judge {score:.2f}: {reason}"
@@ -72,8 +75,8 @@ UnitText = Callable[[int, int], Text]
 def view_units(episode: Episode, turn: Turn, units: CreditedUnits, text: UnitText) -> Table:
     """One row per unit of the answer of `turn`: number, credit with a bar, tokens, text.
 
-    Bars are scaled by the episode's largest credit. The credit of a unit that starts in an earlier answer is shown
-    there.
+    Bars are scaled by the episode's largest credit. The credit of a unit that starts in an earlier answer is shown with
+    that answer.
     """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("unit", justify="right", style="dim", no_wrap=True)
@@ -118,8 +121,9 @@ def unit_summary(units: CreditedUnits, recipe: UnitCreditRecipe | None) -> Text:
 
 
 def unit_text(episode: Episode, turn: Turn, decode: Decode | None) -> UnitText:
-    """A function that returns the text of a unit by exact offsets, so no character is lost or split at its end. Without
-    `decode` it returns token ids."""
+    """A function that returns the text of a unit by exact offsets, so no character at its ends is lost or split.
+    Without `decode`, it returns token ids.
+    """
     ids = episode.streams[turn.stream].ids
     if decode is None:
         return lambda start, stop: Text(" ".join(map(str, ids[start:stop].tolist())))
@@ -134,14 +138,14 @@ def unit_text(episode: Episode, turn: Turn, decode: Decode | None) -> UnitText:
             shown.append(repr(exact), style="dim")
         if stop > body:
             shown.append(f" {ending}" if shown else ending, style="dim")
-        return shown or Text("…", style="dim")  # the first bytes of a character that ends in the next unit
+        return shown or Text("…", style="dim")  # the first bytes of a character that is completed in the next unit
 
     return text_between
 
 
 def units_in_turn(episode: Episode, turn: Turn, units: CreditedUnits) -> Iterator[tuple[int, int, int, bool]]:
-    """(unit, start, stop, continued) of each unit of `turn`. Positions are in the turn's stream; `continued` units start
-    in an earlier answer."""
+    """(unit, start, stop, continued) of each unit of `turn`. Positions are in the turn's stream; `continued` units
+    start in an earlier answer."""
     streams = episode.streams
     before = sum(int(stream.sampled.sum()) for stream in streams[: turn.stream])
     first = before + int(streams[turn.stream].sampled[: turn.start].sum())
@@ -152,7 +156,7 @@ def units_in_turn(episode: Episode, turn: Turn, units: CreditedUnits) -> Iterato
 
 
 def _bar(credit: float, scale: float) -> Text:
-    """A bar from the middle to the right for positive credit, to the left for negative."""
+    """A bar from the center: to the right for positive credit, to the left for negative credit."""
     full, half = divmod(round(2 * HALF_BAR * abs(credit) / scale) if scale > 0 else 0, 2)
     left = ("▐" * half + "█" * full if credit < 0 else "").rjust(HALF_BAR)
     right = ("█" * full + "▌" * half if credit > 0 else "").ljust(HALF_BAR)
@@ -229,30 +233,46 @@ def view_episode(
 def token_decoder(run: RunDirectory) -> Decode | None:
     """The decoder of the run's tokenizer; None, with a message on stderr, if the tokenizer cannot be loaded.
 
-    The tokenizer that the run saved comes first, because its initial model may be gone. No code of a model is executed.
+    The tokenizer saved in the run is tried first, because the initial model may no longer exist. Code that belongs to a
+    model is never executed.
     """
     for directory in (run.path / "model", *sorted(run.checkpoints.glob("step_*/policy"))[::-1]):
-        if (decode := _saved_decoder(directory / "tokenizer.json")) is not None:
+        if (decode := _decoder_in(directory)) is not None:
             return decode
-    from posttrain.models.load import load_tokenizer
-
     try:
-        tokenizer = load_tokenizer(run.load_recipe().model.model_copy(update={"trust_remote_code": False}))
+        model = run.load_recipe().model.model_copy(update={"trust_remote_code": False})
+        return _decoder_in(Path(model.path)) or _loaded_decoder(model.model_dump_json())
     except Exception as error:
         print(f"showing token ids because the tokenizer cannot be loaded: {error}", file=sys.stderr)
         return None
+
+
+def _decoder_in(directory: Path) -> Decode | None:
+    """The decoder of the `tokenizer.json` in a directory; None if there is none, or it is damaged."""
+    file = directory / "tokenizer.json"
+    return _saved_decoder(file, file.stat().st_mtime_ns) if file.is_file() else None
+
+
+@lru_cache(maxsize=4)
+def _loaded_decoder(model: str) -> Decode:
+    """The decoder of the model of a recipe, given as JSON. InputError if the model is not on this machine."""
+    from posttrain.models.load import load_tokenizer, on_disk
+
+    recipe = ModelRecipe.model_validate_json(model)
+    if not on_disk(recipe.path):  # looking at a run downloads nothing that it names
+        raise InputError(f"{recipe.path} is not on this machine")
+    tokenizer = load_tokenizer(recipe)
     return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
 
-def _saved_decoder(file: Path) -> Decode | None:
-    """The decoder of a `tokenizer.json`, without torch and transformers; None if there is none, or it is damaged."""
+@lru_cache(maxsize=4)
+def _saved_decoder(file: Path, changed: int) -> Decode | None:
+    """The decoder of a `tokenizer.json` as it was at time `changed`, without torch and transformers; None if it is damaged."""
     from tokenizers import Tokenizer
 
-    if not file.is_file():
-        return None
     try:
         return partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=False)
-    except Exception:  # a damaged tokenizer counts as missing, whatever its error
+    except Exception:  # a damaged tokenizer counts as missing, for any error
         return None
 
 

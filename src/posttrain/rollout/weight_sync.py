@@ -18,7 +18,7 @@ from posttrain.rollout.journal import BatchEvents, WeightUpdate
 
 
 class SamplingStopped(Exception):
-    """Raised in the sampling thread when nothing needs its batches any more."""
+    """Raised in the sampling thread when its batches are no longer needed."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class WeightSnapshot:
     version: int
     """Number of optimizer updates."""
     tensors: dict[str, torch.Tensor]
-    """Parameter name -> full copy that is never modified. Holds only parameters that an optimizer changes."""
+    """Parameter name -> full copy that is never modified. Contains only parameters that the optimizer updates."""
 
     @classmethod
     def capture(cls, policy: Policy, step: int) -> "WeightSnapshot":
@@ -75,7 +75,9 @@ class PublishedWeights:
             self._changed.notify_all()
 
     def after(self, step: int) -> WeightSnapshot:
-        """The weights after `step`, or the oldest kept snapshot if that is newer. Blocks until there is one."""
+        """The weights after `step`, or the oldest kept snapshot if that is newer. Blocks until such a snapshot
+        exists.
+        """
         with self._changed:
             while not self._stopped and max(self._by_step, default=-1) < step:
                 self._changed.wait()
@@ -94,7 +96,7 @@ class PublishedWeights:
             return [self._by_step[step] for step in sorted(self._by_step)]
 
     def stop(self) -> None:
-        """Raise `SamplingStopped` in every thread that waits or asks for weights from now on."""
+        """Raise `SamplingStopped` in every thread that waits for weights or requests them from now on."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -133,7 +135,7 @@ class WeightSync:
         self._updates: list[WeightUpdate] = []
         """Weight updates of the current batch."""
         self._remaining: list[WeightUpdate] = []
-        """Recorded updates of the current batch that are still to be replayed."""
+        """Recorded updates of the current batch that have not been replayed yet."""
         if hasattr(engine, "before_forward"):
             engine.before_forward = self.poll
         elif on_new_weights != "finish":
@@ -157,7 +159,7 @@ class WeightSync:
             self._load(oldest if self._on_new_weights == "finish" else self._published.newest())
 
     def poll(self) -> None:
-        """Load newer weights, if there are any and the recipe allows it. Called between two forward passes."""
+        """Load newer weights if they exist and the recipe allows it. Called between two forward passes."""
         if self._replayed is not None:
             while self._remaining and self._remaining[0].before_forward == self.forward_passes:
                 self._update(self._published.after(self._remaining.pop(0).step))

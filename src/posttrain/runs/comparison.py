@@ -1,6 +1,6 @@
 """Runs and TensorBoard logs side by side: one figure per metric.
 
-A curve is one run, or the mean over seeds of the runs that differ by their seed alone.
+A curve is one run, or the mean over seeds of runs that differ only by their seed.
 """
 
 import math
@@ -42,22 +42,22 @@ from posttrain.runs.sources import Bundle, mean_over_seeds
 DASHES = ("-", "--", ":", "-.")
 MARKERS = "o^vDsP"
 MOST_CURVES = len(DOMAINS) * len(DASHES)
-"""More curves than this cannot be distinguished."""
+"""Maximum number of curves that can be distinguished."""
 _MOST_BANDS = 3
 """With more curves than this, intervals are bars at the last step, because many bands hide each other."""
 _MOST_MARKED = 40
 """Curves with more points than this have no markers."""
 _TITLE_WIDTH = 92
-"""Characters per line above a panel."""
+"""Maximum number of characters per line above a panel."""
 _LEGEND_WIDTH = 95
-"""Characters per row of a legend."""
+"""Maximum number of characters per row of a legend."""
 
 _BASELINE_STYLE: dict[str, Any] = {"linestyle": (0, (6, 3)), "linewidth": 1.0, "zorder": 2}
 
 
 @dataclass(frozen=True)
 class Look:
-    """Style of one curve. Colors vary first, so a few curves differ by color alone."""
+    """Style of one curve. Colors vary first, so a few curves differ only by color."""
 
     color: str
     dash: str
@@ -70,7 +70,7 @@ def looks(count: int) -> list[Look]:
 
 
 def draw_metric(metric: Metric, bundles: Sequence[Bundle]) -> tuple[Figure | None, list[str]]:
-    """The figure of one metric and warnings on what it leaves out; None if no run has a value."""
+    """The figure of one metric, and warnings about omitted runs; None if no run has a value."""
     drawn: list[tuple[Bundle, Look, list[Series]]] = []
     warnings = []
     for bundle, look in zip(bundles, looks(len(bundles)), strict=True):
@@ -147,7 +147,7 @@ def _draw_mean(axes: Axes, bundle: Bundle, look: Look, curves: list[Series], geo
 
 
 def _draw_run(axes: Axes, series: Series, look: Look, label: str, smooth: bool, faint: bool) -> None:
-    """Draw one run, or its moving mean with the raw values faint behind it."""
+    """Draw one run, or its moving mean over faint raw values."""
     marker = look.marker if len(series.steps) <= _MOST_MARKED else ""
     if smooth and len(series.steps) > 4:
         if faint:

@@ -19,7 +19,7 @@ _FORMAT = "posttrain_completions"
 
 
 class CompletionLog:
-    """An append-only file of JSON lines; the first line describes the run that they belong to.
+    """An append-only file of JSON lines. The first line describes the run that the others belong to.
 
     Each line reaches the operating system before `append` returns, so a killed process loses none. Opening the file
     removes an incomplete last line. Leaving the context manager syncs the file to disk, or deletes it if it has no
@@ -29,8 +29,8 @@ class CompletionLog:
     def __init__(self, path: Path, about: Mapping[str, Any], replaces: Path | None = None) -> None:
         """Open or create the log at `path`; `about` (JSON values) is its first line.
 
-        `replaces`: an existing file that `publish` may overwrite as long as its content does not change, also after a
-        resumption. Raises `InputError` with the differing keys if the log at `path` has another `about`, and
+        `replaces`: an existing file that `publish` may overwrite as long as its content does not change, even after a
+        resumption. Raises `InputError` with the differing keys if `about` differs from that of the log at `path`, and
         `RunError` for a damaged line.
         """
         self.path = path
@@ -83,8 +83,8 @@ class CompletionLog:
     def publish(self, path: Path, keys: Iterable[Key], overwrite: bool = False) -> int:
         """Atomically write the answers of `keys`, in that order, to `path`, skipping missing ones; returns their number.
 
-        Raises `RunError` if writing fails and, without `overwrite`, if `check_overwritable` does. Processes that publish
-        to the same directory take turns.
+        Raises `RunError` if writing fails and, without `overwrite`, in the cases of `check_overwritable`. Processes
+        that publish to the same directory take turns.
         """
         available = [key for key in keys if key in self._spans]
         with _directory_lock(path.parent):
@@ -94,17 +94,19 @@ class CompletionLog:
         return len(available)
 
     def check_overwritable(self, path: Path) -> None:
-        """Raise `RunError` if `path` holds a line that is not in this log, unless it is the file to replace."""
+        """Raise `RunError` if `path` contains a line that is not in this log, unless `path` is the file to replace."""
         with storage_errors(path):
             if self._contains_all(path) or (self._replaces is not None and self._replaces == _digest(path)):
                 return
         raise RunError(
-            f"{path} holds content that this run did not write, so it is not overwritten; the answers are in {self.path}. "
+            f"{path} has lines that this run did not write, so it is not overwritten; the answers are in {self.path}. "
             "Move that file away, then continue with `--resume`"
         )
 
     def _contains_all(self, path: Path) -> bool:
-        """Whether every line of `path` is in this log, so that overwriting loses nothing; True for a missing file."""
+        """Whether every line of `path` is in this log, so that nothing is lost by overwriting; True for a missing
+        file.
+        """
         try:
             with open(path, "rb") as lines:
                 for line in lines:
@@ -185,7 +187,7 @@ def _directory_lock(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        # Some file systems cannot lock directories. There, the check just before writing has to suffice.
+        # Some file systems cannot lock directories. In this case, the check just before writing must suffice.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

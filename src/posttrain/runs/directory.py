@@ -1,4 +1,4 @@
-"""The run directory, which holds everything that one execution of a recipe produced, and how its files are written.
+"""The run directory, which contains everything that one execution of a recipe produced, and functions that write files.
 
 Files are written atomically (`write_atomically`), and a write that fails is a `RunError` with a remedy (`storage_errors`).
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST_FAILURE = 4_000
-"""Characters of a sentence in `RunDirectory.failure`."""
+"""Maximum length of the message in `RunDirectory.failure`."""
 FORMAT = 1
 """Version of the layout. It is stored in `environment.json` and marks a directory as a run."""
 
@@ -86,16 +86,18 @@ class RunDirectory:
 
     @property
     def failure(self) -> Path:
-        """The sentence of the error that ended the run; absent if none did, or once it runs again."""
+        """The message of the error that ended the run; missing if there was no error, or if the run is running
+        again.
+        """
         return self.path / "failure.txt"
 
     @classmethod
     def create(cls, recipe: "Recipe", overwrite: bool = False) -> "RunDirectory":
         """Atomically create `<recipe.runs>/<recipe.name>` with its recipe and environment files.
 
-        Raises `InputError` if the name is used, unless that run recorded nothing, as after a wrong model path.
-        `overwrite` deletes a run of that name first. A run that a process is training in, and anything that is not a
-        run, is never deleted. Raises `RunError` if the directory cannot be written.
+        Raises `InputError` if the name is used, unless that run recorded nothing, for example because of a wrong model
+        path. `overwrite` first deletes a run of that name. It never deletes a run that is being trained, or anything
+        that is not a run. Raises `RunError` if the directory cannot be written.
         """
         path = Path(recipe.runs) / recipe.name
         if _is_used(path):
@@ -128,8 +130,8 @@ class RunDirectory:
     def load_recipe(self, to_run: bool = False) -> "Recipe":
         """The recipe of the run; raises `InputError` if recipe.yaml is damaged or from another version.
 
-        `to_run`: import the environment that it names, except inside `looking`. Otherwise a custom environment is
-        `environments.unknown`, and no code that the run names is executed.
+        `to_run`: import the environment that the recipe names, except inside `looking`. Otherwise a custom environment
+        becomes `environments.unknown`, and no code that the run names is executed.
         """
         from pydantic import TypeAdapter, ValidationError
 
@@ -191,18 +193,20 @@ class RunDirectory:
 
     @contextmanager
     def recording_failure(self) -> Iterator[None]:
-        """Write the sentence of an error that leaves the block to `failure`. An interrupted run has not failed."""
+        """Write the message of an error that leaves the block to `failure`. Interrupts do not count as failures."""
         self.failure.unlink(missing_ok=True)
         try:
             yield
         except Exception as error:
             sentence = str(error) if isinstance(error, PosttrainError) else f"{type(error).__name__}: {error}"
-            with suppress(RunError):  # the error itself says more than a second one about a full disk
+            with suppress(RunError):  # the original error matters more than a second one about a full disk
                 write_atomically(self.failure, f"{sentence[:_LONGEST_FAILURE]}\n".encode("utf-8", "backslashreplace"))
             raise
 
     def is_running(self) -> bool:
-        """Whether a process of this machine holds the lock. Takes no lock itself, so looking at a run never stops it."""
+        """Whether a process of this machine holds the lock. Does not lock the run itself, so it never disturbs the
+        run.
+        """
         file = self.path / ".lock"
         try:
             with file.open("rb") as opened:
@@ -213,7 +217,7 @@ class RunDirectory:
             return False
         try:
             held = Path("/proc/locks").read_text()
-        except OSError:  # outside Linux, the process id must do
+        except OSError:  # outside Linux, only the process id is available
             return True
         return any(f" {pid} " in line and f":{inode} " in line for line in held.splitlines() if "FLOCK" in line)
 
@@ -254,7 +258,7 @@ def exported_model(run: Path) -> Path:
 
 
 def model_path(model: str) -> str:
-    """What `exported_model` returns if `model` is the directory of a run, otherwise `model`."""
+    """The result of `exported_model` if `model` is the directory of a run, otherwise `model`."""
     return str(exported_model(Path(model))) if (Path(model) / "recipe.yaml").is_file() else model
 
 
@@ -280,7 +284,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether the run at `path` holds more than `create` wrote."""
+    """Whether the run at `path` contains more than `create` wrote."""
     run = RunDirectory(path)
     recorded = run.metrics.is_file() and run.metrics.stat().st_size > 0
     return recorded or any(
@@ -291,9 +295,7 @@ def _has_begun(path: Path) -> bool:
 def _refuse_or_delete(path: Path, overwrite: bool) -> None:
     is_run = not path.is_symlink() and _is_run(path)
     if not is_run:
-        raise InputError(
-            f"{path} exists and is not a posttrain run, so it is not touched; choose another `name` or `runs`"
-        )
+        raise InputError(f"{path} exists and is not a posttrain run; choose another `name` or `runs`")
     if not overwrite and _has_begun(path):
         raise InputError(
             f"the run {path} exists; continue it with `--resume {path}`, replace it with `--overwrite`, or choose another `name`"
@@ -375,10 +377,10 @@ def _commit(file: Path) -> dict[str, Any] | None:
 # -- writing files ----------------------------------------------------------------------------------------------------
 
 PARTIAL = re.compile(r"^\..+\.(\d+)\.partial$")
-"""Name of a file or directory that is being written, with the id of the writing process."""
+"""Pattern of the name of a file or directory that is being written, with the id of the writing process."""
 
 _ERRNO_TEXT = re.compile(r"\(os error (\d+)\)")
-"""How safetensors reports the errno of a failed write."""
+"""Pattern of the errno of a failed write in messages of safetensors."""
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -410,8 +412,8 @@ def storage_errors(path: Path) -> Iterator[None]:
 def storage_error(error: BaseException) -> str | None:
     """Cause and remedy of a failed write; None if `error` is not a storage error.
 
-    Libraries that write weights raise errors of their own: safetensors gives the errno only in the message, and the
-    archive writer of torch reports only that fewer bytes were stored than written.
+    Libraries that write weights raise other errors: safetensors includes the errno only in the message, and the archive
+    writer of torch reports only that fewer bytes were stored than written.
     """
     if isinstance(error, OSError):
         return _REMEDIES.get(error.errno or 0, f"{error.strerror or error}; check the path and the disk")
@@ -435,8 +437,8 @@ def sync_directory(path: Path) -> None:
 def write_atomically(path: Path, content: bytes | str | Iterable[bytes]) -> None:
     """Atomically replace the content of `path` with `content` (bytes, text as UTF-8, or an iterable of bytes).
 
-    The content goes to a temporary file, which is fsynced and renamed; then the directory is fsynced. Raises
-    `RunError` if writing fails, and leaves `path` unchanged.
+    The content is written to a temporary file, which is fsynced and renamed; then the directory is fsynced. If writing
+    fails, raises `RunError` and leaves `path` unchanged.
     """
     pieces = [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
     aside = partial_path(path)

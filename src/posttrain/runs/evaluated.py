@@ -1,4 +1,4 @@
-"""Checkpoints that were evaluated by runs of their own (`posttrain evaluate`), as evaluations of their training run."""
+"""Checkpoints that were evaluated by separate runs (`posttrain evaluate`), as evaluations of their training run."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _PUBLISHED = re.compile(r"(.*?)[-_/]*step[-_]?(\d+)")
 
 
 class EvaluatedRun(Protocol):
-    """What is read of a run, such as a `comparison.Source`."""
+    """The attributes of a run that this module reads, for example of a `sources.Source`."""
 
     @property
     def stage(self) -> str | None: ...
@@ -39,7 +39,7 @@ class _Run:
 
 
 def evaluated_run(path: Path) -> EvaluatedRun:
-    """What is read of the run in the directory `path`. InputError if there is none."""
+    """The run in the directory `path`. InputError if there is none."""
     run = RunDirectory.open(path)
     recipe = run.load_recipe()
     return _Run(recipe.stage, read_metrics(run.metrics), recipe.model_dump(mode="json"))
@@ -70,8 +70,8 @@ def checkpoint_of(run: EvaluatedRun) -> tuple[str, int] | None:
 def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, list[Line]]:
     """Training run -> its training lines, and an evaluation line for each of `runs` that evaluated one of its checkpoints.
 
-    The model that the training started from is step 0. Evaluations in different environments, or of different tasks, are
-    kept apart by a number after the name.
+    The initial model of the training is step 0. A number after the name distinguishes evaluations in different
+    environments or on different tasks.
     """
     placed: dict[tuple[str, str], dict[int, Line]] = {}
     started: list[tuple[str, str, Line]] = []
@@ -107,14 +107,14 @@ _SAME = {
         key: evaluation.get(key) for key in ("sampling", "seeds", "final_seeds", "held_out", "episodes_per_seed")
     },
 }
-"""Keys of a recipe that final episodes depend on, and what of their values they depend on."""
+"""Keys of a recipe that final episodes depend on -> function that selects the relevant part of the value."""
 
 
 def start_values(recipe: StageRecipe) -> dict[str, Any] | None:
-    """The final values of the model that a training run of `recipe` starts from, if the run that made it measured them.
+    """The final values of the initial model of a training run of `recipe`, if the run that trained it measured them.
 
-    That run must have played the same held-out episodes, with the same settings, and its files must not have changed since.
-    None otherwise: the episodes have to be played.
+    That run must have played the same held-out episodes with the same settings, and its files must be unchanged.
+    Otherwise None, and the episodes must be played.
     """
     path = Path(recipe.model.path)
     run, weights = path.parent, [*path.glob("*.safetensors")]
@@ -136,7 +136,7 @@ def start_values(recipe: StageRecipe) -> dict[str, Any] | None:
 
 
 def _final_settings(recipe: StageRecipe) -> dict[str, Any] | None:
-    """What the final episodes of a training run depend on besides the weights; None for stages that play none."""
+    """The settings that final episodes of a training run depend on; None for stages without episodes."""
     values, environment = recipe.model_dump(mode="json"), evaluated_environment(recipe)
     if environment is None or any(key not in values for key in _SAME):
         return None

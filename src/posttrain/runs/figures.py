@@ -54,7 +54,7 @@ STYLE: dict[Any, Any] = {
     "lines.markersize": 4,
 }
 _LONGEST_OUTSIDE = 44
-"""Most characters of a label in a legend beside the axes. Longer ones would leave the axes no width."""
+"""Maximum length of a label in a legend beside the axes. Longer labels would leave no width for the axes."""
 
 
 def new_figure(count: int) -> tuple[Figure, list[Axes]]:
@@ -83,7 +83,7 @@ def finish_axes(axes: Axes, unit: str, percent: bool = False) -> None:
 
 
 def draw_training(axes: Axes, series: Series, label: str, color: str, strength: float = 0.9) -> None:
-    """Draw a curve over training steps; with many steps, its moving mean with the raw values faint behind it."""
+    """Draw a curve over training steps; with many steps, its moving mean over faint raw values."""
     many = len(series.steps) > 2 * SMOOTHED_STEPS
     look: dict[str, Any] = {"alpha": 0.3 if many else strength, "linewidth": 1.0, "marker": "" if many else "o"}
     axes.plot(series.steps, series.values, color=color, label="_each step" if many else label, **look)
@@ -180,14 +180,14 @@ def mark_nonfinite(axes: Axes, drawn: Sequence[Series]) -> None:
 
 
 def average(values: Sequence[float]) -> float:
-    """The mean; `values` is not empty."""
+    """The mean of `values`, which must not be empty."""
     return math.fsum(values) / len(values)
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
     """Centered moving mean [n - 4] over `SMOOTHED_STEPS` values, without the first two and the last two.
 
-    Centered, because a mean of past steps lags behind and makes a falling loss look worse than it is. The window
+    The mean is centered, because a mean of past steps lags behind and makes a falling loss look too high. The window
     shrinks towards both ends, to five values.
     """
     reach = [min(i, len(values) - 1 - i, SMOOTHED_STEPS // 2) for i in range(len(values))]
@@ -214,7 +214,7 @@ def plain(text: str, longest: int = 120) -> str:
 
 
 def encode(figure: Figure, form: Format) -> bytes:
-    """The figure as the bytes of an image file. Dollar signs in labels are literal, not math."""
+    """The figure as the bytes of an image file. Dollar signs in labels are literal and do not start math."""
     content = io.BytesIO()
     numbers = {
         id(label)

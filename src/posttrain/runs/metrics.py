@@ -1,6 +1,6 @@
-"""What a run reports while it works: the metrics log `metrics.jsonl`, its sinks, the live display, and events.
+"""Reports of a running run: the metrics log `metrics.jsonl`, its sinks, the live display, and events.
 
-The log has append-only JSON lines. The sinks of `runs/sinks.py` get a copy of each line.
+The log is an append-only file of JSON lines. The sinks of `runs/sinks.py` get a copy of each line.
 """
 
 import io
@@ -60,7 +60,7 @@ class MetricsLog:
             line["nonfinite"] = sorted(set(nonfinite))
         self._append((json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
         if sent := numbers(kind, plain):
-            # Baseline policies have a line each at step 0.
+            # Each baseline policy has a line at step 0.
             self._send(line["step"], f"{kind}/{plain.get('policy', '')}", lambda sink: sink.write(line["step"], sent))
 
     def completions(self, step: int, episodes: Sequence[Episode], advantages: Advantages | None = None) -> None:
@@ -121,7 +121,7 @@ class MetricsLog:
                 self._drop(name, error, self._last_step())
 
     def _send(self, step: int, kind: str, send: Callable[[Sink], None]) -> None:
-        """Call `send` with each sink that has not received lines of `kind` at `step` from an earlier process."""
+        """Call `send` with each sink that did not receive lines of `kind` at `step` from an earlier process."""
         for name, sink in list(self._sinks.items()):
             try:
                 if self._sent.is_new(name, kind, step):
@@ -245,16 +245,16 @@ def _plain(value: Any, key: str, nonfinite: list[str]) -> Any:
 
 
 SECONDS_PER_LINE = 5.0
-"""Least time between lines of progress where the output is not a terminal."""
+"""Minimum seconds between lines of progress if the output is not a terminal."""
 
 
 class Progress:
-    """Context manager around a training loop of `total_steps` steps, of which `start_step` are done already.
+    """Context manager around a training loop of `total_steps` steps, of which `start_step` are already done.
 
-    Each update prints a line: of a step success and return, or loss, accuracy and margin, the gradient norm and tokens per
-    second; of an evaluation its numbers with 95% intervals. A terminal also has a live line below them, with the step, the
-    time left and the progress of an evaluation, which is removed at the end. Everything that is printed meanwhile goes
-    through `console`. `unit`: the name of a step in the output.
+    Each update prints a line. For a training step, it has success and return, or loss, accuracy and margin, and the
+    gradient norm and tokens per second. For an evaluation, it has the results with 95% intervals. On a terminal, a live
+    line below shows the step, the time left and the progress of an evaluation; it is removed at the end. Other output
+    meanwhile must go through `console`. `unit`: the name of a step in the output.
     """
 
     def __init__(
@@ -297,14 +297,16 @@ class Progress:
             self.message("\n".join(self._fitted([head, "evaluation", *_joined(_evaluation_cells(values))])))
             return
         cells = [head, *_joined(_training_cells(values))]
-        # The live line has the time left. A step is one line, so cells without room are left out.
+        # The live line shows the time left. A step prints one line, so cells that do not fit are left out.
         self.message(self._fitted(cells)[0] if self._live else "  ".join([*cells, f"left {self.time_left()}"]))
 
     def played(self, done: int, total: int) -> None:
-        """Show how many episodes or rows of an evaluation are done; without a terminal, at most a line every five seconds."""
+        """Show how many episodes or rows of an evaluation are done; without a terminal, at most one line every five
+        seconds.
+        """
         if self.unit == "step":
             self._played = (done, total) if done < total else None
-        else:  # the evaluation is the whole run
+        else:  # the run consists only of the evaluation
             self.step = done
         if self._live is None and done < total and time.monotonic() - self._printed >= SECONDS_PER_LINE:
             self._print(f"evaluated {done} of {total}")

@@ -1,4 +1,4 @@
-"""What figures show: the metrics of every panel, their values in order of step, and their names in words."""
+"""Contents of figures: the metrics of every panel, their values in order of step, and their titles."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from posttrain.recipe.rollout import SCORES
 Line = dict[str, Any]
 
 KINDS = ("train", "evaluation")
-"""Kinds of lines that are drawn as curves. Only `time/run` occurs in both."""
+"""Kinds of lines that are drawn as curves. The only key that occurs in both is `time/run`."""
 
 # The Okabe-Ito palette, which is safe for color blindness, without yellow, which is faint on white.
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
@@ -355,11 +355,11 @@ _LOSS = Panel("Validation loss", "loss", (), from_zero=False)
 
 @dataclass(frozen=True)
 class Metric:
-    """How one metric is shown. `panel` gives the unit and the axis; its curves are not used."""
+    """Display settings of one metric. `panel` provides the unit and the axis; its curves are not used."""
 
     key: str
     what: str
-    """Where it is measured, as text; may be empty."""
+    """The data that it is measured on, as text; may be empty."""
     panel: Panel
 
     @property
@@ -374,7 +374,7 @@ class Metric:
 
 
 def metric_of(key: str) -> Metric:
-    """How the metric `key` is shown; the title of an unknown metric is its key."""
+    """Display settings of the metric `key`. The title of an unknown metric is its key."""
     base = key.removeprefix("rollout/")
     where = "training episodes" if base != key else "held-out seeds"
     if base in _EPISODE_METRICS:

@@ -56,7 +56,7 @@ from posttrain.runs.sources import Bundle, Source, bundles_of, open_sources, sha
 from posttrain.runs.tables import Table, evaluated_table, plain_numbers, scores_of_runs
 
 MOST_BARS = 40
-"""Bars in the plot of times; more steps are averaged."""
+"""Maximum number of bars in the plot of times. With more steps, a bar is a mean of several."""
 _FINAL = {"validation/loss": ("test/loss", "{:.4f}"), "validation/accuracy": ("test/accuracy", "{:.1%}")}
 """Validation metric -> the metric of the final result drawn beside it, and its number format."""
 
@@ -75,7 +75,7 @@ def draw_plots(
 
 
 def lines_until(lines: list[Line], until: int | None) -> list[Line]:
-    """The lines up to the step `until`, without the final results of a later one; all for None."""
+    """The lines up to the step `until`, without final results of a later step; all for None."""
     return lines if until is None else [line for line in lines if line["step"] <= until]
 
 
@@ -133,7 +133,7 @@ def _panels(lines: list[Line], panels: list[Panel]) -> Figure | None:
     filled = []
     for panel in panels:
         present = [(curve, series) for curve in panel.curves if (series := series_of(lines, curve.key)) is not None]
-        # A metric that is 0 at every step, such as skipped updates, has nothing to show.
+        # Leave out metrics that are 0 at every step, such as skipped updates.
         if any(series.nonfinite or any(series.values) for _, series in present):
             filled.append((panel, present))
     if not filled:
@@ -217,7 +217,7 @@ class Compared:
     """(file name without suffix, figure), in the order of the report."""
     tables: list[Table] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """What was left out, and why."""
+    """Warnings about omitted data, with reasons."""
 
 
 def plot_files(
@@ -229,10 +229,10 @@ def plot_files(
 ) -> tuple[list[Path], list[str]]:
     """Write the figures of the runs and TensorBoard logs at `paths`; returns the files, and warnings.
 
-    A single run gets the plots of its report. Several runs get one figure per metric (or per entry of `metrics`) and
-    tables of their results; runs that evaluated checkpoints of one training run get its table of scores and the figures of
-    these. `out` defaults to the `plots` of the single run (with `until`, to a folder in it), or to `plots` in the working
-    directory. `until` leaves out later steps.
+    For a single run, these are the plots of its report. For several runs, they are one figure per metric (or per entry
+    of `metrics`) and tables of the results. Runs that evaluated checkpoints of one training run also get a table and
+    figures of scores by checkpoint. `out` defaults to the `plots` of the single run (with `until`, to a folder in it),
+    or to `plots` in the working directory. `until` leaves out later steps.
     Raises `InputError` if there is nothing to draw, `RunError` for damaged metrics or if a file cannot be written.
     """
     sources = open_sources(paths)

@@ -1,4 +1,4 @@
-"""`report.md`: what a run did, its results, and how to use the model."""
+"""`report.md`: a summary of the run, its results, and how to use the model."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ def write_report(
 
 
 def _unfinished(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
-    """How far a run without a result is."""
+    """Progress of a run that has no result yet."""
     done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
     return f"No result yet: {_of(done, getattr(run.load_recipe(), 'steps', None))} steps are done."
 
@@ -56,8 +56,8 @@ def _unfinished(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
 def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value where `part` differs from `default` (None: the schema's defaults), in schema order.
 
-    A section of another type than the default, such as another loss, contributes its `type` and the keys that differ
-    from the defaults of its own type. Of an environment whose code is not imported, all keys of its own count.
+    A section whose type differs from the default, such as another loss, contributes its `type` and the keys that differ
+    from the defaults of that type. For an environment whose code is not imported, all additional keys count.
     """
     changed: dict[str, Any] = {}
     for name, field in type(part).model_fields.items():

@@ -32,19 +32,19 @@ from posttrain.runs.tables import (
 )
 
 _MAX_NAME = 40
-"""Characters of a run's or a score's name in a figure."""
+"""Maximum length of the name of a run or score in a figure."""
 SCORES_AGAINST = "metrics_vs_"
-"""What the names of the figures of `draw_scores` begin with."""
+"""Prefix of the names of the figures of `draw_scores`."""
 _OVERALL_COLOR = "#222222"
 _COLORS = tuple(color for color in DOMAINS if color != ORANGE)
-"""Orange marks training, as in the other figures."""
+"""Colors of scores. Orange is reserved for training, as in the other figures."""
 
 
 def draw_scores(lines: list[Line], against: str) -> Figure | None:
     """The scores of a run's evaluations against `overall` (the overall score), `step`, or `training` (the training return).
 
-    None for fewer than two evaluations, of which the training return needs two after the start, or if the environment
-    reports no scores.
+    None if the environment reports no scores, or for fewer than two evaluations. The training return needs two
+    evaluations after step 0.
     """
     checkpoints = checkpoint_scores(lines)
     trained = [one for one in checkpoints if one.training is not None]
@@ -65,7 +65,7 @@ def draw_scores(lines: list[Line], against: str) -> Figure | None:
     if by_step:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     handles, labels = axes.get_legend_handles_labels()
-    # A legend of the figure leaves room for the axis of training returns at the right.
+    # A figure legend leaves room for the axis of training returns on the right.
     figure.legend(handles, [plain(text, _MAX_NAME) for text in labels], loc="outside right upper")
     return figure
 
@@ -277,7 +277,7 @@ def draw_results(bundles: Sequence[Bundle]) -> Figure | None:
 
 
 def _data_note(bundles: Sequence[Bundle]) -> str:
-    """Whether the final data also selected the checkpoint: without `data.test`, the rows are the validation rows."""
+    """A note on whether the final data also selected the checkpoint: without `data.test`, it is the validation rows."""
     ended = [(source, results) for bundle in bundles for source in bundle.sources if (results := final_results(source))]
     reused = [
         source.name

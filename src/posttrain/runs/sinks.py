@@ -31,7 +31,9 @@ class Sink(Protocol):
         """Record a table of completions. All rows have the same columns."""
 
     def rewind(self, step: int) -> bool:
-        """Discard everything after `step` for a resumed run; False if the sink cannot, and must not get it again."""
+        """Discard everything after `step` for a resumed run. False if this is impossible, so nothing must be sent
+        twice.
+        """
 
     def close(self) -> None:
         """Flush and close."""
@@ -80,7 +82,7 @@ def completion_rows(episodes: Sequence[Episode], advantages: Advantages | None) 
 
 
 def _conversation(episode: Episode) -> tuple[str, str]:
-    """What came before the first answer, and everything from it on. Roles are named where there are several messages."""
+    """The text before the first answer, and the text from it on. Roles are shown if there are several messages."""
     messages = episode.messages
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     if not messages:
@@ -109,7 +111,9 @@ class SentRecord:
                     f"{self._path} is damaged ({error}); delete it, after which a resumed run sends repeated steps twice"
                 ) from error
         self._earlier = self._copy()
-        """What the sinks had received when the run was resumed. Later lines of one kind may have the same step."""
+        """The lines that the sinks had received when the run was resumed. Later lines of one kind may have the same
+        step.
+        """
 
     def is_new(self, sink: str, kind: str, step: int) -> bool:
         """Whether `sink` has not received lines of `kind` at `step` before the run was resumed."""
@@ -123,7 +127,7 @@ class SentRecord:
             write_atomically(self._path, json.dumps(self._last, indent=1) + "\n")
 
     def rewind(self, sink: str, step: int, discarded: bool) -> None:
-        """The run continues after `step`; `discarded`: the sink has deleted what it received after it."""
+        """Record that the run continues after `step`. `discarded`: whether the sink deleted all later lines."""
         of_sink = self._last.setdefault(sink, {})
         if discarded:
             of_sink |= {kind: min(last, step) for kind, last in of_sink.items()}
@@ -154,8 +158,9 @@ class TensorBoardSink:
     def rewind(self, step: int) -> bool:
         # Event files are append-only; TensorBoard hides entries of earlier files from `purge_step` on.
         self._writer.close()
-        # TensorBoard reads files in the order of their names, which contain the second of their creation. A clock that was
-        # set back cannot be waited for.
+        # TensorBoard reads files in the order of their names, which contain the second of their creation. Waiting does
+        # not help if
+        # the clock was set back.
         deadline = time.monotonic() + 1.5
         while int(time.time()) <= self._second and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -168,7 +173,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs to W&B as `tracking` says. W&B reads its environment variables for unset keys."""
+    """Logs to W&B with the settings of `tracking`. W&B reads its environment variables for unset keys."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._module, recipe = _load("wandb", "wandb"), run.load_recipe()
@@ -184,7 +189,7 @@ class WandbSink:
             dir=str(run.logs),
             config=recipe.model_dump(mode="json"),
         )
-        # W&B's built-in step cannot decrease; a separate axis takes evaluations that are logged late.
+        # W&B's built-in step cannot decrease, but evaluations may be logged late, so use a separate step metric.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

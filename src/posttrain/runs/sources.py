@@ -1,14 +1,13 @@
-"""Runs and TensorBoard logs as they are read for a comparison, and their means over seeds."""
+"""Reads runs and TensorBoard logs for a comparison, and computes means over seeds."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
-
-from scipy.special import stdtrit
 
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
@@ -29,7 +28,7 @@ from posttrain.runs.tables import Table
 _DRAWN = ("train", "evaluation")
 """Kinds of lines whose metrics are drawn. A sink names its tags `kind/metric`."""
 _NOT_DRAWN = ("baseline", "final", "warning")
-"""Kinds of lines that an event file holds without their text fields, such as the name of the policy."""
+"""Kinds of lines whose text fields, such as the name of the policy, are missing in an event file."""
 
 
 def event_directories(path: Path) -> list[Path]:
@@ -49,7 +48,7 @@ def read_events(path: Path) -> list[Line]:
     values = _scalars(path)
     if not values:
         raise InputError(
-            f"{path} holds no scalars; give a TensorBoard event file (its name contains `tfevents`), a directory of "
+            f"{path} has no scalars; give a TensorBoard event file (its name contains `tfevents`), a directory of "
             "event files, or the directory of a posttrain run"
         )
     from_sink = all(tag.partition("/")[0] in (*_DRAWN, *_NOT_DRAWN) for tag in values)
@@ -217,32 +216,59 @@ def bundles_of(sources: Sequence[Source]) -> tuple[list[Bundle], list[str]]:
     return bundles, warnings
 
 
-def mean_over_seeds(series: Sequence[Series], geometric: bool = False) -> Averaged:
+def mean_over_seeds(series: Sequence[Series], geometric: bool = False, rate: bool = False) -> Averaged:
     """Mean over n >= 2 runs with Student's t interval, mean ± t(0.975, n - 1) s / sqrt(n), at each common step.
 
-    `geometric`: geometric mean, with the interval computed on the logarithms; all values must be positive.
+    `geometric`: geometric mean, with the interval computed on the logarithms; all values must be positive. `rate`: see
+    `t_interval`.
     """
     by_step = [dict(zip(one.steps, one.values, strict=True)) for one in series]
     steps = sorted(set.intersection(*(set(values) for values in by_step)))
     columns = [[math.log(values[step]) if geometric else values[step] for values in by_step] for step in steps]
-    limits = [t_interval(column) for column in columns]
+    limits = [t_interval(column, rate) for column in columns]
     means, low, high = ([math.exp(one[i]) if geometric else one[i] for one in limits] for i in range(3))
     return Averaged(steps, means, low, high)
 
 
-def t_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and its 95% Student's t interval; the limits are NaN for fewer than two values."""
+def t_interval(values: Sequence[float], rate: bool = False) -> tuple[float, float, float]:
+    """Mean and its 95% Student's t interval; the limits are NaN for fewer than two values, and in [0, 1] for a `rate`."""
     n = len(values)
     mean = math.fsum(values) / n
     if n < 2:
         return mean, math.nan, math.nan
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    half = float(stdtrit(n - 1, 0.975)) * spread / math.sqrt(n)
-    return mean, mean - half, mean + half
+    half = t_975(n - 1) * spread / math.sqrt(n)
+    low, high = mean - half, mean + half
+    return (mean, max(low, 0.0), min(high, 1.0)) if rate else (mean, low, high)
+
+
+@cache
+def t_975(freedom: int) -> float:
+    """The 0.975 quantile of Student's t with `freedom` >= 1 degrees of freedom.
+
+    Bisects P(|T| < sqrt(freedom) tan a) = 0.95 in the angle a, a finite sum for whole degrees of freedom (Abramowitz and
+    Stegun 26.7.3 and 26.7.4). Not from scipy, which would double the memory of `posttrain view`.
+    """
+
+    def inside(angle: float) -> float:
+        sine, cosine, odd = math.sin(angle), math.cos(angle), freedom % 2
+        total, term = 0.0, cosine if odd else 1.0
+        for power in range(2 + odd, freedom + 1, 2):
+            total += term
+            term *= cosine * cosine * (power - 1) / power
+        return 2 / math.pi * (angle + sine * total) if odd else sine * total
+
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if inside(middle) < 0.95 else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
 
 
 def common_name(names: Sequence[str]) -> str:
-    """What the names of runs with several seeds begin with, without a trailing `seed`; the first name if that is nothing."""
+    """The common prefix of the names of runs with several seeds, without a trailing `seed`; the first name if it is
+    empty.
+    """
     common = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
     shared = "".join(letters[0] for letters in common)
     if all(name[len(shared) :][:1] in tuple("0123456789") or name == shared for name in names):
@@ -266,8 +292,8 @@ _MAX_LISTED = 6
 def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[Metric], list[str]]:
     """The metrics that are drawn by default, and warnings on those left out.
 
-    Runs of posttrain contribute the metrics of a report, other logs contribute all of their metrics. With several bundles, at least two
-    must have the metric. With several stages, metrics that each stage defines differently are left out.
+    Runs of posttrain contribute the metrics of a report; other logs contribute all metrics. With several bundles, at
+    least two must have the metric. With several stages, metrics that each stage defines differently are left out.
     """
     per_bundle = [
         {key for source in bundle.sources for key in _default_keys(source.lines, source.run is None)}

@@ -1,4 +1,4 @@
-"""What runs take on the disk: training state that is deleted when a run has ended, and equal weights stored once."""
+"""Disk usage of runs: training state is deleted when a run has ended, and equal weights are stored once."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 _CHECKPOINT = re.compile(r"^step_(\d+)$")
 _SHARED_FROM = 1 << 20
-"""Bytes from which a file is worth a link."""
+"""Minimum size in bytes of a file to replace by a link."""
 
 
 def saved_steps(directory: Path) -> list[int]:
@@ -33,16 +33,20 @@ def digest_of_file(path: Path) -> str:
 
 
 def delete_state(checkpoint: Path) -> None:
-    """Delete all but the policy of a checkpoint. The state goes last, so that an interrupted call is repeated."""
+    """Delete everything except the policy of a checkpoint. The state is deleted last, so that interrupted calls
+    repeat.
+    """
     if not (checkpoint / STATE).is_file():
         return
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         policy = {name: digest for name, digest in manifest["files"].items() if name.startswith("policy/")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # damaged; `Checkpoints.verify` reports it where it is loaded
+        return  # damaged; `Checkpoints.verify` reports it when it is loaded
     write_atomically(checkpoint / MANIFEST, json.dumps(manifest | {"files": policy}, indent=1))
-    shutil.rmtree(checkpoint / "tensors", ignore_errors=True)
+    for directory in checkpoint.iterdir():
+        if directory.is_dir() and directory.name != "policy":
+            shutil.rmtree(directory, ignore_errors=True)
     (checkpoint / STATE).unlink()
 
 
@@ -66,7 +70,9 @@ def free_space(run: RunDirectory) -> None:
 
 
 def share_equal_files(run: RunDirectory) -> None:
-    """Replace equal files of `model/` and of the checkpoints' policies by hard links, where the file system has them."""
+    """Replace equal files of `model/` and of the checkpoints' policies by hard links, if the file system supports
+    them.
+    """
     by_size: dict[int, list[Path]] = defaultdict(list)
     for path in _weights(run):
         by_size[path.stat().st_size].append(path)
@@ -94,14 +100,19 @@ def _weights(run: RunDirectory) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a run takes on the disk, in bytes."""
+    """Disk usage of a run, in bytes."""
 
     run: RunDirectory
     total: int
     freed: int
-    """What `free_space` would free: training state and repeated weights."""
+    """Bytes that `free_space` would free: training state and duplicate weights."""
     ended: bool
-    """Whether the run has ended, so that nothing needs its training state."""
+    """Whether the run has ended, so that its training state is no longer needed."""
+
+
+def _of_state(parts: tuple[str, ...]) -> bool:
+    """Whether a file at `parts` below a run belongs to a directory of training state in a checkpoint."""
+    return parts[0] == "checkpoints" and len(parts) > 3 and parts[2] != "policy"
 
 
 def usage_of(run: RunDirectory) -> Usage:
@@ -111,7 +122,7 @@ def usage_of(run: RunDirectory) -> Usage:
     state = sum(
         stat.st_size
         for path, stat in files.items()
-        if path.name == STATE or path.relative_to(run.path).parts[2:3] == ("tensors",)
+        if path.name == STATE or _of_state(path.relative_to(run.path).parts)
     )
     weights: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in _weights(run):
@@ -125,13 +136,13 @@ def usage_of(run: RunDirectory) -> Usage:
 
 
 def has_ended(run: RunDirectory) -> bool:
-    """Whether the last execution of a training run came to its end. Resuming a run deletes its final line."""
+    """Whether the last execution of a training run finished. Resuming a run deletes its final line."""
     lines = read_metrics(run.metrics)
     return run.report.is_file() and any(line["kind"] == "final" for line in lines)
 
 
 def runs_in(folder: Path) -> list[RunDirectory]:
-    """The runs in `folder`, also inside pipelines and studies, by name. Runs may be links."""
+    """The runs in `folder`, including those inside pipelines and studies, by name. Runs may be links."""
     # `**` does not follow links.
     patterns = ("**/environment.json", "*/environment.json", "*/*/environment.json")
     markers = sorted({marker for pattern in patterns for marker in folder.glob(pattern)})

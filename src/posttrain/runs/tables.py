@@ -32,7 +32,7 @@ class Table:
     headings: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     note: str
-    """What `n` counts, and the kind of intervals."""
+    """The unit that `n` counts, and the kind of intervals."""
     words: tuple[str, ...] = ("policy", "note")
     played: bool = False
     """Whether the rows are policies in an environment."""
@@ -47,7 +47,8 @@ class Table:
         widths = [max(map(len, column)) + 2 for column in zip(self.headings, *self.rows, strict=True)]
         numbers = self._numbers()
         words = [index for index in range(len(widths)) if index not in numbers]
-        # What has no room is folded, never truncated: the last column of words first, then the others, then numbers.
+        # Columns without room are wrapped, never truncated: the last column of words first, then the others, then
+        # numbers.
         for folding in (words[-1:], words):
             others = sum(width for index, width in enumerate(widths) if index not in folding)
             if others + sum(min(widths[index], _LEAST_WIDTH) for index in folding) <= options.max_width:
@@ -102,13 +103,15 @@ class Table:
 
 
 _LEAST_WIDTH = 12
-"""Characters that a column of words needs on a terminal."""
+"""Minimum width of a column of words on a terminal, in characters."""
 UNIMPROVED = "training did not improve on the starting model; `model/` is the starting model"
-"""Said where the best checkpoint is that of step 0."""
+"""Text for the case that the best checkpoint is that of step 0."""
 
 
 def headline(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The result of a run in one sentence: what was measured, from what to what, with n and 95% intervals; empty without one."""
+    """The result of a run in one sentence: the metric before and after, with n and 95% intervals; empty without a
+    result.
+    """
     policies = {line["policy"]: line for line in lines if line["kind"] in ("baseline", "final") and "policy" in line}
     after = policies.get(TRAINED) or policies.get(EVALUATED) or {}
     for key, name, form, scale, better in _HEADLINES:
@@ -138,7 +141,7 @@ _HEADLINES = (
     ("test/accuracy", "Accuracy", "{:.1f}", 100, True),
     ("test/loss", "The loss", "{:.4f}", 1, False),
 )
-"""Key, name, format, factor, and whether larger is better; the first that a run has is its headline."""
+"""Key, name, format, factor, and whether larger is better. The first metric that a run has is its headline."""
 
 
 def _overlap(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> bool:
@@ -158,7 +161,7 @@ def _with_limits(line: Mapping[str, Any], key: str, form: str, scale: float) -> 
 
 
 def plain_numbers(text: str) -> str:
-    """`text` with powers of ten as a person writes them: 1.4e-5 and 3e6, not 1.4e-05 and 3e+06."""
+    """`text` with powers of ten in short form: 1.4e-5 and 3e6, not 1.4e-05 and 3e+06."""
     return _POWER.sub(lambda match: f"{match[1]}e{match[2].lstrip('+')}{match[3]}", text)
 
 
@@ -302,7 +305,7 @@ def score_names(checkpoints: Sequence[Checkpoint]) -> list[str]:
 
 
 def overall_name(lines: Sequence[Mapping[str, Any]]) -> str:
-    """What `Checkpoint.overall` measures: `success` or `mean return`."""
+    """Name of the metric in `Checkpoint.overall`: `success` or `mean return`."""
     return "success" if _overall_key(lines) == "success" else "mean return"
 
 
@@ -315,7 +318,7 @@ def score_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
 
 
 def evaluated_table(name: str, lines: Sequence[Mapping[str, Any]]) -> Table | None:
-    """`score_table` of checkpoints that were evaluated by runs of their own (`evaluated_checkpoints`)."""
+    """`score_table` of checkpoints that were evaluated by separate runs (`evaluated_checkpoints`)."""
     table = score_table(lines)
     if table is None:
         return None

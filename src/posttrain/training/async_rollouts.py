@@ -1,7 +1,7 @@
-"""Asynchronous rollouts: a thread with its own engine samples the coming batches while the learner learns.
+"""Asynchronous rollouts: a thread with its own engine samples the next batches while the learner trains.
 
-The thread makes batch after batch, in the order of steps. `rollout.async_rollouts` limits how far it is ahead. What it has
-sampled stays on disk until a checkpoint covers it, so a killed run continues with it.
+The thread samples one batch after another, in the order of steps. `rollout.async_rollouts` limits how many steps it is
+ahead. Sampled batches stay on disk until a checkpoint covers them, so a killed run reuses them when it resumes.
 """
 
 import threading
@@ -41,7 +41,7 @@ from posttrain.runs.storage import saved_steps
 from posttrain.training.rollouts import RolloutBatch, RolloutManager, TaskOrder, collect
 
 STOP_SECONDS = 60.0
-"""Most seconds to wait for the thread to end. A call of the environment is not interrupted."""
+"""Maximum number of seconds to wait for the thread to end. Calls of the environment are not interrupted."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Sampler:
         """Create the thread's state; `start` starts it.
 
         Args:
-            manager: supplies the settings, and the engine where it is outside of this process. Evaluation uses it too.
+            manager: supplies the settings, and the engine if it runs outside this process. Evaluation uses it too.
             published: the weights that the thread may sample with.
             run: the run directory, which holds the batches and the event log.
             steps: steps of the whole run.
@@ -80,7 +80,7 @@ class Sampler:
         self._manager, self._published, self._run = manager, published, run
         self._steps, self._greedy, self._replayed = steps, greedy, replayed
         self._has_own_engine = isinstance(manager.engine, LocalEngine)
-        """Whether the thread has its own engine. An engine outside of this process is shared with evaluation."""
+        """Whether the thread has its own engine. An engine outside this process is shared with evaluation."""
         self._in_flight = InFlight()
         self._events = EventLog(run)
         self._batches: deque[SampledBatch] = deque()
@@ -89,14 +89,14 @@ class Sampler:
         self._thread: threading.Thread | None = None
 
     def start(self, replica: Policy, tasks: TaskOrder, first: int) -> None:
-        """Begin with the batch of step `first`, which takes the next tasks. `replica` is used by the thread alone."""
+        """Start with the batch of step `first`, which takes the next tasks. Only the thread uses `replica`."""
         self._replica = replica
         work = (tasks.copy(), first)
         self._thread = threading.Thread(target=self._work, args=work, name="rollout", daemon=True)
         self._thread.start()
 
     def stop(self) -> bool:
-        """Cancel what is being sampled and end the thread; returns False if a call of the environment still blocks it."""
+        """Cancel sampling and end the thread. Returns False if a call of the environment still blocks the thread."""
         self._published.stop()
         self._in_flight.stop()
         if self._thread is None:
@@ -127,7 +127,7 @@ class Sampler:
                 self._ready.notify_all()
 
     def _sample(self, tasks: TaskOrder, first: int) -> None:
-        """Sample batch after batch: first those that an earlier process left on disk, then new ones."""
+        """Sample all batches in order: first those that an earlier process left on disk, then new ones."""
         manager, directory, replica = self._manager, journals_of(self._run), self._replica
         rollout, engine = manager.rollout, manager.engine
         with storage_errors(directory):
@@ -156,7 +156,7 @@ class Sampler:
         )
         on_disk = True
         for step in range(first, self._steps + 1):
-            # The local engine computes the same after the same requests, so it samples a partial batch again to the same bits.
+            # The local engine is deterministic, so a partial batch is sampled again to the same bits.
             keep_partial = manager.engine_settings.type != "local"
             with EpisodeBuffer(directory, step, keep_partial=keep_partial) as journal:
                 if on_disk and not journal.complete:
@@ -177,9 +177,9 @@ class Sampler:
         engine, restarts, begun = worker.engine, self._in_flight.restarts, time.perf_counter()
         sync.wait_for(journal.step)
         waited = time.perf_counter() - begun
-        # An engine outside of this process is shared with evaluation.
+        # An engine outside this process is shared with evaluation.
         with nullcontext() if self._has_own_engine else self._manager.lock:
-            # Counted inside: an evaluation with the same engine does not belong to the batch.
+            # Count inside the block: an evaluation with the same engine is not part of the batch.
             begun, counters = time.perf_counter(), replace(engine.counters)
             sync.begin_batch(journal.step)
             batch = collect(
@@ -193,7 +193,9 @@ class Sampler:
         return SampledBatch(journal.step, batch, tasks.state_dict(), waited)
 
     def _count_discarded(self, batch: RolloutBatch, before: int, restarts: int) -> None:
-        """Count what `restart` discarded. `before`: sampled tokens of the batch that an earlier process left."""
+        """Count the tokens that `restart` discarded. `before`: sampled tokens of the batch that an earlier process
+        left.
+        """
         if self._manager.rollout.on_new_weights != "restart":
             return
         episodes = [*batch.sampled, *batch.greedy.values()]
@@ -218,7 +220,7 @@ class Sampler:
 
 
 def journals_of(run: Path) -> Path:
-    """Directory of the batches that are sampled and not covered by a checkpoint."""
+    """Directory of sampled batches that no checkpoint covers yet."""
     return run / "async_rollouts"
 
 
@@ -250,7 +252,7 @@ def _values(recipe: Any) -> dict[str, Any]:
 
 
 class AsyncRollouts:
-    """The batches of a run, sampled by a thread while the learner learns. Its state belongs in the checkpoint."""
+    """The batches of a run, sampled by a thread while the learner trains. Its state belongs in the checkpoint."""
 
     phase = "waited_for_rollout"
 
@@ -267,7 +269,7 @@ class AsyncRollouts:
         """Create the rollouts; `running` starts the thread.
 
         Args:
-            tasks: the order of tasks as a checkpoint holds it, which is after the batches that were learned from.
+            tasks: the order of tasks as stored in a checkpoint, that is, after the batches that were trained on.
             steps: steps of the whole run.
             greedy: as in `collect`.
             smallest_group: a group with fewer fresh episodes is dropped if any of it was stale.
@@ -277,19 +279,19 @@ class AsyncRollouts:
         self.manager, self.tasks, self.run = manager, tasks, run
         self.rollout, self.smallest_group = rollout, smallest_group
         self._exact = rollout.on_new_weights == "finish" or rollout.replay is not None
-        """Whether a batch needs the weights of one certain step, not the newest."""
+        """Whether a batch needs the weights of a specific step instead of the newest."""
         self._published = PublishedWeights(rollout.async_rollouts + 1 if self._exact else 1)
         self._sampler = Sampler(manager, self._published, run.path, steps, greedy, replayed)
         self._world = current_world()
         self._older: list[WeightSnapshot] = []
         self._step = 0
-        """The last step that was learned."""
+        """The last step that the learner finished."""
         self._versions: dict[int, int] = {}
-        """Step -> version of the weights after it, for the last steps."""
+        """Step -> version of the weights after that step, for the most recent steps."""
 
     @contextmanager
     def running(self, step: int) -> Iterator[None]:
-        """Sample in the thread, beginning with the batch of `step`."""
+        """Sample in the thread inside the block, starting with the batch of `step`."""
         with single_process() as world:
             replica = self.manager.policy.replica() if world.is_rank0 else None
         if replica is not None:
@@ -303,7 +305,8 @@ class AsyncRollouts:
 
     def take(self, step: int) -> RolloutBatch:
         """Wait for the batch of `step`. Raises the error that ended the thread, if any. With several processes, rank 0
-        samples and all get the batch."""
+        samples and broadcasts the batch.
+        """
         begun = time.perf_counter()
         sampled = self._world.on_rank0(self._sampler.next)
         self._remove_covered()
@@ -324,7 +327,9 @@ class AsyncRollouts:
         return batch
 
     def learned(self, step: int) -> None:
-        """Publish the policy's weights as those after `step`. Call it where no signal interrupts."""
+        """Publish the policy's weights as those after `step`. Call it inside `critical()`, where no signal
+        interrupts.
+        """
         self._step = step
         self._versions[step] = self.manager.policy.version
         for old in [known for known in self._versions if known < step - self.rollout.async_rollouts]:
@@ -336,7 +341,7 @@ class AsyncRollouts:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The weights after earlier steps with which the batches of the coming steps begin."""
+        """The weights after earlier steps with which the next batches begin."""
         self._older = self._pending()
         return {
             f"{back}/{name}": tensor
@@ -350,15 +355,17 @@ class AsyncRollouts:
         return {"versions": sorted(self._versions.items()), "older": older}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`, after the tensors were read."""
+        """Restore the result of `state_dict`. Call it after the tensors were read."""
         self._versions = dict(map(tuple, state["versions"]))
         if self._world.is_rank0:
             for (step, version), read in zip(reversed(state["older"]), reversed(self._older), strict=True):
                 self._published.publish(WeightSnapshot(step, version, read.tensors))
 
     def _pending(self) -> list[WeightSnapshot]:
-        """The weights 1, 2, ... `async_rollouts` steps ago, on rank 0 and where a batch needs them. Before a checkpoint is
-        read: empty tensors to read into."""
+        """The weights of 1, 2, ... `async_rollouts` steps ago, on rank 0, if a batch needs them. Before a checkpoint is
+        read:
+        uninitialized tensors to read it into.
+        """
         if not (self._exact and self._world.is_rank0):
             return []
         kept = {weights.step: weights for weights in self._published.kept()}

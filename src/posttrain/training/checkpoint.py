@@ -3,17 +3,20 @@
 A checkpoint is a directory `step_N` with the policy as transformers or peft saves it, tensors such as the optimizer's in
 `tensors`, the trainer's state, and a manifest with the SHA-256 of every file. It is written to a temporary directory, synced
 to disk, and renamed. With several processes, each writes its share of the tensors, and rank 0 writes everything else. Any
-number of processes can read it. With `checkpoint.asynchronous`, a thread writes copies. Older checkpoints are reduced to the policy, and all of them when the run has ended.
+number of processes can read it. With `checkpoint.asynchronous`, a thread of each process writes copies.
+Older checkpoints are reduced to the policy, and all of them when the run has ended.
 """
 
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,19 +29,24 @@ from posttrain.runs.directory import partial_path, storage_errors, sync_director
 from posttrain.runs.storage import MANIFEST, STATE, delete_state, digest_of_file, saved_steps, size_text
 
 _WHOLE = 2
-"""Latest checkpoints that `keep: all` keeps whole."""
+"""Number of latest checkpoints that `keep: all` keeps complete."""
+
+
+class RemoteState(Protocol):
+    """Tensors of a checkpoint that processes of their own hold, write and read. Only rank 0 makes the calls."""
+
+    size: int
+    """Bytes in a checkpoint."""
+
+    def write(self, directory: Path) -> None: ...
+
+    def read(self, directory: Path) -> None: ...
 
 
 class Checkpoints:
     """The checkpoints of one run, in `directory`. `run_id` identifies the run in each of them."""
 
     def __init__(self, directory: Path, run_id: str, recipe: CheckpointRecipe) -> None:
-        """Raises InputError for asynchronous checkpoints of several processes."""
-        if recipe.asynchronous and (current_world().sharded or not current_world().is_single_process):
-            raise InputError(
-                "checkpoint.asynchronous is for runs in one process without hardware.offload: all; remove it: several "
-                "processes write their shares at the same time"
-            )
         self.directory = directory
         self.run_id = run_id
         self.recipe = recipe
@@ -61,10 +69,12 @@ class Checkpoints:
         state: dict[str, Any],
         best: int | None,
         later: bool = False,
+        remote: Mapping[str, Callable[[Path], None]] | None = None,
     ) -> Path:
         """Write the checkpoint of `step`, then delete or reduce older ones. The one of step `best` is kept.
 
-        `later`: return once everything is copied, and write it in a thread. Raises what an earlier such thread raised.
+        `later`: return once everything is copied, and write it in a thread. `remote`: functions by which other processes
+        write tensors to a directory, by its name; rank 0 calls them. Raises what an earlier such thread raised.
         """
         self.wait()
         world, target, text = current_world(), self.path(step), json.dumps(state, indent=1)
@@ -83,12 +93,11 @@ class Checkpoints:
             sync_directory(self.directory)
             self._rotate(best)
 
-        def write(save_model: Callable[[], None], tensors: Mapping[str, torch.Tensor]) -> None:
+        @contextmanager
+        def removing_parts() -> Iterator[None]:
             with storage_errors(target):
                 try:
-                    save_model()
-                    write_tensors(aside / "tensors", tensors)
-                    world.on_rank0(conclude)
+                    yield
                 except BaseException:
                     if world.is_rank0:
                         shutil.rmtree(aside, ignore_errors=True)
@@ -96,8 +105,13 @@ class Checkpoints:
 
         with storage_errors(target):
             world.on_rank0(begin)
+            for name, write_there in (remote or {}).items():
+                world.on_rank0(partial(write_there, aside / name))
         if not later:
-            write(lambda: model.save(aside / "policy"), tensors)
+            with removing_parts():
+                model.save(aside / "policy")
+                write_tensors(aside / "tensors", tensors)
+                world.on_rank0(conclude)
             return target
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         with storage_errors(target):
@@ -105,7 +119,12 @@ class Checkpoints:
 
         def attempt() -> None:
             try:
-                write(save_model, copies)
+                with removing_parts():
+                    # Every process has written when this returns, so rank 0 needs no further call of all.
+                    write_tensors(aside / "tensors", copies, background=True)
+                    save_model()
+                    if world.is_rank0:
+                        conclude()
             except BaseException as error:
                 self._failure = error
 
@@ -114,13 +133,14 @@ class Checkpoints:
         return target
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete; raise the error that stopped it."""
+        """Wait until the checkpoint that is being written is complete. If writing failed, raises its error on every
+        process."""
         if self._writing is None or threading.current_thread() is self._writing:
             return
         self._writing.join()
         self._writing, failure, self._failure = None, self._failure, None
-        if failure is not None:
-            raise failure
+        for error in current_world().gather([] if failure is None else [failure]):
+            raise error
 
     def require_room(self, steps: int, policy: int, state: int) -> None:
         """InputError if the disk has no room for the checkpoints of `steps` steps and the exported model.
@@ -128,7 +148,7 @@ class Checkpoints:
         `policy` and `state`: bytes of the policy and of everything else in a checkpoint.
         """
         keep, regular = self.recipe.keep, self.recipe.keep_every
-        whole = 1 + (_WHOLE if keep == "all" else keep)  # one is written before the oldest is deleted
+        whole = 1 + (_WHOLE if keep == "all" else keep)  # a new checkpoint is written before the oldest is deleted
         policies = 2 + (steps // self.recipe.every if keep == "all" else 0) + (steps // regular if regular else 0)
         files = [path.stat() for path in self.directory.rglob("*") if path.is_file()]
         needed = whole * (policy + state) + policies * policy - sum(stat.st_size for stat in files)
@@ -155,7 +175,7 @@ class Checkpoints:
     def verify(self, path: Path, resumable: bool = False) -> None:
         """Raise InputError unless this run wrote every file of the checkpoint and none has changed.
 
-        `resumable`: raise it also for a checkpoint that was reduced to its policy.
+        `resumable`: also raise for a checkpoint that was reduced to its policy.
         """
         others = [s for s in self.steps() if self.path(s) != path and (self.path(s) / STATE).is_file()]
         remedy = (
@@ -183,9 +203,9 @@ class Checkpoints:
                 raise InputError(f"{path / name} is damaged: its checksum differs; {remedy}")
 
     def fall_back(self) -> list[str]:
-        """Rename checkpoints that are newer than the newest intact one to `damaged_step_N`; returns a sentence for each.
+        """Rename checkpoints newer than the newest intact one to `damaged_step_N`. Returns a message for each.
 
-        InputError if no checkpoint is intact; then none is renamed.
+        InputError if no checkpoint is intact; in this case none is renamed.
         """
         damaged: list[tuple[Path, str]] = []
         for step in reversed(self.steps()):
@@ -214,8 +234,8 @@ class Checkpoints:
                 os.fsync(handle.fileno())
         digests = {str(path.relative_to(aside)): digest_of_file(path) for path in files}
         write_atomically(aside / MANIFEST, json.dumps({"run": self.run_id, "step": step, "files": digests}, indent=1))
-        sync_directory(aside / "policy")
-        sync_directory(aside / "tensors")
+        for directory in (path for path in aside.iterdir() if path.is_dir()):
+            sync_directory(directory)
 
     def _rotate(self, best: int | None) -> None:
         keep, regular = self.recipe.keep, self.recipe.keep_every

@@ -1,4 +1,4 @@
-"""What a run loads before its model, loaded for `--dry-run`: placement, models that are there, rows, tasks, and what scores."""
+"""Checks of `--dry-run`: load everything that a run loads before its model (placement, rows, tasks, scorers)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -38,13 +38,13 @@ Result = TypeVar("Result")
 
 
 def check_recipe(recipe: Recipe, made: Sequence[Path] = ()) -> list[str]:
-    """Load what a run of `recipe` loads before its model; returns what was found, a line for each part.
+    """Load everything that a run of `recipe` loads before its model. Returns one line per part.
 
-    What cannot be loaded yet is named in a line and left out: a model that has to be downloaded or converted, and files below
+    A line also names each part that cannot be checked yet: a model that has to be downloaded or converted, and files in
     the directories `made`, which earlier stages of a pipeline write.
 
     Raises:
-        InputError: the run would stop. One sentence per problem, as the run says it.
+        InputError: the run would stop. One sentence per problem, the same as in the run.
     """
     checks = _Checks(made)
     if getattr(recipe, "hardware", None) is not None and recipe.hardware.ray is not None:  # type: ignore[union-attr]
@@ -64,7 +64,7 @@ def check_recipe(recipe: Recipe, made: Sequence[Path] = ()) -> list[str]:
 
 
 def _models(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Keys and paths of the models that a run loads, `model.path` first; none where a server has the model."""
+    """Keys and paths of the models that a run loads, `model.path` first; none if the model is behind a server."""
     if recipe.remote is not None:
         return
     yield "model.path", recipe.model.path
@@ -88,7 +88,7 @@ def _renderer_of(model: str) -> Renderer:
 
 
 class _Checks:
-    """What was found so far."""
+    """The results of the checks so far."""
 
     def __init__(self, made: Sequence[Path]) -> None:
         self.made = made
@@ -96,7 +96,7 @@ class _Checks:
         self.problems: list[str] = []
 
     def run(self, part: Callable[[], Result]) -> Result | None:
-        """The result of `part`; None, and a problem, where it raises InputError."""
+        """The result of `part`. If it raises InputError, record the problem and return None."""
         try:
             return part()
         except InputError as error:
@@ -111,7 +111,7 @@ class _Checks:
         return later
 
     def server(self, engine: OpenAIEngineRecipe) -> None:
-        """The key of the server that answers, and whether anything is at its address."""
+        """Check the API key and the address of the server."""
         client = self.run(
             lambda: chat_client("engine", engine.url, engine.timeout, engine.retries, engine.api_key_variable)
         )

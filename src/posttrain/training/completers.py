@@ -29,7 +29,9 @@ from posttrain.rollout.remote_worker import THOUGHTS, RemoteRolloutWorker, serve
 from posttrain.runs.completions import CompletionLog, Key, line_of
 
 _FAILURES_IN_A_ROW = 16
-"""Consecutive failed requests after which a server counts as down; twice `engine.max_concurrent` if that is more."""
+"""Number of consecutive failed requests after which a server counts as down; twice `engine.max_concurrent` if
+larger.
+"""
 _PROMPT_TAIL = 16
 """Number of tokens at the end of a prompt that are searched for an opened thinking block."""
 
@@ -56,7 +58,9 @@ class PromptRow:
         return EpisodeRequest(self.number, self.number, sample, (recipe.seed, "generate", self.number, sample))
 
     def fields(self, recipe: GenerateRecipe, sample: int) -> dict[str, Any]:
-        """Return the fields of a prediction that are known before it. `seed` is null where the engine gets none."""
+        """Return the fields of a prediction that do not depend on the answer. `seed` is null if the engine gets no
+        seed.
+        """
         request = self.episode_request(recipe, sample)
         seed: int | None = request.request_seed(0, 0)
         if recipe.remote is not None:
@@ -85,8 +89,8 @@ def read_prompts(recipe: GenerateRecipe) -> tuple[list[PromptRow], Problems]:
     """Return the usable rows, and the problems of the others.
 
     Raises:
-        InputError: there is no usable row, a row lacks a column of `keep_columns` or `data.id`, or two rows have the same id
-            (1 and "1" are the same).
+        InputError: there is no usable row, a row lacks a column of `keep_columns` or `data.id`, or two rows have the
+            same id (1 and "1" are the same).
     """
     task = text_task(recipe)
     table = prompt_table(task)
@@ -96,7 +100,7 @@ def read_prompts(recipe: GenerateRecipe) -> tuple[list[PromptRow], Problems]:
     origins: dict[str, str] = {}
     for number, row in enumerate(table.rows[: recipe.data.max_rows]):
         row_id = _id(recipe, row, number)
-        # Ids of prediction files are read as text, so 1 and "1" would be the same row.
+        # Ids in prediction files are read as text, so 1 and "1" would identify the same row.
         if str(row_id) in origins:
             raise InputError(
                 f"{row.origin}: the id {row_id!r} in `{recipe.data.id}` is also that of {origins[str(row_id)]}; name "
@@ -151,7 +155,7 @@ def too_long(
     reason, and their problems.
 
     Raises:
-        InputError: all rows are too long, or one is and the data is `strict`.
+        InputError: all rows are too long, or any row is and the data is `strict`.
     """
     answer_tokens, problems, reasons = recipe.rollout.tokens_per_turn, Problems(), {}
     for row in rows:
@@ -230,7 +234,7 @@ class LocalCompleter:
 
 
 class RemoteCompleter:
-    """Completes prompts with a model behind a server, which enforces its own limits of prompt tokens."""
+    """Completes prompts with a model behind a server, which enforces its own limit on prompt tokens."""
 
     renderer = None
 
@@ -268,7 +272,7 @@ class _ConsecutiveFailures:
         self._failures = 0
 
     def record(self, episode: Episode) -> None:
-        """Count an episode; ServerUnavailable where the limit is reached."""
+        """Count an episode. Raises ServerUnavailable if the limit is reached."""
         self._failures = self._failures + 1 if episode.outcome is Outcome.FAILED else 0
         if self._failures >= self.limit:
             raise ServerUnavailable(f"{self._failures} consecutive requests failed, the last one: {episode.failure}")
@@ -284,9 +288,9 @@ def _rollout(recipe: GenerateRecipe, max_tokens: int) -> RolloutRecipe:
 def prediction(
     recipe: GenerateRecipe, row: PromptRow, sample: int, episode: Episode, renderer: Renderer | None
 ) -> dict[str, Any]:
-    """Return the prediction of an episode of one turn. `renderer` is that of the local engine, None for a server.
+    """Return the prediction of an episode with one turn. `renderer` is that of the local engine, None for a server.
 
-    `tokens` counts all sampled tokens, with thinking and the end token; null where a server does not report it. With
+    `tokens` counts all sampled tokens, including thinking and the end token; null if a server does not report it. With
     `thinking: remove`, `thinking_tokens` and `thinking_characters` count the removed text; the tokens are null for a
     server, which returns no token ids.
     """
@@ -338,7 +342,9 @@ def _without_thoughts(turn: Turn) -> tuple[str, None, int]:
 
 
 def _with_thoughts(turn: Turn) -> str:
-    """Return the text with separately returned thinking as a leading block, which stays open where a limit cut it off."""
+    """Return the text with separately returned thinking as a leading block, which stays open where a limit cut it
+    off.
+    """
     separate, text = str(turn.info.get(THOUGHTS, "")), turn.answer
     if not separate or text.lstrip().startswith(OPENING):
         return text

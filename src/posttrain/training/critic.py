@@ -1,6 +1,6 @@
 """Training of the critic: values of a step's episodes, their targets, and updates."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,53 +17,32 @@ from posttrain.episode import Episode, PerToken, RewardStreams
 from posttrain.errors import InputError
 from posttrain.models.critic import Critic, SharedCritic, ValueHead
 from posttrain.models.policy import Policy
+from posttrain.recipe.components import Factory
 from posttrain.recipe.credit import CriticCredit, CriticRecipe
 from posttrain.recipe.model import LearnerRecipe
+from posttrain.training.checkpoint import RemoteState
 from posttrain.training.objectives import ValueObjective
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.updater import Sample, Totals, Updater, computed, on_stream
 
 
-class CriticLearner:
-    """The critic with its optimizer. It learns from the same episodes as the policy.
-
-    A critic with its own trunk makes every update by itself. A critic that shares the policy's trunk makes those of the
-    value warm-up; after that, the policy's learner trains its head together with the policy.
-    """
+class CriticUpdater:
+    """A critic with its optimizer, in this process: values of samples, and one optimizer step at a time."""
 
     def __init__(
         self,
+        model: Critic | SharedCritic,
         settings: CriticRecipe,
-        credit: CriticCredit,
-        policy: Policy,
         learner: LearnerRecipe,
         updates: int,
-        seed: int = 0,
-        stored_statistics: bool = False,
     ) -> None:
-        """Create the critic of `policy`.
-
-        Args:
-            credit: gives the targets of the values.
-            updates: optimizer steps of the critic in the whole run.
-            stored_statistics: rewards are normalized by statistics that the reward model stores. A critic that starts
-                from that reward model then begins with values in these units.
-
-        Raises:
-            InputError: the critic's tokenizer is not the policy's.
-        """
-        self.settings = settings
-        self.credit = credit
-        if settings.backbone == "shared":
-            self.model: Critic | SharedCritic = SharedCritic(policy)
-        else:
-            self.model = _own_critic(settings, policy, seed, stored_statistics)
-        self.optimizer = Optimizer(self.model.trainable(), settings.optimizer, updates)
+        """`updates`: optimizer steps of the critic in the whole run."""
+        self.model = model
+        self.optimizer = Optimizer(model.trainable(), settings.optimizer, updates)
         self.learner: Updater[torch.Tensor] = Updater(
-            self.model, self.optimizer, learner, self._forward, key="critic.optimizer"
+            model, self.optimizer, learner, self._forward, key="critic.optimizer"
         )
         self.objective = ValueObjective(settings.clip)
-        self._fit: Totals = {}
 
     @property
     def head(self) -> ValueHead | None:
@@ -71,54 +50,50 @@ class CriticLearner:
         return self.model.head if isinstance(self.model, SharedCritic) else None
 
     @property
-    def policy_waits(self) -> bool:
-        """Whether the next update is one of the value warm-up, in which the policy does not learn."""
-        return self.optimizer.updates < self.settings.updates_before_policy
+    def remote_state(self) -> RemoteState | None:
+        """The state in a checkpoint of a critic in other processes; None for a critic in this process."""
+        return None
 
-    def estimate_values(
-        self, episodes: Sequence[Episode], samples: Sequence[Sample], rewards: RewardStreams
-    ) -> PerToken:
-        """The value before each sampled token, zero elsewhere. Also sets `values` and `returns` of the samples.
+    @property
+    def updates(self) -> int:
+        """Optimizer steps so far."""
+        return self.optimizer.updates
 
-        The target `returns` is that of `value_targets`. The explained variance of the discounted rewards
-        by the values is among the metrics of the next update.
-        """
-        self._evaluate([s for s in samples if s.values is None])
-        values: PerToken = []
-        left = iter(samples)
-        for episode in episodes:
-            values.append([on_stream(computed(next(left).values), stream.sampled) for stream in episode.streams])
-        rewards_of, values_of = sampled_rewards(episodes, rewards), sampled_values(episodes, values)
-        targets = np.concatenate([np.zeros(0), *value_targets(self.credit, episodes, rewards_of, values_of)])
-        ends = np.cumsum([0, *(s.sampled_tokens for s in samples)])
-        for sample, start, end in zip(samples, ends[:-1], ends[1:], strict=True):
-            sample.returns = targets[start:end].astype(np.float32)
-        returns = np.concatenate([np.zeros(0), *discounted_returns(self.credit, episodes, rewards_of)])
-        flat = np.concatenate([np.zeros(0), *values_of])
-        self._fit = {"critic/value": (float(flat.sum()), len(flat)), "critic/return": (float(returns.sum()), len(flat))}
-        explained = explained_variance(returns, flat)
-        self._fit |= {"critic/explained_variance": (explained, 1.0)} if np.isfinite(explained) else {}
-        return values
+    def begin_values(self, samples: Sequence[Sample]) -> Callable[[], list[np.ndarray]]:
+        """A function that returns the values [n] float32 before the sampled tokens of each sample. A critic on processes of
+        its own computes them meanwhile."""
+        return lambda: self.values(samples)
+
+    def begin_update(self, samples: Sequence[Sample]) -> Callable[[], Totals]:
+        """A function that returns the metrics of an optimizer step on the samples, which is made by then. A critic on
+        processes of its own makes it meanwhile."""
+        totals = self.update(samples)
+        return lambda: totals
+
+    def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """The values [n] float32 before the sampled tokens of each sample."""
+        found: dict[int, np.ndarray] = {}
+        for group, values in self.learner.without_gradient(samples):
+            ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
+            found |= dict(zip(group, np.split(values.cpu().numpy(), ends), strict=True))
+        return [found[i] for i in range(len(samples))]
 
     def update(self, samples: Sequence[Sample]) -> Totals:
-        """Make one optimizer step of the critic by itself; returns its metrics, under names that begin with `critic/`."""
-        totals = self.take_fit()
-        for key, value in self.learner.update(samples, self.objective).items():
-            if key != "loss/total":
-                totals[key.replace("optimizer/", "critic/")] = value
-        return totals
-
-    def take_fit(self) -> Totals:
-        """The metrics of the last `estimate_values`, once."""
-        fit, self._fit = self._fit, {}
-        return fit
+        """Make one optimizer step; returns its metrics, under names that begin with `critic/`."""
+        totals = self.learner.update(samples, self.objective)
+        return {key.replace("optimizer/", "critic/"): value for key, value in totals.items() if key != "loss/total"}
 
     def take_warnings(self) -> list[str]:
         """As `Updater.take_warnings`."""
-        return [
-            f"critic: {warning}; lower critic.optimizer.learning_rate if it happens again"
-            for warning in self.learner.take_warnings()
-        ]
+        return self.learner.take_warnings()
+
+    def sleep(self) -> None:
+        """As `Optimizer.sleep`."""
+        self.optimizer.sleep()
+
+    def wake(self) -> None:
+        """As `Optimizer.wake`."""
+        self.optimizer.wake()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors, and the trained weights of which it has no float32 masters."""
@@ -141,19 +116,134 @@ class CriticLearner:
     def _forward(self, samples: Sequence[Sample]) -> torch.Tensor:
         return self.model.values([s.stream.ids for s in samples], [s.stream.sampled for s in samples])
 
-    def _evaluate(self, samples: Sequence[Sample]) -> None:
-        for group, values in self.learner.without_gradient(samples):
-            ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
-            for i, of_sample in zip(group, np.split(values.cpu().numpy(), ends), strict=True):
-                samples[i].values = of_sample
 
-
-def _own_critic(settings: CriticRecipe, policy: Policy, seed: int, stored_statistics: bool) -> Critic:
+@Factory
+def open_critic(
+    settings: CriticRecipe,
+    policy: Policy,
+    learner: LearnerRecipe,
+    updates: int,
+    seed: int = 0,
+    stored_statistics: bool = False,
+) -> CriticUpdater:
+    """The critic of `policy`. Arguments and errors are those of `CriticLearner`."""
+    if settings.backbone == "shared":
+        return CriticUpdater(SharedCritic(policy), settings, learner, updates)
     critic = Critic(settings.model(policy.recipe), seed)
     if critic.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise InputError(
-            f"critic.path: {settings.path} has another tokenizer than {policy.recipe.path}; the critic reads the "
+            f"critic.path: {settings.path} does not have the tokenizer of {policy.recipe.path}; the critic reads the "
             "policy's tokens, so start it from a model of the same family, or leave critic.path out"
         )
     critic.values_in_reward_units = stored_statistics
-    return critic
+    return CriticUpdater(critic, settings, learner, updates)
+
+
+class CriticLearner:
+    """The critic and its targets. It learns from the same episodes as the policy.
+
+    A critic with its own trunk makes all of its updates. A critic that shares the policy's trunk makes only those of
+    the value warm-up; after that, the policy's learner trains its head together with the policy.
+    """
+
+    def __init__(
+        self,
+        settings: CriticRecipe,
+        credit: CriticCredit,
+        policy: Policy,
+        learner: LearnerRecipe,
+        updates: int,
+        seed: int = 0,
+        stored_statistics: bool = False,
+    ) -> None:
+        """Create the critic of `policy`.
+
+        Args:
+            credit: determines the targets of the values.
+            updates: optimizer steps of the critic in the whole run.
+            stored_statistics: whether rewards are normalized by statistics stored with the reward model. A critic that
+                starts from that reward model then begins with values in these units.
+
+        Raises:
+            InputError: the critic's tokenizer is not the policy's.
+        """
+        self.settings = settings
+        self.credit = credit
+        self.updater = open_critic(settings, policy, learner, updates, seed, stored_statistics)
+        self._fit: Totals = {}
+        self._begun: tuple[list[Sample], Callable[[], list[np.ndarray]]] | None = None
+
+    @property
+    def head(self) -> ValueHead | None:
+        """The head on the policy's trunk; None for a critic with its own trunk."""
+        return self.updater.head
+
+    @property
+    def policy_waits(self) -> bool:
+        """Whether the next update is one of the value warm-up, in which the policy does not learn."""
+        return self.updater.updates < self.settings.updates_before_policy
+
+    def begin_values(self, samples: Sequence[Sample]) -> None:
+        """Let a critic on processes of its own compute the values that the next `estimate_values` needs."""
+        missing = [sample for sample in samples if sample.values is None]
+        self._begun = missing, self.updater.begin_values(missing)
+
+    def estimate_values(
+        self, episodes: Sequence[Episode], samples: Sequence[Sample], rewards: RewardStreams
+    ) -> PerToken:
+        """The value before each sampled token, zero elsewhere. Also sets `values` and `returns` of the samples.
+
+        The targets `returns` come from `value_targets`. The share of the variance of discounted returns that the values
+        explain is among the metrics of the next update.
+        """
+        if self._begun is None:
+            self.begin_values(samples)
+        assert self._begun is not None
+        (missing, computed_values), self._begun = self._begun, None
+        for sample, of_sample in zip(missing, computed_values(), strict=True):
+            sample.values = of_sample
+        values: PerToken = []
+        left = iter(samples)
+        for episode in episodes:
+            values.append([on_stream(computed(next(left).values), stream.sampled) for stream in episode.streams])
+        rewards_of, values_of = sampled_rewards(episodes, rewards), sampled_values(episodes, values)
+        targets = np.concatenate([np.zeros(0), *value_targets(self.credit, episodes, rewards_of, values_of)])
+        ends = np.cumsum([0, *(s.sampled_tokens for s in samples)])
+        for sample, start, end in zip(samples, ends[:-1], ends[1:], strict=True):
+            sample.returns = targets[start:end].astype(np.float32)
+        returns = np.concatenate([np.zeros(0), *discounted_returns(self.credit, episodes, rewards_of)])
+        flat = np.concatenate([np.zeros(0), *values_of])
+        self._fit = {"critic/value": (float(flat.sum()), len(flat)), "critic/return": (float(returns.sum()), len(flat))}
+        explained = explained_variance(returns, flat)
+        self._fit |= {"critic/explained_variance": (explained, 1.0)} if np.isfinite(explained) else {}
+        return values
+
+    def begin_update(self, samples: Sequence[Sample]) -> Callable[[], Totals]:
+        """Make one optimizer step of the critic by itself. The returned function waits for a critic on processes of its own,
+        and returns the metrics, under names that begin with `critic/`."""
+        fit, finish = self.take_fit(), self.updater.begin_update(samples)
+        return lambda: fit | finish()
+
+    def take_fit(self) -> Totals:
+        """Return the metrics of the last `estimate_values` and clear them."""
+        fit, self._fit = self._fit, {}
+        return fit
+
+    def take_warnings(self) -> list[str]:
+        """As `Updater.take_warnings`."""
+        return [
+            f"critic: {warning}; lower critic.optimizer.learning_rate if it happens again"
+            for warning in self.updater.take_warnings()
+        ]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """As `CriticUpdater.tensors`."""
+        return self.updater.tensors()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `CriticUpdater.state_dict`."""
+        return self.updater.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `CriticUpdater.load_state_dict`."""
+        self.updater.load_state_dict(state)

@@ -1,9 +1,10 @@
-"""On-policy distillation, from top to bottom: the loop, the teacher's scores of a step, its updates, and the components.
+"""On-policy distillation, from top to bottom: the loop, the teacher's scores of a step, its updates, and the
+components.
 
     tasks -> [engine <-> environment]* -> episodes -> teacher's log-probabilities -> updates -> weights to the engine
 
-Sources: Agarwal et al. 2023, "On-policy distillation of language models" (GKD), arXiv 2306.13649; Lu and Thinking Machines
-Lab 2025, "On-policy distillation".
+Sources: Agarwal et al. 2023, "On-policy distillation of language models" (GKD), arXiv 2306.13649; Lu and Thinking
+Machines Lab 2025, "On-policy distillation".
 """
 
 from collections.abc import Hashable, Sequence
@@ -64,18 +65,18 @@ def train(
 
 @dataclass
 class ScoredBatch:
-    """What a step learns from: samples with the teacher's scores."""
+    """The training data of a step: samples with the teacher's scores."""
 
     samples: list[Sample]
     parts: list[Hashable]
-    """Of each sample: its group, or its row. Those of one part stay in one update."""
+    """The group or row of each sample. Samples with the same value stay in one update."""
     metrics: dict[str, float]
     warnings: list[str]
 
 
 @dataclass(frozen=True)
 class Components:
-    """What a run works with, and its settings."""
+    """The components of a run, and its settings."""
 
     run: RunDirectory
     learner: Updater[TokenScores]
@@ -91,7 +92,7 @@ class Components:
     objective: DistillationObjective
 
     def is_off_policy(self, step: int) -> bool:
-        """Whether `step` trains on fixed rows: drawn for each step, from the run seed and the step alone."""
+        """Whether `step` trains on fixed rows: a random draw that depends only on the run seed and the step."""
         return self.share > 0 and float(random_stream(self.seed, "off_policy", step).random()) < self.share
 
     def sampled(self, step: int) -> ScoredBatch:
@@ -124,22 +125,23 @@ class Components:
             part = set(order[number % count :: count])
             chosen = [sample for sample, name in zip(batch.samples, batch.parts, strict=True) if name in part]
             update = self.learner.update(chosen, self.objective)
-            if number > 0:  # the weights are no longer those that sampled
+            if number > 0:  # the weights have changed since sampling
                 update.pop("policy/mismatch", None)
             add_totals(totals, update)
         return totals
 
 
 def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequence[Callback]) -> Components:
-    """All that `recipe` asks for. Raises InputError for settings that do not fit together or do not fit the model."""
+    """Create the components of `recipe`. InputError for settings that conflict with each other or with the model."""
     tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
-    # The teacher gives the signal, so an environment without rewards is allowed.
+    # The training signal comes from the teacher, so an environment without rewards is allowed.
     warnings = [*recipe_warnings(recipe), *check_tasks(recipe.environment, tasks, True, recipe.evaluation.environment)]
     policy = Policy(recipe.model, recipe.seed)
     # An engine on the same GPU starts before the optimizer's state takes its memory.
     manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, logs=run.logs)
     updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
+    manager.sleepers = [optimizer]
     temperature = recipe.rollout.sampling.temperature
     learner = Updater(
         policy, optimizer, recipe.learner, distillation_forward(policy, recipe.learner, temperature, recipe.loss)
@@ -174,7 +176,7 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
         manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out.held_out
     )
     kind: type[Environment] = environment_class(evaluator.environment.type)
-    # Without rewards every checkpoint has the same return, so the last one is kept.
+    # Without rewards, all checkpoints have the same return, so the last checkpoint is kept.
     rewarded = kind.has_reward(evaluator.environment)
     trainer = Trainer(
         LoopSettings.of(recipe, recipe.steps),

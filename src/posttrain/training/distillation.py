@@ -18,7 +18,7 @@ from posttrain.training.updater import Sample, Totals
 def distillation_forward(
     policy: Policy, settings: LearnerRecipe, temperature: float, loss: ReverseKlLoss | JsdLoss
 ) -> Callable[[Sequence[Sample]], TokenScores]:
-    """A forward pass that gives the scores of the sampled tokens and, for `jsd`, the divergence from the teacher at each.
+    """A forward pass that returns the scores of the sampled tokens and, for `jsd`, their divergences from the teacher.
 
     The divergence is computed beside the output projection, so that the policy's full distributions exist for
     `learner.logits_per_chunk` tokens at a time.
@@ -46,7 +46,7 @@ def divergence(samples: Sequence[Sample], beta: float, device: torch.device) -> 
         if candidates is not None:
             return generalized_jsd(candidate_logprobs(logprobs, upload(candidates[places], device)), target, beta)
         shared = logprobs[:, : target.shape[1]]
-        if shared.shape[1] < logprobs.shape[1]:  # without the padding of the output layer, as the teacher's
+        if shared.shape[1] < logprobs.shape[1]:  # without padding, like the teacher's
             shared = torch.log_softmax(shared, dim=1)
         return generalized_jsd(shared, target, beta)
 
@@ -92,7 +92,7 @@ class DistillationObjective:
 
 
 def _agreement(samples: Sequence[Sample]) -> tuple[float, float]:
-    """How many trained tokens are the teacher's most probable ones, of how many; (0, 0) where those are unknown."""
+    """(trained tokens that are the teacher's most probable token, trained tokens); (0, 0) if the former is unknown."""
     agreed, count = 0, 0
     for sample in samples:
         teacher = teacher_of(sample)
@@ -104,7 +104,7 @@ def _agreement(samples: Sequence[Sample]) -> tuple[float, float]:
 
 
 def teacher_of(sample: Sample) -> TeacherScores:
-    """The teacher's scores of a sample, which must have them: an earlier phase of the step computes them."""
+    """The teacher's scores of a sample, which an earlier phase of the step must have computed."""
     assert sample.teacher is not None
     return sample.teacher
 

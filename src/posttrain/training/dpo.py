@@ -35,12 +35,14 @@ from posttrain.training.updater import Sample, Totals, Updater
 
 
 class ReferenceLogprobs:
-    """Sets `ref_logprobs` of samples. What `precompute` was given has those of the initial policy, with a cache on disk."""
+    """Sets `ref_logprobs` of samples. `precompute` scores samples with the initial policy and caches the result on
+    disk.
+    """
 
     def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Updater[TokenScores], cached: bool = True) -> None:
-        """Construct it before the policy's weights change or are restored from a checkpoint.
+        """Create it before the policy's weights change or are restored from a checkpoint.
 
-        Without `cached` nothing is kept, neither on disk nor in memory: for a reference model that changes.
+        Without `cached`, nothing is stored on disk or in memory. Use this for a reference model that changes.
         """
         self.policy = policy
         self.learner = learner
@@ -55,7 +57,8 @@ class ReferenceLogprobs:
     def precompute(self, samples: Sequence[Sample]) -> None:
         """Compute the log-probabilities of `samples`, or read them from the cache.
 
-        The policy must have its initial weights. It is then its own reference, so no copy of the weights is needed.
+        The policy must still have its initial weights. It then equals the reference model, so no copy of the weights is
+        needed.
         """
         assert self.policy.version == 0, "the policy was already trained"
         assert self.cached, "the reference model changes"
@@ -73,7 +76,7 @@ class ReferenceLogprobs:
             self._write(file, missing)
 
     def assign(self, samples: Sequence[Sample]) -> None:
-        """Set `ref_logprobs` of each sample, computing those that `precompute` has not."""
+        """Set `ref_logprobs` of each sample. Values that `precompute` did not compute are computed now."""
         names = [_name(sample.stream) for sample in samples]
         unknown = [_unpaired(s) for s, name in zip(samples, names, strict=True) if name not in self._known]
         if unknown:
@@ -108,7 +111,7 @@ class ReferenceLogprobs:
             ends = np.cumsum([lengths[name] for name in missing])
             if values.shape != (ends[-1],) or values.dtype != np.float32:
                 return False
-        except Exception:  # damaged files raise errors of zip and npy
+        except Exception:  # damaged files raise zip and npy errors of many types
             return False
         self._known |= dict(zip(missing, np.split(values, ends[:-1]), strict=True))
         return True
@@ -216,7 +219,7 @@ def _objective(
 ) -> PairObjective | UnpairedObjective:
     """Return the objective of these samples, after setting their reference log-probabilities if the loss needs them.
 
-    `pool`: rows whose answers KTO's KL estimate may take where all of the samples have the same prompt.
+    `pool`: rows whose answers KTO's KL estimate uses if all samples have the same prompt.
     """
     if recipe.loss.needs_reference:
         reference.assign(samples)
@@ -227,7 +230,7 @@ def _objective(
 
 
 def _one_prompt(pool: Sequence[TokenRow]) -> list[str]:
-    """Return a warning where KTO's KL cannot be estimated because all rows have the same prompt."""
+    """Return a warning if KTO's KL cannot be estimated because all rows have the same prompt."""
     if not pool or any(row.prompt != pool[0].prompt for row in pool):
         return []
     return ["all training rows have the same prompt, so KTO's KL estimate has no mismatched answers and is 0"]
@@ -246,13 +249,14 @@ def _kl_estimate(
 
 
 def mismatched_samples(samples: Sequence[Sample], pool: Sequence[TokenRow], max_tokens: int) -> list[Sample]:
-    """Return each sample's prompt with an answer to another prompt, cut to `max_tokens`: one per sample.
+    """Return each sample's prompt with an answer to another prompt, truncated to `max_tokens`: one per sample.
 
-    The answers are those of `samples`. Where these all have the same prompt, as in a last update of one row, they are
-    those of `pool` to other prompts, drawn by the prompt. The result is empty where there are none.
+    The answers come from `samples`. If all samples have the same prompt, as in a last update of one row, the answers
+    come from rows of `pool` with other prompts, chosen by a draw that depends on the prompt. The result is empty if
+    there are none.
 
-    Source: the mismatched pairs (x, y') of Ethayarajh et al. 2024, "KTO", arXiv 2402.01306, section 4.1. An answer to the
-    same prompt is not mismatched: training makes it likelier or less likely, and with it the estimate.
+    Source: the mismatched pairs (x, y') of Ethayarajh et al. 2024, "KTO", arXiv 2402.01306, section 4.1. An answer to
+    the same prompt is not mismatched: training changes its probability, and with it the estimate.
     """
     by_prompt: dict[bytes, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -283,7 +287,7 @@ def _prompt(sample: Sample) -> bytes:
 
 
 def _mismatched(one: Sample, other: Sample, max_tokens: int) -> Sample:
-    """Return the prompt of `one` with the answer of `other`, cut to `max_tokens`."""
+    """Return the prompt of `one` with the answer of `other`, truncated to `max_tokens`."""
     prompt, start = int(np.argmax(one.stream.sampled)), int(np.argmax(other.stream.sampled))
     ids = np.concatenate([one.stream.ids[:prompt], other.stream.ids[start:]])[:max_tokens]
     trained = np.concatenate([np.zeros(prompt, dtype=bool), other.stream.sampled[start:]])[:max_tokens]

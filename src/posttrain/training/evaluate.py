@@ -31,7 +31,8 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
     evaluator, warnings = _open_evaluator(recipe, directory)
     for warning in warnings:
         console.print(warning, highlight=False)
-    # Play before anything is recorded, so that a run that fails here, such as without its server, leaves its name free.
+    # Play before recording anything, so that a run that fails here, for example without its server, does not use up its
+    # name.
     count = len(evaluator.tasks.test) * recipe.evaluation.episodes_per_seed
     with Progress(count, recipe.name, console=console, unit="episode") as progress:
         final = evaluator.final(0, progress.played)
@@ -96,10 +97,10 @@ class RemoteRolloutManager:
         """Connect to the server.
 
         Args:
-            episodes: how many will be played, of which `rollout.failures.max_share` may fail.
+            episodes: number of episodes that will be played. At most `rollout.failures.max_share` of them may fail.
 
         Raises:
-            InputError: the environment begins the answers itself, or the API key's variable is not set.
+            InputError: the environment has a primer, or the API key's variable is not set.
         """
         primer = environment_class(environment.type)(environment).primer
         if primer:

@@ -1,4 +1,4 @@
-"""Evaluators: held-out measurements of a stage, and episodes as one of them. Does not import torch."""
+"""Evaluators: held-out measurements of a stage, such as playing episodes. Does not import torch."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,20 +29,21 @@ class Evaluator(Protocol):
     """One kind of held-out measurement. Its values go to a line of the metrics log; no two kinds share a key."""
 
     def baselines(self) -> dict[str, dict[str, Any]]:
-        """Name -> values of the baseline policies, such as `random` and `optimal`; empty where there are none."""
+        """Name -> values of the baseline policies, such as `random` and `optimal`; empty if there are none."""
         ...
 
     def curve(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        """Values of the learning curve, on the data by which the best checkpoint is chosen. `played` gets the numbers of finished and of all
-        episodes or rows."""
+        """Values of the learning curve, on the data that selects the best checkpoint. `played` is called with the
+        number of finished episodes or rows and the total.
+        """
         ...
 
     def final(self, step: int, played: Played = quiet) -> dict[str, Any]:
-        """Values of the final table, on data that no choice depends on."""
+        """Values of the final table, on data that was not used to select a checkpoint."""
         ...
 
     def cost(self) -> str:
-        """What `final` does, as a phrase for the display."""
+        """A phrase that describes the work of `final`, for the display."""
         ...
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
@@ -55,7 +56,7 @@ class Evaluator(Protocol):
 
 
 class WorkerSource(Protocol):
-    """What an `EpisodeEvaluator` plays with: a `RolloutManager` or a `RemoteRolloutManager`."""
+    """Supplies rollout workers: a `RolloutManager` or a `RemoteRolloutManager`."""
 
     environment: EnvironmentFactory
     rollout: RolloutRecipe
@@ -106,12 +107,13 @@ class EpisodeEvaluator:
         self.warnings: list[str] = []
 
     def choice(self, metric: Literal["success", "return"] | None) -> Callable[[dict[str, Any]], float]:
-        """The value that chooses the best checkpoint: `metric`, or by default success if the environment reports it, else
-        the return."""
+        """The value that selects the best checkpoint: `metric`, or by default success if the environment reports it,
+        else the return.
+        """
         return lambda values: values[metric or ("success" if "success" in values else "return")]
 
     def baselines(self) -> dict[str, dict[str, Any]]:
-        """Values of the baseline policies on the final seeds, as far as the environment can compute them."""
+        """Values of the baseline policies on the final seeds, where the environment can compute them."""
         baselines = environment_class(self.environment.type).baselines(self.environment, self.tasks.test)
         return {
             policy: {
@@ -142,7 +144,9 @@ class EpisodeEvaluator:
         return f"playing {len(self.tasks.test)} held-out episodes"
 
     def tables(self, lines: Mapping[str, Mapping[str, Any]]) -> list[Table]:
-        """Random, start, trained, optimal; and what the environment reports of each besides."""
+        """Table of the random, initial, trained and optimal policies, and tables of further scores of the
+        environment.
+        """
         return policy_tables(self.rows(lines), f"{self.title}: {self.environment.type}, held-out seeds")
 
     def rows(self, lines: Mapping[str, Mapping[str, Any]]) -> list[PolicyRow]:
@@ -191,7 +195,7 @@ class EpisodeEvaluator:
 
 
 def _attempts(line: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
-    """mean@k and pass@k of an evaluation line with their intervals, under the names that the table gives them."""
+    """mean@k and pass@k of an evaluation line with their intervals, under their names in the table."""
     keys = [key for key in line if key.startswith((MEAN, PASS)) and not key.endswith(("_low", "_high"))]
     return {key.replace("k/", ""): (line[key], line[f"{key}_low"], line[f"{key}_high"]) for key in keys}
 
@@ -204,7 +208,7 @@ def _note(line: Mapping[str, Any]) -> str:
 
 
 def _warnings(episodes: Sequence[Episode], most: int) -> list[str]:
-    """How many episodes failed, and how many answers were cut off at `most` tokens."""
+    """Warnings with the number of failed episodes, and of answers that were cut off at `most` tokens."""
     failed = [episode for episode in episodes if episode.outcome is Outcome.FAILED]
     warnings = []
     if failed:

@@ -1,6 +1,6 @@
 """Demonstrations by the expert or the random policy of an environment, as episodes for training and as rows for files.
 
-Rows of a file keep the settings of their environment, so that training can warn where its own environment differs.
+Rows of a file contain the settings of their environment, so that training can warn if its environment differs.
 """
 
 import json
@@ -32,10 +32,11 @@ _MAX_NAMED = 3
 
 
 def expert_episodes(recipe: SftRecipe, seeds: Sequence[int], renderer: Renderer) -> list[Episode]:
-    """Return `experts.per_seed` episodes of `recipe.environment` per seed. Answers count as sampled, with log-probability 0.
+    """Return `experts.per_seed` episodes of `recipe.environment` per seed. Answers count as sampled, with
+    log-probability 0.
 
     Raises:
-        InputError: the environment does not have the policy of `experts.expert`.
+        InputError: the environment has no policy `experts.expert`.
         RunError: an answer does not start with the primer of the environment.
     """
     return [
@@ -137,7 +138,7 @@ def _conversations(
             text = _answer(environment, expert, draws.random)
         except NotImplementedError as error:
             raise InputError(f"{error}; choose another environment or --expert") from error
-        # The primer is context, so training on the row must not count it as part of the answer.
+        # The primer is context and not part of the answer that is trained on.
         primer = {"primer": environment.primer} if environment.primer else {}
         answer: dict[str, Any] = {"content": text}
         if first.tools:
@@ -153,7 +154,7 @@ def _conversations(
 
 
 def _answer(environment: Environment, expert: Expert, draw: Callable[[], float]) -> str:
-    """Return the next answer; NotImplementedError where the environment does not have the policy."""
+    """Return the next answer. NotImplementedError if the environment has no such policy."""
     return environment.expert() if expert == "optimal" else environment.random_answer(draw())
 
 

@@ -33,9 +33,9 @@ from posttrain.training.completers import (
 def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite: bool, console: Console) -> None:
     """Complete the requests without a completion and write `recipe.predictions` in the order of the data.
 
-    Completions are appended to a log in the run directory, so an interrupted run continues with `resume`. Failed requests
-    are listed in a file beside the predictions. An existing file of that name is replaced only with `overwrite`, or if
-    all its lines are of this run. This is checked before the first request and again before writing.
+    Completions are appended to a log in the run directory, so an interrupted run continues with `resume`. Failed
+    requests are listed in a file beside the predictions. An existing file of that name is replaced only with
+    `overwrite`, or if all its lines are of this run. This is checked before the first request and again before writing.
 
     Raises:
         InputError: the file of predictions exists, or the data is invalid.
@@ -78,10 +78,10 @@ class _Generation:
     failed: dict[Key, str] = field(default_factory=dict)
     """Failed requests with their reasons."""
     stop_reason: str | None = None
-    """Why the requests ended early, where the server is unavailable."""
+    """Why the requests ended early, if the server became unavailable."""
     answered: int = 0
     tokens: int = 0
-    """Sampled tokens, where the engine reports them."""
+    """Number of sampled tokens, if the engine reports it."""
     different: int = 0
     """Repeated completions that differ from those in the log."""
     seconds: float = 0.0
@@ -233,7 +233,7 @@ def _summary(recipe: GenerateRecipe, generation: _Generation, requested: int) ->
 
 
 def _hash(recipe: GenerateRecipe) -> str:
-    """Return the hash of the recipe without the keys of where it is stored and logged."""
+    """Return the hash of the recipe without the keys that determine where results are stored and logged."""
     fields = GenerateRecipe.model_fields
     return recipe_hash(recipe.model_copy(update={key: fields[key].get_default() for key in ("name", *LOGGED_IN)}))
 

@@ -1,4 +1,6 @@
-"""Credit and the learner for a loop of your own: episodes, then advantages, then one optimizer step of the policy."""
+"""Credit and the learner for your own training loop: episodes, then advantages, then one optimizer step of the
+policy.
+"""
 
 import warnings
 import weakref
@@ -50,15 +52,16 @@ def advantages(
         credit = posttrain.advantages(episodes, "turn_returns", discount=0.9)
 
     Args:
-        episodes: what `rollout` returned, whole groups of them.
+        episodes: the result of `rollout`, with complete groups.
         credit: a `credit.type` of the recipe reference (`grpo`, `dr_grpo`, `rloo`, `brpo`, `arpo`, `reinforce`,
             `reinforce_pp`, `reinforce_pp_baseline`, `remax`, `opo`, `maxrl`, `pass_at_k`, `gdpo`,
-            `optimal_token_baseline`, `turn_returns`, `mt_grpo`, `gigpo`, `gae`, `bilevel_gae`, or one that was registered), or its settings.
+            `optimal_token_baseline`, `turn_returns`, `mt_grpo`, `gigpo`, `gae`, `bilevel_gae`, or one that was
+            registered), or its settings.
         rewards: rewards per token to use instead of those in the episodes, for example with a KL penalty in them.
         values: a critic's values before each sampled token, as `[episode][stream]` [T] float32; `gae` and `bilevel_gae`
             need them.
         greedy_returns: group id -> return of a greedy episode of the group's task; `remax` needs them.
-        energies: what `Learner.energies` returned for the episodes; `optimal_token_baseline` needs them.
+        energies: the result of `Learner.energies` for the episodes; `optimal_token_baseline` needs them.
         settings: keys of the credit by name.
 
     Returns:
@@ -72,7 +75,7 @@ def advantages(
     if isinstance(recipe, CriticCredit) and values is None:
         raise InputError(f"credit {recipe.type} needs the values of a critic; pass `values`, or use another credit")
     if isinstance(recipe, TokenBaselineCredit) and energies is None:
-        raise InputError(f"credit {recipe.type} needs the energies of the tokens; pass those of `Learner.energies`")
+        raise InputError(f"credit {recipe.type} needs the energies of the tokens; pass `learner.energies(episodes)`")
     return compute_advantages(episodes, recipe, rewards or reward_streams(episodes), greedy_returns, values, energies)
 
 
@@ -86,7 +89,7 @@ class Learner:
         learner = Learner(policy, learning_rate=1e-5, loss="gspo", kl=0.01)
         metrics = learner.update(episodes, posttrain.advantages(episodes, "grpo"))
 
-    The policy's weights change in place. Call `rollout` again for episodes with the new ones.
+    The policy's weights change in place. Call `rollout` again to sample episodes with the new weights.
     """
 
     def __init__(
@@ -104,20 +107,22 @@ class Learner:
         """Create the optimizer of the policy's trainable weights.
 
         Args:
-            policy: with `lora`, the adapters alone are trained.
+            policy: the policy to train. With `lora`, only the adapters are trained.
             loss: a `loss.type` of the recipe reference (`ppo`, `gspo`, `gspo_token`, `cispo`, `dppo`, `sapo`, `gmpo`,
                 `reinforce`, `gpg`, or one that was registered), or its settings such as `PpoLoss(clip_high=0.28)`.
-            kl: coefficient of the KL penalty towards the policy's start, which is added to the loss, or its settings.
-            entropy: weight of the entropy bonus, or the settings of the `entropy` section of a recipe. Entropies that
-                `top_share` ranks by are those of the present weights.
+            kl: coefficient of the KL penalty towards the policy's initial weights, which is added to the loss, or its
+                settings.
+            entropy: coefficient of the entropy bonus, or the settings of the `entropy` section of a recipe. `top_share`
+                ranks tokens by their entropy under the current weights.
             temperature: the temperature that the episodes were sampled with.
-            tokens_per_batch: most tokens in one forward pass. A longer stream raises RunError.
-            updates: optimizer steps of the whole loop, over which a `schedule` other than `constant` runs.
+            tokens_per_batch: maximum number of tokens in one forward pass. A longer stream raises RunError.
+            updates: number of optimizer steps of the whole loop, for a `schedule` other than `constant`.
             optimizer: keys of the `optimizer` section of a recipe: `learning_rate`, `betas`, `weight_decay`,
                 `max_gradient_norm`, `schedule`, `warmup_updates`, ...
 
         Raises:
-            InputError: a setting is wrong, `kl.apply_to` is `reward`, or `kl.reference` is to follow a policy with adapters.
+            InputError: a setting is wrong, `kl.apply_to` is `reward`, or `kl.reference` would follow a policy with
+                adapters.
         """
         self.policy = policy
         self.loss: PolicyLoss = chosen(LOSSES, loss)
@@ -140,7 +145,7 @@ class Learner:
         self._updater = Updater(policy, self.optimizer, batches, token_forward(policy, batches, temperature))
         self._energies = Updater(policy, self.optimizer, batches, energy_forward(policy, batches, temperature))
         self._old: dict[int, tuple[weakref.ref[Stream], np.ndarray | None]] = {}
-        """Streams that were learned from, by `id`, and their old log-probabilities; None takes the rollout's."""
+        """Streams that were already trained on, by `id`, with their old log-probabilities; None means the rollout's."""
 
     def energies(self, episodes: Sequence[Episode]) -> PerToken:
         """The energy of each sampled token, zero elsewhere: per episode and stream [T] float32, for `advantages` with
@@ -150,19 +155,20 @@ class Learner:
     def update(self, episodes: Sequence[Episode], credit: Advantages) -> dict[str, float]:
         """Make one optimizer step.
 
-        Several updates on the same episodes are PPO epochs. Old log-probabilities are those of the first of them: with
-        `loss.old: learner` the learner computes them there, in one more forward pass. `auto` does so where weights are not
-        float32, where adapters have dropout, where tokens were sampled by older weights, and with `loss.correction`;
-        otherwise it takes those of the engine, and warns if they differ from the learner's.
+        Several updates on the same episodes are PPO epochs. Old log-probabilities are those at the first of these
+        updates: with `loss.old: learner`, the learner computes them in an additional forward pass. `auto` does so if
+        weights are not float32, adapters have dropout, tokens were sampled by older weights, or `loss.correction` is
+        set. Otherwise `auto` uses the engine's log-probabilities, and warns if they differ from the learner's.
 
         Args:
-            episodes: what `rollout` returned.
-            credit: what `advantages` returned for them.
+            episodes: the result of `rollout`.
+            credit: the result of `advantages` for these episodes.
 
         Returns:
             Metrics by name as means over sampled tokens, for example `loss/policy`, `policy/entropy` in nats,
-            `policy/kl` in nats per token, `optimizer/gradient_norm` before clipping. `optimizer/skipped` is 1 where a
-            gradient was not finite and `optimizer/no_signal` where no token has credit; the weights then stay as they are.
+            `policy/kl` in nats per token, `optimizer/gradient_norm` before clipping. `optimizer/skipped` is 1 if a
+            gradient was not finite, and `optimizer/no_signal` is 1 if no token has credit; in both cases the weights do
+            not change.
 
         Raises:
             RunError: too many updates in a row were not finite, or an episode has more than `tokens_per_batch` tokens.
@@ -220,7 +226,7 @@ class Learner:
         return metrics
 
     def _set_old_logprobs(self, samples: Sequence[Sample]) -> bool:
-        """Set `old_logprobs` where they are not those of the rollout; returns whether no sample was learned from before."""
+        """Set `old_logprobs` where they differ from the rollout's. Returns whether no sample was trained on before."""
         self._old = {key: entry for key, entry in self._old.items() if entry[0]() is not None}
         new = [sample for sample in samples if id(sample.stream) not in self._old]
         stale = any((s.stream.versions[s.stream.sampled] != self.policy.version).any() for s in new)

@@ -1,10 +1,10 @@
-"""A small model that is made on this machine: `model.path=made:small`.
+"""A small model that is trained on this machine: `model.path=made:small`.
 
-A decoder of 1.0 million weights learns, from scratch and in half a minute on one core, to continue episodes of the
-built-in games in which every answer is drawn at random. It gives answers of the right form with the success rate of the
-random policy, so whatever a run adds to it was learned in that run.
+A decoder of 1.0 million weights is trained from scratch, in half a minute on one core, on episodes of the built-in
+games in which every answer is random. It gives answers in the right format with the success rate of the random policy,
+so any improvement was learned in the run that starts from it.
 
-It is not a language model: it has seen a few hundred words, and only the settings of `GAMES`.
+It is not a general language model: its training data has a few hundred words and only the settings of `GAMES`.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ GAMES: list[dict[str, Any]] = [
 EPISODES = 400
 """Episodes of each game."""
 PHASES = ((200, 12), (40, 8))
-"""(updates, rows per update): on excerpts of two turns, which are cheap, and then on whole episodes."""
+"""(updates, rows per update): first on excerpts of two turns, which are cheap, then on whole episodes."""
 LEARNING_RATE, WARMUP_UPDATES = 3.0e-3, 15
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, VOCABULARY, CONTEXT = 160, 480, 3, 5, 640, 1024
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *TAGS]
@@ -46,9 +46,9 @@ CHAT_TEMPLATE = (
 
 
 def small() -> Path:
-    """Return the directory of the model, which is made on first use and kept in the cache directory.
+    """Return the directory of the model, which is trained on first use and stored in the cache directory.
 
-    Its name contains a digest of this file and of the environments, so a change of either makes another model.
+    Its name contains a digest of this file and of the environments, so a change to either creates another model.
     """
     files = [Path(__file__), *sorted(Path(inspect.getfile(Environment)).parent.glob("*.py"))]
     digest = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=6).hexdigest()
@@ -144,7 +144,9 @@ def _ids(tokenizer: Any, messages: list[Message]) -> list[int]:
 
 
 def _fit(model: Any, phases: list[list[list[list[int]]]]) -> None:
-    """Train on all tokens of rows of each phase, drawn from all games alike: AdamW, linear warm-up, cosine to 10% over both phases."""
+    """Train on all tokens of each phase's rows, drawn uniformly over games, with AdamW, linear warm-up, and cosine
+    decay to 10% over both phases.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     draws = random_stream("made", "batches")
     updates = sum(count for count, _ in PHASES)

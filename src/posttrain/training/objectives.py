@@ -36,7 +36,7 @@ class Comparisons:
     """Losses and rewards of P preference rows, in the order in which they first appear among the samples."""
 
     rows: list[int]
-    """`PreferenceSide.row` of each."""
+    """`PreferenceSide.row` of each preference row."""
     losses: torch.Tensor
     """[P]."""
     chosen: torch.Tensor
@@ -46,7 +46,7 @@ class Comparisons:
 
 
 class _PerRow:
-    """A mean over the rows of the optimizer step weighted by `Sample.weight`, whatever its micro-batches."""
+    """A mean over the rows of the optimizer step, weighted by `Sample.weight` and independent of micro-batches."""
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         return [sample.weight for sample in samples], float(sum(_weights_of_rows(samples).values()) or 1.0)
@@ -124,7 +124,8 @@ class PairObjective(_PerRow):
 class UnpairedObjective(_PerRow):
     """KTO's loss of answers that are labeled good or bad.
 
-    `kl`: the reference point of the optimizer step, a scalar tensor; `mismatched`: number of answers it is estimated from.
+    `kl`: the reference point of the optimizer step, a scalar tensor; `mismatched`: number of answers it is estimated
+    from.
     """
 
     def __init__(self, loss: KtoLoss, kl: torch.Tensor, mismatched: int) -> None:
@@ -211,7 +212,7 @@ def _row(sample: Sample) -> int:
 def token_forward(
     policy: Policy, settings: LearnerRecipe, temperature: float = 1.0, head: torch.nn.Module | None = None
 ) -> Callable[[Sequence[Sample]], TokenScores]:
-    """A forward pass that gives the scores of the sampled tokens, sample after sample.
+    """A forward pass that returns the scores of the sampled tokens, sample after sample.
 
     Args:
         temperature: the temperature that the tokens were sampled with.
@@ -228,10 +229,10 @@ def token_forward(
 def energy_forward(
     policy: Policy, settings: LearnerRecipe, temperature: float
 ) -> Callable[[Sequence[Sample]], torch.Tensor]:
-    """A forward pass that gives the energies [N] float32 of the sampled tokens, sample after sample, without gradient.
+    """A forward pass without gradient that returns the energies [N] float32 of the sampled tokens, sample after sample.
 
-    The energy of a token is 1 - 2 p + sum of p_v^2 over the vocabulary, p its probability: the squared norm of the gradient
-    of its log-probability with respect to the logits. `temperature`: as in `token_forward`.
+    The energy of a token is 1 - 2 p + sum of p_v^2 over the vocabulary, p its probability: the squared norm of the
+    gradient of its log-probability with respect to the logits. `temperature`: as in `token_forward`.
     """
 
     def of_states(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -255,7 +256,7 @@ def energy_forward(
 def token_energies(learner: Updater[torch.Tensor], episodes: Sequence[Episode], samples: Sequence[Sample]) -> PerToken:
     """The energy of each sampled token, zero elsewhere: per episode and stream [T] float32.
 
-    `learner` has the forward pass of `energy_forward`, and `samples` are those of `episodes`.
+    `learner` uses the forward pass of `energy_forward`, and `samples` are those of `episodes`.
     """
     by_sample: dict[int, np.ndarray] = {}
     for group, energies in learner.without_gradient(samples):
@@ -288,7 +289,7 @@ def scores(
     learner: Updater[TokenScores], samples: Sequence[Sample], done: Callable[[int], None] = lambda count: None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Log-probabilities [n] and entropies [n] float32 of the sampled tokens of each sample, and the values [n] float32
-    before them, None where no head reads any; without gradient. `done` as in `logprobs`."""
+    before them, None without a value head; without gradient. `done` as in `logprobs`."""
     by_sample: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]] = {}
     for group, output in learner.without_gradient(samples):
         ends = np.cumsum([samples[i].sampled_tokens for i in group])[:-1]
@@ -330,7 +331,8 @@ def _flat(parts: Sequence[np.ndarray | None], device: torch.device) -> torch.Ten
 
 
 def episode_ids(samples: Sequence[Sample]) -> list[int]:
-    """The episode of each sample. A sample of no episode, such as a supervised row, counts as one of its own."""
+    """The episode of each sample. A sample without an episode, such as a supervised row, counts as a separate
+    episode."""
     return [-1 - i if sample.episode is None else sample.episode for i, sample in enumerate(samples)]
 
 
@@ -351,14 +353,15 @@ class PolicyObjective:
         """Create the objective of an update.
 
         Args:
-            kl_coefficient: its current value where it is adaptive; default `kl.coefficient`. The samples need
-                `ref_logprobs` where it is above 0.
-            entropy: the samples need `entropies` where `top_share` is below 1, and `bonus` where `tokens` is not `all`.
-            entropy_coefficient: its current value where it is adaptive; default `entropy.coefficient`.
-            random: draws the tokens of `clip_cov`. All processes need the same.
-            old: where old log-probabilities come from. `learner`: the samples need `old_logprobs`, but for a first update.
-            first_update: the weights are those before the step's first update. The present policy is then the learner's
-                old policy, so its ratio is 1 exactly, whatever the precision and the micro-batches.
+            kl_coefficient: current value of an adaptive coefficient; default `kl.coefficient`. The samples need
+                `ref_logprobs` if it is above 0.
+            entropy: the samples need `entropies` if `top_share` is below 1, and `bonus` if `tokens` is not `all`.
+            entropy_coefficient: current value of an adaptive coefficient; default `entropy.coefficient`.
+            random: draws the tokens of `clip_cov`. All processes need the same generator state.
+            old: where old log-probabilities come from. With `learner`, the samples need `old_logprobs`, except in a
+                first update.
+            first_update: whether this is the step's first update. The current policy then equals the learner's old
+                policy, so the ratio is exactly 1 for any precision and any micro-batches.
         """
         self.loss = loss
         self.old = old
@@ -370,13 +373,13 @@ class PolicyObjective:
         self.entropy_coefficient = self.entropy.coefficient if entropy_coefficient is None else entropy_coefficient
         self.random = random
         self._bonus_scale = 1.0
-        """Makes the bonus a mean over the tokens that get it, relative to the mean over all tokens."""
+        """Factor that makes the bonus a mean over the tokens that get it instead of a mean over all tokens."""
         self._of_update: Totals = {}
-        """Metrics of the update, which its first micro-batch adds."""
+        """Metrics of the whole update, reported with its first micro-batch."""
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        """One weight per sample and the divisor. Also sets what depends on the whole update: `factors` and `held` of the
-        samples, and the scale of the entropy bonus."""
+        """One weight per sample, and the divisor. Also sets the values that depend on the whole update: `factors` and
+        `held` of the samples, and the scale of the entropy bonus."""
         masked = [self._is_masked(sample) for sample in samples]
         lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
         weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
@@ -399,8 +402,8 @@ class PolicyObjective:
         return self.loss.mask_truncated and sample.truncated
 
     def has_signal(self, sample: Sample) -> bool:
-        """Tokens without credit add nothing, unless there is a KL penalty or an entropy bonus. A target entropy is measured
-        over all tokens, so that they count even while the bonus is off."""
+        """Tokens without credit do not contribute, unless there is a KL penalty or an entropy bonus. With a target
+        entropy, all tokens count even while the bonus is off, because the entropy is measured over all of them."""
         if self._is_masked(sample):
             return False
         if self.kl_coefficient > 0 or self.entropy_coefficient > 0 or self.entropy.target is not None:
@@ -447,11 +450,11 @@ class PolicyObjective:
 
 
 def metrics_without_pass(objective: Objective[TokenScores], samples: Sequence[Sample]) -> Totals:
-    """`policy/entropy` and `policy/kl` of the episodes that an update leaves out because they cannot add to its gradient.
+    """`policy/entropy` and `policy/kl` of the episodes that an update leaves out because they have no gradient.
 
-    Both come from the log-probabilities log p before the step, the learner's where it computed them and else the rollout's, so
-    they need no forward pass. The entropy is estimated by -log p of the sampled tokens, which is unbiased for tokens that
-    p sampled from the whole vocabulary, and the KL by k3 of log p - log p_ref.
+    Both come from the log-probabilities log p before the step, the learner's if it computed them and otherwise the
+    rollout's, so they need no forward pass. The entropy is estimated by -log p of the sampled tokens, which is unbiased
+    for tokens that p sampled from the whole vocabulary, and the KL by k3 of log p - log p_ref.
     """
     idle = [s for s in samples if s.sampled_tokens and not objective.has_signal(s)]
     if not idle:
@@ -463,7 +466,8 @@ def metrics_without_pass(objective: Objective[TokenScores], samples: Sequence[Sa
 
 
 class MixedObjective:
-    """The policy's objective on episodes + coefficient x negative log-likelihood of supervised rows, a mean over tokens.
+    """The policy's objective on episodes + coefficient x negative log-likelihood of supervised rows, a mean over
+    tokens.
 
     Source: "PPO-ptx" of Ouyang et al. 2022, arXiv 2203.02155.
     """
@@ -474,8 +478,8 @@ class MixedObjective:
         self.coefficient = coefficient
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        """The policy's weights and divisor. A supervised token's weight is scaled so that, after the division, the rows add
-        coefficient x mean."""
+        """The policy's weights and divisor. Weights of supervised tokens are scaled so that, after the division, the
+        rows contribute coefficient x mean."""
         of_policy, divisor = self.policy.weigh([s for s in samples if not s.ptx])
         _, tokens = self.ptx.weigh([s for s in samples if s.ptx])
         weights = iter(of_policy)
@@ -498,7 +502,7 @@ class MixedObjective:
                 objective = self.ptx if supervised else self.policy
                 part, more = objective(scores, [s for s, _ in chosen], [w for _, w in chosen])
                 loss = loss + part
-                # The policy's entropy is that at the tokens it sampled.
+                # The policy's entropy is measured only at tokens that it sampled.
                 metrics |= {"ptx/loss": (number(-scores.logprobs.detach().sum()), len(places))} if supervised else more
         return loss, metrics
 
@@ -523,7 +527,7 @@ class ValueObjective:
             for parts in ([s.values for s in samples], [s.returns for s in samples])
         )
         losses, clipped = value_loss(output, old, returns, self.clip)
-        # Every token weighs 1, so the loss needs no weights.
+        # Every token has weight 1, so the loss needs no weights.
         loss, count = losses.sum(), float(len(losses))
         metrics = {"critic/loss": (number(loss), count)}
         return loss, metrics | ({} if self.clip is None else {"critic/clipped": (number(clipped.sum()), count)})
@@ -532,7 +536,7 @@ class ValueObjective:
 class SharedObjective:
     """The policy's objective + coefficient x the value loss, a mean over the sampled tokens of the optimizer step.
 
-    Both come from one forward pass, whose scores hold values. Source: the joint loss of Schulman et al. 2017, arXiv
+    Both come from one forward pass, whose scores contain values. Source: the joint loss of Schulman et al. 2017, arXiv
     1707.06347, for a network that computes both policy and values.
     """
 
@@ -543,15 +547,15 @@ class SharedObjective:
         self._value_weight = 1.0
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
-        """The policy's weights and divisor. Also scales the weight of the values so that, after the division, they add
-        coefficient x mean; it is kept for the calls that follow."""
+        """The policy's weights and divisor. Also computes the weight of the values for the following calls, so that,
+        after the division, they contribute coefficient x mean."""
         weights, divisor = self.policy.weigh(samples)
         _, tokens = self.values.weigh(samples)
         self._value_weight = self.coefficient * divisor / tokens
         return weights, divisor
 
     def has_signal(self, sample: Sample) -> bool:
-        """Values also learn from tokens without credit."""
+        """Always true: values are also trained on tokens without credit."""
         return self.values.has_signal(sample) or self.policy.has_signal(sample)
 
     def __call__(
@@ -564,7 +568,8 @@ class SharedObjective:
 
 
 class SupervisedObjective:
-    """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step weighted by `Sample.weight`."""
+    """The supervised loss of the trained tokens, a mean over the tokens of the optimizer step weighted by
+    `Sample.weight`."""
 
     def __init__(self, loss: SftLossRecipe | None = None) -> None:
         """Default: negative log-likelihood."""

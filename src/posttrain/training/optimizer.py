@@ -1,4 +1,4 @@
-"""The optimizer: AdamW on float32 masters, its schedule, and where its state is kept."""
+"""The optimizer: AdamW on float32 master weights, its schedule, and the location of its state."""
 
 import math
 import re
@@ -16,9 +16,9 @@ from posttrain.recipe.model import OptimizerRecipe
 
 
 def learning_rate_factor(recipe: OptimizerRecipe, update: int, total: int) -> float:
-    """What the learning rate is multiplied by at `update` (0 is the first) of `total`.
+    """Factor of the learning rate at `update` (0 is the first) of `total`.
 
-    Warm-up over W updates: (update + 1) / (W + 1), so the first is small and not lost. Then, with
+    Warm-up over W updates: (update + 1) / (W + 1), so the first update is small but not 0. Then, with
     x = (update - W) / (total - W) from 0 to 1 and final fraction f:
     `constant`: 1; `linear`: 1 - (1 - f) x; `cosine`: f + (1 - f) (1 + cos(pi x)) / 2.
     Source of cosine: Loshchilov and Hutter 2017, "SGDR", arXiv 1608.03983, without restarts.
@@ -38,17 +38,18 @@ _NOT_DECAYED = re.compile(
 
 
 def decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies to a parameter: to matrices, but not to norms, biases and embeddings of position.
+    """Whether weight decay applies to a parameter: to matrices, but not to norms, biases and position embeddings.
 
-    As `Trainer.get_decay_parameter_names` of transformers, which decays embeddings of position and other vectors too.
+    Similar to `Trainer.get_decay_parameter_names` of transformers, which also decays position embeddings and other
+    vectors.
     """
     return parameter.ndim > 1 and _NOT_DECAYED.search(name) is None
 
 
 class Optimizer:
-    """Steps the parameters of a policy. Parameters in bfloat16 have masters in float32, which are what is optimized; of
-    parameters that are divided among processes, the masters are this process's shares. With `hardware.offload: optimizer`,
-    masters, their gradients and the moments are in CPU memory, and AdamW runs there.
+    """Updates the parameters of a policy. Parameters in bfloat16 have float32 master weights, which are optimized.
+    Masters of sharded parameters are this process's shards. With `hardware.offload: optimizer`, masters, their
+    gradients and the moments are in CPU memory, and AdamW runs there.
 
     AdamW: Loshchilov and Hutter 2019, "Decoupled weight decay regularization".
     """
@@ -59,7 +60,7 @@ class Optimizer:
         """`parameters`: names and parameters; `updates`: optimizer steps of the whole run, for the schedule.
 
         Raises:
-            InputError: the type of the optimizer does not fit the processes, or its package is missing.
+            InputError: the optimizer's type does not support this setup of processes, or its package is missing.
         """
         self.recipe = recipe
         self.total_updates = updates
@@ -70,7 +71,11 @@ class Optimizer:
         self.masters = [_master(parameter, self._offloads) for parameter in self.parameters]
         decays = [decayed(name, parameter) for name, parameter in parameters]
         groups = [
-            {"params": [m for m, d in zip(self.masters, decays, strict=True) if d == decay], "weight_decay": rate}
+            # A process may have no share of a small parameter, and bitsandbytes has no kernel for nothing.
+            {
+                "params": [m for m, d in zip(self.masters, decays, strict=True) if d == decay and m.numel()],
+                "weight_decay": rate,
+            }
             for decay, rate in ((True, recipe.weight_decay), (False, 0.0))
         ]
         self._adamw: Any = self._made([group for group in groups if group["params"]])
@@ -78,15 +83,16 @@ class Optimizer:
         self._counts: dict[str, torch.Tensor] = {}
 
     def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimizer of the recipe, with the state that it would begin with, so that a checkpoint always has the same
-        tensors."""
+        """The optimizer of the recipe, with its state already initialized, so that checkpoints always have the same
+        tensors.
+        """
         recipe = self.recipe
         settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": recipe.betas, "eps": recipe.epsilon}
         if recipe.type == "adamw_8bit":
-            if self._offloads or not current_world().is_single_process or current_world().sharded:
+            if current_world().hardware.offload != "none":
                 raise InputError(
-                    "optimizer.type adamw_8bit keeps its state on the device of one process, whole; use adamw with "
-                    "hardware.offload or several processes, which need no smaller state"
+                    "optimizer.type adamw_8bit keeps its state on the device; with hardware.offload use adamw, whose state is "
+                    "in CPU memory"
                 )
             bitsandbytes = require_module("bitsandbytes", "optimizer.type adamw_8bit")
             eight = bitsandbytes.optim.AdamW8bit(groups, **settings)
@@ -102,8 +108,32 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """The learning rate of the next update."""
         return self.recipe.learning_rate * learning_rate_factor(self.recipe, self.updates, self.total_updates)
+
+    def sleep(self) -> None:
+        """With `hardware.offload: rollouts`, move masters and moments to CPU memory until `wake`."""
+        if current_world().hardware.offload == "rollouts":
+            self._move(torch.device("cpu"))
+
+    def wake(self) -> None:
+        """Move them back to the parameters' device."""
+        if current_world().hardware.offload == "rollouts":
+            self._move(local_shard(self.parameters[0]).device)
+
+    def _move(self, device: torch.device) -> None:
+        moved: dict[int, torch.Tensor] = {}
+        for number, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            state = self._adamw.state.pop(master)
+            if master is not parameter and not is_sharded(parameter):
+                self.masters[number] = moved[id(master)] = master.detach().to(device, copy=True).requires_grad_()
+            self._adamw.state[self.masters[number]] = state
+            for key, value in state.items():
+                # Small and on the device for the fused kernel: the count of steps.
+                if isinstance(value, torch.Tensor) and value.dim():
+                    state[key] = value.to(device, copy=True)
+        for group in self._adamw.param_groups:
+            group["params"] = [moved.get(id(tensor), tensor) for tensor in group["params"]]
 
     def collect(self) -> None:
         """Add the gradients of the last backward pass to those of the masters, in float32."""
@@ -121,18 +151,19 @@ class Optimizer:
             parameter.grad = None
 
     def add_up(self) -> None:
-        """Add up the gradients of all processes, once the last of an update is collected; of divided parameters they are
-        added up already."""
+        """Sum the gradients over all processes, after the last `collect` of an update. Gradients of sharded parameters
+        are already summed.
+        """
         pairs = zip(self._divided, self.masters, strict=True)
         current_world().sum([m.grad for divided, m in pairs if m.grad is not None and not divided])
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         for tensor in (*self.parameters, *self.masters):
             tensor.grad = None
 
     def gradient_norm(self) -> torch.Tensor:
-        """The norm of the collected gradients, a scalar; 0 where there are none."""
+        """The norm of the collected gradients, a scalar; 0 if there are none."""
         norms = []
         for of_shares in (False, True):
             gradients = [
@@ -149,7 +180,7 @@ class Optimizer:
     def step(self) -> float:
         """Clip and apply the collected gradients; returns their norm before clipping.
 
-        A norm that is not finite changes nothing. Gradients are cleared in every case.
+        If the norm is not finite, nothing is applied. Gradients are cleared in either case.
         """
         total = self.gradient_norm()
         norm = float(total)
@@ -165,8 +196,9 @@ class Optimizer:
         return norm
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything in tensors that resuming needs besides the parameters: moments, counts and masters. They are the
-        optimizer's own, to be written, or read into."""
+        """All tensors that resuming needs besides the parameters: moments, counts and masters. They share memory with
+        the optimizer, so a checkpoint can be written from them or read into them.
+        """
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key, value in self._adamw.state[master].items():
@@ -174,17 +206,23 @@ class Optimizer:
                     continue
                 if isinstance(value, int):  # bitsandbytes counts steps in plain numbers
                     value = self._counts.setdefault(name, torch.zeros((), dtype=torch.int64)).fill_(value)
+                if self.recipe.type == "adamw_8bit" and is_sharded(parameter) and value.dim():
+                    # Blocks of 8-bit numbers are those of this process's share, whose scales no other share has.
+                    tensors[f"{name}/{key}/{current_world().rank} of {current_world().size}"] = value
+                    continue
                 tensors[f"{name}/{key}"] = shard_like(value, parameter) if value.shape == master.shape else value
             if compute_dtype(parameter) != torch.float32 or (self._offloads and is_sharded(parameter)):
                 tensors[f"{name}/master"] = shard_like(master.detach(), parameter)
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
-        """What else resuming needs, as plain JSON."""
+        """The remaining state that resuming needs, as plain JSON."""
         return {"updates": self.updates, "names": self.names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`, once `tensors` were read; ValueError when it belongs to other parameters."""
+        """Restore the result of `state_dict`, after `tensors` were read. ValueError if it belongs to other
+        parameters.
+        """
         if state["names"] != self.names:
             raise ValueError("the optimizer state belongs to other parameters")
         self.updates = state["updates"]
@@ -194,7 +232,7 @@ class Optimizer:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Give parameters the values of masters that are copies of them."""
+        """Copy the values of the masters to their parameters."""
         with torch.no_grad():
             for parameter, master in zip(self.parameters, self.masters, strict=True):
                 if master is not parameter and (self._offloads or not is_sharded(parameter)):

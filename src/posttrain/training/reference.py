@@ -1,18 +1,51 @@
-"""A reference model that follows the policy (TR-DPO), instead of staying the initial model."""
+"""The reference model of the KL penalty, and one that follows the policy (TR-DPO) instead of staying the initial model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain.errors import InputError
+from posttrain.models.forward import TokenScores
 from posttrain.models.policy import Policy
+from posttrain.recipe.components import Factory
 from posttrain.recipe.loss import ADAPTERS_OFF, ReferenceRecipe
+from posttrain.training.objectives import logprobs
 from posttrain.training.optimizer import Optimizer
+from posttrain.training.updater import Sample, Updater
+
+
+class ReferenceModel:
+    """The reference model in this process: the policy with its adapters off, or a copy of its initial weights."""
+
+    def __init__(self, policy: Policy, learner: Updater[TokenScores]) -> None:
+        self.policy, self.learner = policy, learner
+
+    def load(self) -> None:
+        """Load the copy now instead of at its first use."""
+        with self.policy.as_reference():
+            pass
+
+    def begin(self, samples: Sequence[Sample]) -> Callable[[], list[np.ndarray]]:
+        """A function that returns the log-probabilities [n] float32 of the sampled tokens of each sample. A reference model
+        on processes of its own computes them meanwhile."""
+
+        def finish() -> list[np.ndarray]:
+            with self.policy.as_reference():
+                return logprobs(self.learner, samples)
+
+        return finish
+
+
+@Factory
+def open_reference(policy: Policy, learner: Updater[TokenScores]) -> ReferenceModel:
+    """The reference model of `policy`, which `learner` trains."""
+    return ReferenceModel(policy, learner)
 
 
 def move_towards(averages: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], mix: float) -> None:
-    """averages <- mix * weights + (1 - mix) * averages, in place; with mix = 1 a copy, bit for bit.
+    """averages <- mix * weights + (1 - mix) * averages, in place. With mix = 1 it is an exact copy.
 
     `averages`, `weights`: tensors of equal shapes in pairs, float32 where mix < 1.
 
@@ -29,15 +62,15 @@ def move_towards(averages: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
 class MovingReference:
     """The reference model of a policy, updated every `update_every` optimizer steps of that policy.
 
-    It changes the copy that `Policy.as_reference` scores with. Where the weights are not float32 and `mix` is below 1, the
-    average is kept in float32, because small changes would be rounded away. `tensors` are what a checkpoint needs.
+    It updates the copy that `Policy.as_reference` scores with. If the weights are not float32 and `mix` is below 1, the
+    average is stored in float32, because small changes would be lost to rounding. `tensors` belong in a checkpoint.
 
     Attributes:
         updates: updates of the reference model so far.
     """
 
     def __init__(self, recipe: ReferenceRecipe, policy: Policy, optimizer: Optimizer) -> None:
-        """Load the reference model. `optimizer`: that of all trained parameters of `policy`.
+        """Load the reference model. `optimizer`: the optimizer of all trained parameters of `policy`.
 
         Raises:
             InputError: the policy has adapters, or is sharded.
@@ -62,7 +95,9 @@ class MovingReference:
         self._averages = [p.float() if rounded and p.dtype != torch.float32 else p for p in self._parameters]
 
     def follow(self) -> None:
-        """Update the reference model if the policy has made enough optimizer steps. Call it after each, in `critical()`."""
+        """Update the reference model if it is due. Call it after each optimizer step of the policy, inside
+        `critical()`.
+        """
         if (self.policy.version - self._start) // self.every == self.updates:
             return
         self.updates += 1
@@ -71,20 +106,20 @@ class MovingReference:
         self._hand_out()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages, to be written, or read into."""
+        """The averages, from which a checkpoint is written or into which it is read."""
         return dict(zip(self.optimizer.names, self._averages, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of updates."""
+        """The number of updates."""
         return {"updates": self.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`, once `tensors` were read."""
+        """Restore the result of `state_dict`, after `tensors` were read."""
         self.updates = state["updates"]
         self._hand_out()
 
     def _hand_out(self) -> None:
-        """Give parameters of a lower precision the values of their averages."""
+        """Copy the averages to parameters of lower precision."""
         for parameter, average in zip(self._parameters, self._averages, strict=True):
             if average is not parameter:
                 parameter.copy_(average)

@@ -60,7 +60,9 @@ def train(
 
 
 def _fit_normalizer(run: RunDirectory, console: Console) -> None:
-    """Fit the normalizer of unit rewards for RL. Without it the reward model is complete, so a failure is a warning."""
+    """Fit the normalizer of unit rewards for RL. The reward model is usable without it, so a failure is only a
+    warning.
+    """
     try:
         lines = fit_run(run, None).lines()
     except InputError as error:
@@ -72,13 +74,15 @@ def _fit_normalizer(run: RunDirectory, console: Console) -> None:
 def _forward_and_objective(
     recipe: RewardRecipe, model: RewardModel, rows: Sequence[TokenRow]
 ) -> tuple[Callable[[Sequence[Sample]], Any], RewardObjective]:
-    """Return the forward pass and the objective: one reward per answer, or one per unit of it. `rows`: all stored rows."""
+    """Return the forward pass and the objective: one reward per answer, or one per unit of it. `rows`: all stored
+    rows.
+    """
     if recipe.units is None:
         model.set_units(None)
         return reward_forward(model), RewardObjective(recipe.loss)
     units = stored_units(recipe.units, recipe.model.path)
     model.set_units(units)
     reader = UnitReader(model, units, recipe.learner.tokens_per_batch)
-    # All rows at once in a fixed order, so that a resumed run has the same units.
+    # Segment all rows at once in a fixed order, so that a resumed run has the same units.
     reader.remember([sample for number, row in enumerate(rows) for sample in samples_of_row(row, number)])
     return unit_reward_forward(model, reader), UnitRewardObjective(recipe.loss, recipe.units)

@@ -30,20 +30,22 @@ from posttrain.training.unit_rewards import UnitReader, unit_rewards
 from posttrain.training.updater import Sample, pack
 
 RAW = "reward_model"
-"""Key of a turn's info that holds the reward model's reward, unscaled."""
+"""Key of the reward model's unscaled reward in a turn's info."""
 OF_UNITS = "unit_rewards"
-"""Key of a turn's info that holds the rewards of units, as (position of its last token in the stream, reward)."""
+"""Key of the rewards of units in a turn's info, as (position of the unit's last token in the stream, reward)."""
 
 
 class RewardScorer:
-    """Adds a reward model's reward to the last turn of each episode. For a model that rewards units, that is their mean.
+    """Adds a reward model's reward to the last turn of each episode. For a model that rewards units, it is their mean.
 
-    A reward model with the policy's tokenizer and template reads the sampled tokens themselves. Otherwise the conversation
-    is rendered for it. An answer that was cut off has no end token there either.
+    A reward model with the policy's tokenizer and template reads the sampled tokens themselves. Otherwise the
+    conversation is rendered for it. An answer that was cut off gets no end token in this rendering either.
     """
 
     def __init__(self, source: RewardSource, policy: Policy, device: Literal["auto", "cpu", "cuda"] = "auto") -> None:
-        """Load the model. Raises InputError if `source` is not a reward model, or lacks the statistics for `normalize: stored`."""
+        """Load the model. Raises InputError if `source` is not a reward model, or lacks the statistics for `normalize:
+        stored`.
+        """
         self.source = source
         self.lock = threading.Lock()
         """Held while the reward model is in use: with async rollouts, another thread scores episodes."""
@@ -59,7 +61,7 @@ class RewardScorer:
                 )
             self.statistics = stored
         tokenizer = self.model.tokenizer
-        self.same_tokens = _writing(tokenizer) == _writing(policy.tokenizer)
+        self.same_tokens = render_alike(tokenizer, policy.tokenizer)
         self.renderer = Renderer(tokenizer, self.model.end_tokens)
         units = self.model.units
         self.reader = None if units is None else UnitReader(self.model, units, source.tokens_per_batch)
@@ -111,18 +113,22 @@ class RewardScorer:
         if episode.turns[-1].stop_reason in CUT_OFF:
             rendered = rendered.cut(len(rendered.ids) - 1)
         answer = rendered.trained.copy()
-        answer[-1] = True  # also where the template leaves nothing of an answer that was cut off
+        answer[-1] = True  # even if the template drops all tokens of an answer that was cut off
         return Sample(stream_of(rendered.ids, answer), label, none)
 
 
-def _writing(tokenizer: Any) -> tuple[Any, ...]:
-    """Equal for two tokenizers that render every conversation to the same tokens."""
-    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    return tokenizer.get_vocab(), model.get("merges"), tokenizer.chat_template, tokenizer.eos_token_id
+def render_alike(one: Any, other: Any) -> bool:
+    """Whether two tokenizers render every conversation to the same tokens."""
+
+    def writing(tokenizer: Any) -> tuple[Any, ...]:
+        model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+        return tokenizer.get_vocab(), model.get("merges"), tokenizer.chat_template, tokenizer.eos_token_id
+
+    return writing(one) == writing(other)
 
 
 def _until_last_answer(episode: Episode) -> Stream:
-    """The stream up to the end of the last answer, its tokens marked."""
+    """The stream up to the end of the last answer, with the tokens of this answer marked as sampled."""
     last = episode.turns[-1]
     stream = episode.streams[last.stream]
     return stream_of(stream.ids[: last.stop], stream.sampled[: last.stop])
@@ -162,11 +168,11 @@ class RunningStatistics:
                 self.squares += shift * (raw - self.mean)
 
     def correction(self, info: dict[str, Any]) -> float:
-        """What to add to the raw reward of a turn with `info` to get the scaled one."""
+        """The value to add to the raw reward of a turn with `info` to get the scaled reward."""
         return self.scaled(info[RAW]) - info[RAW] if self.active and RAW in info else 0.0
 
     def scaled(self, raw: float) -> float:
-        """`raw` by the mean and standard deviation so far."""
+        """`raw` normalized by the mean and standard deviation so far."""
         assert self.source is not None
         if self.count < 2 or self.squares <= 0:
             return 0.0  # all rewards so far are equal
@@ -186,13 +192,14 @@ class RewardShaping:
     rollout: RolloutRecipe
     kl: KlRecipe
     running: RunningStatistics
-    """Of the reward model's rewards, with `reward.normalize: running`."""
+    """Statistics of the reward model's rewards, for `reward.normalize: running`."""
     teacher_coefficient: float = 0.0
     """Reward per nat of log teacher - log policy at each sampled token; 0 without a teacher."""
 
     def shape(self, episodes: Sequence[Episode], samples: Sequence[Sample], kl_coefficient: float) -> RewardStreams:
-        """Reward streams of `episodes`. With KL in the reward, their `samples` need `ref_logprobs`; with a teacher in it, its
-        scores."""
+        """Reward streams of `episodes`. The `samples` need `ref_logprobs` if the KL penalty is in the reward, and the
+        teacher's scores if a teacher is.
+        """
         rewards = reward_streams(episodes)
         for episode, streams in zip(episodes, rewards.values, strict=True):
             last = episode.turns[-1]
@@ -208,7 +215,7 @@ class RewardShaping:
             rewards = apply_kl_penalty(rewards, kl, kl_coefficient)
         if self.teacher_coefficient > 0:
             teacher_logprobs = [None if sample.teacher is None else sample.teacher.logprobs for sample in samples]
-            # k1: as a reward it is the only estimator whose expected gradient is that of the divergence.
+            # In the reward, only k1 has the gradient of the divergence as its expected gradient.
             rewards = apply_kl_penalty(
                 rewards, _per_token(episodes, teacher_logprobs, lambda d: d), self.teacher_coefficient
             )
@@ -227,7 +234,9 @@ def _per_token(
     others: Sequence[np.ndarray | None],
     estimate: Callable[[np.ndarray], np.ndarray],
 ) -> PerToken:
-    """`estimate` of log policy - log other at each sampled token, zero elsewhere. `others`: [n] of each stream, in order."""
+    """`estimate` of log policy - log other at each sampled token, zero elsewhere. `others`: [n] per stream, in
+    order.
+    """
     remaining = iter(others)
     estimates: PerToken = []
     for episode in episodes:
@@ -247,7 +256,7 @@ class _Tokenizer:
 
 
 class AnswerRewards:
-    """A reward model that scores conversations as its training rendered them."""
+    """A reward model that scores conversations, rendered as in its training."""
 
     def __init__(
         self,
@@ -256,7 +265,7 @@ class AnswerRewards:
         dtype: Literal["float32", "bfloat16", "auto"] = "float32",
         device: Literal["auto", "cpu", "cuda"] = "auto",
     ) -> None:
-        """InputError where `path` holds no reward model."""
+        """InputError if there is no reward model at `path`."""
         source = RewardSource(path=path, normalize="none", clip=None, dtype=dtype, tokens_per_batch=tokens_per_batch)
         try:
             tokenizer = load_tokenizer(ModelRecipe(path=path))
@@ -269,10 +278,10 @@ class AnswerRewards:
         stored = self._scorer.model.statistics
         usable = stored is not None and math.isfinite(stored[0]) and 0 < stored[1] < math.inf
         self.statistics: tuple[float, float] | None = stored if usable else None
-        """Mean and standard deviation of its rewards that are stored with it; None without any."""
+        """Mean and standard deviation of rewards that are stored with the model; None if it has none."""
 
     def scores(self, conversations: Sequence[list[Message]], cut_off: Sequence[bool]) -> list[float]:
-        """The raw reward of each conversation, which ends with an answer; `cut_off` ones get no end token."""
+        """The raw reward of each conversation, which ends with an answer. Answers marked `cut_off` get no end token."""
         return self._scorer.scores(
             [
                 _episode(place, messages, cut)

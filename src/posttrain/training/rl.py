@@ -42,7 +42,7 @@ from posttrain.training.objectives import (
     token_forward,
 )
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.reference import MovingReference
+from posttrain.training.reference import MovingReference, ReferenceModel, open_reference
 from posttrain.training.reward_scorer import RewardShaping, RunningStatistics, open_scorer
 from posttrain.training.rollouts import (
     RolloutBatch,
@@ -129,7 +129,7 @@ def train(
 
 @dataclass(frozen=True)
 class Components:
-    """What a run works with, and its settings. Components that the recipe does not ask for are None."""
+    """The components of a run, and its settings. Components that the recipe does not use are None."""
 
     policy: Policy
     learner: Updater[TokenScores]
@@ -142,6 +142,8 @@ class Components:
     teacher: Teacher | None
     ptx: FixedRows | None
     kl: KlController
+    reference_model: ReferenceModel | None
+    """Of the KL penalty."""
     reference: MovingReference | None
     """Moves the reference model of the KL penalty."""
     entropy: EntropyController
@@ -152,9 +154,9 @@ class Components:
     objective: Callable[[bool], Objective[TokenScores]]
     """The objective of an update, given whether no update of the step came before it."""
     needs_old_logprobs: bool
-    """Whether the learner's old log-probabilities need a forward pass: the first update of a step takes its own."""
+    """Whether old log-probabilities need an additional forward pass. The first update of a step uses its own pass."""
     scores_all: bool
-    """Whether a pass before the updates scores every sample; else it scores those that need old log-probabilities."""
+    """Whether a pass before the updates scores every sample, or only those that need old log-probabilities."""
 
     def samples(self, batch: RolloutBatch, step: int) -> list[Sample]:
         """One sample per stream. A teacher scores them, and episodes that it cannot score leave the batch."""
@@ -166,22 +168,23 @@ class Components:
         return samples
 
     def score(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> None:
-        """Set what rewards, credit and losses need of every sample: the reference model's log-probabilities for KL, and with
-        `scores_all` the learner's own and its entropies. The latter pass also gives the values of a critic on the policy's
-        trunk."""
-        if self.kl.recipe.coefficient > 0:
-            with self.policy.as_reference():
-                references = logprobs(self.learner, samples)
-            for sample, reference in zip(samples, references, strict=True):
-                sample.ref_logprobs = reference
+        """Set the fields of every sample that rewards, credit and losses need: the reference model's log-probabilities
+        for KL and, with `scores_all`, the learner's own log-probabilities and entropies. The latter pass also computes
+        the values of a critic on the policy's trunk."""
+        if self.critic is not None and self.critic.head is None:
+            self.critic.begin_values(samples)
+        references = None if self.reference_model is None else self.reference_model.begin(samples)
         if self.scores_all:
             for sample, (old, entropies, values) in zip(samples, scores(self.learner, samples), strict=True):
                 sample.old_logprobs = old if self.needs_old_logprobs else None
                 sample.entropies, sample.values = entropies, values
+        if references is not None:
+            for sample, reference in zip(samples, references(), strict=True):
+                sample.ref_logprobs = reference
         set_bonus_tokens(episodes, samples, self.entropy.recipe, self.policy)
 
     def credit(self, batch: RolloutBatch, samples: Sequence[Sample], step: int) -> StepCredit:
-        """One advantage per sampled token: rewards, with those of units, go through the baseline or the critic."""
+        """One advantage per sampled token: rewards, including those of units, go through the baseline or the critic."""
         episodes = batch.episodes
         self.rewards.running.include(episodes)
         energies = token_energies(self.energies, episodes, samples) if self.energies is not None else None
@@ -198,7 +201,9 @@ class Components:
         return self.unit_credit.credit(episodes, samples, step, rewards, advantages)
 
     def update(self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int) -> Totals:
-        """`epochs_per_step` passes over the episodes. Each divides the groups among `updates_per_step` optimizer steps."""
+        """`epochs_per_step` passes over the episodes. Each divides the groups among `updates_per_step` optimizer
+        steps.
+        """
         epochs, per_epoch = self.updates.epochs_per_step, self.updates.updates_per_step
         critic, version = self.critic, self.policy.version
         groups = [episode.group for episode in episodes for _ in episode.streams]
@@ -214,18 +219,21 @@ class Components:
             warm_up = critic is not None and critic.policy_waits
             if critic is not None:
                 learns_here = warm_up or critic.head is None
-                add_totals(totals, critic.update(chosen) if learns_here else critic.take_fit())
+                values_step = critic.begin_update(chosen) if learns_here else critic.take_fit
             if warm_up:
+                add_totals(totals, values_step())
                 continue
             rows = self.ptx.batch((step - 1) * epochs * per_epoch + number) if self.ptx is not None else []
             first = self.policy.version == version
             objective = self.objective(first)
             update = self.learner.update([*chosen, *rows], objective)
+            if critic is not None:
+                add_totals(totals, values_step())
             if self.reference is not None:
                 self.reference.follow()
             if not update["optimizer/skipped"][0]:
                 add_totals(update, metrics_without_pass(objective, chosen))
-            if not first:  # the weights are no longer those that sampled
+            if not first:  # the weights have changed since sampling
                 update.pop("policy/mismatch", None)
             if critic is not None and critic.head is not None:
                 update["critic/skipped"] = update["optimizer/skipped"]
@@ -244,7 +252,7 @@ class Components:
 
 
 def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
-    """Give each sample the advantages of its sampled tokens."""
+    """Set `advantages` of each sample."""
     streams = [stream for episode in credit.values for stream in episode]
     for sample, advantages in zip(samples, streams, strict=True):
         sample.advantages = advantages[sample.stream.sampled]
@@ -260,7 +268,7 @@ def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:
 
 
 def rounds_or_drops(model: ModelRecipe, device: torch.device) -> bool:
-    """Whether the learner's log-probabilities have a dtype below float32 or dropout of the adapters in them."""
+    """Whether the learner's log-probabilities have a precision below float32, or are affected by adapter dropout."""
     rounded = resolve_dtype(model.dtype, device) != torch.float32
     return rounded or (model.lora is not None and model.lora.dropout > 0)
 
@@ -268,7 +276,7 @@ def rounds_or_drops(model: ModelRecipe, device: torch.device) -> bool:
 def make_components(
     recipe: RlRecipe, run: RunDirectory, callbacks: Sequence[Callback], make_rollouts: MakeRollouts
 ) -> Components:
-    """All that `recipe` asks for. Raises InputError for settings that do not fit together or do not fit the model."""
+    """Create the components of `recipe`. InputError for settings that conflict with each other or with the model."""
     tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
     warnings = [
         *recipe_warnings(recipe),
@@ -302,7 +310,8 @@ def make_components(
     if isinstance(recipe.credit, TokenBaselineCredit):
         of_energies = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
         energies = Updater(policy, optimizer, recipe.learner, of_energies)
-    joint = {"critic": critic.optimizer} if critic is not None and head is not None else {}
+    manager.sleepers = [optimizer, *([] if critic is None else [critic.updater])]
+    joint = {"critic": critic.updater.optimizer} if critic is not None and head is not None else {}
     learner = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
     left_out, summary = too_long(
         recipe.environment, recipe.rollout, manager.renderer, tasks, recipe.evaluation.environment
@@ -351,15 +360,17 @@ def make_components(
         manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out.held_out
     )
     checkpointables: dict[str, Checkpointable] = {"critic": critic} if critic is not None else {}
+    reference_model = open_reference(policy, learner) if recipe.kl.coefficient > 0 else None
     reference = MovingReference(recipe.kl.reference, policy, optimizer) if recipe.moves_reference else None
     if reference is not None:
         checkpointables["reference"] = reference
     if isinstance(rollouts, AsyncRollouts):
         checkpointables["async_rollouts"] = rollouts
-        if recipe.kl.coefficient > 0 or (recipe.teacher is not None and recipe.teacher.policy == "initial"):
-            # Load the reference model now: while transformers loads a model, torch's default dtype changes in all threads.
-            with policy.as_reference():
-                pass
+        # Load the reference model now: while transformers loads a model, torch's default dtype changes in all threads.
+        if reference_model is not None:
+            reference_model.load()
+        if recipe.teacher is not None and recipe.teacher.policy == "initial":
+            ReferenceModel(policy, learner).load()
     trainer = Trainer(
         LoopSettings.of(recipe, recipe.steps),
         run,
@@ -369,6 +380,7 @@ def make_components(
         best_by=evaluator.choice(recipe.evaluation.metric),
         stateful={"tasks": order, "kl": kl, "entropy": entropy, "guards": guards, "reward": running},
         checkpointables=checkpointables,
+        remote={} if critic is None or critic.updater.remote_state is None else {"critic": critic.updater.remote_state},
         warnings=warnings,
         callbacks=callbacks,
         start=start_values(recipe),
@@ -386,6 +398,7 @@ def make_components(
         teacher=teacher,
         ptx=ptx,
         kl=kl,
+        reference_model=reference_model,
         reference=reference,
         entropy=entropy,
         guards=guards,

@@ -1,4 +1,4 @@
-"""The episodes of a step: tasks in a fixed order, played in groups by an engine, filtered, and refilled where asked."""
+"""The episodes of a step: tasks in a fixed order, played in groups by an engine, filtered and refilled."""
 
 import hashlib
 import threading
@@ -39,15 +39,25 @@ from posttrain.rollout.driver import (
 from posttrain.rollout.filters import has_signal, most_uncertain
 from posttrain.seeds import random_stream
 
-# -- who plays ----------------------------------------------------------------------------------------------------------
+# -- who plays
+# ----------------------------------------------------------------------------------------------------------
 
 
 def sharding_of(engine: Engine) -> EpisodeSharding:
-    """How several processes share episodes: an engine in this process plays this process's groups, an engine outside
-    plays all of them for rank 0."""
+    """How several processes divide episodes: an engine in this process plays this process's groups; an engine outside
+    this process plays all groups, on behalf of rank 0.
+    """
     if current_world().is_single_process:
         return EpisodeSharding.NONE
     return EpisodeSharding.BY_GROUP if isinstance(engine, LocalEngine) else EpisodeSharding.RANK0
+
+
+class Sleeper(Protocol):
+    """An optimizer whose state may be in CPU memory while it is not used."""
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
 
 
 class RolloutManager:
@@ -75,6 +85,8 @@ class RolloutManager:
             logs: directory for the logs of an engine in another process.
             agent: the program that plays the episodes.
         """
+        self.sleepers: list[Sleeper] = []
+        """What leaves the device while episodes are sampled."""
         self.policy = policy
         self.environment = EnvironmentFactory(environment)
         self.rollout = rollout
@@ -88,7 +100,7 @@ class RolloutManager:
         """Held while the engine is in use: with async rollouts, another thread also samples with it."""
 
     def template_warnings(self) -> list[str]:
-        """What the chat template does to system messages and to earlier turns."""
+        """Warnings about a chat template that changes system messages or earlier turns."""
         warnings = self.renderer.warnings()
         if self.renderer.rewrites_answers:
             warnings.append("the chat template rewrites earlier answers, so every turn becomes its own stream")
@@ -102,12 +114,14 @@ class RolloutManager:
     def worker(
         self, sampling: SamplingRecipe, environment: EnvironmentFactory | None = None
     ) -> Iterator[RolloutWorker]:
-        """A worker with the policy's current weights, by default in the environment of training. Outside of the block the
-        engine sleeps.
+        """A worker with the policy's current weights, by default in the training environment.
 
-        The KV cache starts empty, so samples do not depend on an earlier evaluation or on a resume.
+        The engine sleeps outside the block. The KV cache starts empty, so samples do not depend on an earlier
+        evaluation or on a resume.
         """
         with self.lock:
+            for optimizer in self.sleepers:
+                optimizer.sleep()
             self.engine.load_weights(self.policy.version)
             worker = RolloutWorker(
                 engine=self.engine,
@@ -125,13 +139,16 @@ class RolloutManager:
                 with AgentEndpoint() as endpoint:
                     yield AgentWorker(**vars(worker), agent=self.agent, endpoint=endpoint)
             self.engine.sleep()
+            for optimizer in self.sleepers:
+                optimizer.wake()
 
 
-# -- which tasks --------------------------------------------------------------------------------------------------------
+# -- which tasks
+# --------------------------------------------------------------------------------------------------------
 
 
 class TaskOrder:
-    """Environment seeds shuffled again for each pass. `drawn` counts the seeds taken so far."""
+    """Environment seeds, reshuffled for each pass. `drawn` counts the seeds taken so far."""
 
     def __init__(
         self, seeds: Sequence[int], run_seed: int, drawn: int = 0, left_out: frozenset[int] = frozenset()
@@ -175,7 +192,8 @@ class TaskOrder:
         return self._shuffled[1]
 
 
-# -- the episodes of a step ---------------------------------------------------------------------------------------------
+# -- the episodes of a step
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -183,7 +201,7 @@ class RolloutBatch:
     """The episodes that were sampled for one step."""
 
     episodes: list[Episode]
-    """The episodes that the update learns from, in the order of groups."""
+    """The episodes that the update is computed from, ordered by group."""
     sampled: list[Episode]
     """All episodes, including those that a filter or a failure removed."""
     greedy: dict[int, Episode] = field(default_factory=dict)
@@ -192,7 +210,7 @@ class RolloutBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics about how the batch was sampled."""
     counters: EngineCounters = field(default_factory=EngineCounters)
-    """The engine's work for it."""
+    """Counters of the engine's work for the batch."""
     seconds: float = 0.0
     """Time that sampling took."""
 
@@ -204,7 +222,7 @@ Play = Callable[[RolloutWorker, Sequence[EpisodeRequest]], list[Episode]]
 def collect(
     worker: RolloutWorker, tasks: TaskOrder, step: int, greedy: bool = False, play: Play = collect_episodes
 ) -> RolloutBatch:
-    """Sample the groups of a step. The `dynamic` filter samples again until enough groups have signal.
+    """Sample the groups of a step. The `dynamic` filter samples more groups until enough of them have signal.
 
     Args:
         greedy: also play one greedy episode per group, the baseline of `remax`.
@@ -264,11 +282,11 @@ class Rollouts(Protocol):
     """Name of the time of `take` in the metrics."""
 
     def running(self, step: int) -> Any:
-        """Context manager inside which batches are made, the first one for `step`."""
+        """Context manager inside which batches are sampled, starting with that of `step`."""
         ...
 
     def take(self, step: int) -> RolloutBatch:
-        """The batch that `step` learns from."""
+        """The batch of `step`."""
         ...
 
     def learned(self, step: int) -> None:
@@ -277,7 +295,7 @@ class Rollouts(Protocol):
 
 
 class SyncRollouts:
-    """Samples the batch of a step when it is asked for it: `rollout.async_rollouts: 0`."""
+    """Samples the batch of a step on request: `rollout.async_rollouts: 0`."""
 
     phase = "rollout"
 
@@ -290,11 +308,13 @@ class SyncRollouts:
         yield
 
     def take(self, step: int) -> RolloutBatch:
-        """Sample with the current weights. Several processes share the groups and get all of them."""
+        """Sample with the current weights. Several processes divide the groups, and each receives all of them."""
         engine = self.manager.engine
         begun, counters = time.perf_counter(), replace(engine.counters)
         with self.manager.worker(self.manager.rollout.sampling) as worker:
+            loaded = time.perf_counter() - begun
             batch = collect(worker, self.tasks, step, self.greedy)
+            batch.metrics["time/weights"] = loaded
         work = asdict(engine.counters.since(counters))
         of_ranks = current_world().gather([work])
         batch.counters = EngineCounters(**{name: sum(each[name] for each in of_ranks) for name in work})
@@ -305,14 +325,15 @@ class SyncRollouts:
         pass
 
 
-# -- metrics ------------------------------------------------------------------------------------------------------------
+# -- metrics
+# ------------------------------------------------------------------------------------------------------------
 
 
 AGENT_ENDINGS = (
     *("agent/finished", "agent/timed_out", "agent/crashed", "agent/not_started"),
     *("agent/never_called", "agent/no_report", "agent/no_reward"),
 )
-"""Episodes by how their agent ended, see `AgentEnding`."""
+"""Number of episodes by how their agent ended (`AgentEnding`)."""
 AGENT_COUNTS = (
     *("agent/calls", "agent/streams", "agent/retried", "agent/abandoned", "agent/refused", "agent/late"),
     "agent/malformed_calls",
@@ -372,7 +393,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _repeats(ids: np.ndarray, sampled: np.ndarray) -> tuple[int, int]:
-    """Sampled tokens equal to the token before them, and how many were compared."""
+    """Number of sampled tokens equal to the preceding token, and number of tokens compared."""
     return int((sampled[1:] & (ids[1:] == ids[:-1])).sum()), int(sampled[1:].sum())
 
 

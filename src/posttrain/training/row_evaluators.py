@@ -25,8 +25,9 @@ class LossEvaluator:
     def __init__(
         self, learner: Updater[TokenScores], validation: Sequence[TokenRow], test: Sequence[TokenRow], title: str
     ) -> None:
-        """`validation`: rows of the curve. `test`: those of the final table; if empty, the validation rows. `title`: name of
-        the run, for the table."""
+        """`validation`: rows of the learning curve. `test`: rows of the final table; if empty, the validation rows.
+        `title`: name of the run, for the table.
+        """
         self.learner = learner
         self.validation, self.test = validation, test
         self.title = title
@@ -89,7 +90,7 @@ class LossEvaluator:
             estimate = bootstrap_ratio([nats[id(row)] for row in chosen], [tokens[id(row)] for row in chosen])
             suffix = "" if domain is None else f"/{domain}"
             values[f"{name}/loss{suffix}"] = estimate.value
-            has_interval = not math.isnan(estimate.low)  # one row has none
+            has_interval = not math.isnan(estimate.low)  # a single row has no interval
             values[f"{name}/loss_low{suffix}"] = estimate.low if has_interval else None
             values[f"{name}/loss_high{suffix}"] = estimate.high if has_interval else None
             values[f"{name}/rows{suffix}"] = len(chosen)
@@ -102,10 +103,10 @@ _SHOWN_PAIRS = 3
 
 
 def choice_of(metric: str) -> Callable[[dict[str, Any]], float]:
-    """The value of an evaluation that chooses the best checkpoint; larger is better."""
+    """The value of an evaluation that selects the best checkpoint; larger is better."""
     if metric == "loss":
         return lambda values: -values["validation/loss"]
-    # The accuracy is NaN where all answers are good, or all are bad.
+    # The accuracy is NaN if all answers are good, or all are bad.
     return lambda values: -math.inf if math.isnan(values["validation/accuracy"]) else values["validation/accuracy"]
 
 

@@ -1,4 +1,6 @@
-"""Rows of the supervised stages: training and held-out rows, the order of an epoch, samples for the learner, and the loop."""
+"""Rows of the supervised stages: training and held-out rows, the order of an epoch, samples for the learner, and the
+loop.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +31,7 @@ class Rows(Protocol):
     """Training rows in batches of one optimizer step."""
 
     problems: Problems
-    """Problems of rows read during training. Those of rows read before are in `DataSet.problems`."""
+    """Problems of rows read during training. Problems of rows read earlier are in `DataSet.problems`."""
 
     def batch(self, step: int) -> list[TokenRow]:
         """Return the rows of update `step`, counted from 0. The result does not depend on earlier calls."""
@@ -58,7 +60,7 @@ class DataSet:
 def load_data(
     kind: Kind, recipe: DataRecipe, renderer: Renderer, loss_on: LossOn, rows_per_update: int, seed: int
 ) -> DataSet:
-    """Read, tokenize and split the rows. InputError where there are none, or, if `strict`, where a row is unusable."""
+    """Read, tokenize and split the rows. InputError if there are none or, with `strict`, if a row is unusable."""
     problems = Problems()
 
     def read(name: str) -> list[list[TokenRow]]:
@@ -94,9 +96,9 @@ def load_data(
 
 
 def check_margins(recipe: RewardRecipe, data: DataSet) -> list[str]:
-    """Return a warning where the loss uses margins and no training row has one above 0.
+    """Return a warning if the loss uses margins and no training row has a margin above 0.
 
-    InputError instead if the recipe names the column of margins. Streamed rows are not checked.
+    Raises InputError instead if the recipe names the column of margins. Streamed rows are not checked.
     """
     if not recipe.loss.margin or not data.stored or any(row.margin for row in data.stored):
         return []
@@ -116,7 +118,7 @@ def hold_out(
 ) -> tuple[list[list[TokenRow]], list[TokenRow], list[TokenRow]]:
     """Divide rows into training rows by source, validation rows and test rows, which share no prompt.
 
-    `held_out`: the number (int) or share (float) of rows to hold out, at least. If `test`, half of them are test rows.
+    `held_out`: the minimum number (int) or share (float) of rows to hold out. If `test`, half of them are test rows.
     """
     places = [(number, row) for number, rows in enumerate(sources) for row in rows]
     prompts = [row.prompt for _, row in places]
@@ -196,7 +198,7 @@ class StreamedRows:
         self._next_step = -1
 
     def batch(self, step: int) -> list[TokenRow]:
-        """Return the next rows; InputError, if `strict`, as soon as a row is unusable."""
+        """Return the next rows. With `strict`, InputError as soon as a row is unusable."""
         if step != self._next_step:
             # After a resume, draw the same rows again up to this step.
             self.problems = Problems()
@@ -253,15 +255,14 @@ def samples_of_row(row: TokenRow, number: int = -1) -> list[Sample]:
 
 
 class FixedRows:
-    """Supervised rows for updates of the policy, loaded at the start: those that join updates of reinforcement learning, and
-    those of off-policy distillation.
+    """Supervised rows, loaded at the start, for policy updates of RL with `ptx` and of off-policy distillation.
 
     Attributes:
         warnings: a summary of rows that cannot be used.
     """
 
     def __init__(self, data: DataRecipe, loss_on: LossOn, rows_per_update: int, renderer: Renderer, seed: int) -> None:
-        """Read the rows. Raises InputError where there are none."""
+        """Read the rows. InputError if there are none."""
         self.data = load_data("conversation", data, renderer, loss_on, rows_per_update, seed)
         self.warnings = self.data.problems.summary()
 
@@ -273,7 +274,8 @@ class FixedRows:
         return samples
 
 
-# -- the loop ------------------------------------------------------------------------------------------------------------
+# -- the loop
+# ------------------------------------------------------------------------------------------------------------
 
 
 class SampleBatches(Protocol):
@@ -318,9 +320,9 @@ def train_on(
 ) -> None:
     """Make the run's updates, evaluate and save on schedule, and finish.
 
-    `objective_for` returns the objective of an update's samples. It may complete them first, for example with reference
-    log-probabilities. `learned` gets the metrics of each update as (sum, count), before the checkpoint of its step, and
-    may add to them.
+    `objective_for` returns the objective of an update's samples. It may first set fields of the samples, for example
+    reference log-probabilities. `learned` is called with the metrics of each update as (sum, count), before the
+    checkpoint of its step, and may add metrics.
     """
     learner, steps = trainer.learner, trainer.settings.steps
     if resume:

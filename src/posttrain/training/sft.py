@@ -88,15 +88,15 @@ def train(
 
 
 def negative_validation_loss(values: Mapping[str, float]) -> float:
-    """The score that chooses the best checkpoint by its loss on held-out rows; larger is better."""
+    """The score that selects the best checkpoint by its loss on held-out rows; larger is better."""
     return -values["validation/loss"]
 
 
 class _Traces:
-    """Expert traces in batches. Each epoch has all traces once, in its own order.
+    """Expert traces in batches. Each epoch contains every trace once, in a different order.
 
     Attributes:
-        held_out: those of `experts.held_out`, which no batch has, as rows.
+        held_out: the traces of `experts.held_out` as rows. No batch contains them.
     """
 
     def __init__(self, recipe: SftRecipe, seeds: Sequence[int], renderer: Renderer, run: RunDirectory) -> None:

@@ -1,14 +1,16 @@
-"""Running one stage in this process, and what it says about precision."""
+"""Run one stage in this process, with notes about precision and threads."""
 
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
 from rich.console import Console
 
-from posttrain.distributed.world import join_world
+from posttrain.distributed.world import current_world, join_world
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
 from posttrain.recipe.hardware import HardwareRecipe
@@ -32,8 +34,11 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def precision_notes(recipe: Recipe) -> list[str]:
-    """One sentence for each model of `recipe` whose precision depends on this machine: what is selected and why, and where
-    bfloat16 is emulated. Before them, one for `device: auto` on a machine whose GPU torch cannot use."""
+    """One sentence for each model of `recipe` whose precision depends on this machine, with the selected dtype and the
+    reason,
+    and for each model whose bfloat16 is emulated. The first sentence is about `device: auto` if torch cannot use the
+    GPU.
+    """
     if recipe.remote is not None:
         return []
     notes = unused_gpu(recipe.model.device)
@@ -48,13 +53,16 @@ def precision_notes(recipe: Recipe) -> list[str]:
         return notes
     import torch
 
+    from posttrain.models.fused_layers import resolve_fused
     from posttrain.models.load import has_bfloat16, resolve_device
 
     if recipe.model.device == "cuda" and not torch.cuda.is_available():
-        return notes  # A dry run on another machine. A run stops when it loads the model.
+        return notes  # A dry run for another machine. A real run stops when it loads the model.
     device = resolve_device(recipe.model.device)
     native = has_bfloat16(device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+    if recipe.model.fused == "auto" and resolve_fused("auto", device) == "liger":
+        notes.append("model.fused auto is liger: the package liger-kernel is installed")
     for name, dtype in open_ones.items():
         if dtype is None and device.type == "cpu":
             continue
@@ -90,7 +98,7 @@ def unused_gpu(device: str) -> list[str]:
 
 
 def _finish_ended(recipe: Recipe, run: RunDirectory, console: Console) -> None:
-    """Say that the run has ended. InputError if more steps are asked for than it was begun with."""
+    """Report that the run has ended. InputError if the recipe has more steps than the run was started with."""
     steps = getattr(recipe, "steps", None)
     if steps is not None and steps > run.saved_step() and steps != run.load_recipe().steps:  # type: ignore[union-attr]
         raise InputError(
@@ -103,7 +111,7 @@ def _finish_ended(recipe: Recipe, run: RunDirectory, console: Console) -> None:
 
 
 def with_threads(recipe: Recipe, resume: bool, console: Console) -> Recipe:
-    """The recipe with the number of threads that is fastest beside the other processes of this machine, decided once.
+    """The recipe with the fastest number of threads, given the other processes of this machine. Decided once per run.
 
     The number is stored with the run, because results on another number of threads differ in their last bits.
     """
@@ -127,13 +135,45 @@ def _threads_of(recipe: Recipe, console: Console) -> int | None:
     threads = threads_beside(busy)
     if threads is not None:
         console.print(
-            f"model.threads is {threads}: {busy:.0f} other threads are busy on this machine, and fewer threads are faster "
-            "beside them; set model.threads to override",
+            f"model.threads is {threads}: {busy:.0f} other threads are busy on this machine, so fewer are faster; "
+            "set model.threads to override",
             markup=False,
             highlight=False,
             soft_wrap=True,
         )
     return threads
+
+
+def with_engine(recipe: Recipe, console: Console) -> Recipe:
+    """The recipe with the engine of this machine's device, if it names none; prints which and why on a GPU.
+
+    On a GPU that is vLLM: its decoding steps are CUDA graphs, and those of the local engine hundreds of launches.
+    """
+    if not isinstance(recipe, RlRecipe | DistillRecipe | GenerateRecipe) or "engine" in recipe.model_fields_set:
+        return recipe
+    from posttrain.models.load import resolve_device
+
+    if resolve_device(recipe.model.device).type != "cuda":
+        return recipe
+    world = current_world()
+    chosen, reason = recipe, ""
+    if find_spec("vllm") is None:
+        reason = "vLLM is not installed here; install it, or set engine.type=vllm and engine.python to an interpreter with it"
+    elif world.size > world.local_size:
+        reason = "vLLM servers of a run are on one machine; on several, set hardware.ray"
+    elif (Path(recipe.model.path).expanduser() / "adapter_config.json").is_file():
+        reason = f"{recipe.model.path} is an adapter, and vLLM needs a whole model"
+    else:
+        engine = {"type": "vllm", "servers": world.size}
+        try:
+            chosen = type(recipe).model_validate(recipe.model_dump(exclude_unset=True) | {"engine": engine})
+        except ValidationError as error:
+            reason = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+    kind = "local" if reason else "vllm"
+    reason = reason or "decoding on a GPU needs CUDA graphs, which the local engine does not have"
+    if world.is_rank0:
+        console.print(f"engine.type is {kind}: {reason}", markup=False, highlight=False, soft_wrap=True)
+    return chosen
 
 
 def run_in_process(
@@ -143,7 +183,7 @@ def run_in_process(
     console: Console | None = None,
     callbacks: Sequence["Callback"] = (),
 ) -> RunDirectory:
-    """Run the stage in this process, which is the only one of the run or one of several; returns the run.
+    """Run the stage in this process, which may be one of several of the run. Returns the run.
 
     Arguments and errors are those of `posttrain.stages.run_stage`.
     """
@@ -158,6 +198,8 @@ def run_in_process(
 
     # Each stage is imported when it runs, to start quickly.
     with join_world(hardware, recipe.model.device) as world, ExitStack() as held:
+        if not resume:
+            recipe = with_engine(recipe, console)
         if world.is_single_process:
             recipe = with_threads(recipe, resume, console)
         run = world.on_rank0(opened)

@@ -21,9 +21,9 @@ def check_tasks(
     evaluated: EnvironmentRecipe | None = None,
     agent: AgentRecipe | None = None,
 ) -> list[str]:
-    """Check the tasks of a run before a model is loaded; returns the environments' warnings.
+    """Check the tasks of a run before a model is loaded. Returns the warnings of the environments.
 
-    `evaluated`: the environment of the held-out tasks, if it is another one. `agent`: who plays them.
+    `evaluated`: the environment of the held-out tasks, if it differs. `agent`: the agent that plays the tasks, if any.
 
     Raises:
         InputError: a task cannot be played, or nothing rewards the answers.
@@ -71,13 +71,13 @@ def too_long(
     tasks: TaskSplit,
     evaluated: EnvironmentRecipe | None = None,
 ) -> tuple[LeftOut, list[str]]:
-    """Seeds whose prompt leaves less than `tokens_per_turn` of the episode's tokens, and warnings: a summary of them, and
-    whether the others are fewer than a step needs. `evaluated` as for `check_tasks`.
+    """Seeds whose prompt leaves less than `tokens_per_turn` of the episode's tokens, and warnings about them. A warning
+    also says if fewer tasks remain than a step needs. `evaluated` as for `check_tasks`.
 
     Only tasks from the user's data are checked. They are left out of training and of evaluation.
 
     Raises:
-        InputError: no seed of a part is left, or any is too long and the environment is `strict`.
+        InputError: no seed of an environment is left, or a prompt is too long and the environment is `strict`.
     """
     excluded, warnings = [], []
     for one, _, training, held_out in parts_of(environment, tasks, evaluated):

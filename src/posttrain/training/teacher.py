@@ -1,4 +1,6 @@
-"""Teachers: models, servers, or the policy itself with more in its prompt, that score the tokens the policy sampled."""
+"""Teachers score the tokens that the policy sampled: a model, a server, or the policy itself with additional
+context.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,17 +33,18 @@ _OF_EPISODES = ("success", "feedback")
 """Fields of a context that come from the episodes of a step, not from the task."""
 
 
-# -- what scores --------------------------------------------------------------------------------------------------------
+# -- what scores
+# --------------------------------------------------------------------------------------------------------
 
 
 class TokenScorer(Protocol):
     """Scores sampled tokens."""
 
     vocabulary: int
-    """Token ids below this have a share in its distributions."""
+    """Number of token ids in its distributions, from 0 on."""
 
     def score(self, samples: Sequence[Sample]) -> list[TeacherScores | ChatRequestError]:
-        """Scores of the sampled tokens of each sample, or why there are none."""
+        """Scores of the sampled tokens of each sample, or the error of a failed request."""
         ...
 
 
@@ -55,9 +58,9 @@ class ModelScorer:
     tokens_per_batch: int
     vocabulary: int
     top_k: int | None
-    """Most probable tokens that are reported; `WHOLE` for all tokens, None for none."""
+    """Number of most probable tokens to report; `WHOLE` for all tokens, None for none."""
     initial: bool = False
-    """Score with the initial weights of a policy in training."""
+    """Whether to score with the initial weights of a policy that is being trained."""
 
     def score(self, samples: Sequence[Sample]) -> list[TeacherScores | ChatRequestError]:
         by_sample: dict[int, TeacherScores] = {}
@@ -92,7 +95,7 @@ class ServerScorer:
     servers: ScoringServers
     vocabulary: int
     top_k: int | None
-    """Most probable tokens to ask for; None for none."""
+    """Number of most probable tokens to request; None for none."""
 
     def score(self, samples: Sequence[Sample]) -> list[TeacherScores | ChatRequestError]:
         prompts = [sample.stream.ids.tolist() for sample in samples]
@@ -118,7 +121,8 @@ class ServerScorer:
         return TeacherScores(logprobs, candidates, distribution)
 
 
-# -- privileged context -------------------------------------------------------------------------------------------------
+# -- privileged context
+# -------------------------------------------------------------------------------------------------
 
 
 def fill_fields(text: str, values: Mapping[str, str]) -> str:
@@ -129,10 +133,10 @@ def fill_fields(text: str, values: Mapping[str, str]) -> str:
 class PrivilegedContext:
     """Text that only the teacher sees, added to the last user message of an episode's first observation.
 
-    The teacher scores the same sampled tokens behind another prompt. Sources: Zhao et al. 2026, "Self-distilled reasoner:
-    on-policy self-distillation" (OPSD), arXiv 2601.18734, whose context is a reference solution; Hübotter et al. 2026,
-    "Reinforcement learning via self-distillation" (SDPO), arXiv 2601.20802, whose context is feedback, or a successful
-    answer of the same group.
+    The teacher scores the same sampled tokens after a different prompt. Sources: Zhao et al. 2026, "Self-distilled
+    reasoner: on-policy self-distillation" (OPSD), arXiv 2601.18734, whose context is a reference solution; Hübotter et
+    al. 2026, "Reinforcement learning via self-distillation" (SDPO), arXiv 2601.20802, whose context is feedback, or a
+    successful answer of the same group.
     """
 
     def __init__(self, recipe: TeacherRecipe, environment: EnvironmentRecipe, renderer: Renderer, seed: int) -> None:
@@ -153,7 +157,7 @@ class PrivilegedContext:
                 )
 
     def applied(self, episodes: Sequence[Episode], samples: Sequence[Sample]) -> list[Sample | None]:
-        """The samples as the teacher reads them; None where the context of the episode lacks a field.
+        """The samples as the teacher reads them; None if the context of the episode lacks a field.
 
         `samples` are those of `samples_of_episodes`.
         """
@@ -194,7 +198,7 @@ class PrivilegedContext:
         start = prompt_length(stream.sampled)
         turn = int(stream.turn[start])
         answers = [place for place, message in enumerate(episode.messages) if message["role"] == "assistant"]
-        # Only the first observation may hold further answers, as examples.
+        # Only the first observation may contain other answers, as examples.
         opening = answers[len(answers) - len(episode.turns)]
         messages = episode.messages[: answers[len(answers) - len(episode.turns) + turn]]
         if self.renderer.prompt(messages, self.primer) != stream.ids[:start].tolist():
@@ -224,25 +228,26 @@ class PrivilegedContext:
         return replace(sample, stream=longer)
 
 
-# -- the teacher --------------------------------------------------------------------------------------------------------
+# -- the teacher
+# --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Teacher:
-    """A scorer, and the context that it sees besides."""
+    """A scorer, and the additional context that it sees."""
 
     scorer: TokenScorer
     context: PrivilegedContext | None
     max_failed_share: float
-    """Largest share of the episodes of a step whose scores may fail."""
+    """Maximum share of the episodes of a step whose scoring may fail."""
 
     def score_episodes(
         self, episodes: Sequence[Episode], samples: Sequence[Sample]
     ) -> tuple[list[Episode], list[Sample], list[str], dict[str, float]]:
         """Set `teacher` of all samples that can be scored.
 
-        Returns the episodes all of whose streams were scored, with their samples; warnings; and metrics. RunError if too
-        many requests to servers failed.
+        Returns the episodes all of whose streams were scored, with their samples; warnings; and metrics. RunError if
+        too many requests to servers failed.
         """
         read = list(samples) if self.context is None else self.context.applied(episodes, samples)
         failures = self._score(samples, read)
@@ -279,7 +284,7 @@ class Teacher:
             )
 
     def _score(self, samples: Sequence[Sample], read: Sequence[Sample | None]) -> dict[int, str]:
-        """Score `read`, the samples as the teacher reads them. Returns which failed, and why."""
+        """Score `read`, the samples as the teacher reads them. Returns index -> reason of those that failed."""
         asked = [place for place, sample in enumerate(read) if sample is not None]
         scores = self.scorer.score([sample for sample in read if sample is not None]) if asked else []
         failures = {}
@@ -292,7 +297,9 @@ class Teacher:
 
 
 def reverse_kl(samples: Sequence[Sample]) -> dict[str, float]:
-    """`teacher/reverse_kl`: the mean over sampled tokens of log policy - log teacher, in nats; empty without samples."""
+    """`teacher/reverse_kl`: the mean over sampled tokens of log policy - log teacher, in nats; empty without
+    samples.
+    """
     gaps = [
         sample.stream.rollout_logprobs[sample.stream.sampled] - sample.teacher.logprobs
         for sample in samples
@@ -316,12 +323,12 @@ def open_teacher(
 
     Args:
         policy: the policy that is trained.
-        temperature: at which the policy samples; the teacher's distributions are tempered alike.
+        temperature: sampling temperature of the policy; the teacher's distributions use the same temperature.
         seed: an environment seed of training, on whose task the fields of a context are checked.
         top_k: as in `ModelScorer`.
 
     Raises:
-        InputError: there is no such model or server, its tokenizer is another, or the task lacks a field of the context.
+        InputError: there is no such model or server, its tokenizer differs, or the task lacks a field of the context.
     """
     warnings: list[str] = []
     vocabulary = _output_size(policy)
@@ -358,7 +365,7 @@ def open_teacher(
 
 
 def _load(recipe: TeacherRecipe, policy: Policy) -> Policy:
-    """The model at `teacher.path`, on the policy's device. InputError if its tokenizer is another than the policy's."""
+    """The model at `teacher.path`, on the policy's device. InputError if its tokenizer differs from the policy's."""
     assert recipe.path is not None
     same = {
         "device": policy.recipe.device,
@@ -377,7 +384,7 @@ def _load(recipe: TeacherRecipe, policy: Policy) -> Policy:
             for ids, name in ((theirs, "teacher"), (ours, "policy"))
         ]
         raise InputError(
-            f"teacher.path: the teacher {recipe.path} has another vocabulary than the policy {policy.recipe.path} (token "
+            f"teacher.path: the teacher {recipe.path} does not have the vocabulary of the policy {policy.recipe.path} (token "
             f"{different!r} is {' and '.join(said)}); distill from a teacher with the policy's tokenizer"
         )
     teacher.model.requires_grad_(False)
@@ -385,5 +392,5 @@ def _load(recipe: TeacherRecipe, policy: Policy) -> Policy:
 
 
 def _output_size(policy: Policy) -> int:
-    """Number of token ids that the output layer gives a logit."""
+    """Number of logits of the output layer."""
     return int(transformer(policy.model).config.vocab_size)

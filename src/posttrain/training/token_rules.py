@@ -1,4 +1,4 @@
-"""Which tokens of an update learn, and which get the entropy bonus: rules over all its samples, before the micro-batches."""
+"""Rules that need all samples of an update: which tokens are trained on, and which get the entropy bonus."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -21,9 +21,10 @@ def set_factors(
     trained: Sequence[Sample],
     random: np.random.Generator | None,
 ) -> Totals:
-    """Set `factors` and `held` of an update's `samples`, if a rule asks for them; returns what the rules chose, as metrics.
+    """Set `factors` and `held` of an update's `samples`, if a rule needs them. Returns metrics of the chosen tokens.
 
-    `trained`: the samples that are not masked as a whole. The rules are over their tokens. `random` draws those of `clip_cov`.
+    `trained`: the samples that are not masked as a whole. The rules apply to their tokens. `random` draws the tokens of
+    `clip_cov`.
     """
     rule, metrics, tokens = entropy.covariance, Totals(), [sample.sampled_tokens for sample in trained]
     if loss.type != "gpg" and entropy.top_share == 1 and rule is None:
@@ -48,7 +49,7 @@ def set_factors(
             clipped = clip_cov(rule, values, random)
             factors[clipped] = 0.0
             metrics["policy/clip_cov_masked"] = _counted(clipped)
-    for sample in samples:  # masked ones weigh nothing
+    for sample in samples:  # masked samples have weight 0
         sample.factors = np.zeros(sample.sampled_tokens, dtype=np.float32)
         sample.held = np.zeros(sample.sampled_tokens, dtype=bool)
     ends = np.cumsum([0, *tokens])
@@ -60,7 +61,7 @@ def set_factors(
 def set_bonus_tokens(
     episodes: Sequence[Episode], samples: Sequence[Sample], recipe: EntropyRecipe, policy: Policy
 ) -> None:
-    """Mark the sampled tokens of each sample that get the entropy bonus, for a bonus that is not on all of them."""
+    """Mark the sampled tokens of each sample that get the entropy bonus, unless all of them do."""
     if recipe.tokens == "all":
         return
     decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
@@ -77,7 +78,7 @@ def set_bonus_tokens(
 
 
 def logprobs_before(sample: Sample) -> np.ndarray:
-    """[n]: before the step's updates, by the learner where it has computed them, else by the engine."""
+    """[n]: log-probabilities before the step's updates, from the learner if it computed them, else from the engine."""
     stream = sample.stream
     return stream.rollout_logprobs[stream.sampled] if sample.old_logprobs is None else sample.old_logprobs
 

@@ -1,4 +1,4 @@
-"""Shared state of a training loop: evaluation, checkpoints, logging, interruption, the end of the run, collapse guards."""
+"""Shared state of a training loop: evaluation, checkpoints, logging, interruption, end of the run, collapse guards."""
 
 import math
 import shutil
@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.console import Console
 from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import Interrupts, current_world
 from posttrain.episode import Advantages, Episode
+from posttrain.errors import InputError
 from posttrain.models.cuda.memory import peak_memory
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
@@ -29,7 +31,7 @@ from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, ta
 from posttrain.runs.storage import free_space, share_equal_files
 from posttrain.runs.tables import START, TRAINED, UNIMPROVED
 from posttrain.seeds import derive_seed
-from posttrain.training.checkpoint import Checkpoints
+from posttrain.training.checkpoint import Checkpoints, RemoteState
 from posttrain.training.evaluators import Evaluator
 from posttrain.training.results import report_results
 from posttrain.training.updater import Updater
@@ -38,7 +40,7 @@ Output = TypeVar("Output")
 
 
 class Stateful(Protocol):
-    """Something whose state belongs in a checkpoint, as plain JSON."""
+    """An object whose state belongs in a checkpoint, as plain JSON."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -46,10 +48,10 @@ class Stateful(Protocol):
 
 
 class Checkpointable(Stateful, Protocol):
-    """Something whose state belongs in a checkpoint, as tensors and as plain JSON."""
+    """An object whose state belongs in a checkpoint, as tensors and plain JSON."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors, to be written or to be read into."""
+        """Its tensors, from which a checkpoint is written or into which it is read."""
         ...
 
 
@@ -58,9 +60,9 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Callback:
-    """Functions of yours that a training run calls. Subclass it and override what you need.
+    """User functions that a training run calls. Subclass it and override the methods you need.
 
-    With several processes, rank 0 alone makes the calls. An exception stops the run.
+    With several processes, only rank 0 calls them. An exception stops the run.
     """
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -70,7 +72,7 @@ class Callback:
         """Called after each evaluation of the learning curve. Step 0 is the model before training."""
 
     def on_episodes(self, step: int, episodes: Sequence[Episode]) -> None:
-        """Called after the rollouts of each step of `rl` and `distill`, with all sampled episodes, before the update."""
+        """Called after the rollouts of each step of `rl` and `distill`, before the update, with all episodes."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class LoopSettings:
 
     @classmethod
     def of(cls, recipe: RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe, steps: int) -> "LoopSettings":
-        """Those of `recipe`, for a run of `steps` steps."""
+        """The settings of `recipe`, for a run of `steps` steps."""
         return cls(
             recipe.stage,
             recipe.name,
@@ -140,6 +142,7 @@ class Trainer(Generic[Output]):
         best_by: Callable[[dict[str, Any]], float] | None = None,
         stateful: Mapping[str, Stateful] | None = None,
         checkpointables: Mapping[str, Checkpointable] | None = None,
+        remote: Mapping[str, RemoteState] | None = None,
         warnings: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
         start: Mapping[str, Any] | None = None,
@@ -149,13 +152,14 @@ class Trainer(Generic[Output]):
         Args:
             model: the model that `learner` trains.
             evaluators: measure the model on held-out data, for the learning curve and for the final table.
-            best_by: the number by which an evaluation's values choose the best checkpoint (larger is better). None keeps
-                the last checkpoint.
-            stateful: what else belongs in a checkpoint, by name.
-            checkpointables: the same for what has tensors. They may change only inside `interrupts.critical()`.
+            best_by: maps the values of an evaluation to the score that selects the best checkpoint (larger is better).
+                None keeps the last checkpoint.
+            stateful: further objects whose state belongs in a checkpoint, by name.
+            checkpointables: the same for objects with tensors. They may change only inside `interrupts.critical()`.
+            remote: the same for tensors in other processes, by name.
             warnings: sentences for the user, reported before the first step.
             callbacks: called after each step, evaluation and rollout.
-            start: values of the model before training on the final data, if an earlier run has measured them.
+            start: values of the model on the final data before training, if an earlier run has measured them.
         """
         self.settings = settings
         self.run = run
@@ -165,6 +169,7 @@ class Trainer(Generic[Output]):
         self.best_by = best_by
         self.stateful = dict(stateful or {})
         self.checkpointables = dict(checkpointables or {})
+        self.remote = dict(remote or {})
         self.warnings = list(warnings)
         self.callbacks = list(callbacks)
         self.start = start
@@ -178,12 +183,12 @@ class Trainer(Generic[Output]):
         self._world = current_world()
         self._log: MetricsLog | NoLog = NoLog()
         self._clock: tuple[int, float] | None = None
-        """Step and seconds before this process's first step, where the recipe limits the time."""
+        """Step and seconds before this process's first step, if the recipe limits the time."""
         self._world.on_rank0(self._open_log)
         self._finished = False
-        """Whether all steps are made. The newest checkpoint is then the last one, and the weights may be the best ones."""
+        """Whether all steps are done. The newest checkpoint is then the last, and the weights may be those of the best."""
         self._lost: list[str] = []
-        """What is missing in the log of a resumed run."""
+        """Lines that are missing in the log of a resumed run."""
         self._state: dict[str, Any] = {}
         self._random: dict[str, torch.Tensor] = {}
         self._seed_process(0)
@@ -199,6 +204,11 @@ class Trainer(Generic[Output]):
         directory, tensors, state = self.checkpoints.load(steps[-1])
         self.model.restore(directory)
         targets, random = self._tensors(state["step"]), random_states(self.model.device)
+        if state["processes"] != self._world.size and self.learner.optimizer.recipe.type == "adamw_8bit":
+            raise InputError(
+                f"{directory.parent} has the 8-bit optimizer state of {state['processes']} processes, in shares that others cannot "
+                f"read; resume with hardware.processes={state['processes']}"
+            )
         same = state["processes"] == self._world.size and state.get("devices") == sorted(random)
         read_tensors(tensors, targets | (self._named(random) if same else {}))
         if same:
@@ -208,6 +218,8 @@ class Trainer(Generic[Output]):
         self.learner.optimizer.load_state_dict(state["optimizer"])
         for name, checkpointable in self.checkpointables.items():
             checkpointable.load_state_dict(state["checkpointables"][name])
+        for name, each in self.remote.items():
+            self._world.on_rank0(partial(each.read, tensors.parent / name))
         self.step, self.evaluated = state["step"], state["evaluated"]
         self.model.version = state["version"]
         self.learner.skipped_in_a_row = state["skipped_in_a_row"]
@@ -218,9 +230,9 @@ class Trainer(Generic[Output]):
         self._remember()
 
     def _seed_process(self, step: int) -> None:
-        """Give torch's global generators a state of this process's own.
+        """Seed torch's global generators with a state that is specific to this process.
 
-        Nothing of the package draws from them: dropout has its own counters. Extensions may.
+        The package itself does not draw from them (dropout has its own counters), but extensions may.
         """
         torch.manual_seed(derive_seed(self.settings.seed, "process", self._world.rank, step))
 
@@ -257,18 +269,21 @@ class Trainer(Generic[Output]):
                 command = f"posttrain {self.settings.stage} --resume {self.run.path}"
                 sentence = f"stopped by {stop} after step {self.step}{saved}; continue with `{command}`"
                 self.progress.message(sentence)
-                stop.add_note(sentence)  # for a launcher that this process's output may not reach any more
+                stop.add_note(sentence)  # for a launcher that no longer receives this process's output
                 raise
             finally:
                 self.warn(take_events())
 
     def _require_room(self) -> None:
+        of_remote = sum(each.size for each in self.remote.values())
         self.checkpoints.require_room(
-            self.settings.steps, _bytes(self.model.saved_tensors().values()), _bytes(self._tensors(1).values())
+            self.settings.steps,
+            _bytes(self.model.saved_tensors().values()),
+            _bytes(self._tensors(1).values()) + of_remote,
         )
 
     def begin(self) -> None:
-        """Evaluate before the first step. A resumed run makes the evaluation that the interrupted one did not make."""
+        """Evaluate before the first step. A resumed run makes up an evaluation that the interrupted run missed."""
         if self.evaluated < 0:
             self._measure_start()
         evaluated = self.evaluated
@@ -277,7 +292,7 @@ class Trainer(Generic[Output]):
             self.save()
 
     def _measure_start(self) -> None:
-        """Log what the run is compared with on the final data: baseline policies, and the model before training."""
+        """Log the results on the final data that the run is compared with: baseline policies and the initial model."""
         values: dict[str, Any] = {}
         for evaluator in self.evaluators:
             for policy, baseline in evaluator.baselines().items():
@@ -317,7 +332,7 @@ class Trainer(Generic[Output]):
         self._log.completions(step, episodes[: self.settings.completions], advantages)
 
     def finish_step(self, metrics: dict[str, Any]) -> None:
-        """Count the step, log its metrics, and keep its state for the next checkpoint. Call it inside `critical()`."""
+        """Count the step, log its metrics, and copy its state for the next checkpoint. Call it inside `critical()`."""
         self.step += 1
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics["time/step"] = sum(self.seconds.values())
@@ -380,11 +395,12 @@ class Trainer(Generic[Output]):
             "checkpointables": {name: each.state_dict() for name, each in self.checkpointables.items()},
         }
         tensors = self._tensors(self.step) | self._named(self._random)
-        return self.checkpoints.save(self.step, self.model, tensors, state, best, later)
+        remote = {name: each.write for name, each in self.remote.items()}
+        return self.checkpoints.save(self.step, self.model, tensors, state, best, later, remote)
 
     def _tensors(self, step: int) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint of `step` except the model's and the random states."""
-        # Before the first step the optimizer's are as every process makes them.
+        # Before the first step, every process has the same optimizer state.
         of_optimizer = self.learner.optimizer.tensors() if step else {}
         tensors = {f"optimizer/{name}": tensor for name, tensor in of_optimizer.items()}
         for owner, checkpointable in self.checkpointables.items():
@@ -404,7 +420,7 @@ class Trainer(Generic[Output]):
         }
 
     def out_of_time(self, minutes: float | None) -> bool:
-        """Whether the run has worked for `minutes`, interruptions excluded. Says after the first step how many will fit."""
+        """Whether the run has worked for `minutes` without interruptions. Reports after step 1 how many will fit."""
         if minutes is None:
             return False
         now, left = self._log.seconds, self.settings.steps - self.step
@@ -424,7 +440,7 @@ class Trainer(Generic[Output]):
 
     def finish(self) -> None:
         """Evaluate the exported checkpoint on the final data, and write the model, tables, plots and report."""
-        if self.evaluated != self.step:  # a guard or the clock ended the run early
+        if self.evaluated != self.step:  # a guard or the time limit ended the run early
             self._evaluate()
             self.save()
         self.checkpoints.wait()
@@ -442,7 +458,7 @@ class Trainer(Generic[Output]):
                 [f"no figures are drawn without matplotlib; run `{pip_command('matplotlib')}`, then `posttrain plot`"]
             )
         directory = self.run.path / "model"
-        # Its files may share their content with a checkpoint.
+        # Files of the model may be hard links to files of a checkpoint.
         self._world.on_rank0(lambda: shutil.rmtree(directory, ignore_errors=True))
         self.model.export(directory)
         console, plots = self.progress.console, self.settings.plots
@@ -469,12 +485,12 @@ class Trainer(Generic[Output]):
 @dataclass(frozen=True)
 class _Guard:
     key: str
-    """Of `GuardRecipe`; None there switches the guard off."""
+    """Name of the key in `GuardRecipe`; the value None disables the guard."""
     metric: str
     below: bool
-    """Fires below the threshold, or else above it."""
+    """Whether the guard fires below the threshold; otherwise above it."""
     meaning: str
-    """What is wrong, and what to change."""
+    """The likely cause, and the settings to change."""
 
 
 _GUARDS = (
@@ -489,7 +505,7 @@ _GUARDS = (
         "min_reward_spread",
         "reward/group_spread",
         True,
-        "the episodes of a group are nearly alike; raise rollout.sampling.temperature, or choose tasks that sometimes succeed",
+        "returns in a group hardly differ; raise rollout.sampling.temperature, or use tasks that sometimes succeed",
     ),
     _Guard(
         "min_entropy",
@@ -513,10 +529,10 @@ _GUARDS = (
 
 
 class Guards:
-    """Counts, per guard, the steps in a row beyond its threshold.
+    """Counts, per guard, the consecutive steps beyond its threshold.
 
-    The metrics are those of Wang et al. 2025, "RAGEN", arXiv 2504.20073: the spread of returns collapses first, then entropy,
-    and gradient spikes mark the steps after which a run does not recover.
+    The metrics are those of Wang et al. 2025, "RAGEN", arXiv 2504.20073: the spread of returns collapses first, then
+    entropy, and gradient spikes mark the steps after which a run does not recover.
     """
 
     def __init__(self, recipe: GuardRecipe) -> None:
@@ -556,7 +572,7 @@ class Guards:
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of torch's global generators, by device: of the CPU, and of every accelerator of the type of `device`."""
+    """The states of torch's global generators, by device: the CPU, and all accelerators of the type of `device`."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -565,7 +581,7 @@ def random_states(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Set what `random_states` returned."""
+    """Restore the result of `random_states`."""
     for name, state in states.items():
         if name == "cpu":
             torch.set_rng_state(state)

@@ -205,7 +205,7 @@ class StepCredit:
 
 
 class UnitCreditor:
-    """Segments episodes into units and assigns each unit its part of the reward model's reward."""
+    """Segments episodes into units and assigns each unit its share of the reward model's reward."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class UnitCreditor:
                 f"unit_credit: {path} and {model} have different tokenizers or chat templates, so units of sampled tokens are not "
                 "units of the reward model's input; train the reward model from a model of the same family"
             )
-        of_units = scorer.reader is not None
+        of_units = scorer.model.units is not None
         if isinstance(settings, LearnedCredit) and not of_units:
             raise InputError(
                 f"unit_credit.type: {path} rewards whole answers; train a reward model with `units`, or use `prefix`"
@@ -263,8 +263,8 @@ class UnitCreditor:
     ) -> StepCredit:
         """The advantages of `episodes` with the credit of their units.
 
-        Causal unit credit is added to `rewards` before `assign` turns them into advantages. Hindsight unit credit is added
-        to the advantages that `assign` returns.
+        Causal unit credit is added to `rewards` before `assign` turns them into advantages. Hindsight unit credit is
+        added to the advantages that `assign` returns.
 
         Args:
             samples: the samples of `episodes`.
@@ -395,7 +395,7 @@ class UnitCreditor:
         return [share(a.outcome, len(a.units)) for a in answers]
 
     def _learned(self, episode: Episode, scale: Callable[[float], float]) -> np.ndarray:
-        """Unit rewards [K], normalized by position (without a fit: like outcomes), and clipped like outcomes."""
+        """Unit rewards [K], normalized by position (without a fit, like outcomes) and clipped like outcomes."""
         raw = np.array([reward for _, reward in episode.turns[-1].info[OF_UNITS]], dtype=np.float64)
         if self.normalizer is None:
             return np.array([scale(value) for value in raw.tolist()])
@@ -405,7 +405,9 @@ class UnitCreditor:
 
 
 def unit_metrics(units: Sequence[CreditedUnits | None]) -> dict[str, float]:
-    """Metrics of a step's unit credit: means over answers with units. `units/without` is a share of all scored answers."""
+    """Metrics of a step's unit credit: means over answers with units. `units/without` is a share of all scored
+    answers.
+    """
     scored = [answer for answer in units if answer is not None]
     having = [answer for answer in scored if answer.has_units]
     metrics = {"units/without": 1 - len(having) / len(scored)} if scored else {}

@@ -32,13 +32,13 @@ from posttrain.training.rows import load_data, samples_of_row
 from posttrain.training.unit_rewards import UnitReader, unit_rewards
 
 WEAK = 0.05
-"""R² below which positions explain almost nothing."""
+"""R² below which a warning says that positions explain almost nothing."""
 
 
 def open_normalizer(recipe: UnitCreditRecipe, scorer: RewardScorer) -> tuple[Normalizer | None, list[str]]:
     """The normalizer that the recipe names, or None, and a warning if its fit explains almost nothing.
 
-    Raises `InputError` if it cannot be read, or was fitted to other units than those of the reward model.
+    Raises `InputError` if it cannot be read, or was fitted to units that differ from those of the reward model.
     """
     if not isinstance(recipe, LearnedCredit) or recipe.normalizer is None:
         return None, []
@@ -70,7 +70,7 @@ def _fit_warnings(path: Path, key: FitKey) -> list[str]:
     if r2 is not None and r2 >= WEAK:
         return []
     return [
-        f"unit_credit.normalizer: the position of a unit explains almost nothing of its mean reward in {key} (R² "
+        f"unit_credit.normalizer: the position of a unit hardly explains its mean reward in {key} (R² "
         f"{'none' if r2 is None else f'{r2:.3f}'}); see plots/normalizer.png of the reward model's run"
     ]
 
@@ -99,7 +99,7 @@ class Fitted:
         for what, r2 in (("mean", self.fit.r2_mean), ("spread", self.fit.r2_std)):
             if not r2 >= WEAK:
                 lines.append(
-                    f"warning: the line explains almost nothing of the {what} of rewards by position (R² below "
+                    f"warning: the line hardly explains the {what} of rewards by position (R² below "
                     f"{WEAK:g}); see the plot before you use the fit"
                 )
         return [*lines, f"params: {self.params}", f"plot: {self.plot}"]
@@ -108,9 +108,9 @@ class Fitted:
 def fit_run(run: RunDirectory, data: str | None) -> Fitted:
     """Score the units of the run's validation pairs, or of the pairs in `data`, with its exported model, and fit.
 
-    Writes `normalizer/params.json` (the published layout; keeps other fits in the file), `normalizer/DATASET.json` (mean, std
-    and count by position, and R²) and `plots/normalizer.png` of the run. Raises `InputError` if the run has no unit-level
-    reward model, or if there are no pairs or too few.
+    Writes `normalizer/params.json` (the published layout; keeps other fits in the file), `normalizer/DATASET.json`
+    (mean, std and count by position, and R²) and `plots/normalizer.png` of the run. Raises `InputError` if the run has
+    no unit-level reward model, or if there are no pairs or too few.
     """
     recipe, path = run.load_recipe(), run.path / "model"
     if not isinstance(recipe, RewardRecipe):

@@ -24,11 +24,12 @@ from posttrain.training.objectives import Comparisons, RewardObjective
 from posttrain.training.updater import Sample, Totals, pack
 
 _POSITIONS_PER_CHUNK = 512
-"""Positions whose logits exist at a time when entropies are computed."""
+"""Number of positions whose logits exist at a time when entropies are computed."""
 
 
 def entropies_under(model: torch.nn.Module, samples: Sequence[Sample], tokens_per_batch: int) -> list[np.ndarray]:
-    """Per sample [n] float32: entropy in nats of the distribution of each sampled token, at temperature 1, without gradient.
+    """Per sample [n] float32: entropy in nats of the distribution of each sampled token, at temperature 1, without
+    gradient.
 
     `tokens_per_batch`: maximum number of tokens per forward pass.
     """
@@ -57,13 +58,13 @@ def entropies_under(model: torch.nn.Module, samples: Sequence[Sample], tokens_pe
 class UnitReader:
     """Segments the answers of samples into the units that `model` rewards.
 
-    Entropies come from packed forward passes of the reference model, without gradient. Float rounding may move a boundary
-    from one packing to another, so use `remember` for samples that are segmented more than once.
+    Entropies come from packed forward passes of the reference model, without gradient. Float rounding may move a
+    boundary between packings, so use `remember` for samples that are segmented more than once.
     """
 
     def __init__(self, model: RewardModel, units: StoredUnits, tokens_per_batch: int) -> None:
-        """`tokens_per_batch`: maximum number of tokens per pass of the reference model. Raises `InputError` if it cannot be
-        loaded."""
+        """`tokens_per_batch`: maximum number of tokens per pass of the reference model. Raises `InputError` if it
+        cannot be loaded."""
         self.model = model
         self.units = units
         self.tokens_per_batch = tokens_per_batch

@@ -1,10 +1,10 @@
-"""From samples to one optimizer step: samples, micro-batches, and the updater that connects them with the optimizer.
+"""Samples, micro-batches, and the updater that makes one optimizer step from them.
 
-The updater is independent of the algorithm and of what the model computes. A micro-batch has at most `tokens_per_batch` tokens,
-and a stream is never divided. The loss is divided once, by a divisor that is global over the optimizer step, so gradients
-are equal to float rounding for any split into micro-batches. Several processes divide the micro-batches among them. Each
-process sees all samples of an update. A process without a micro-batch computes one of the others' with weight 0, so that
-all make the same calls.
+The updater is independent of the algorithm and of what the model computes. A micro-batch has at most `tokens_per_batch`
+tokens, and a stream is never divided. The loss is divided once, by a divisor that is global over the optimizer step, so
+gradients are equal, up to float rounding, for any split into micro-batches. Several processes divide the micro-batches.
+Each process gets all samples of an update. A process without a micro-batch computes that of another process with weight
+0, so that all processes make the same collective calls.
 """
 
 import math
@@ -31,7 +31,7 @@ from posttrain.training.optimizer import Optimizer
 
 @dataclass(frozen=True)
 class PreferenceSide:
-    """Which answer of which row of preference data a stream is."""
+    """Identifies a stream as one answer of a row of preference data."""
 
     row: int
     """Unique within an update; the two answers of a pair share it and stay in one forward pass."""
@@ -42,7 +42,7 @@ class PreferenceSide:
 
 @dataclass
 class Sample:
-    """One stream as the learner sees it, with n sampled tokens among its T."""
+    """One stream with everything that the learner needs. n of its T tokens are sampled."""
 
     stream: Stream
     label: str
@@ -78,7 +78,7 @@ class Sample:
     ptx: bool = False
     """A supervised row in reinforcement learning or distillation, not an episode."""
     side: PreferenceSide | None = None
-    """Set for preference data alone."""
+    """Set only for preference data."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -102,7 +102,7 @@ def samples_of_episodes(episodes: Sequence[Episode], step: int) -> list[Sample]:
 
 
 def computed(numbers: np.ndarray | None) -> np.ndarray:
-    """`numbers`, which must not be None: an earlier phase of the step computes them."""
+    """`numbers`, which must not be None, because an earlier phase of the step computes them."""
     assert numbers is not None
     return numbers
 
@@ -120,9 +120,10 @@ def on_stream(values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
 def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_batch") -> list[list[int]]:
     """Indices of samples, in groups of at most `budget` tokens each.
 
-    Samples with the same prompt go together as far as the budget allows, since what they share is computed once. The two
-    answers of a preference pair are never divided. These bundles are packed first-fit decreasing: the longest first, each
-    into the first group with room. That needs at most 11/9 of the fewest possible groups, plus one (Johnson 1973).
+    Samples with the same prompt stay together as far as the budget allows, because shared tokens are computed once. The
+    two answers of a preference pair are never divided. These bundles are packed first-fit decreasing: the longest
+    first, each into the first group with room. That needs at most 11/9 of the fewest possible groups, plus one (Johnson
+    1973).
 
     Raises:
         RunError: a sample is longer than the budget; the message names the sample and the budget's `key`.
@@ -133,7 +134,7 @@ def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_
         if size > budget:
             raise RunError(
                 f"{samples[indices[0]].label} has {size} tokens, more than {key} = {budget}; raise "
-                "it, or lower the most tokens that an episode or row may have"
+                "it, or lower the maximum number of tokens of an episode or row"
             )
         place = next((g for g, free in enumerate(room) if free >= size), None)
         if place is None:
@@ -181,8 +182,9 @@ def _by_row(indices: Sequence[int], samples: Sequence[Sample]) -> dict[int, list
 
 
 def divided(samples: Sequence[Sample], budget: int, processes: int) -> list[list[int]]:
-    """Micro-batches of at most `budget` tokens, as `pack` makes them. They are smaller where there would be fewer
-    micro-batches than processes, as far as samples can be divided."""
+    """Micro-batches of at most `budget` tokens, made by `pack`. If there would be fewer micro-batches than processes,
+    they are made smaller, as far as samples can be divided.
+    """
     groups = pack(samples, budget)
     if len(groups) >= processes:
         return groups
@@ -204,7 +206,7 @@ Totals = dict[str, tuple[float, float]]
 """Metrics as (sum, count), which add up exactly over micro-batches."""
 
 Output = TypeVar("Output")
-"""What the model computes for a micro-batch: `TokenScores` of a policy, rewards [S] of a reward model."""
+"""The result of a forward pass over a micro-batch: `TokenScores` of a policy, rewards [S] of a reward model."""
 Input = TypeVar("Input", contravariant=True)
 
 
@@ -231,7 +233,7 @@ class Objective(Protocol[Input]):
         ...
 
     def has_signal(self, sample: Sample) -> bool:
-        """Whether the sample can add to the gradient. Samples that cannot are not computed."""
+        """Whether the sample can contribute to the gradient. Other samples are not computed."""
         ...
 
     def __call__(
@@ -261,10 +263,10 @@ class Updater(Generic[Output]):
         """Create a learner.
 
         Args:
-            forward: what the model computes for the samples of one micro-batch.
+            forward: the forward pass over the samples of one micro-batch.
             key: the optimizer's key in the recipe, for messages.
-            joint: optimizers of further parameters that the same loss trains, by the first part of the names of their
-                metrics and recipe keys. Each clips its own gradients. Either all optimizers step or none.
+            joint: optimizers of further parameters that the same loss trains, by the prefix of their metrics and recipe
+                keys. Each clips its own gradients. Either all optimizers step or none does.
         """
         self.model = model
         self.optimizer = optimizer
@@ -331,7 +333,9 @@ class Updater(Generic[Output]):
         return warnings
 
     def without_gradient(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], Output]]:
-        """Micro-batches of `samples` as indices, and what the model computes for them. Every process gets all of them."""
+        """Micro-batches of `samples` as indices, with the results of their forward passes. Every process gets all of
+        them.
+        """
         for group, counts in self._shares(self._groups(samples)):
             with torch.no_grad():
                 output = self.forward([samples[i] for i in group])
@@ -347,7 +351,9 @@ class Updater(Generic[Output]):
             yield group
 
     def _shares(self, groups: Iterable[list[int]]) -> Iterator[tuple[list[int], bool]]:
-        """This process's micro-batches, equally many on each process, and whether each counts or is a stand-in."""
+        """This process's micro-batches, the same number on each process, and whether each counts or is a
+        placeholder.
+        """
         if self._world.size == 1:
             yield from ((group, True) for group in groups)
             return
@@ -359,7 +365,7 @@ class Updater(Generic[Output]):
             yield everyone[place if counts else -1], counts
 
     def _skip(self, suspects: Sequence[Sample], objective: Objective[Output]) -> Totals:
-        """Leave the weights unchanged. Stop the run when that happens too often in a row."""
+        """Leave the weights unchanged. RunError if too many consecutive updates are skipped."""
         self._clear()
         labels = list(dict.fromkeys(s.label for s in suspects))
         culprits = [
@@ -392,8 +398,9 @@ class Updater(Generic[Output]):
         return not self._world.any(not finite)
 
     def _draw(self, number: int) -> tuple[int | str, ...]:
-        """Names the dropout masks of this process's micro-batch `number` of the next update: its position among those of
-        all processes, so that the masks do not depend on which process computes it."""
+        """Names the dropout masks of this process's micro-batch `number` of the next update by its position among the
+        micro-batches of all processes, so that the masks do not depend on which process computes it.
+        """
         return self._keys[0], self.optimizer.updates, number * self._world.size + self._world.rank
 
     def _optimizers(self) -> list[Optimizer]:

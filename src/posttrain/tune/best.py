@@ -14,19 +14,19 @@ from posttrain.tune.trial import Attempt, Outcome, outcome, run_jobs
 
 
 def ranked(study: Study, trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
-    """The finished trials that keep all limits, best first; equal values in order of trial number."""
+    """The finished trials that satisfy all limits, best first; ties in order of trial number."""
     sign = -1 if study.recipe.objective.direction == "maximize" else 1
     finished = [trial for trial in trials if trial.state == TrialState.COMPLETE and feasible(trial)]
     return sorted(finished, key=lambda trial: (sign * (trial.value or 0.0), trial.number))
 
 
 def best_of(study: Study, trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
-    """The best trial; None if no finished trial keeps all limits."""
+    """The best trial; None if no finished trial satisfies all limits."""
     return next(iter(ranked(study, trials)), None)
 
 
 def feasible(trial: FrozenTrial) -> bool:
-    """Whether the trial keeps all limits."""
+    """Whether the trial satisfies all limits."""
     return all(distance <= 0 for distance in trial.constraints.values())
 
 
@@ -49,21 +49,21 @@ def no_best_reason(study: Study, trials: Sequence[FrozenTrial]) -> str:
             for metric in over
         )
         return (
-            f"{prefix}none of the {len(finished)} finished trials keeps its limits; the nearest is trial {nearest.number} "
-            f"({violated} is required); best.yaml is not written"
+            f"{prefix}none of {len(finished)} finished trials satisfies the limits; the nearest is trial "
+            f"{nearest.number} ({violated} is required); best.yaml is not written"
         )
     return f"{prefix}no trial was finished, {len(failed)} failed and the others were pruned; best.yaml is not written"
 
 
 def most_frequent(reasons: Sequence[str]) -> tuple[str, int]:
-    """The most frequent reason (the first of equals) and its count; `reasons` must not be empty."""
+    """The most frequent reason (the first one on a tie) and its count. `reasons` must not be empty."""
     best = max(dict.fromkeys(reasons), key=list(reasons).count)
     return best, list(reasons).count(best)
 
 
 @dataclass
 class RetestResult:
-    """A point, and the outcomes of its runs with other seeds."""
+    """A point of the search space, and the outcomes of its runs with other seeds."""
 
     trial: FrozenTrial
     outcomes: dict[int, Outcome] = field(default_factory=dict)
@@ -78,13 +78,15 @@ class RetestResult:
 
     @property
     def feasible(self) -> bool:
-        """Whether the means over the seeds keep all limits."""
+        """Whether the means over the seeds satisfy all limits."""
         metrics = {metric for one in self.outcomes.values() for metric in one.violations}
         return all(sum(one.violations[metric] for one in self.outcomes.values()) <= 0 for metric in metrics)
 
 
 def retest(study: Study, points: Sequence[FrozenTrial], console: Console) -> list[RetestResult]:
-    """Run every point with every seed of `study.recipe.retest`, skipping finished runs; returns the results, best first."""
+    """Run every point with every seed of `study.recipe.retest`, skipping finished runs; returns the results, best
+    first.
+    """
     assert study.recipe.retest is not None
     results = [RetestResult(trial) for trial in points]
     jobs = [_RetestJob(study, result, seed, console) for result in results for seed in study.recipe.retest.seeds]
@@ -109,7 +111,7 @@ def verdict(study: Study, results: Sequence[RetestResult]) -> str:
     metric, maximize = study.recipe.objective.metric, study.recipe.objective.direction == "maximize"
     usable = [result for result in results if result.outcomes and result.feasible]
     if not usable:
-        return "No retested point keeps its limits in a finished run, so the retest is inconclusive."
+        return "No retested point satisfies the limits in a finished run, so the retest is inconclusive."
     first = usable[0]
     if len(usable) == 1:
         return f"Only trial {first.trial.number} could be retested, so there is nothing to compare it with."

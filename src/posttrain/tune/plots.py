@@ -27,13 +27,15 @@ from posttrain.tune.report import short_names
 from posttrain.tune.study import from_storage
 
 _MIN_TRIALS = 4
-"""Fewest finished trials for importances."""
+"""Minimum number of finished trials for importances."""
 _MAX_LABEL = 22
-"""Characters of a tick label."""
+"""Maximum number of characters of a tick label."""
 
 
 def draw_study(study: Study, optuna_study: optuna.Study) -> list[Path]:
-    """Draw history.png, importance.png and parallel.png into the `plots` of the study; figures without data are skipped."""
+    """Draw history.png, importance.png and parallel.png into the `plots` of the study; figures without data are
+    skipped.
+    """
     trials = optuna_study.get_trials(deepcopy=False)
     drawn = []
     folder = study.directory / "plots"
@@ -188,7 +190,7 @@ class _Scale:
         return float((value - low) / (high - low))
 
     def _value(self, trial: FrozenTrial) -> Any:
-        """The value of the key; that of the recipe if a later group searches it."""
+        """The value of the key; the value in the recipe if a later group searches it."""
         return from_storage(self.study, trial.params).get(self.name, self.base)
 
     def _of_choice(self, place: int) -> float:

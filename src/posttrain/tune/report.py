@@ -25,7 +25,7 @@ _STATES = {
 
 
 _NARROW_NOTE = 40
-"""Characters of a note in a terminal, where the full reason was printed when the trial failed."""
+"""Maximum length of a note in a terminal. The full reason was printed when the trial failed."""
 
 
 def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = False) -> Table:
@@ -69,7 +69,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
 
 
 def _step(trial: FrozenTrial) -> str:
-    """Step of the best evaluation; of a pruned trial its last."""
+    """Step of the best evaluation; for a pruned trial, the last step."""
     if trial.state == TrialState.PRUNED and trial.intermediate_values:
         return str(max(trial.intermediate_values))
     return str(trial.user_attrs.get("step", "–"))
@@ -134,7 +134,7 @@ def summary_sentences(study: Study, trials: Sequence[FrozenTrial], results: Sequ
 def write_report(
     study: Study, tables: Sequence[Table], summary: Sequence[str], plots: Sequence[Path], warnings: Sequence[str]
 ) -> Path:
-    """Write report.md of the study; `warnings` are those of its runs."""
+    """Write report.md of the study. `warnings` are the warnings of its runs."""
     parts = [f"# {study.recipe.name}", " ".join(summary)]
     parts += [f"## {table.title.partition(': ')[2]}\n\n{table.markdown()}\n\n{table.note}" for table in tables]
     parts += [f"![{plot.stem}]({plot.relative_to(study.directory)})" for plot in plots]
@@ -159,9 +159,9 @@ def _note(study: Study) -> str:
 
 
 _MAX_WARNINGS = 12
-"""Warnings in a report, the most frequent first."""
+"""Maximum number of warnings in a report. The most frequent ones are listed."""
 _MAX_NAMES = 6
-"""Runs listed with a warning."""
+"""Maximum number of runs listed with a warning."""
 
 
 def warning_messages(lines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -171,7 +171,7 @@ def warning_messages(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def warnings_of(study: Study) -> list[str]:
-    """The distinct warnings of the trials and retests of the study, with the runs that gave them.
+    """The distinct warnings of the trials and retests of the study, with the runs that reported them.
 
     Runs with damaged metrics are skipped; they are reported as failed trials.
     """

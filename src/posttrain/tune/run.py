@@ -38,12 +38,13 @@ from posttrain.tune.trial import Attempt, TrialJob, record_failure, run_jobs
 
 
 def run_study(study: Study, resume: bool, console: Console, group: str | None = None) -> None:
-    """Run the remaining trials, retest the best points, and write tables, plots, `best.yaml`, and `best_GROUP.yaml` of groups.
+    """Run the remaining trials, retest the best points, and write tables, plots, `best.yaml`, and `best_GROUP.yaml` of
+    groups.
 
-    `group`: run the trials of this group alone, given by its number from 1 or by its name.
+    `group`: run only the trials of this group, given by its number from 1 or by its name.
 
-    Raises `InputError` for invalid input, and `RunError` if there is no best trial; then report.md is written without
-    `best.yaml`. Raises KeyboardInterrupt when stopped; runs save a checkpoint, and `--resume` continues them.
+    Raises `InputError` for invalid input, and `RunError` if there is no best trial; report.md is then written without
+    `best.yaml`. Raises KeyboardInterrupt when stopped: runs save a checkpoint, and `--resume` continues them.
     """
     chosen = chosen_group(study, group)
     for text in check_space(study):
@@ -112,7 +113,9 @@ def _conclude(
 
 
 def chosen_group(study: Study, name: str | None) -> Group | None:
-    """The group of that name or number, counted from 1; None for all. Raises `InputError` if there is none."""
+    """The group with this name or number, counted from 1; None for all. Raises `InputError` if there is no such
+    group.
+    """
     if name is None:
         return None
     groups = study.recipe.groups
@@ -210,8 +213,8 @@ class Search:
     def take(self) -> TrialJob | None:
         """The next trial with a valid recipe; None if there is none now. Trials without a valid recipe fail at once.
 
-        Raises `RunError` if a trial ended without a metric of the objective and no trial has had one: the other trials
-        would lack it too.
+        Raises `RunError` if a trial ended without a metric of the objective and no earlier trial had this metric,
+        because the remaining trials would lack it too.
         """
         self._stop_unmeasured()
         while (trial := self._next()) is not None:
@@ -261,7 +264,9 @@ class Search:
         return trial.user_attrs.get("names", list(self.study.recipe.search))
 
     def _enqueue_grid(self) -> bool:
-        """Whether a grid point is waiting. Enqueues the grid of a group once all trials of the previous group have ended."""
+        """Whether a grid point is waiting. Enqueues the grid of a group once all trials of the previous group have
+        ended.
+        """
         chained: dict[str, Any] = {}
         for group in self.study.recipe.groups:
             trials = _of_group(self.optuna_study, group)
@@ -345,7 +350,9 @@ class _ReportedTrial(TrialJob):
 
 
 def _require_finished(optuna_study: optuna.Study, groups: Sequence[Group]) -> None:
-    """Raises `InputError` if a trial of these groups has not ended, because it would run with those of the chosen group."""
+    """Raises `InputError` if a trial of these groups has not ended, because it would run together with the chosen
+    group.
+    """
     for group in groups:
         unfinished = sum(not trial.state.is_finished() for trial in _of_group(optuna_study, group))
         if unfinished:

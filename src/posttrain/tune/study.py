@@ -41,7 +41,7 @@ def open_study(study: Study, resume: bool) -> optuna.Study:
     if not resume and file.is_file():
         raise InputError(f"the study {study.directory} exists; continue it with `--resume`, or choose another `name`")
     if not resume and any(not path.name.startswith(".lock-") for path in study.directory.iterdir()):
-        raise InputError(f"{study.directory} exists and is not a study, so it is not touched; choose another `name`")
+        raise InputError(f"{study.directory} exists and is not a study; choose another `name`")
     url = study.recipe.storage or f"sqlite:///{study.directory / 'study.db'}"
     try:
         joins = resume and study.recipe.storage is not None and name in optuna.get_all_study_names(url)
@@ -93,7 +93,7 @@ def study_lock(study: Study) -> Iterator[None]:
 
 
 def owner(study: Study) -> str:
-    """Identifies who runs a trial: this machine and this directory."""
+    """Identifies the process that runs a trial, by machine and directory."""
     return f"{socket.gethostname()}:{study.directory.resolve()}"
 
 
@@ -132,7 +132,7 @@ def _snapshot_text(study: Study) -> str:
 
 
 def _require_same(study: Study, optuna_study: optuna.Study) -> None:
-    """Store the search of a new study; raises `InputError` if that of an existing study differs."""
+    """Store the search of a new study. Raises `InputError` if the search of an existing study differs."""
     now = json.loads(json.dumps(_snapshot(study)))
     before = optuna_study.user_attrs.get("study")
     if before is None:
@@ -187,7 +187,7 @@ class NumberedSampler(BaseSampler):
 
 
 _MAX_CHECKED = 32
-"""Most combinations that are validated before a study starts."""
+"""Maximum number of combinations to validate before a study starts."""
 
 
 def distributions(study: Study) -> dict[str, BaseDistribution]:
@@ -196,7 +196,7 @@ def distributions(study: Study) -> dict[str, BaseDistribution]:
 
 
 def to_storage(point: Point) -> dict[str, Any]:
-    """`point` with values that an Optuna storage can hold: lists and sections become JSON text."""
+    """`point` with values that an Optuna storage supports: lists and sections become JSON text."""
     return {name: _stored(value) for name, value in point.items()}
 
 

@@ -27,9 +27,9 @@ from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import read_metrics
 
 STOP_SECONDS = 300.0
-"""A run that does not stop within this time is killed. It may be in an update, or saving."""
+"""A run that does not stop within this time is killed. It may be busy with an update or a checkpoint."""
 _LOCK_SECONDS = 120.0
-"""How long a run waits for a process of a killed study that is still saving a checkpoint."""
+"""Seconds that a run waits for a process of a killed study that is still saving a checkpoint."""
 
 
 class Attempt:
@@ -60,7 +60,7 @@ class Attempt:
 
     @property
     def sentinel(self) -> Any:
-        """Handle that becomes ready when the process ends."""
+        """A handle that becomes ready when the process ends."""
         return self._process.sentinel
 
     def start(self, device: str | None) -> None:
@@ -127,8 +127,8 @@ class Attempt:
 
 
 def _run_process(path: str, variables: Mapping[str, str], reasons: Connection) -> None:
-    """Entry point of the process: run or resume the run at `path`; sends the reason of a failure to `reasons`."""
-    os.setpgid(0, 0)  # Ctrl-C goes to the study only, which stops every run once
+    """Entry point of the process: start or resume the run at `path`. Sends the reason of a failure to `reasons`."""
+    os.setpgid(0, 0)  # Ctrl-C reaches only the study, which stops every run once
     os.environ.clear()
     os.environ.update(variables)
     run = RunDirectory.open(path)
@@ -187,7 +187,7 @@ def _await_lock(run: RunDirectory) -> None:
 
 
 class TrialJob:
-    """Runs one Optuna trial, also after an interruption."""
+    """Runs one Optuna trial, or resumes it after an interruption."""
 
     def __init__(self, study: Study, optuna_study: optuna.Study, trial: optuna.Trial, attempt: Attempt) -> None:
         self.study = study
@@ -363,11 +363,11 @@ class Outcome:
     limited: dict[str, float]
     """Limited metric -> its value at `step`."""
     violations: dict[str, float]
-    """Limited metric -> how far its value exceeds the limit; at most 0 if the limit is kept."""
+    """Limited metric -> amount by which its value exceeds the limit; at most 0 if the limit is satisfied."""
 
     @property
     def feasible(self) -> bool:
-        """Whether all limits are kept."""
+        """Whether all limits are satisfied."""
         return all(distance <= 0 for distance in self.violations.values())
 
 
@@ -378,7 +378,7 @@ def curve(lines: Sequence[Line], objective: Objective) -> list[tuple[int, float]
 
 
 def outcome(lines: Sequence[Line], objective: Objective) -> Outcome:
-    """The best evaluation after step 0 (the first of equals) with its limited metrics.
+    """The best evaluation after step 0 (the first one on a tie) with its limited metrics.
 
     Step 0 is ignored, because all trials share it. Raises `RunError` if no evaluation has a value, and `MissingMetric`
     if none has the metric at all or a limited metric is missing.
@@ -419,7 +419,7 @@ def _violation(value: float, limit: Limit) -> float:
 def _no_value(lines: Sequence[Line], metric: str) -> RunError:
     after = [line for line in _evaluations(lines) if line["step"] > 0]
     if not after:
-        return RunError("it made no evaluation after step 0")
+        return RunError("it has no evaluation after step 0")
     if any(metric in line for line in after):
         return RunError(f"{metric} was never a number")
     names = ("validation/", "success", "return", "score/")

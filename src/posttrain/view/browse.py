@@ -175,10 +175,9 @@ def steps_of(directory: Path, split: str) -> tuple[list[StoredStep], str]:
 
 def group_of(step: StoredStep, group: int) -> list[Sample]:
     """The episodes of a group with their credit, in order. Only these are unpacked."""
-    found = []
+    found, named = [], b'"group":%d,' % group
     for record in stored_records(step.path):
-        head = read_head(step.path, record)
-        if head.get("group") == group:
+        if named in record and read_head(step.path, record).get("group") == group:
             found.append(Sample("", *read_record(step.path, record)))
     return sorted(found, key=lambda sample: sample.episode.index)
 

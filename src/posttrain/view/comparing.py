@@ -46,7 +46,7 @@ def _chart(metric: Metric, bundles: Sequence[Bundle]) -> dict[str, Any]:
 
 def _curve(metric: Metric, bundle: Bundle, found: Sequence[Series]) -> dict[str, Any]:
     if len(found) > 1:
-        mean = mean_over_seeds(found)
+        mean = mean_over_seeds(found, rate=metric.panel.percent)
         limits = {"low": list(map(_finite, mean.low)), "high": list(map(_finite, mean.high))}
         counts = {"n": [len(found)] * len(mean.steps)}
         return {"label": bundle.title, "x": mean.steps, "y": mean.values, "nonfinite": [], **limits, **counts}

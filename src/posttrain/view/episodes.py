@@ -158,7 +158,7 @@ def largest_advantage(samples: Sequence[Sample]) -> float:
     return max((float(np.abs(stream).max(initial=0.0)) for stream in streams), default=0.0)
 
 
-Tint = Literal["advantage", "log-probability", "entropy", "distance", "nothing"]
+Tint = Literal["advantage", "unit credit", "log-probability", "entropy", "distance", "nothing"]
 TINTS: tuple[Tint, ...] = get_args(Tint)
 """What the color of a token shows. `distance`: of the engine's log-probability from that of a checkpoint."""
 IMPROBABLE = 6.0
@@ -276,22 +276,36 @@ def _tokens(number: int, turn: Turn, sample: Sample, look: Look) -> _Tokens | No
     if not look.each:
         return None if advantages is None else _Tokens(advantages, look, None, None)
     none, notes = np.zeros(len(logprobs), np.float32), []
+    credits = none if sample.units is None else unit_credits(sample.episode, turn, sample.units)
     scores = None if sample.scores is None else tuple(part[here] for part in sample.scores[turn.stream])
     distances = none if scores is None else np.abs(scores[0] - logprobs)
     for position, (token, logprob) in enumerate(zip(stream.ids[here].tolist(), logprobs.tolist(), strict=True)):
         credit = "" if advantages is None else f"advantage {advantages[position]:+.4f} · "
+        credit += "" if sample.units is None else f"unit credit {credits[position]:+.4f} · "
         chance = f"log-probability {logprob:.4f} ({100 * math.exp(min(0.0, logprob)):.1f}%)"
+        if scores is not None:
+            chance += f" · of the checkpoint {scores[0][position]:.4f}, distance {distances[position]:.4f}"
+            chance += f" · entropy {scores[1][position]:.4f}"
         notes.append(
             f"token {position}: {credit}{chance} · id {token} · version {stream.versions[turn.start + position]}"
         )
     parted = look.parted[1] if look.parted is not None and look.parted[0] == number else None
     shown = {
         "advantage": none if advantages is None else advantages,
+        "unit credit": credits,
         "log-probability": logprobs,
         "distance": -distances,
     }
     values = (shown | ({} if scores is None else {"entropy": -scores[1]})).get(look.tint, none)
     return _Tokens(values, look, notes, parted)
+
+
+def unit_credits(episode: Episode, turn: Turn, units: CreditedUnits) -> np.ndarray:
+    """[n] float32: the credit of the unit that each of the n tokens of an answer belongs to."""
+    credits = np.zeros(turn.stop - turn.start, np.float32)
+    for unit, start, stop, _ in units_in_turn(episode, turn, units):
+        credits[start - turn.start : stop - turn.start] = units.credits[unit]
+    return credits
 
 
 def _aligned(episode: Episode, turn: Turn, decode: Decode) -> AlignedText:
@@ -352,6 +366,8 @@ def scale_of(samples: Sequence[Sample], tint: Tint) -> float:
     """The value of a token in `samples` that gets the strongest color."""
     if tint == "advantage":
         return largest_advantage(samples)
+    if tint == "unit credit":
+        return max((float(np.abs(one.units.credits).max(initial=0.0)) for one in samples if one.units), default=0.0)
     largest = 0.0
     for one in samples:
         for stream, (logprobs, entropies) in zip(one.episode.streams, one.scores or (), strict=False):

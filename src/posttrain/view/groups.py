@@ -27,7 +27,9 @@ def group_page(run: RunDirectory, given: Mapping[str, str], store: Store, player
     if not samples:
         raise InputError(f"step {step.step} has no group {group}; go back to the episodes of the run")
     usual: Tint = "advantage" if any(sample.advantages for sample in samples) else "log-probability"
-    tint: Tint = next((one for one in TINTS if one == given.get("tint")), usual)
+    in_units = any(sample.units is not None for sample in samples)
+    tints = [one for one in TINTS if in_units or one != "unit credit"]
+    tint: Tint = next((one for one in tints if one == given.get("tint")), usual)
     checkpoint, problem = given.get("score", ""), ""
     if checkpoint:
         scores = player.scores(run, checkpoint, samples)
@@ -52,7 +54,7 @@ def group_page(run: RunDirectory, given: Mapping[str, str], store: Store, player
         "prompt": prompt_text(samples[0].episode, decode),
         "parting": parting,
         "tint": tint,
-        "tints": TINTS,
+        "tints": tints,
         "scale": scale,
         "checkpoint": checkpoint,
         "checkpoints": checkpoints_of(run),

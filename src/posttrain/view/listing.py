@@ -147,7 +147,8 @@ def _lines(runs: Sequence[Summary]) -> list[Line]:
             continue
         ordered = tuple(sorted(group, key=lambda run: run.seed or 0))
         values = [run.best[0] for run in ordered if run.best is not None and run.final == ordered[0].final]
-        lines.append(Line(ordered, t_interval(values) if len(values) == len(ordered) else None))
+        mean = t_interval(values, ordered[0].percent) if len(values) == len(ordered) else None
+        lines.append(Line(ordered, mean))
     return lines
 
 

@@ -56,6 +56,8 @@ _BODY_BYTES = 64 << 10
 """Maximum size of a form."""
 _POLL_SECONDS = 0.7
 """Time between two looks at the files of what a page shows."""
+_FIRST_SECONDS = 0.05
+"""Time that the first page of the list spends on runs that have not been read yet."""
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 
@@ -178,8 +180,7 @@ class Pages:
                     status = 404 if isinstance(error, InputError) else 500
                     part = "hx-request" in request.headers  # htmx swaps in no answers with another status
                     template = "problem.html.j2" if part else "error.html.j2"
-                    message = str(error).replace(f"{self.folder}/", "")
-                    response = self.render(template, 200 if part else status, message=message)
+                    response = self.render(template, 200 if part else status, message=self._below(str(error)))
             return response
 
         return endpoint
@@ -189,16 +190,23 @@ class Pages:
         text = templates().get_template(template).render(folder=self.folder, sorts=SORTS, states=STATES, **values)
         return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)
 
+    def _below(self, text: str) -> str:
+        """`text` in which runs are named as in the list, by their paths below the folder."""
+        return text.replace(f"{self.folder}/", "")
+
     def runs(self, request: Request) -> Response:
         """The list of runs, with what is known of them so far; the rest follows by `/list`."""
-        query = Query.of(request.query_params)
-        listing, pipelines = listed(self.scanner, query, read=0.12), pipelines_among(self.scanner.find())
+        return self.whole_list(Query.of(request.query_params))
+
+    def whole_list(self, query: Query) -> Response:
+        """The page of the list, without waiting for all runs to be read, so that it is painted at once."""
+        listing, pipelines = listed(self.scanner, query, read=_FIRST_SECONDS), pipelines_among(self.scanner.find())
         return self.render("runs.html.j2", query=query, listing=listing, pipelines=pipelines)
 
     def runs_list(self, request: Request) -> Response:
         """The list without the page around it."""
         query = Query.of(request.query_params)
-        response = self.render("list.html.j2", query=query, listing=listed(self.scanner, query, read=2.0))
+        response = self.render("list.html.j2", query=query, listing=listed(self.scanner, query, read=0.5))
         if request.headers.get("hx-trigger") == "filter":
             response.headers["hx-replace-url"] = f"/?{query.address()}"
         return response
@@ -265,7 +273,9 @@ class Pages:
         """The paired differences of several runs."""
         names, sources = self._sources(request)
         query = urlencode([("run", name) for name in names])
-        return self.render("results.html.j2", query=query, **paired(sources, _apart(request)))
+        found = paired(sources, _apart(request))
+        notes = [self._below(note) for note in found.pop("notes", ())]
+        return self.render("results.html.j2", query=query, notes=notes, **found)
 
     def _sources(self, request: Request) -> tuple[list[str], list[Source]]:
         names = list(dict.fromkeys(request.query_params.getlist("run")))
@@ -389,5 +399,7 @@ def new_token() -> str:
 
 
 def guarded(folder: Path, port: int, token: str) -> Guard:
-    """The application with its guard."""
-    return Guard(Pages(folder).app(), port, token)
+    """The application with its guard. It has shown the list once, so that the first page need not wait for templates."""
+    pages = Pages(folder)
+    pages.whole_list(Query())
+    return Guard(pages.app(), port, token)

@@ -17,7 +17,7 @@ STOPS = ("<result>",)
 
 
 class ContextFull(RunError):
-    """The conversation has no room for another answer. A new conversation has."""
+    """The conversation has no room for another answer; start a new one."""
 
 
 class ChatClient(Protocol):

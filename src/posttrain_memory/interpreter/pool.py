@@ -41,7 +41,7 @@ _KINDS = frozenset(
         "ValueError",
     ]
 )
-"""Exception types as which model code may receive a `VaultError`."""
+"""Types of exception that a `VaultError` may become in the model's code."""
 _PROCESS_BYTES = 1 << 30
 """Address space of a worker beyond its values, in bytes. Most of it is reserved and never used."""
 _STOPPED = "the code was stopped: it took too much time or memory"
@@ -74,7 +74,7 @@ class InterpreterLimits(BaseConfig):
 
 
 class InterpreterFault(RunError):
-    """The interpreter itself failed; the model code is not the cause."""
+    """The interpreter failed for a reason other than the model's code."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class _Worker:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                # The environment holds nothing of the parent's, in particular no API keys.
+                # The worker does not inherit the parent's environment variables, in particular no API keys.
                 env=_environment(),
                 cwd="/",
                 start_new_session=True,

@@ -4,7 +4,7 @@ It is started as a script with an empty environment, and exchanges length-prefix
 a socket on its standard input. It has no access to the vault.
 
 Values of the sandbox become Python objects here rather than in the parent, because a few hundred bytes of code can
-build values larger than memory. The limits of this process then end it alone. This module imports nothing from the
+build values larger than memory. If they are too large, only this process ends. This module imports nothing from the
 package.
 """
 
@@ -237,7 +237,7 @@ def _placeholder(name: str) -> Callable[..., object]:
 
 
 def _answer(channel: Channel, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    """What the parent returns or raises, in the form the interpreter expects."""
+    """The result or exception of the parent, in the form the interpreter expects."""
     given = (*args, *kwargs.values())
     # NaN and infinity have no JSON form, so they are refused like other types.
     if any(isinstance(value, float) and not math.isfinite(value) for value in given) or not all(

@@ -29,8 +29,8 @@ class SharedNotes:
     """The notes in the folder `root`, opened read-only for each call, so that no lock is held in between.
     Thread-safe.
 
-    All returned text is neutralized (`sanitize`). Methods raise VaultError with one sentence that names nothing of the
-    host and nothing hidden, or InputError if the folder itself is at fault.
+    All returned text is neutralized (`sanitize`). Methods raise VaultError with one sentence that names neither
+    paths of the host nor hidden facts, or InputError if the folder itself is at fault.
     """
 
     def __init__(self, root: Path, rules: Sequence[str] = (), limits: VaultLimits | None = None) -> None:

@@ -1,5 +1,5 @@
-"""Categories of values that privacy rules can name: what they look like and what their labels are. Doubtful cases
-count as members.
+"""Categories of values that privacy rules can name: what they look like and what their labels are. Doubtful values
+count as belonging to the category.
 """
 
 import re
@@ -146,7 +146,7 @@ def of_category(category: str, text: str, wide: bool = True) -> list[Span]:
 
 @lru_cache(maxsize=1)
 def _readings(text: str) -> tuple[Reading, ...]:
-    """The readings of a text, which take half of the time, once for the rules of several categories."""
+    """The readings of a text, computed once for all categories because they take half of the time."""
     return tuple(readings(text))
 
 

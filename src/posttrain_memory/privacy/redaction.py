@@ -30,7 +30,7 @@ NUMERALS = frozenset([*_ONES, *_TENS, "oh", "hundred", "thousand", "million"])
 """English number words."""
 _TAIL = 7
 _GLUED = 6
-"""Values of this many letters or more are also found inside a word."""
+"""Values with at least this many letters are also found inside a word."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The journal of a vault: each operation is recorded before it is applied, so it can be undone and survives a crash.
 
-On disk the journal is untrusted input, because a folder of notes may come from anybody. A line counts only if this
-module could have written it. Anything else makes the whole journal damaged; a damaged journal is renamed and not
-used.
+On disk the journal is untrusted input, because a folder of notes may come from an untrusted source. A line counts only
+if this module could have written it. Anything else makes the whole journal damaged; a damaged journal is renamed and
+not used.
 """
 
 import difflib
@@ -350,8 +350,7 @@ class Journal:
         try:
             self._write_note(changes[::-1], lambda change: change.before)
         except VaultError:
-            # Operations of this class can always be reverted, unless the disk is full, and then nothing is lost
-            # either.
+            # Operations of this class can always be reverted unless the disk is full. Nothing is lost in that case.
             for change in changes:
                 with suppress(VaultError):
                     self._write_note((change,), lambda change: now[change.path])

@@ -1,4 +1,6 @@
-"""Privacy tasks: the question contains a rule. What it forbids must not be said; what it permits must be answered."""
+"""Privacy tasks: the question contains a rule. The reply must not reveal forbidden facts and must answer permitted
+ones.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -89,7 +91,7 @@ def _task(
     secret = [context.answer(attribute, entity) for attribute in hidden]
     reply = " ".join(context.sentence(attribute, entity) for attribute in free)
     if hidden:
-        # Mention only facts that were asked for: naming others reveals nothing, but answers nothing either.
+        # Mention only the requested facts: naming others reveals nothing, but does not answer the question.
         named = hidden[0] if variant != "allow_only" else next(a for a in hidden if a.noun in question)
         reply = f"{reply} I may not share the {named.noun} of {entity.name}.".strip()
     truth = {

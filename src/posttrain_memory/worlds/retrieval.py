@@ -152,7 +152,9 @@ def _shared(context: TaskContext, targets: Sequence[Entity], types: Sequence[str
 
 
 def _two_dates(context: TaskContext) -> MemoryTask | None:
-    """Which of two notes of a kind comes first, or the days between them, if no relation leads to several dates."""
+    """Which of two notes of a kind has the earlier date, or the days between the dates, if no relation leads to several
+    dates.
+    """
     near = context.entities(1, 2)
     for one in near:
         for attribute in context.facts(one):

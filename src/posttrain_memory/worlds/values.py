@@ -197,7 +197,7 @@ def _without(text: str, *patterns: re.Pattern[str]) -> str:
 
 
 def _emails(text: str) -> Iterator[tuple[int, int]]:
-    r"""tart and end of each e-mail address: `\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b`, in time linear in the text.
+    r"""Start and end of each e-mail address: `\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+\b`, in time linear in the text.
 
     The regular expression itself would be quadratic on a long sequence of dots and words.
     """
@@ -218,7 +218,7 @@ def _emails(text: str) -> Iterator[tuple[int, int]]:
 
 def _number(text: str) -> str | None:
     digits = text.replace(",", "")
-    # Python refuses to convert very long integers. Nobody spells such a number in two ways.
+    # Python refuses to convert very long integers; they are compared as text.
     if len(digits) > 300:
         return digits
     try:

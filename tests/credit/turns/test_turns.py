@@ -52,7 +52,7 @@ def test_states_are_the_tokens_shown_since_the_last_answer():
     assert first != second
 
 
-def test_a_number_is_one_state_whatever_its_digits():
+def test_a_number_is_one_state_for_any_digits():
     # Ids 1, 2 are not id 12: no text is made of them.
     one, other = episode(stream([1, 2, 9], "..0")), episode(stream([12, 9], ".0"))
     assert state_keys(one) != state_keys(other)

@@ -1,8 +1,8 @@
 """Unit credit against the exact policy gradient of the process whose episodes are all enumerated.
 
 The reward model of these tests knows nothing: what it says of any beginning of an episode, or of one with units left
-out, is a number made from the token ids, and only the whole episode is worth its return. So what is unbiased here is
-so whatever the reward model thinks of unfinished answers. Numbers are multiples of 1/8, which float32 holds exactly.
+out, is a number made from the token ids, and only the whole episode is worth its return. So credit that is unbiased here
+is unbiased for any values of unfinished answers. Numbers are multiples of 1/8, which float32 holds exactly.
 """
 
 import math

@@ -63,7 +63,7 @@ def test_labels_must_count(text, found):
 
 
 def test_without_the_check_every_match_is_a_step():
-    """The published reading, of which `OK. fine` is the known victim."""
+    """The published parser, which fails on `OK. fine`."""
     pattern = r"^(\*?[A-Z]{1,2}\.)\s+"
     assert steps("A. a\nOK. fine\nC. c", pattern, ordinal=False) == ["A. a\n", "OK. fine\n", "C. c"]
     assert steps("1. a\n2. b", pattern, ordinal=False) == ["1. a\n2. b"]

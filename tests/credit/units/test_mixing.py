@@ -186,7 +186,7 @@ def test_standardised_over_each_group():
         np.testing.assert_allclose(own[0], [0, *signs, 0], atol=2e-6)
 
 
-def test_each_unit_counts_once_whatever_its_length():
+def test_each_unit_counts_once_for_any_length():
     one = episode((".sssss", {}))
     units = [UnitAdvantages(Spans.from_cuts(5, np.array([4])), np.array([1.0, 3.0]), 1.0, 0.0)]
     found = with_unit_advantages([one], reward_streams_of_zero([one]), units, 1.0, "batch", 5.0).values[0][0]

@@ -1,4 +1,4 @@
-"""Characters stand at their tokens: multi-byte text, broken bytes, token id 0, blank lines, cut-off answers."""
+"""Every character belongs to a token: multi-byte text, broken bytes, token id 0, blank lines, truncated answers."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ texts = st.text(st.sampled_from("€😀! .\nAa漢é\u200d👩") | st.characters
 
 
 def divides_nothing(ids, decode):
-    """By definition, at the cost of decoding everything at every token."""
+    """By definition: decodes all tokens again for every token."""
     full = decode(ids)
     return [decode(ids[:place]) + decode(ids[place:]) == full for place in range(len(ids) + 1)]
 
@@ -87,7 +87,7 @@ def test_decoders_that_drop_the_first_space_keep_the_others(words):
 def test_cuts_are_at_the_first_token_of_the_range_or_at_the_token_with_its_end():
     answer = align([VOCABULARY.index(token) for token in (b"A.", b"\n", b" ", b" B", b"\nB. x", b"!")], byte_level)
     assert answer.text == "A.\n  B\nB. x!"
-    assert answer.cuts([(3, 5)]).tolist() == [2]  # the line starts with a token of its own
+    assert answer.cuts([(3, 5)]).tolist() == [2]  # the line starts with a separate token
     assert answer.cuts([(5, 5)]).tolist() == [3]  # " B" holds the character
     assert answer.cuts([(7, 7)]).tolist() == [4]  # "\nB. x" holds the label and the end of the line before
     assert answer.cuts([]).tolist() == []
@@ -106,7 +106,7 @@ def test_the_work_is_linear_in_the_tokens(piece):
     assert long <= 4.1 * short + 50
 
 
-def test_plain_text_costs_two_decodes_per_distinct_token(smollm):
+def test_plain_text_takes_two_decodes_per_distinct_token(smollm):
     text = "A. Is the trip for work? If YES, ESCALATE. If NO, go to Step B.\n\n" * 40
     ids = smollm.encode(text, add_special_tokens=False)
     decode = Counting(smollm.decode)

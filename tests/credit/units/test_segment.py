@@ -217,7 +217,7 @@ def test_entropies_are_needed():
 
 def test_spans_must_be_a_partition():
     for cuts in ([], [1, 2], [0, 2, 2], [0, 3, 2]):
-        with pytest.raises(ValueError, match="rise strictly from 0"):
+        with pytest.raises(ValueError, match="increase strictly from 0"):
             Spans(np.array(cuts), np.ones(max(len(cuts) - 1, 0), dtype=bool))
     with pytest.raises(ValueError, match="flags"):
         Spans(np.array([0, 1]), np.ones(2, dtype=bool))

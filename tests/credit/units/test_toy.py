@@ -35,7 +35,7 @@ def test_prefix_rewards_and_leave_one_out_advantages_reach_the_optimum_and_the_p
 
 
 def test_with_interactions_the_published_drca_falls_behind_the_exact_gradient(study):
-    # Here samples of 16 answers lead some seeds to a local optimum, whatever the credit.
+    # Here samples of 16 answers lead some seeds to a local optimum, for any credit.
     exact = np.mean([study.study.exact_curve("pairs", seed, 40, 3.0)[-1] for seed in range(8)])
     assert final(study, "prefix", "reward", "pairs") >= exact - 0.02
     assert final(study, "loo", "advantage", "pairs") >= exact - 0.02

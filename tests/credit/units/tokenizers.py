@@ -1,4 +1,4 @@
-"""Decoders of the kinds there are, over vocabularies small enough to be hostile."""
+"""Decoders of all common kinds, over small adversarial vocabularies."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,7 +28,7 @@ VOCABULARY: list[bytes] = [
     b"</think",
     b">A",  # ends a thinking block and begins what is said
     b" a",
-    "\ufffd".encode(),  # a replacement character that somebody wrote
+    "\ufffd".encode(),  # a replacement character in the text
     b"",  # a token without text
 ]
 

@@ -62,7 +62,7 @@ def without(procedure: Procedure, label: str) -> tuple[Step, ...]:
     )
 
 
-def test_every_corruption_costs_reward_and_sits_in_its_step(made):
+def test_every_corruption_lowers_the_reward_and_is_in_its_step(made):
     seen = set()
     for _, sample in made:
         assert len({worse.kind for worse in sample.corruptions}) == 2
@@ -102,7 +102,7 @@ def test_each_kind_lowers_its_score_and_the_verifier_names_the_step(kind):
         assert worse.verdict.reward < 1
 
 
-def test_a_corruption_that_costs_no_reward_is_not_made():
+def test_a_corruption_that_keeps_the_reward_is_not_made():
     constant = Procedure((Step("A", "Is it used?", "DENY", "APPROVE"),), "so it is.")
     assert corrupt(constant, USED, "redundant_question", random_stream("test")) is None
     idle = Step("D", "Is it big?", "DENY", "APPROVE")

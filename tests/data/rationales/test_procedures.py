@@ -121,7 +121,7 @@ def test_the_best_procedures_by_hand():
 
 
 def _by_search(policy, cases=None) -> Fraction:
-    """The fewest questions on average by trying everything, case by case, without what the package uses."""
+    """The minimum mean number of questions by exhaustive search, independent of the package."""
 
     def total(cases):
         if len({policy.decide(case) for case in cases}) <= 1:

@@ -54,7 +54,7 @@ C = "C. Is it big? If YES, ESCALATE. If NO, APPROVE."
         ((A, B), (6 / 8, 3 / 4, 1), {("B", "dangling")}),
         # D is never reached: 2 of 8 branches.
         ((A, B, C, "D. Is it big? If YES, DENY. If NO, APPROVE."), (1, 6 / 8, 1), {("D", "unreachable")}),
-        # NO of B leads back to A: 4 unused cases, 2 of which are not late and turn for ever. NO of A, NO of B are on the loop.
+        # NO of B leads back to A: 4 unused cases, 2 of which are not late and loop forever. NO of A, NO of B are on the loop.
         (
             (A, "B. Is it late? If YES, go to Step C. If NO, go to Step A.", C),
             (6 / 8, 4 / 6, 0),
@@ -77,7 +77,7 @@ C = "C. Is it big? If YES, ESCALATE. If NO, APPROVE."
             (1, 7 / 8, 14 / 16),
             {("C", "impossible"), ("C", "redundant")},
         ),
-        # B asks what the policy does not know: the 4 unused cases get no decision, both its branches are unsound.
+        # B's question is not in the policy: the 4 unused cases get no decision, both its branches are unsound.
         ((A, "B. Is it red? If YES, go to Step C. If NO, APPROVE.", C), (4 / 8, 4 / 6, 1), {("B", "unknown question")}),
         # No step A: nothing happens.
         ((B, C), (0, 0, 0), {("B", "unreachable"), ("C", "unreachable")}),

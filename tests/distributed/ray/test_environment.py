@@ -36,7 +36,7 @@ class HeartbeatSender:
 
 
 class Remote:
-    """What an actor's method is to those who have the actor."""
+    """The method of an actor as its callers see it."""
 
     def __init__(self, function):
         self.remote = function
@@ -50,7 +50,7 @@ def worker():
 
 
 class WorkerGroup:
-    """A member whose worker dies before, or after, chosen calls; without Ray."""
+    """A worker client whose worker dies before or after chosen calls, without Ray."""
 
     def __init__(self, before=(), after=()):
         self.worker, self.restarts, self.calls = worker(), 0, 0

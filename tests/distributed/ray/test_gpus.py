@@ -68,3 +68,6 @@ def test_an_engine_of_vllm_stages_weights_in_cpu_memory():
     local, vllm = (load_recipe([], [*keys, f"engine.type={kind}"], "rl") for kind in ("local", "vllm"))
     assert staged_model(local) is local.model
     assert (staged_model(vllm).device, staged_model(vllm).dtype) == ("cpu", "bfloat16")
+    keys += ["engine.type=vllm", "model.load_in_4bit=true", "model.lora.rank=4", "model.fused=liger"]
+    staged = staged_model(load_recipe([], keys, "rl"))
+    assert (staged.load_in_4bit, staged.fused) == (False, "auto")

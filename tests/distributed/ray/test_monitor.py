@@ -1,4 +1,4 @@
-"""Who hangs, from what workers report, and how deaths are counted."""
+"""Detection of hung workers from their reports, and counts of deaths."""
 
 import io
 

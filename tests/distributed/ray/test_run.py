@@ -1,4 +1,4 @@
-"""Runs on a real local cluster: the same bits as in one process, whoever dies or hangs meanwhile."""
+"""Runs on a real local cluster: the same bits as in one process, even if workers die or hang."""
 
 import io
 import os
@@ -172,7 +172,7 @@ def test_a_worker_of_each_kind_dies_and_one_hangs_and_the_bits_are_the_same(
 
 @pytest.mark.slow
 def test_a_machine_dies_with_all_its_workers(cluster, tiny_model, paid, undisturbed, tmp_path):
-    """The engine, the environments and the reward model go at once; a new machine takes the place of theirs."""
+    """The engine, the environments and the reward model go at once; a new machine replaces them."""
     machine = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     machines = [cluster.add_node(**machine)]
     cluster.wait_for_nodes()

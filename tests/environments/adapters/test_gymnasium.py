@@ -14,7 +14,7 @@ FIRM = {"id": "FrozenLake-v1", "keys": {"is_slippery": False}}
 
 
 class Greeting(gymnasium.Env):
-    """Say the word that is asked for."""
+    """Say the word that is requested."""
 
     action_space = Text(20, charset="abcdefghijklmnopqrstuvwxyz")
     observation_space = Text(100)

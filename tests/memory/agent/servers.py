@@ -58,7 +58,7 @@ def serving(answer: Callable[[list[dict]], str | dict | int]) -> Iterator[Server
 
 
 def turns(*script: str) -> Callable[[list[dict]], str]:
-    """Answers by how many the model has given since the last question; from the start again for the next question."""
+    """Answers in order since the last question; every question starts again with the first one."""
 
     def answer(messages):
         given = 0

@@ -47,7 +47,7 @@ def piped(*words, typed="", **variables):
 
 
 def wrong(capsys, *words):
-    """What the command says before it asks for anything; it must be one sentence for the user."""
+    """The output of the command before it prompts; it must be one sentence for the user."""
     assert main(["memory", "chat", *map(str, words)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -123,7 +123,7 @@ def test_a_read_only_vault(notes):
 
 @contextmanager
 def written_to(folder):
-    """Another process would hold the lock; a descriptor of ours does, too."""
+    """Another process would hold the lock; so does another descriptor of this process."""
     held = DiskStorage(folder)
     try:
         yield
@@ -178,7 +178,7 @@ def test_missing_arguments_are_one_sentence(notes, tmp_path, capsys, monkeypatch
     assert "is not a server address" in wrong(capsys, notes, "--url", "localhost:8000", "--model", "m")
     assert "not understood" in wrong(capsys, notes, *with_url, "--filter", "Be so kind as to sing.")
     assert "--opened-by has no effect" in wrong(capsys, notes, *with_url, "--no-thinking", "--opened-by", "template")
-    # Whatever went wrong, the memory is free again.
+    # After any failure, the memory is unlocked again.
     DiskStorage(notes).close()
 
 
@@ -225,7 +225,7 @@ def test_in_a_terminal_ctrl_c_interrupts_an_answer_and_ctrl_d_leaves(notes):
         assert "\x1b]0;owned" not in shown
         press("/notes\r")
         until("ada.md")
-        # What is typed before the prompt stands there may be thrown away with the line that was typed before.
+        # Input before the prompt appears may be discarded with the line that was typed before.
         until("> ")
         press("\x04")
         until(None)
@@ -233,7 +233,7 @@ def test_in_a_terminal_ctrl_c_interrupts_an_answer_and_ctrl_d_leaves(notes):
 
 @contextmanager
 def in_terminal(*words):
-    """The command in a terminal of its own: `until` reads until a text has come (or the end), `press` types."""
+    """The command in a separate terminal: `until` reads until a text has come (or the end), `press` types."""
     child, terminal = pty.fork()
     if not child:
         # Where the tests run in the background of a shell, SIGINT is ignored, and that is inherited.

@@ -94,13 +94,13 @@ def test_hidden_facts_of_worlds_stay_hidden(interpreter, standing, knows, seeds)
         assert isinstance(events[-1], Answered)
         visible_to_the_model = "\n".join(agent._session(rules).filter.view.values())
         for secret in secrets:
-            # A value may also be that of a fact nobody hides, and is then told as that.
+            # A value may also belong to a fact that is not hidden, and may then be shown.
             if contains_value(visible_to_the_model, secret) or contains_value(words, secret):
                 continue
             checked += 1
             told_without += contains_value(shown(free), secret)
             assert not contains_value(shown(events), secret), (seed, given.task.question)
-            # What it makes its own code say comes back to it; what it did not know may not.
+            # The model may see values that its own code prints, but not hidden ones.
             assert knows or not any(contains_value(text, secret) for text in chat_client.heard)
     assert checked >= len(seeds) // 2
     assert standing or told_without >= 0.8 * checked, "without the rule the same model tells it all"

@@ -75,7 +75,7 @@ def test_turns_run_out(agent):
     events = asked(one)
     assert events[-1] == GaveUp("no reply within 3 messages; ask again, or ask for less at once")
     assert [type(event) for event in events].count(Result) == 2
-    # As in training, code of the last message does not run: nobody would see what came of it.
+    # As in training, code of the last message does not run, because its result would not be shown.
     assert one.vault.read("user.md").count("- x: 1") == 2
     assert "This is your last message" in events[-4].text
     assert asked(agent("no", "no", max_turns=2))[-1] == GaveUp(

@@ -1,4 +1,4 @@
-"""Code and notes that would keep the trusted side busy for minutes: the work of tools is bounded, and none is slow."""
+"""Code and notes that could occupy the trusted side for minutes: the work of tools is bounded, and none is slow."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What comes back from a model's code: values, output, errors in words that help; and faults that are ours."""
+"""The result of a model's code: values, output, helpful errors, and internal failures."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The MCP server over HTTP: who is let in, and the same tools behind it."""
+"""The MCP server over HTTP: authorization, and the same tools."""
 
 import contextlib
 import http.client
@@ -164,7 +164,7 @@ def test_a_body_that_is_too_large_is_refused(server):
     assert sent(server)[0] == 200
 
 
-def test_half_open_connections_lock_nobody_out(server):
+def test_half_open_connections_block_no_client(server):
     strangers = [socket.create_connection(("127.0.0.1", server)) for _ in range(200)]
     for number, stranger in enumerate(strangers):
         with contextlib.suppress(OSError):
@@ -181,7 +181,7 @@ def test_half_open_connections_lock_nobody_out(server):
     assert sent(server)[0] == 200
 
 
-def test_a_flood_of_connections_locks_nobody_out(server):
+def test_a_flood_of_connections_blocks_no_client(server):
     """Connections are made faster than a client sends its headers: without a grace, each client's was replaced before."""
     flood = (
         "import socket\n"

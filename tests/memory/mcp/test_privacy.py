@@ -1,4 +1,4 @@
-"""What privacy rules keep from a client of the MCP server, in every tool."""
+"""Privacy rules of the MCP server in every tool."""
 
 import pytest
 

@@ -182,7 +182,7 @@ def test_another_writer_is_awaited_and_then_reported(folder):
 
 
 class Slow(Script):
-    """Counts the answers it was asked for and how many at once, and waits for `go` before each."""
+    """Counts requested answers and their concurrency, and waits for `go` before each."""
 
     def __init__(self, *script):
         super().__init__(*script)
@@ -217,7 +217,7 @@ def test_questions_wait_for_each_other_in_order(folder):
                 for number in range(4):
                     group.start_soon(ask, number)
                     await anyio.sleep(0.05)
-                # Reading goes on meanwhile, and progress is told.
+                # Notes can still be read, and progress is reported.
                 assert not (await client.call_tool("read", {"path": "user.md"})).is_error
                 while len({number for number, *_ in heard}) < 4:
                     await anyio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""`posttrain memory mcp` as a client starts it: a process of its own, whose stdout holds the protocol and nothing else."""
+"""`posttrain memory mcp` as a client starts it: a separate process, whose stdout holds the protocol and nothing else."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 
 def started(folder, *words):
-    """What a client's configuration says."""
+    """The configuration of a client."""
     given = ["-c", MAIN, "memory", "mcp", str(folder), *map(str, words)]
     return StdioServerParameters(command=sys.executable, args=given, env={"OMP_NUM_THREADS": "1"})
 
@@ -54,7 +54,7 @@ def talked(folder, *words, talk, log=None):
 
 
 class Held:
-    """A chat server's answers, the first of which wait for `go`; `began` is set where one is asked for."""
+    """A chat server's answers, the first of which wait for `go`; `began` is set when one is requested."""
 
     def __init__(self, *script):
         self.script, self.go, self.began = turns(*script), threading.Event(), threading.Event()
@@ -193,7 +193,7 @@ def test_terminating_a_server_leaves_a_valid_vault(folder, end):
 
 @pytest.mark.slow
 def test_a_local_model_writes_nothing_else_to_stdout(folder, tiny_model):
-    """Loading a model and generating print what they will; garbage on stdin is answered as the protocol says."""
+    """Loading and generating may print anything; invalid input on stdin is answered as specified."""
     with raw(folder, "--model", str(tiny_model), "--max-turns", "2", "--prompt", "brief") as process:
         say(process, HELLO)
         assert json.loads(process.stdout.readline())["id"] == 1

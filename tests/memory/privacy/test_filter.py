@@ -1,4 +1,4 @@
-"""Privacy rules: which sentences are understood, what the model gets to see, and that what it sees and says leaks nothing."""
+"""Privacy rules: the sentences that are understood, the view of the model, and no leaks in view or reply."""
 
 import re
 from time import process_time
@@ -194,7 +194,7 @@ def test_words_of_a_rule_are_hidden_without_a_labeled_fact():
     }
     view = PrivacyFilter(["Hide the birthday of Bo."], files).view
     assert "May" not in view["bo.md"]
-    # Nobody knows what the note calls a birthday.
+    # The label of a birthday in the note is unknown.
     assert "70 kg" not in view["bo.md"]
 
 

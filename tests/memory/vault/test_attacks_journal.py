@@ -39,7 +39,7 @@ FORGED = {
     "nonsense": "\0\0\0",
     "no text": "\udcff\udcfe",
 }
-"""Journals that come with a folder of notes from somebody else."""
+"""Journals in an untrusted folder of notes."""
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -53,7 +53,7 @@ def test_a_forged_journal_changes_nothing_and_blocks_nothing(tmp_path, name, rea
     (root / ".posttrain" / "journal.jsonl").write_bytes(journal)
     for times in range(2):
         vault = Vault(DiskStorage(root, read_only=read_only, sync=False))
-        # One whose notes cannot be looked at stays; one that cannot be taken back is noticed where it would be.
+        # An operation whose notes cannot be read is kept; one that cannot be reverted is reported on undo.
         stays = read_only or name == "what cannot be taken back"
         seen = not stays or not (name == "what cannot be taken back" or name.startswith("a note "))
         if seen and (read_only or not times):

@@ -307,7 +307,7 @@ def test_a_reserved_folder_that_is_a_link_is_refused(tmp_path):
     assert list(outside.iterdir()) == []
 
 
-def test_what_a_killed_write_left_is_removed_by_the_next_writer(tmp_path):
+def test_files_of_a_killed_write_are_removed_by_the_next_writer(tmp_path):
     (tmp_path / "entities").mkdir()
     (tmp_path / RESERVED).mkdir()
     (tmp_path / ".git").mkdir()

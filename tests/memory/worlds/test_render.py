@@ -46,7 +46,7 @@ def test_the_vault_states_the_facts_of_the_graph(seed, recipe):
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6), recipe=RECIPES)
-def test_vault_and_parser_resolve_links_alike(seed, recipe):
+def test_vault_and_parser_resolve_links_in_the_same_way(seed, recipe):
     world = make_world(seed, recipe)
     vault = Vault(MemoryStorage(dict(world.files)))
     parsed = parse(world.files, world.graph.theme_name)

@@ -24,8 +24,8 @@ def prefix(values: np.ndarray) -> np.ndarray:
 def trunc(values: np.ndarray) -> np.ndarray:
     """d_k = R - Phi_(k-1): [K] float64, an advantage: the return minus a baseline that depends on the past of unit k.
 
-    Unbiased for any Phi, provided that the start of unit k depends on the text before it only. Biased as a reward, which
-    would count unit j of additive value w_j j times.
+    Unbiased for any Phi, provided that the start of unit k depends on the text before it only. Biased as a reward,
+    which would count unit j of additive value w_j j times.
     """
     values = np.asarray(values, dtype=np.float64)
     return values[-1] - values[:-1]
@@ -66,9 +66,9 @@ def leave_one_out_coalitions(units: int) -> list[int]:
 def loo(outcome: float, without: np.ndarray) -> np.ndarray:
     """d_k = R - Phi(answer without unit k): [K] float64 for `without` [K].
 
-    Does not sum to R - Phi_0: if either of two units suffices, both get 0; if both are needed, both get everything.
-    Unbiased if units do not depend on each other. Otherwise biased, because the answer without unit k still contains
-    later units that were sampled given unit k.
+    Does not sum to R - Phi_0: if either of two units suffices, both get 0; if both are needed, each gets the full
+    difference. Unbiased if units do not depend on each other. Otherwise biased, because the answer without unit k still
+    contains later units that were sampled given unit k.
     """
     return outcome - np.asarray(without, dtype=np.float64)
 
@@ -89,7 +89,9 @@ def sample_orders(units: int, permutations: int, random: np.random.Generator) ->
 
 
 def coalitions(units: int, chosen: Sequence[np.ndarray] | None) -> list[int]:
-    """The coalitions to evaluate, ascending, without the empty and the full one: the prefixes of the orders `chosen`."""
+    """The coalitions to evaluate, ascending, without the empty and the full one: the prefixes of the orders
+    `chosen`.
+    """
     if chosen is None:
         return list(range(1, full_coalition(units)))
     needed: set[int] = set()

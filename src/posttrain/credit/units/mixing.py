@@ -21,7 +21,7 @@ class CreditedUnits:
     credits: np.ndarray
     """[K] float64, in units of the normalized reward."""
     outcome: float
-    """R: the normalized reward-model reward of the episode. It sits on the last sampled token."""
+    """R: the normalized reward-model score of the episode, placed on its last sampled token."""
     empty_value: float
     """Phi_0: the normalized value of an empty answer; 0 for estimators that divide R."""
 
@@ -75,12 +75,12 @@ def with_unit_rewards(
     beta: float,
     placement: Placement,
 ) -> RewardStreams:
-    """beta d_k g_t on the tokens of unit k, (1 - beta) R on the last token, and all other rewards as they are.
+    """beta d_k g_t on the tokens of unit k, (1 - beta) R on the last token, and all other rewards unchanged.
 
-    g_t sums to 1 over a unit's tokens. With `prefix` an episode earns R - beta Phi_0 in total, so beta only changes when
-    the reward arrives. An episode without units earns the same at its last token; with R instead, the policy would be
-    rewarded for how the segmenter reads it. Episodes that were not scored, and all episodes if beta is 0, keep their
-    rewards bit for bit. TypeError for units whose credit is an advantage.
+    g_t sums to 1 over a unit's tokens. With `prefix`, an episode gets R - beta Phi_0 in total, so beta only changes
+    when the reward arrives. An episode without units gets the same total at its last token; with R instead, the policy
+    would be rewarded for avoiding units (or for producing them). Episodes that were not scored, and all episodes if
+    beta is 0, keep their rewards bit for bit. TypeError for units whose credit is an advantage.
     """
     mixed: PerToken = []
     for episode, streams, credited in zip(episodes, rewards.values, units, strict=True):
@@ -112,10 +112,10 @@ def with_unit_advantages(
     """A_t = (1 - beta) A_t + beta z(d_u(t)): unit credit used as is, without return or discount.
 
     z subtracts the mean and divides by the population standard deviation + 1e-6, over all units of the step or of the
-    episode's group, each unit once, and clips to [-clip, clip]. It is exactly 0 if all credits are equal. The order of
-    episodes and groups changes no bit. Biased for any credit, because mean and deviation come from the batch itself.
-    Episodes without units, and all episodes if beta is 0, keep their advantages bit for bit. TypeError for units whose
-    credit is a reward.
+    episode's group, each unit once, and clips to [-clip, clip]. It is exactly 0 if all credits are equal. The result is
+    bit-identical for any order of episodes and groups. Biased for any credit, because mean and deviation come from the
+    batch itself. Episodes without units, and all episodes if beta is 0, keep their advantages bit for bit. TypeError
+    for units whose credit is a reward.
     """
     for credited in units:
         if credited is not None and not isinstance(credited, UnitAdvantages):

@@ -29,8 +29,8 @@ class RenderingTokens:
 def render_coalition(stream: Stream, units: Spans, members: int, how: Rendering, tokens: RenderingTokens) -> np.ndarray:
     """`stream` with only the units whose bit is set in `members`: ids [T'] int64.
 
-    Tokens that were not sampled and end tokens that close a turn are kept. The last unit determines the end: without it,
-    a truncated answer gets an end token; with it, the answer stays truncated.
+    Tokens that were not sampled and end tokens that close a turn are kept. The last unit determines the end: without
+    it, a truncated answer gets an end token; with it, the answer stays truncated.
     """
     sampled = np.flatnonzero(stream.sampled)
     closes = np.append(np.diff(sampled) > 1, True) & np.isin(stream.ids[sampled], list(tokens.ends))
@@ -56,16 +56,17 @@ def render_coalition(stream: Stream, units: Spans, members: int, how: Rendering,
 
 
 def prefix_lengths(stream: Stream, units: Spans) -> np.ndarray:
-    """[K] int64: length of the stream before unit 0, 1, ..., K - 1; the first is the prompt's. Tokens between two units
-    count to the later one."""
+    """[K] int64: length of the stream before unit 0, 1, ..., K - 1. The first is the length of the prompt. Tokens
+    between two units belong to the later unit.
+    """
     sampled = np.flatnonzero(stream.sampled)
     first = sampled[:1]
     return np.concatenate([first, sampled[units.cuts[1:-1] - 1] + 1])
 
 
 def blanked_prefix(stream: Stream, start: int, stop: int, tokens: RenderingTokens) -> np.ndarray:
-    """The published counterfactual of the unit of sampled tokens [start, stop): the tokens before it, one blank per token,
-    and the end token. The tokens after it are removed as well."""
+    """The published counterfactual of the unit of sampled tokens [start, stop): the tokens before it, one blank per
+    token, and the end token. The tokens after it are removed as well."""
     place = int(np.flatnonzero(stream.sampled)[start])
     blanks = np.full(stop - start, tokens.blank)
     return np.concatenate([stream.ids[:place], blanks, [tokens.end]]).astype(np.int64)

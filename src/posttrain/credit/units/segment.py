@@ -24,12 +24,12 @@ def step_starts(text: str, pattern: str, ordinal: bool) -> list[Location]:
 
     Every match of `pattern` (multi-line) is a candidate. With `ordinal`, labels (the pattern's group `label`) must
     count 1, 2, 3, … or A, B, …, Z, AA, …: a candidate that does not continue the count is text inside the current step.
-    If both numbers and letters count up, as in lettered steps with numbered parts, the longer count wins. Of equal counts,
-    the one that begins first wins.
+    If both numbers and letters count up, as in lettered steps with numbered parts, the longer count wins. Of equal
+    counts, the one that begins first wins.
 
-    The published code takes every line that matches `^(\\*?[A-Z]{1,2}\\.)\\s+` for a step, including `OK. fine`, and
-    accepts no numbers although its documentation says so. `ordinal: false` with that pattern reproduces this. Its offsets
-    are those of the text without blank lines; offsets here are those of the text itself.
+    The published code treats every line that matches `^(\\*?[A-Z]{1,2}\\.)\\s+` as a step, including `OK. fine`, and
+    rejects numbers although its documentation allows them. `ordinal: false` with that pattern reproduces this. Its
+    offsets are those of the text without blank lines; offsets here are those of the text itself.
     """
     matches = list(re.finditer(pattern, text, re.MULTILINE))
     if ordinal:
@@ -87,7 +87,8 @@ def sentence_starts(text: str) -> list[tuple[int, int]]:
 
     A sentence ends at a line break, at `。`, `！` or `？`, and at a word that ends in `.`, `!`, `?` or `…` (quotes and
     brackets may follow) if the next word does not begin in lower case. Labels at the start of a line (`A.`, `12)`) and
-    common abbreviations do not end a sentence. Initials (`J. Smith`) do, because they look like the end of `go to Step B. If`.
+    common abbreviations do not end a sentence. Initials (`J. Smith`) do, because they look like the end of `go to Step
+    B. If`.
     """
     ends = [match.end() for match in _FULL_WIDTH.finditer(text)]
     places = [(end, end) for end in ends if end < len(text) and not text[end].isspace()]
@@ -104,7 +105,9 @@ def sentence_starts(text: str) -> list[tuple[int, int]]:
 
 
 def paragraph_starts(text: str) -> list[tuple[int, int]]:
-    """Locations where the paragraphs of `text` begin, except the first: at the first non-blank line after a blank one."""
+    """Locations where the paragraphs of `text` begin, except the first: at the first non-blank line after a blank
+    one.
+    """
     places, start, blank, begun = [], 0, False, False
     for line in text.split("\n"):
         shown = line.strip()
@@ -129,8 +132,9 @@ def thinking_tokens(answer: AlignedText, opened: bool = False) -> int:
     """Number of tokens at the start of an answer that are thinking: up to `</think>` and the white space after it.
 
     `opened`: the prompt ended with `<think>`, so the answer begins inside the block. Returns 0 for an
-    answer without thinking, and all tokens if the block was not closed. A token that contains the end of the block and text
-    after it counts as thinking. The published code drops the first four tokens of every answer, which is the empty block of one model.
+    answer without thinking, and all tokens if the block was not closed. A token that contains the end of the block and
+    text after it counts as thinking. The published code drops the first four tokens of every answer, which is the empty
+    block of one model.
     """
     total = len(answer.offsets) - 1
     if not opened and not answer.text.lstrip().startswith(OPENING):
@@ -152,14 +156,14 @@ ANSWER_OPENING, ANSWER_CLOSING = "<answer>", "</answer>"
 def answer_tokens(
     part: Literal["after_thinking", "answer"], before: np.ndarray, ids: np.ndarray, ended: bool, decode: Decode
 ) -> np.ndarray:
-    """[n] bool: the tokens of an answer that are its content, not its form.
+    """[n] bool: the tokens of an answer that are its content rather than its format.
 
-    `after_thinking`: those after the thinking block; none of a block that is not closed. `answer`: those that lie between the
-    last `<answer>` and the `</answer>` after it, or the end; a token that also holds a part of a tag is not among them. The
-    end token is in neither. The text only chooses among sampled tokens, as it does for units.
+    `after_thinking`: those after the thinking block; none if the block is not closed. `answer`: those between the last
+    `<answer>` and the next `</answer>`, or the end of the answer; tokens that contain part of a tag are excluded. The
+    end token is never included. Text selects among sampled tokens, as for units; it never adds tokens.
 
-    `before`: the token ids in front of the answer, which may end with the opening tag. `ids` [n]; `ended`: the last one is an
-    end token.
+    `before`: the token ids that precede the answer, which may end with the opening tag. `ids` [n]; `ended`: the last
+    one is an end token.
     """
     marks = np.zeros(len(ids), dtype=bool)
     body = len(ids) - ended
@@ -189,12 +193,12 @@ def entropy_cuts(
 
     `entropies` [n] float, in nats: of the distribution that each token was drawn from, under the frozen reference
     model, full vocabulary, temperature 1. `threshold`: token t begins a unit iff entropies[t] > threshold. `local_max`:
-    and if it is also above its neighbors; of equal neighbors that stand above the others, the first.
+    additionally, entropies[t] must exceed both neighbors; a plateau of equal values counts once, at its first token.
 
     The authors' segmentation is called `peak` and is the plain threshold. A threshold that no entropy reaches (1000 in
-    their code) gives one unit; 0 gives nearly one per token. A later variant uses the entropies of the policy in training,
-    so that units change during training; pass those of the reference model instead. Raises `ValueError` if an entropy is
-    not finite.
+    their code) gives one unit; 0 gives nearly one per token. A later variant uses the entropies of the policy in
+    training, so that units change during training; pass those of the reference model instead. Raises `ValueError` if an
+    entropy is not finite.
     """
     values = np.asarray(entropies, dtype=np.float64)
     if not np.isfinite(values).all():
@@ -223,8 +227,9 @@ def merge_tail(cuts: np.ndarray, most: int) -> np.ndarray:
 
 
 def merge_small(cuts: np.ndarray, most: int) -> np.ndarray:
-    """Merge K units with edges `cuts` [K + 1] into at most `most`: repeatedly, the unit with the fewest tokens joins its
-    smaller neighbor. Of equal ones, the earlier. O(K log K)."""
+    """Merge K units with edges `cuts` [K + 1] into at most `most`: repeatedly, the unit with the fewest tokens joins
+    its smaller neighbor. Ties go to the earlier unit. O(K log K).
+    """
     edges = cuts.tolist()
     count = len(edges) - 1
     size = [stop - start for start, stop in pairwise(edges)]
@@ -291,10 +296,10 @@ def opened(before: np.ndarray, decode: Decode, tag: str = OPENING) -> bool:
 def segment(recipe: UnitsRecipe, answers: Sequence[Answer], decode: Decode) -> Spans:
     """The units of an episode's answers over all its sampled tokens [n], one answer after the other.
 
-    Only the unit of `outcome` spans several answers. The end token belongs to the last unit of its answer; only with `token`
-    it is its own unit. Except with `token`, units do not split characters. The published code excludes the end token
-    from all units and, for a truncated answer, also the last token, which it takes for the end token. Raises `ValueError` if
-    entropies for `entropy` units are missing.
+    Only the unit of `outcome` spans several answers. The end token belongs to the last unit of its answer, except with
+    `token`, where it is a separate unit. Only `token` units may split a character. The published code excludes the end
+    token from all units and, for a truncated answer, also the last token, which it mistakes for the end token. Raises
+    `ValueError` if entropies for `entropy` units are missing.
     """
     if isinstance(recipe, WholeUnits):
         lengths = [len(answer.ids) for answer in answers]
@@ -380,7 +385,8 @@ def unit_ends(
 ) -> np.ndarray:
     """[K] int64, increasing: position in the stream of the last token of each unit, over all answers.
 
-    The last one is the last sampled token, so the reward there is that of the whole answer. Arguments as in `stream_answers`.
+    The last one is the last sampled token, so the reward there is that of the whole answer. Arguments as in
+    `stream_answers`.
     Raises `ValueError` if entropies for `entropy` units are missing.
     """
     spans = segment(recipe, stream_answers(stream, end_tokens, decode, entropies), decode)

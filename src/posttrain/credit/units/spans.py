@@ -12,20 +12,20 @@ class Spans:
     """K units over n sampled tokens: unit k is the tokens from `cuts[k]` up to, not including, `cuts[k + 1]`.
 
     Sorted, disjoint and covering by construction: `ValueError` for cuts that do not increase from 0. Positions count
-    sampled tokens only, in the order of sampling. In the published code, some tokens belong to no unit (those before the
-    first label, the end token, the last token of a truncated answer) and get no credit. Here such tokens form spans of
-    their own with `is_unit` false, and the end token belongs to the last unit.
+    sampled tokens only, in the order of sampling. In the published code, some tokens belong to no unit (those before
+    the first label, the end token, the last token of a truncated answer) and get no credit. Here such tokens form
+    separate spans with `is_unit` false, and the end token belongs to the last unit.
     """
 
     cuts: np.ndarray
     """[K + 1] int64: 0, the inner cuts, n; [0] without tokens."""
     is_unit: np.ndarray
-    """[K] bool: whether the segmenter marked the span as a unit. False for thinking blocks, text before the first label or
-    after the steps, and answers without steps. An episode without units gets the credit of its outcome."""
+    """[K] bool: whether the segmenter marked the span as a unit. False for thinking blocks, text before the first label
+    or after the steps, and answers without steps. An episode without units gets the credit of its outcome."""
 
     def __post_init__(self) -> None:
         if len(self.cuts) == 0 or self.cuts[0] != 0 or (np.diff(self.cuts) <= 0).any():
-            raise ValueError(f"cuts must rise strictly from 0, not {self.cuts}")
+            raise ValueError(f"cuts must increase strictly from 0, not {self.cuts}")
         if len(self.is_unit) != len(self):
             raise ValueError(f"{len(self.is_unit)} flags for {len(self)} units")
 

@@ -43,7 +43,7 @@ class Corruption:
 
 
 def corrupt(procedure: Procedure, policy: Policy, kind: str, random: np.random.Generator) -> Corruption | None:
-    """Return `procedure` with a random fault of `kind` that lowers its reward; None where there is none.
+    """Return `procedure` with a random fault of `kind` that lowers its reward; None if there is none.
 
     The steps must be labeled A, B, C, ... in order. ValueError for an unknown kind.
     """

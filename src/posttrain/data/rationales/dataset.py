@@ -33,7 +33,9 @@ Rationale: <why the first question comes first>"""
 
 @dataclass(frozen=True)
 class Sample:
-    """A policy with its prompt (the text of the user message), an optimal procedure, and corruptions of different kinds."""
+    """A policy with its prompt (the text of the user message), an optimal procedure, and corruptions of different
+    kinds.
+    """
 
     policy: Policy
     prompt: str
@@ -128,7 +130,7 @@ FOLDERS = {"sft": "sft", "preference": "preferences", "prompts": "prompts"}
 
 
 def _sample(random: np.random.Generator, seen: set[str]) -> Sample | None:
-    """Return a sample and add its policy to `seen`; None where the policy was seen, has no optimal procedure of a suitable
+    """Return a sample and add its policy to `seen`; None if the policy was seen, has no optimal procedure of a suitable
     length, or has too few corruptions.
     """
     policy = draw_policy(random)

@@ -217,7 +217,7 @@ def _attribute(fact: tuple[str, ...], random: np.random.Generator) -> Attribute:
 
 
 def _with_rules(domain: str, attributes: tuple[Attribute, ...], random: np.random.Generator) -> Policy | None:
-    """Return a policy with random rules; None where a question is unused or a part is redundant."""
+    """Return a policy with random rules; None if a question is unused or a part is redundant."""
     count = sum(len(attribute.questions) for attribute in attributes)
     owner = [place for place, attribute in enumerate(attributes) for _ in attribute.questions]
     rules: list[Rule] = []

@@ -106,7 +106,7 @@ class Policy:
         return case[attribute] > threshold
 
     def rule_of(self, case: Case) -> Rule | None:
-        """Return the first rule that holds; None where the default decides."""
+        """Return the first rule that holds; None if the default decides."""
         for rule in self.rules:
             holds = [self.answer(question, case) == required for question, required in rule.conditions]
             if all(holds) if rule.every else any(holds):
@@ -142,7 +142,7 @@ class Policy:
 
     @staticmethod
     def from_json(text: str) -> "Policy":
-        """Read the result of `to_json`; InputError where the text is not a policy."""
+        """Read the result of `to_json`; InputError if the text is not a policy."""
         try:
             return _policy_of(json.loads(text))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

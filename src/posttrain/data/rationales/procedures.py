@@ -26,7 +26,7 @@ _THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 class Step:
     """A question and the target of each answer: a decision, or the label of a step.
 
-    ValueError where `parse` could not read the step: a label other than A to Z, or a question that is not one line of
+    ValueError if `parse` could not read the step: a label other than A to Z, or a question that is not one line of
     single-spaced words with its only question mark at the end.
     """
 
@@ -57,7 +57,7 @@ LABELS = tuple(ascii_uppercase)
 class Procedure:
     """Steps in written order, starting at step A. `rationale` is one line of text.
 
-    ValueError where two steps have the same label, or the rationale is empty, not single-spaced or not one line.
+    ValueError if two steps have the same label, or the rationale is empty, not single-spaced or not one line.
     """
 
     steps: tuple[Step, ...]
@@ -71,14 +71,16 @@ class Procedure:
 
 
 class Problem(NamedTuple):
-    """A line that violates the format; `step` is its label, empty where it has none."""
+    """A line that violates the format; `step` is its label, empty if it has none."""
 
     step: str
     message: str
 
 
 class Reading(NamedTuple):
-    """The parsed parts of a text: steps with distinct labels, the rationale or "", and every other line as a problem."""
+    """The parsed parts of a text: steps with distinct labels, the rationale or "", and every other line as a
+    problem.
+    """
 
     steps: tuple[Step, ...]
     rationale: str
@@ -129,7 +131,7 @@ def parse(text: str) -> Reading:
 def best_procedure(policy: Policy) -> Procedure:
     """Return a procedure that decides every case as `policy` does with the fewest questions on average.
 
-    Ties go to the question listed first, and equal subtrees are written once. ValueError where the procedure has more
+    Ties go to the question listed first, and equal subtrees are written once. ValueError if the procedure has more
     than 26 steps.
     """
     plan = _Plan(policy)
@@ -188,8 +190,8 @@ class _Plan:
         self._decided = tuple(policy.decided.values())
 
     def _solve(self, cases: int) -> tuple[int, int | None]:
-        """Return the minimum number of questions summed over `cases`, and the first question; (0, None) where all cases have
-        the same decision.
+        """Return the minimum number of questions summed over `cases`, and the first question; (0, None) where all cases
+        have the same decision.
         """
         if any(not cases & ~members for members in self._decided):
             return 0, None

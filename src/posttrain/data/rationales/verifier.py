@@ -1,16 +1,16 @@
 """Scores of a written procedure for its policy, from running it on every case.
 
-With N cases, Q the mean number of questions that the procedure asks, and Q* the minimum mean with which all cases can be
-decided correctly:
+With N cases, Q the mean number of questions that the procedure asks, and Q* the minimum mean with which all cases can
+be decided correctly:
 
     factual accuracy  = cases decided as the policy decides them / N
     logical soundness = sound branches / (2 * steps + format problems)
-    efficiency        = min(1, Q* / Q), and 0 where some case loops forever
+    efficiency        = min(1, Q* / Q), and 0 if some case loops forever
     reward            = accuracy * (2 + soundness + efficiency) / 4
 
-A step has two branches, YES and NO. A branch is sound if its step is reachable from A, some case that reaches the step takes
-the branch, it leads to a decision or an existing step, and it does not lead back to its own step. Only optimal procedures
-have reward 1.
+A step has two branches, YES and NO. A branch is sound if its step is reachable from A, some case that reaches the step
+takes the branch, it leads to a decision or an existing step, and it does not lead back to its own step. Only optimal
+procedures have reward 1.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The scores of a procedure, each in [0, 1]; all are 0 where no step could be parsed."""
+    """The scores of a procedure, each in [0, 1]; all are 0 if no step could be parsed."""
 
     factual_accuracy: float
     logical_soundness: float
@@ -172,7 +172,9 @@ class _Graph:
     def _unsound(
         self, step: Step, answer: bool, arriving: int, after: dict[str, set[str]], fault: Callable[[str, str], None]
     ) -> bool:
-        """Return whether a branch is unsound and report its faults to `fault`; `arriving` are the cases that reach the step."""
+        """Return whether a branch is unsound and report its faults to `fault`; `arriving` are the cases that reach the
+        step.
+        """
         question, target, name = self._question[step.label], step.next(answer), "YES" if answer else "NO"
         assert question is not None
         reasons = []
@@ -193,7 +195,7 @@ _policy = lru_cache(maxsize=1024)(Policy.from_json)
 def reward(answer: str, label: Any) -> float:
     """Return the reward of `answer` in [0, 1] (see the module); `label` is the policy of the row as JSON.
 
-    ValueError where `label` is not text, InputError where it is not a policy.
+    ValueError if `label` is not text, InputError if it is not a policy.
     """
     return _verdict(answer, label).reward
 

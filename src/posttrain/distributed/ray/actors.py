@@ -4,35 +4,82 @@ import asyncio
 import hashlib
 import json
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import numpy as np
+
+from posttrain.data.rendering import Renderer
 from posttrain.data.tools import ParsedAnswer
 from posttrain.distributed.ray.monitor import HeartbeatSender
 from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
+from posttrain.distributed.world import current_world
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.environments.protocol import Action, Environment, Observation, Step
 from posttrain.episode import Episode
+from posttrain.models.load import load_end_tokens, load_tokenizer
+from posttrain.models.policy import Policy
+from posttrain.models.reward import end_token_of
 from posttrain.recipe.components import EnvironmentRecipe, environment_class, environment_recipe
-from posttrain.recipe.model import RewardSource
+from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.stages import Recipe
-from posttrain.training.reward_scorer import OF_UNITS, RewardScorer
+from posttrain.training.reward_scorer import OF_UNITS, RewardScorer, render_alike
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RemoteRewardModel:
+    """The methods of a reward model that unit credit uses, for copies on workers. Rank 0 calls them in turn."""
+
+    def __init__(self, source: RewardSource, workers: Sequence[WorkerClient]) -> None:
+        self.workers = list(workers)
+        self.tokenizer: Any = load_tokenizer(ModelRecipe(path=source.path))
+        self.end_tokens = load_end_tokens(source.path, self.tokenizer)
+        self.end_token = end_token_of(self.tokenizer, self.end_tokens)
+        self.units = self._ask("the units", "units")
+        self._calls = 0
+
+    def rewards(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> "torch.Tensor":
+        """As `RewardModel.rewards`, without gradient."""
+        import torch
+
+        return torch.from_numpy(self._next(f"{len(streams)} rewards", "rewards", streams, sampled))
+
+    def prefix_rewards(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """As `RewardModel.prefix_rewards`."""
+        return self._next("rewards of prefixes", "prefix_rewards", streams, lengths)
+
+    def last_token_attention(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """As `RewardModel.last_token_attention`."""
+        return self._next("attention", "last_token_attention", streams)
+
+    def _next(self, what: str, method: str, *arguments: Any) -> Any:
+        self._calls += 1
+        return self._ask(what, method, *arguments, worker=self._calls % len(self.workers))
+
+    def _ask(self, what: str, method: str, *arguments: Any, worker: int = 0) -> Any:
+        return current_world().on_rank0(lambda: self.workers[worker].call(what, method, *arguments))
 
 
 class RayScorer(RewardScorer):
     """Scores episodes as a `RewardScorer` in this process, with reward models on workers."""
 
-    def __init__(self, source: RewardSource, workers: Sequence[WorkerClient]) -> None:
+    def __init__(self, source: RewardSource, workers: Sequence[WorkerClient], policy: Policy) -> None:
         self.source = source
         self.workers = list(workers)
         self.lock = threading.Lock()
         self.statistics = self.workers[0].call("statistics", "statistics")
+        self.model = RemoteRewardModel(source, workers)  # type: ignore[assignment]
+        self.same_tokens = render_alike(self.model.tokenizer, policy.tokenizer)
+        self.renderer = Renderer(self.model.tokenizer, self.model.end_tokens)
 
     def scores(self, episodes: Sequence[Episode]) -> list[float]:
         """Scores of the episodes, in order. Each copy of the reward model scores a contiguous part of them."""
@@ -105,7 +152,7 @@ class RayEnvironment(Environment):
         return step
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
-        """The result of a method. After a death of the worker, the episode is replayed on the restarted one first."""
+        """The result of a method. If the worker died, the episode is first replayed on the restarted worker."""
         while True:
             restart = self._worker.restarts
             try:
@@ -140,7 +187,7 @@ def _close(actor: Any, environment_id: str) -> None:
     try:
         actor.close.remote(environment_id)
     except Exception:
-        return  # Ray has shut down, and the worker with it
+        return  # Ray has shut down, including the worker
 
 
 class Worker:
@@ -164,6 +211,24 @@ class Worker:
         """Id of the process. Returns once the worker has started."""
         return os.getpid()
 
+    def location(self) -> tuple[str, int, str, list[int], int]:
+        """Address of the machine, a free port on it, its id in Ray, the GPUs of this process, and the process id."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        gpus = [int(device) for device in ray.get_gpu_ids()]
+        return ray.util.get_node_ip_address(), port, ray.get_runtime_context().get_node_id(), gpus, os.getpid()
+
+
+class PolicyFiles:
+    """The attributes that other models need of a policy in another process."""
+
+    def __init__(self, model: ModelRecipe) -> None:
+        self.recipe = model
+        self.tokenizer = load_tokenizer(model)
+
 
 def recipe_from(document: str) -> Any:
     """The recipe in a JSON document."""
@@ -173,13 +238,14 @@ def recipe_from(document: str) -> Any:
 
 
 def staged_model(recipe: Any) -> Any:
-    """The `model` section for an engine's copy of the policy: on the CPU if vLLM computes with weights of its own."""
+    """The `model` section for an engine's copy of the policy: on the CPU if vLLM has separate weights."""
     from posttrain.models.load import resolve_device, resolve_dtype
 
     if recipe.engine.type == "local":
         return recipe.model
     dtype = resolve_dtype(recipe.model.dtype, resolve_device(recipe.model.device))
-    return recipe.model.model_copy(update={"device": "cpu", "dtype": str(dtype).removeprefix("torch.")})
+    kernels = {"fused": "auto", "load_in_4bit": False}  # nothing is computed there, and both need a GPU
+    return recipe.model.model_copy(update={"device": "cpu", "dtype": str(dtype).removeprefix("torch."), **kernels})
 
 
 class EngineWorker(Worker):
@@ -257,7 +323,7 @@ class EngineWorker(Worker):
 
 
 class EnvironmentWorker(Worker):
-    """Environments of many episodes. Methods run in threads, those of one environment one at a time."""
+    """Environments of many episodes. Methods run in threads; each environment runs one method at a time."""
 
     def __init__(self, *common: Any) -> None:
         super().__init__(*common)
@@ -273,7 +339,7 @@ class EnvironmentWorker(Worker):
         return observation, environment.primer
 
     def step(self, environment_id: str, number: int, action: Action) -> Step:
-        """Step with `action`, the episode's action `number`. A repeated call returns the same step."""
+        """Step with `action`, which is the episode's action `number`. A repeated call returns the same step."""
         if environment_id not in self._environments:
             raise UnknownEnvironment
         environment, played, last = self._environments[environment_id]
@@ -312,24 +378,40 @@ class RewardWorker(Worker):
 
     def __init__(self, document: str, *common: Any) -> None:
         super().__init__(*common)
-        from posttrain.models.load import load_tokenizer
         from posttrain.training.reward_scorer import RewardScorer
 
         recipe = recipe_from(document)
-
-        class _PolicyTokenizer:
-            """The part of a policy that the scorer needs."""
-
-            tokenizer = load_tokenizer(recipe.model)
-
-        self.scorer = RewardScorer(recipe.reward, _PolicyTokenizer(), recipe.model.device)  # type: ignore[arg-type]
+        self.scorer = RewardScorer(recipe.reward, PolicyFiles(recipe.model), recipe.model.device)  # type: ignore[arg-type]
 
     def statistics(self) -> tuple[float, float]:
         """Mean and standard deviation that rewards are normalized with."""
         return self.scorer.statistics
 
+    def units(self) -> Any:
+        """As `RewardModel.units`."""
+        return self.scorer.model.units
+
+    def rewards(self, streams: list[np.ndarray], sampled: list[np.ndarray]) -> np.ndarray:
+        """As `RewardModel.rewards`, without gradient."""
+        import torch
+
+        with torch.no_grad():
+            rewards = self.scorer.model.rewards(streams, sampled).cpu().numpy()
+        self.heartbeat.progress += 1
+        return rewards
+
+    def prefix_rewards(self, streams: list[np.ndarray], lengths: list[np.ndarray]) -> list[np.ndarray]:
+        """As `RewardModel.prefix_rewards`."""
+        self.heartbeat.progress += 1
+        return self.scorer.model.prefix_rewards(streams, lengths)
+
+    def last_token_attention(self, streams: list[np.ndarray]) -> list[np.ndarray]:
+        """As `RewardModel.last_token_attention`."""
+        self.heartbeat.progress += 1
+        return self.scorer.model.last_token_attention(streams)
+
     def scores(self, episodes: list[Episode]) -> list[tuple[float, Any]]:
-        """The score of each episode, and those of its units if the model rewards units."""
+        """The score of each episode, and the scores of its units if the model rewards units."""
         from posttrain.training.reward_scorer import OF_UNITS
 
         raws = self.scorer.scores(episodes)

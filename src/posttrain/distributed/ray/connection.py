@@ -20,7 +20,7 @@ from posttrain.recipe.hardware import HardwareRecipe
 OWNED = "posttrain_run"
 """Resource that marks a cluster started by a run, so that other runs do not use it."""
 _CONNECT_SECONDS = 10.0
-"""Maximum wait for a cluster address. Ray itself would try for minutes and print a line per second."""
+"""Maximum wait for a cluster address, in seconds. Ray itself would try for minutes and print a line per second."""
 
 
 def load_ray() -> ModuleType:
@@ -33,8 +33,8 @@ def load_ray() -> ModuleType:
 def connected(address: str, hardware: HardwareRecipe) -> Iterator[Any]:
     """Connect this process to the cluster at `address` inside the block; yields the module ray.
 
-    `auto` uses the cluster that runs on this machine, or starts one that ends with the block. A cluster that another run
-    started for itself is not used, because it ends with that run. A process that is already connected stays connected.
+    `auto` uses the cluster that runs on this machine, or starts one that ends with the block. A cluster that another
+    run started is not used, because it ends with that run. A process that is already connected stays connected.
     """
     ray = load_ray()
     if ray.is_initialized():
@@ -79,10 +79,10 @@ def _connect(ray: ModuleType, address: str) -> bool:
 
 @contextmanager
 def _own_process_groups() -> Iterator[None]:
-    """Inside the block, Ray starts its processes in process groups of their own.
+    """Inside the block, Ray starts its processes in separate process groups.
 
-    A signal to the group of this process, as by `timeout` or a batch system, would otherwise end the cluster before the
-    learners have saved a checkpoint.
+    Otherwise a signal to the group of this process, for example from `timeout` or a batch system, would end the cluster
+    before the learners have saved a checkpoint.
     """
     services: Any = importlib.import_module("ray._private.services")
     before = services.ConsolePopen
@@ -103,8 +103,8 @@ def _check_reachable(address: str) -> None:
 def _session_folder(ray: ModuleType) -> Path | None:
     """Ray's folder with the logs and sockets of the cluster that this process started.
 
-    The process groups of the cluster are written there for `deleted_with_this_process`: agents of Ray outlive a killed
-    raylet by a minute.
+    The process groups of the cluster are written to it for `deleted_with_this_process`, because agents of Ray outlive a
+    killed raylet by a minute.
     """
     node = getattr(ray._private.worker, "_global_node", None)
     if node is None:
@@ -116,7 +116,7 @@ def _session_folder(ray: ModuleType) -> Path | None:
 
 
 def _remove_session(folder: Path) -> None:
-    """Remove the files of a cluster that ended with its run; Ray leaves them behind."""
+    """Remove the files of a cluster that ended with its run, which Ray does not delete."""
     shutil.rmtree(folder, ignore_errors=True)
     latest = folder.parent / "session_latest"
     if latest.is_symlink() and not latest.exists():

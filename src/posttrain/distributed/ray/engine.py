@@ -1,9 +1,10 @@
 """The engines of a Ray cluster as one engine. Weights are published once for all engines; a group stays on one engine.
 
-An engine that computes in lockstep with its episodes (the local one) is called in rounds: all requests that its open
-episodes wait for are sent together, and the call returns as soon as a completion is finished. So what is computed together
-depends on the requests alone, as in one process. If the engine dies, the rounds since the last weights are replayed on the
-restarted one, which then has the same state, bit for bit. Other engines get each request by itself.
+An engine that computes in lockstep with its episodes (the local engine) is called in rounds: all requests that its open
+episodes wait for are sent together, and the call returns as soon as a completion is finished. The composition of
+batches therefore depends only on the requests, as in one process. If the engine dies, the rounds since the last weights
+are replayed on the restarted engine, which then has the same state, bit for bit. Other engines get each request
+separately.
 """
 
 import asyncio
@@ -83,7 +84,7 @@ class _EngineClient:
         self.weights: tuple[int, list[Any]] | None = None
         """Version and buckets of the current weights."""
         self.loaded_restart = -1
-        """The restart count of the worker when it loaded them; -1 before."""
+        """The restart count of the worker when it loaded the weights; -1 if it has not loaded any."""
         self._restoring: asyncio.Lock | None = None
         self._rounds: list[Round] = []
         self._new: list[tuple[int, Request]] = []
@@ -102,7 +103,7 @@ class _EngineClient:
         self.loaded_restart = -1
 
     def send_weights(self) -> None:
-        """Send the weights, again after every restart of the worker."""
+        """Send the weights, and send them again after every restart of the worker."""
         assert self.weights is not None
         while self.loaded_restart != self.worker.restarts or self.loaded_restart < 0:
             restart = self.worker.restarts
@@ -124,7 +125,7 @@ class _EngineClient:
         self._numbers += 1
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
-            # An interrupt ends the loop from inside this task; asyncio would report it as never retrieved.
+            # An interrupt stops the loop from inside this task; asyncio would report it as never retrieved.
             self._pump.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await future
 
@@ -162,7 +163,7 @@ class _EngineClient:
             self._waiting, self._new = {}, []
 
     async def _compute(self, round_: Round) -> list[tuple[int, Completion]]:
-        """The completions that the engine finishes next; if it dies, those of the restarted one."""
+        """The completions that the engine finishes next; if it dies, those of the restarted engine."""
         while True:
             restart = self.worker.restarts
             what = f"{len(self._waiting)} requests" if len(self._waiting) > 1 else "a request"
@@ -175,7 +176,7 @@ class _EngineClient:
             return finished
 
     async def _restore(self, restart: int, died: WorkerDied) -> None:
-        """Bring the restarted engine to the state of the one that died, unless another call already has."""
+        """Bring the restarted engine to the state of the dead engine, unless another call has already done so."""
         if self._restoring is None:
             self._restoring = asyncio.Lock()
         async with self._restoring:
@@ -201,7 +202,7 @@ class _EngineClient:
 
 
 class RayEngine:
-    """An `Engine` over the engines of a cluster. Every learner has one; only that of rank 0 samples."""
+    """An `Engine` over the engines of a cluster. Every learner has an instance, but only rank 0 samples."""
 
     def __init__(
         self, policy: Policy, workers: Sequence[WorkerClient], slots: int, lockstep: bool, is_rank0: bool
@@ -241,7 +242,7 @@ class RayEngine:
         _run_parallel([client.send_weights for client in self._clients])
 
     def sleep(self) -> None:
-        """Let all engines sleep. One that dies meanwhile is restarted and gets the next weights."""
+        """Put all engines to sleep. An engine that dies meanwhile is restarted and gets the next weights."""
         for client in self._clients if self.is_rank0 else []:
             restart = client.worker.restarts
             try:
@@ -251,7 +252,7 @@ class RayEngine:
 
 
 def _run_parallel(functions: Sequence[Any]) -> None:
-    """Call all functions, each in a thread; the first error is raised."""
+    """Call all functions concurrently, each in a thread. The first error is raised."""
     from concurrent.futures import ThreadPoolExecutor
 
     if len(functions) == 1:

@@ -14,13 +14,16 @@ from posttrain.distributed.launch import stop_signals_to
 from posttrain.distributed.ray.actors import EngineWorker, EnvironmentWorker, RewardWorker
 from posttrain.distributed.ray.connection import connected
 from posttrain.distributed.ray.learner import INTERRUPTED, Job, LearnerExit, LearnerWorker
+from posttrain.distributed.ray.models import CriticWorker, ReferenceWorker, rank_variables
 from posttrain.distributed.ray.monitor import KILLED, WorkerMonitor, dead_machine, find_hangs
 from posttrain.distributed.ray.worker_group import WorkerDied, WorkerGroup, WorkerHandle, unwrap_ray_error
 from posttrain.errors import InputError, RunError
 from posttrain.planning.workers import (
+    CRITIC,
     ENGINE,
     ENVIRONMENTS,
     LEARNER,
+    REFERENCE,
     REWARD,
     PlacedRecipe,
     Worker,
@@ -36,16 +39,16 @@ from posttrain.runs.directory import RunDirectory
 THREADS = 32
 """Number of environments that one worker steps concurrently."""
 _PLACEMENT_SECONDS = 120.0
-"""Maximum wait for the placement group."""
+"""Maximum wait for the placement group, in seconds."""
 _LOST_RANK_SECONDS = 15.0
-"""Maximum time between one learner's loss of another and the report of which one died."""
+"""Maximum seconds between the loss of the connection between learners and the report of which learner died."""
 
 
 def launch(recipe: Recipe, resume: bool, overwrite: bool, console: Console) -> None:
     """Run the stage on the cluster at `recipe.hardware.ray` and wait for it.
 
-    Raises what the stage would raise in this process: InputError, RunError or KeyboardInterrupt. After Ctrl-C or SIGTERM the
-    learners save a checkpoint; a second signal ends the run at once.
+    Raises the same errors as the stage in this process: InputError, RunError or KeyboardInterrupt. After Ctrl-C or
+    SIGTERM, the learners save a checkpoint; a second signal ends the run at once.
     """
     placed = placed_recipe(recipe)
     refuse_placement(placed)
@@ -70,16 +73,20 @@ class ClusterRun:
         self.gpus = sum(node.devices for node in self.nodes)
         self.workers, self.share = place(recipe, self.nodes)
         self.document = recipe.model_dump_json()
+        whole = recipe.model.model_copy(update={"lora": None, "load_in_4bit": False, "gradient_checkpointing": False})
+        self.reference_document = recipe.model_copy(update={"model": whole}).model_dump_json()
         hardware = recipe.hardware
         self.heartbeat_seconds = min(1.0, hardware.hang_timeout / 10)
-        # On this machine: the monitor must outlive all workers.
+        # Place the monitor on this machine, because it must outlive all workers.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        # Workers look the monitor up by name: a handle among their arguments would have to outlive their restarts.
+        # Workers look up the monitor by name, because a handle among their arguments would have to outlive their
+        # restarts.
         self.monitor_name = f"monitor-{uuid4().hex}"
         options = {"num_cpus": 0, "scheduling_strategy": here, "name": self.monitor_name}
         self.monitor = ray.remote(WorkerMonitor).options(**options).remote(hardware.max_restarts)
         self.actors: dict[str, Any] = {}
-        self.handles: dict[str, list[WorkerHandle]] = {ENGINE: [], REWARD: [], ENVIRONMENTS: []}
+        self.handles: dict[str, list[WorkerHandle]] = {}
+        self.critics: list[WorkerHandle] = []
         self.past_events: list[str] = []
         self._before = self._run_id()
         self._stop = 0
@@ -181,18 +188,27 @@ class ClusterRun:
         self.learners = [
             self._create_actor(LearnerWorker, worker, (), 0) for worker in self.workers if worker.role == LEARNER
         ]
-        self.locations = self._call_learners("location")
+        self.locations = self._call_all("learners", "location", self.learners)
+        # The state of the critic is in the run's checkpoints, so it starts and ends with the learners.
+        self.critics = [
+            WorkerHandle(worker.name, self._create_actor(CriticWorker, worker, (self.document,), 0))
+            for worker in self.workers
+            if worker.role == CRITIC
+        ]
+        found = self._call_all("processes of the critic", "location", [handle.actor for handle in self.critics])
+        self.critic_nodes = {handle.name: place[2] for handle, place in zip(self.critics, found, strict=True)}
 
-    def _call_learners(self, method: str) -> list[Any]:
+    def _call_all(self, what: str, method: str, actors: list[Any]) -> list[Any]:
         try:
-            return self.ray.get([getattr(learner, method).remote() for learner in self.learners])
+            return self.ray.get([getattr(actor, method).remote() for actor in actors])
         except Exception as error:
-            raise RunError(f"the learners could not be started on the cluster: {unwrap_ray_error(error)}") from error
+            raise RunError(f"the {what} could not be started on the cluster: {unwrap_ray_error(error)}") from error
 
     def _start_others(self) -> None:
         kinds: dict[str, tuple[type, tuple[Any, ...], dict[str, Any]]] = {
             ENGINE: (EngineWorker, (self.document,), {}),
             REWARD: (RewardWorker, (self.document,), {}),
+            REFERENCE: (ReferenceWorker, (self.reference_document,), {}),
             ENVIRONMENTS: (EnvironmentWorker, (), {"max_concurrency": THREADS}),
         }
         begun = {
@@ -218,32 +234,18 @@ class ClusterRun:
         """Start the stage on all learners; returns references to their results."""
         run_id = self._run_id()
         begun = run_id is not None and (self.resume or run_id != self._before)
-        (address, port, *_), count = self.locations[0], len(self.learners)
-        local_ranks: dict[str, int] = {}
-        workers = WorkerGroup(self.handles[ENGINE], self.handles[REWARD], self.handles[ENVIRONMENTS])
+        others = self.handles
+        workers = WorkerGroup(others[ENGINE], others[REWARD], others[ENVIRONMENTS], others[REFERENCE], self.critics)
         references = []
-        on_node = [location[2] for location in self.locations]
-        for rank, learner in enumerate(self.learners):
-            local = local_ranks.get(on_node[rank], 0)
-            local_ranks[on_node[rank]] = local + 1
-            variables = {"COLUMNS": str(shutil.get_terminal_size((120, 24)).columns)}
-            if count > 1:
-                # Ray makes only its own GPUs visible to a process.
-                local_size = 1 if self.gpus else on_node.count(on_node[rank])
-                variables |= {
-                    "MASTER_ADDR": address,
-                    "MASTER_PORT": str(port),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(count),
-                    "LOCAL_RANK": "0" if self.gpus else str(local),
-                    "LOCAL_WORLD_SIZE": str(local_size),
-                }
+        columns = {"COLUMNS": str(shutil.get_terminal_size((120, 24)).columns)}
+        of_ranks = rank_variables(self.locations, self.gpus > 0)
+        for rank, (learner, variables) in enumerate(zip(self.learners, of_ranks, strict=True)):
             job = Job(
                 self.document,
                 self.resume or begun,
                 self.overwrite and not begun,
                 workers,
-                variables,
+                columns | variables,
                 tuple(self.past_events) if rank == 0 else (),
             )
             references.append(learner.run.remote(job))
@@ -264,7 +266,7 @@ class ClusterRun:
             return None
 
     def _wait_for_learners(self, references: list[Any]) -> list[LearnerExit] | None:
-        """How the learners ended; None if one died, which is recorded and reported."""
+        """How the learners ended; None if a learner died, which is recorded and reported."""
         left, ends, since_lost = dict(enumerate(references)), {}, None
         while left:
             ready, _ = self.ray.wait(list(left.values()), num_returns=len(left), timeout=0.5)
@@ -281,6 +283,11 @@ class ClusterRun:
                         f"{LEARNER} {rank}", dead_machine(self.locations[rank][2]) or KILLED, self.locations[rank][4]
                     )
                     return None
+            for died in (end.died for end in ends.values() if end.died is not None):
+                if self._stop:
+                    return [LearnerExit(INTERRUPTED)]
+                self._record_death(died[0], dead_machine(self.critic_nodes[died[0]]) or KILLED, died[1])
+                return None
             if any(end.lost for end in ends.values()):
                 since_lost = since_lost or time.monotonic()
                 if time.monotonic() - since_lost > _LOST_RANK_SECONDS:
@@ -309,8 +316,8 @@ class ClusterRun:
     def _restart_learners(self) -> None:
         """Kill the remaining learners and start all of them again, with the engines on their GPUs."""
         self._learning = False
-        for learner in self.learners:
-            self.ray.kill(learner)
+        for actor in [*self.learners, *(handle.actor for handle in self.critics)]:
+            self.ray.kill(actor)
         self._wait_for_lock()
         self._start_learners()
         if self.gpus and self.handles[ENGINE]:
@@ -334,7 +341,7 @@ class ClusterRun:
         """Raise the error of the stage, if there was one."""
         stopped = [end.message for end in ended if end.code == INTERRUPTED]
         if stopped:
-            # The learner prints it as well, but Ray may not relay the last lines of a process that ends.
+            # The learner prints the message as well, but Ray may not relay the last lines of a process that ends.
             self.console.print(next(filter(None, stopped), "stopped"), markup=False, soft_wrap=True)
             raise KeyboardInterrupt
         for end in ended:

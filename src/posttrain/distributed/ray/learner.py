@@ -1,15 +1,14 @@
-"""The learner process of a cluster: it runs the usual stage with engines, environments and reward models on other workers."""
+"""The learner process of a cluster: it runs the usual stage with engines, environments and scoring models on other workers."""
 
 import os
 import signal
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.distributed.ray.actors import Worker, recipe_from
-from posttrain.distributed.ray.worker_group import WorkerClient, WorkerGroup, WorkerHandle
+from posttrain.distributed.ray.worker_group import StateLost, WorkerClient, WorkerGroup, WorkerHandle
 from posttrain.environments.protocol import Environment
 from posttrain.errors import PosttrainError
 from posttrain.recipe.components import EnvironmentRecipe
@@ -27,6 +26,8 @@ class LearnerExit:
     message: str = ""
     lost: bool = False
     """Whether it ended because another learner exited."""
+    died: tuple[str, int] | None = None
+    """Name and process id of the worker whose death ended it."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,8 @@ class LearnerWorker(Worker):
     def __repr__(self) -> str:
         return self.heartbeat.name
 
-    def location(self) -> tuple[str, int, str, list[int], int]:
-        """Address of the machine, a free port on it, its id in Ray, the GPUs of this process, and the process id."""
-        import ray
-
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        gpus = [int(device) for device in ray.get_gpu_ids()]
-        return ray.util.get_node_ip_address(), port, ray.get_runtime_context().get_node_id(), gpus, os.getpid()
-
     def run(self, job: Job) -> LearnerExit:
-        """Run the stage to its end. Errors of posttrain are returned, all others raised."""
+        """Run the stage to its end. Errors of posttrain are returned; all others are raised."""
         from posttrain.distributed.world import AlreadyReported, RankLost
         from posttrain.training.stage import run_in_process
 
@@ -84,14 +75,18 @@ class LearnerWorker(Worker):
             return LearnerExit(error.exit_code)
         except RankLost as error:
             return LearnerExit(error.exit_code, str(error), lost=True)
+        except StateLost as error:
+            return LearnerExit(error.exit_code, str(error), died=(error.worker, error.pid))
         except PosttrainError as error:
             return LearnerExit(error.exit_code, str(error))
         return LearnerExit(0)
 
     def _use_workers(self, recipe: Any, workers: WorkerGroup, stack: ExitStack) -> None:
-        """Create engines, environments and scorers on the workers until `stack` closes."""
+        """Create engines, environments, scorers, reference model and critic on the workers until `stack` closes."""
         from posttrain.engines.factory import open_engine
         from posttrain.environments.protocol import environment_maker
+        from posttrain.training.critic import open_critic
+        from posttrain.training.reference import open_reference
         from posttrain.training.reward_scorer import open_scorer
 
         def clients(handles: Sequence[WorkerHandle]) -> list[WorkerClient]:
@@ -122,6 +117,28 @@ class LearnerWorker(Worker):
             copies = clients(workers.rewards)
 
             def make_scorer(source: Any, policy: Any) -> Any:
-                return RayScorer(source, copies)
+                return RayScorer(source, copies, policy)
 
             stack.enter_context(open_scorer.placed_by(make_scorer))
+        if workers.references:
+            from posttrain.distributed.ray.models import RayReference
+
+            references = clients(workers.references)
+
+            def make_reference(policy: Any, learner: Any) -> Any:
+                return RayReference(references)
+
+            stack.enter_context(open_reference.placed_by(make_reference))
+        if workers.critics:
+            import ray
+
+            from posttrain.distributed.ray.models import RayCritic
+
+            critics, has_gpus = clients(workers.critics), bool(ray.get_gpu_ids())
+
+            def make_critic(
+                settings: Any, policy: Any, learner: Any, updates: int, seed: int, stored_statistics: bool
+            ) -> Any:
+                return RayCritic(critics, has_gpus, updates, stored_statistics)
+
+            stack.enter_context(open_critic.placed_by(make_critic))

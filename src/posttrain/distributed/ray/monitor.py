@@ -27,7 +27,7 @@ class PendingCall:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a worker reports about itself."""
+    """A worker's report about itself."""
 
     name: str
     pid: int
@@ -42,7 +42,7 @@ class Heartbeat:
 
 @dataclass
 class WorkerStatus:
-    """The last heartbeat of a worker, and how old it and the worker's progress are."""
+    """The last heartbeat of a worker, its age, and the time since the worker's last progress."""
 
     heartbeat: Heartbeat
     silent: float
@@ -136,13 +136,13 @@ class WorkerMonitor:
     counted: set[tuple[str, int]] = field(default_factory=set)
     """Name and process id of the workers whose death was counted."""
     unreported: list[str] = field(default_factory=list)
-    """Deaths of idle workers, which no caller noticed and which have not been reported yet."""
+    """Deaths of idle workers, which were not noticed by a caller and have not been reported yet."""
 
     def heartbeat(self, heartbeat: Heartbeat) -> tuple[str, list[str]]:
         """Receive a heartbeat. Returns a command for the worker (`stop` or none) and, for learner 0, unreported deaths."""
         now, before = time.monotonic(), self.last.get(heartbeat.name)
         if before is not None and before.heartbeat.pid != heartbeat.pid:
-            # The worker died while it was idle and was restarted before anybody called it.
+            # The worker died while it was idle and was restarted before its next call.
             reason = dead_machine(before.heartbeat.node) or KILLED
             sentence, _, first = self._count(heartbeat.name, reason, before.heartbeat.pid)
             if first:
@@ -163,7 +163,7 @@ class WorkerMonitor:
         self.commands |= dict.fromkeys(names, command)
 
     def forget(self, name: str) -> None:
-        """Forget the last heartbeat of a worker that is being restarted."""
+        """Discard the last heartbeat of a worker that is being restarted."""
         self.last.pop(name, None)
 
     def statuses(self) -> dict[str, WorkerStatus]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.distributed.ray.monitor import KILLED, HeartbeatSender, dead_machine
-from posttrain.errors import PosttrainError, WorkersLost
+from posttrain.errors import PosttrainError, RunError, WorkersLost
 from posttrain.runs.metrics import record_event
 
 _RETRY_SECONDS = 0.2
 _MACHINE_CHECKS = 20
-"""Checks, half a second apart, of whether a machine is dead before its worker is restarted elsewhere."""
+"""Number of checks, half a second apart, for a dead machine before its worker is restarted elsewhere."""
 _RESTART_SECONDS = 3600.0
 """Maximum wait for a worker to restart, for instance until another machine joins the cluster."""
 
@@ -33,10 +33,23 @@ class WorkerGroup:
     engines: Sequence[WorkerHandle] = ()
     rewards: Sequence[WorkerHandle] = ()
     environments: Sequence[WorkerHandle] = ()
+    references: Sequence[WorkerHandle] = ()
+    critics: Sequence[WorkerHandle] = ()
 
 
 class WorkerDied(Exception):
     """A worker died before it returned from a call."""
+
+
+class StateLost(RunError):
+    """A worker died, and its state exists only in checkpoints."""
+
+    def __init__(self, worker: str, pid: int) -> None:
+        super().__init__(f"{worker} died, and the run can only continue from its last checkpoint")
+        self.worker, self.pid = worker, pid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateLost, (self.worker, self.pid)
 
 
 class WorkerClient:
@@ -124,7 +137,9 @@ class WorkerClient:
             self.heartbeat.end_call(self.name, number)
 
     def _death_reason(self) -> str:
-        """Whether the worker's machine died, which Ray notices only after some seconds, or its process alone."""
+        """The reason for the death: the worker's machine, which Ray notices only after some seconds, or only its
+        process.
+        """
         import ray
 
         status = ray.get(self.monitor.statuses.remote()).get(self.name)
@@ -141,7 +156,7 @@ class WorkerClient:
 
 
 def unwrap_ray_error(error: Exception) -> Exception:
-    """The error as the worker raised it, or WorkerDied for Ray's errors about dead actors, nodes and lost objects."""
+    """The error that the worker raised, or WorkerDied for Ray's errors about dead actors, nodes and lost objects."""
     from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTaskError
 
     if isinstance(error, RayActorError | NodeDiedError | ObjectLostError):

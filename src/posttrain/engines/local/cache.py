@@ -22,10 +22,10 @@ from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.forward import upload
 
 _DONT_NEED: int | None = mmap.MADV_DONTNEED if sys.platform == "linux" else None
-"""Elsewhere it does not return memory, so there the whole cache is allocated at once."""
+"""On other systems memory cannot be returned, so the whole cache is allocated at once."""
 _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 MAX_SLOT_GAP = 8
-"""Unneeded slots between two needed ones that a block includes, because reading them costs less than another product."""
+"""Maximum gap of unneeded slots that a block includes, because reading them costs less than another product."""
 MIN_SAVED_TOKENS = 512
 """Cached tokens that sharing a prefix must save before its pages are attended separately."""
 MOST_PAIRS = 2**16
@@ -52,7 +52,7 @@ class Segment:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that it sees."""
+        """Number of pairs of a query and a key that it attends to."""
         return self.count * self.start + self.count * (self.count + 1) // 2
 
 
@@ -62,11 +62,11 @@ class Segment:
 class KeyValuePages:
     """Keys and values of all layers, each [pages, slots, H_kv, PAGE, D].
 
-    Page p of slot s holds its tokens p x PAGE .. (p + 1) x PAGE - 1. The same page of neighboring slots is contiguous in
-    memory, which makes products over many sequences fast. The number of pages grows by half at a time.
+    Page p of slot s holds its tokens p x PAGE .. (p + 1) x PAGE - 1. The same page of neighboring slots is contiguous
+    in memory, which makes products over many sequences fast. The number of pages grows by half at a time.
 
-    On a CPU the tensors reserve addresses only: the system provides the memory of a page when tokens are written to it, and
-    `drop` returns it.
+    On a CPU the tensors reserve addresses only: the system provides the memory of a page when tokens are written to it,
+    and `drop` returns it.
     """
 
     def __init__(self, slots: int) -> None:
@@ -194,7 +194,7 @@ def _return_memory(page: torch.Tensor) -> None:
         _LIBRARY.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _DONT_NEED)
 
 
-# -- what decoding reads ----------------------------------------------------------------------------------------------
+# -- plan of decoding -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Block:
 
 @dataclass(frozen=True)
 class SharedPages:
-    """Slots whose first `pages` pages hold the same tokens; those of the first slot are read for all."""
+    """Slots whose first `pages` pages contain the same tokens. The pages of the first slot are read for all of them."""
 
     slots: list[int]
     pages: int
@@ -216,7 +216,9 @@ class SharedPages:
 
 @dataclass(frozen=True)
 class Plan:
-    """What decoding reads: `shared` pages and `blocks`, in slots first .. stop - 1 and in the first `pages` pages."""
+    """The memory that decoding reads: `shared` pages and `blocks`, in slots first .. stop - 1 and the first `pages`
+    pages.
+    """
 
     first: int
     stop: int
@@ -295,8 +297,8 @@ class CompiledAttention:
 class TorchDecodingAttention:
     """Attention of segments of one token by a `Plan`.
 
-    It works on all slots from the first to the last that decodes, so that memory is contiguous. Rows of slots in between
-    are computed and discarded.
+    It computes all slots from the first to the last decoding one, so that memory is contiguous. Rows of slots in
+    between are computed and discarded.
     """
 
     def __init__(self, singles: Sequence[Segment], window: int | None, device: torch.device) -> None:
@@ -361,8 +363,8 @@ class TorchDecodingAttention:
 def _scores(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Scores [R, H_kv, G, L] of `queries` [R, H_kv, G, D] with `keys` [R, H_kv, L, D].
 
-    In bfloat16 a CPU multiplies the large matrix by the small one much faster than the other way round, which copies the
-    large one into another layout first.
+    In bfloat16, a CPU multiplies the large matrix by the small one much faster than in the reverse order, which first
+    copies the large matrix into another layout.
     """
     if keys.dtype == torch.bfloat16:
         return (keys @ queries.transpose(2, 3)).transpose(2, 3)

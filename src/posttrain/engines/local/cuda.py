@@ -1,7 +1,7 @@
 """The key/value cache on a GPU, and one call of the variable-length flash kernel for all sequences of a forward pass.
 
-A slot is contiguous, so the kernel reads the keys of each sequence in place, for any length. Prompts and
-decoding sequences are attended together. PyTorch's kernel takes no table of pages without FlashAttention 3.
+A slot is contiguous, so the kernel reads the keys of each sequence in place, for any length. Prompts and decoding
+sequences are attended together. PyTorch's kernel does not support page tables without FlashAttention 3.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class KeyValueRows(KeyValuePages):
                 rows[target, :tokens] = rows[source, :tokens]
 
     def swap(self, one: int, other: int, tokens: int) -> None:
-        """Never called: sequences need not be neighbors, so the engine leaves them where they are."""
+        """Never called: sequences need not be neighbors, so the engine does not move them."""
         raise AssertionError("slots of a GPU's cache are not moved")
 
 

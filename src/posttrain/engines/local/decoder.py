@@ -1,7 +1,7 @@
 """The forward pass of the local engine, and sampling from its logits.
 
-The pass runs through the model's modules, or as fewer and larger operations. Sampling inverts the cumulative distribution at
-one uniform number per token.
+The pass runs the model's modules, or fewer and larger operations that are equivalent. Sampling inverts the cumulative
+distribution with one uniform number per token.
 """
 
 import copy
@@ -14,6 +14,7 @@ from torch.nn.functional import rms_norm
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import SamplingLinear, decoding_kernel
 from posttrain.models.cpu.backend import rotate
+from posttrain.models.cuda.four_bit import is_four_bit
 from posttrain.models.forward import Float32Head, float32_product, hidden_states, logits_of, transformer, upload
 from posttrain.recipe.rollout import SamplingRecipe
 
@@ -30,7 +31,7 @@ CANDIDATES = 512
 
 
 class Decoder(Protocol):
-    """The weights of one policy version, in the form that the engine computes with."""
+    """The weights of one policy version, in the form that the engine uses."""
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         """Last hidden states [T, hidden] of a row of tokens; `ids` and `positions` are [T] int64."""
@@ -46,6 +47,8 @@ def decoder_of(model: torch.nn.Module) -> Decoder:
     inner = transformer(model)
     config = inner.config
     known = config.model_type in STREAMLINED and config.hidden_act == "silu"
+    if known and is_four_bit(getattr(inner, inner.base_model_prefix).layers[0].self_attn.q_proj):
+        known = False  # Only the module multiplies by packed matrices.
     return StreamlinedDecoder(inner) if known else ModuleDecoder(model)
 
 
@@ -65,8 +68,8 @@ class ModuleDecoder:
 class StreamlinedDecoder:
     """Runs a decoder of the `STREAMLINED` types with ten operations per layer.
 
-    Projections of the same input are one product, and the operation after a product (SiLU, gate, residual) is fused into
-    it. Weights are read at construction.
+    Projections of the same input are one product, and the operation after a product (SiLU, gate, residual) is fused
+    into it. Weights are read at construction.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -172,7 +175,8 @@ def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
 def sample(
     logits: torch.Tensor, sampling: Sequence[SamplingRecipe], draws: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample tokens [B] int64 with log-probabilities [B] float32 from logits [B, vocabulary] float32, which are overwritten.
+    """Sample tokens [B] int64 with log-probabilities [B] float32 from logits [B, vocabulary] float32, which are
+    overwritten.
 
     Row b uses `sampling[b]` and the uniform number `draws[b]` in [0, 1). The log-probability is that of
     softmax(logits / temperature) over the whole vocabulary, before truncation. Raises FloatingPointError for non-finite
@@ -205,7 +209,8 @@ def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     """For each row of `weights` [B, V] >= 0, the first token [B] at which the running sum exceeds draw x total.
 
     The running sum of blocks finds the block, and the running sum within it the token, so one pass over the weights is
-    enough. Sums are in float64: over 50,000 terms, the error of a float32 sum exceeds the smallest relevant probabilities.
+    enough. Sums are in float64: over 50,000 terms, the error of a float32 sum exceeds the smallest relevant
+    probabilities.
     """
     rows, vocabulary = weights.shape
     whole = -(-vocabulary // BLOCK) * BLOCK
@@ -213,13 +218,13 @@ def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     ends = blocks.sum(-1).double().cumsum(-1)
     total = ends[:, -1:]
     points = upload(torch.tensor(list(draws), dtype=torch.float64), weights.device)[:, None] * total
-    # Rounding must not raise a point to the total, which is beyond the last token with weight.
+    # Rounding must not raise a point to the total, which lies beyond the last token with weight.
     points = torch.minimum(points, torch.nextafter(total, torch.zeros_like(total)))
     block = torch.searchsorted(ends, points, right=True)
     before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
     inside = blocks[torch.arange(rows, device=weights.device), block[:, 0]].double()
     index = torch.searchsorted(inside.cumsum(-1), points - before, right=True)
-    # Nor beyond the last such token of the block: block sums are rounded to float32.
+    # Nor may it lie beyond the last such token of the block, because block sums are rounded to float32.
     last = BLOCK - 1 - (inside > 0).flip(-1).int().argmax(-1, keepdim=True)
     return (block * BLOCK + torch.minimum(index, last))[:, 0]
 
@@ -227,10 +232,10 @@ def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
 def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) -> torch.Tensor:
     """Set `probabilities` [B, V] outside top-k, then top-p, and min-p to zero, row by row, without rescaling.
 
-    top-p keeps the most probable tokens until their sum reaches p, including the token that reaches it. min-p keeps tokens
-    of at least min_p times the largest probability. The most probable token is always kept. Among equally probable tokens,
-    which are common in bfloat16, the first are kept. Rows need not sum to 1 and are independent of each other. The whole
-    vocabulary is sorted only if the `CANDIDATES` most probable tokens do not reach p.
+    top-p keeps the most probable tokens until their sum reaches p, including the token that reaches it. min-p keeps
+    tokens of at least min_p times the largest probability. The most probable token is always kept. Among equally
+    probable tokens, which are common in bfloat16, the first are kept. Rows need not sum to 1 and are independent of
+    each other. The whole vocabulary is sorted only if the `CANDIDATES` most probable tokens do not reach p.
     """
     vocabulary = probabilities.shape[1]
     total = probabilities.sum(-1, keepdim=True)

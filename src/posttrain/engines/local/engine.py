@@ -1,8 +1,8 @@
-"""The in-process engine: it samples with the policy's own weights, batches continuously and caches across turns and groups.
+"""The in-process engine: the policy's own weights, continuous batching, and a cache that serves turns and groups.
 
-Which sequences are computed together depends on the requests alone: a forward pass starts only when every open episode
-waits for the engine, and requests that arrive between two passes are ordered by their seeds. So a run gives the same bits
-whatever the timing of its environments.
+The composition of batches depends only on the requests: a forward pass starts only when every open episode waits for
+the engine, and requests that arrive between two passes are ordered by their seeds. Results are therefore bit-identical
+for any timing of the environments.
 """
 
 import asyncio
@@ -32,9 +32,11 @@ from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.seeds import random_stream
 
 MIN_PENDING_TOKENS = 16
-"""Prompt tokens that another sequence must be computing before a request waits for them."""
+"""Minimum number of shared prompt tokens that another sequence is computing for a request to wait for them."""
 PREFIX_SLACK = 64
-"""Tokens by which two slots may share more than a known prefix and still be counted as sharing just that prefix."""
+"""Number of tokens by which two slots may share more than a known prefix and still count as sharing only this
+prefix.
+"""
 
 
 # -- slots of the cache -----------------------------------------------------------------------------------------------
@@ -50,7 +52,7 @@ class Slot:
     """Whether a running sequence uses the slot."""
     last_used: int = -1
     prefix: Prefix | None = None
-    """A prefix of `ids` that other slots hold too."""
+    """A prefix of `ids` that other slots contain as well."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Slots:
             slot.ids, slot.prefix = np.empty(0, dtype=np.int64), None
 
     def place(self, prompt: np.ndarray, pending: int) -> Placement | None:
-        """The placement that leaves least of `prompt` [T] int64 to compute.
+        """The placement that leaves the fewest tokens of `prompt` [T] int64 to compute.
 
         `pending`: first tokens of the prompt that a running sequence is about to compute. Returns None if no slot is
         free, or if waiting for the pending tokens saves enough.
@@ -96,7 +98,7 @@ class Slots:
         shared = cached[source]
         if pending >= shared + MIN_PENDING_TOKENS:
             return None
-        # A slot that holds just this prefix is an earlier turn or the same prompt: continue there. Otherwise take the
+        # A slot with exactly this prefix is an earlier turn or the same prompt: continue there. Otherwise take the
         # least recently used slot.
         in_place = [i for i in free if cached[i] == shared > 0 and len(self.slots[i].ids) - shared <= 1]
         target = in_place[0] if in_place else min(free, key=lambda i: (self.slots[i].last_used, i))
@@ -112,7 +114,7 @@ class Slots:
         slot.ids, slot.busy, slot.last_used = prompt[: placement.shared], True, clock
 
     def release(self, index: int, ids: np.ndarray, clock: int) -> None:
-        """Free the slot. Its cached tokens `ids` stay, for the episode's next turn or another prompt."""
+        """Free the slot. Its cached tokens `ids` remain for the episode's next turn or another prompt."""
         slot = self.slots[index]
         slot.ids, slot.busy, slot.last_used = ids, False, clock
 
@@ -200,7 +202,7 @@ class _Sequence:
 
     @property
     def pages(self) -> int:
-        """Pages of the cache at its greatest length."""
+        """Number of cache pages at the sequence's maximum length."""
         return -(-len(self.tokens) // PAGE)
 
     @property
@@ -230,7 +232,7 @@ class LocalEngine:
 
     def __init__(self, policy: Policy, recipe: LocalEngineRecipe | None = None, **settings: Any) -> None:
         """`settings`: keys of the `engine` section by name, instead of `recipe`: `slots`, the sequences held in the
-        key/value cache, and `tokens_per_forward`. InputError where one is wrong.
+        key/value cache, and `tokens_per_forward`. InputError if a setting is wrong.
         """
         recipe = section(LocalEngineRecipe, recipe, **settings)
         if policy.device.type == "cpu":
@@ -268,7 +270,7 @@ class LocalEngine:
         self._waiting.append(_Sequence(request, stops, future, self._clock, on_token))
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
-            # An interrupt ends the loop from inside this task; asyncio would report it as never retrieved.
+            # An interrupt stops the loop from inside this task; asyncio would report it as never retrieved.
             self._pump.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await future
 
@@ -284,8 +286,9 @@ class LocalEngine:
         """Sample with the current weights of `source`. A sharded policy keeps them gathered until `sleep`.
 
         A pass computes without yielding to the event loop, so this call is always between two passes. Cached keys and
-        values are discarded, and those of running sequences are recomputed: every token is sampled by one version of the
-        weights given all tokens before it, so its log-probability is what a learner with that version computes.
+        values are discarded, and those of running sequences are recomputed. Every token is therefore sampled by one
+        version of the weights, given all tokens before it, and its log-probability equals that of a learner with this
+        version.
         """
         self.version = version
         self._source, self._decoder = source or self.policy, None
@@ -351,7 +354,7 @@ class LocalEngine:
         self._admit()
         if not self._running:
             return
-        # With a limit sequences stay in their slots, because two slots in exchange need the memory of both.
+        # With a limit, sequences stay in their slots, because swapping two slots needs the memory of both.
         if not self._flash and self._page_limit is None:
             self._close_gaps()
         layout, ordered = self._schedule()
@@ -390,7 +393,7 @@ class LocalEngine:
                 [s.draws.random() for s in sequences],
             )
         self.counters.sampled += len(sequences)
-        # Read from a GPU together; float64 holds ids and float32 numbers exactly.
+        # Read from a GPU together; float64 represents ids and float32 numbers exactly.
         numbers = torch.stack([tokens.double(), logprobs.double()]).cpu().tolist()
         for sequence, token, logprob in zip(sequences, *numbers, strict=True):
             sequence.append(int(token), logprob, self.version)
@@ -450,15 +453,18 @@ class LocalEngine:
         self._running.append(sequence)
 
     def _has_pages(self, sequence: _Sequence) -> bool:
-        """Whether the limit leaves room for `sequence` at its greatest length beside the running ones at theirs."""
+        """Whether the limit has room for `sequence` in addition to the running sequences, all at their maximum
+        lengths.
+        """
         if self._page_limit is None:
             return True
         return sum(s.pages for s in self._running) + sequence.pages <= self._page_limit
 
     def _make_room(self, sequence: _Sequence, placement: Placement) -> Placement:
-        """Drop cached tokens of free slots, least recently used first, until `sequence` fits; returns where to start it.
+        """Drop cached tokens of free slots, least recently used first, until `sequence` fits; returns where to start
+        it.
 
-        If the tokens that it shares with a free slot do not fit twice, it starts in that slot.
+        If the tokens shared with a free slot do not fit twice, the sequence starts in that slot.
         """
         assert self._page_limit is not None
         room = self._page_limit - sequence.pages - sum(s.pages for s in self._running)

@@ -1,6 +1,7 @@
 """The vLLM engine: one or several vLLM replicas, weight updates, and the restart of replicas that die or hang."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -9,7 +10,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -25,13 +26,15 @@ from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.engines.vllm.replicas import (
     EngineDied,
     EngineRefused,
+    HangDetector,
     InProcessReplica,
     LaunchedServerReplica,
     Replica,
     ServerReplica,
 )
 from posttrain.engines.vllm.settings import Settings
-from posttrain.engines.vllm.weights import WeightStore, buckets
+from posttrain.engines.vllm.transfer import address_for, broadcast, joined_group, packed, shared_memory
+from posttrain.engines.vllm.weights import Bucket, WeightStore, buckets
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.models.cuda.memory import release_cached_memory
@@ -44,54 +47,6 @@ from posttrain.runs.metrics import record_event
 
 T = TypeVar("T")
 MIB = 2**20
-
-
-class HangDetector:
-    """Pings an engine while calls to it are in flight, and fails the calls when it stops responding.
-
-    The duration of a call says nothing about the engine's health, so calls have no time-out of their own.
-    """
-
-    def __init__(self, ping: Callable[[], Awaitable[None]], timeout: float) -> None:
-        """`ping` returns once the engine has responded. An engine that does not respond for `timeout` seconds hangs."""
-        self._ping = ping
-        self._timeout = timeout
-        self._calls: set[asyncio.Future[Any]] = set()
-        self._hung: set[asyncio.Future[Any]] = set()
-
-    async def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of `call`, a call to the engine. EngineDied if the engine hangs."""
-        task = asyncio.ensure_future(call)
-        self._calls.add(task)
-        if len(self._calls) == 1:
-            self._pinging = asyncio.ensure_future(self._ping_while_called())
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if task in self._hung:
-                raise EngineDied(f"it did not respond for {self._timeout:g} s") from None
-            raise
-        finally:
-            self._calls.discard(task)
-            self._hung.discard(task)
-            if not self._calls:
-                self._pinging.cancel()
-
-    async def _ping_while_called(self) -> None:
-        """Ping until cancelled, when no call is in flight any more."""
-        while True:
-            await asyncio.sleep(self._timeout / 4)
-            calls = set(self._calls)
-            try:
-                async with asyncio.timeout(3 * self._timeout / 4):
-                    await self._ping()
-            except TimeoutError:
-                self._hung = calls & self._calls
-                for task in self._hung:
-                    task.cancel()
-            except (EngineDied, EngineRefused):
-                # The calls themselves raise it.
-                pass
 
 
 @dataclass
@@ -127,10 +82,11 @@ class VllmEngine:
             replicas: the engines to use instead of those that the settings describe.
 
         Raises:
-            InputError: a setting is wrong, or the policy does not fit vLLM.
+            InputError: a setting is wrong, or vLLM does not support the policy.
             RunError: an engine does not start.
         """
         recipe = section(VllmEngineRecipe, recipe, **settings)
+        refuse_transfer(recipe, policy)
         if replicas is None:
             replicas = _make_replicas(recipe, settings_of(policy, recipe), None) if current_world().is_rank0 else []
         self.policy = policy
@@ -150,6 +106,10 @@ class VllmEngine:
         self._store = WeightStore(recipe.max_restarts > 0 or bool(recipe.urls), self._stored_bytes())
         self._adapter: Path | None = None
         self._sent = 0
+        self._source = policy
+        """The policy whose weights the replicas have."""
+        self._group: tuple[tuple[int, ...], Any] = ((), None)
+        """The starts of the replicas when they joined the process group of `nccl`, and the group."""
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="vllm")
         thread.start()
@@ -216,7 +176,7 @@ class VllmEngine:
         source = source or self.policy
         # The replicas wake up to receive weights, and again to allocate their cache.
         release_cached_memory(source.device)
-        # A replica that is being restarted first receives the weights whose files are removed next.
+        # Wait for replicas that are being restarted: they read the weights whose files are removed next.
         self._run(self._on_replicas(lambda state: state.lock.acquire()))
         try:
             self._store.clear()
@@ -232,7 +192,7 @@ class VllmEngine:
         self._run(self._on_replicas(self._restart_if_dead))
 
     def sleep(self) -> None:
-        """Free the memory of every replica as far as it can."""
+        """Free as much memory of every replica as possible."""
         self._run(self._on_replicas(lambda state: self._if_alive(state, state.replica.sleep())))
 
     def close(self) -> None:
@@ -276,7 +236,9 @@ class VllmEngine:
     # -- dead replicas ------------------------------------------------------------------------------------------------
 
     async def _restart(self, state: _ReplicaState, starts: int, reason: str) -> None:
-        """Restart the replica with the current weights, unless another request has restarted it since start `starts`."""
+        """Restart the replica with the current weights, unless another request has restarted it since start
+        `starts`.
+        """
         async with state.lock:
             if state.starts != starts:
                 return
@@ -325,14 +287,79 @@ class VllmEngine:
         """Read the weights in this thread, bucket by bucket, and send each to every replica before reading the next."""
         self._sent += 1
         self._run(self._on_replicas(lambda state: self._if_alive(state, state.replica.begin_weights(version))))
+        self._source = source
+        send = {"files": self._send_file, "ipc": self._send_shared, "nccl": self._send_broadcast}
+        if self.recipe.weight_transfer == "nccl":
+            self._join_group(source)
         for number, bucket in enumerate(buckets(source.weights(), self.recipe.bucket_megabytes * MIB)):
-            if not self._replicas:
-                continue
-            path = self._store.put(bucket, f"{self._sent}-{number}.safetensors")
-            self._run(self._on_replicas(partial(self._receive, path=path)))
-            self._store.discard(path)
+            if self._replicas:
+                send[self.recipe.weight_transfer](bucket, number)
         release_cached_memory(source.device)
         self._run(self._on_replicas(lambda state: self._if_alive(state, self._finish(state))))
+
+    def _send_file(self, bucket: Bucket, number: int) -> None:
+        path = self._store.put(bucket, f"{self._sent}-{number}.safetensors")
+        self._run(self._on_replicas(partial(self._receive, path=path)))
+        self._store.discard(path)
+
+    def _send_shared(self, bucket: Bucket, number: int) -> None:
+        """Let the replica open a bucket in the learner's memory. The bucket stays there until it is read."""
+        buffer, entries = packed(bucket)
+        torch.cuda.current_stream(buffer.device).synchronize()
+        described = {"shared": shared_memory(buffer), "entries": entries}
+        self._run(self._on_replicas(partial(self._receive_buffer, described=described)))
+        del buffer
+        torch.cuda.ipc_collect()
+
+    def _send_broadcast(self, bucket: Bucket, number: int) -> None:
+        buffer, entries = packed(bucket)
+        described = {"size": buffer.numel(), "entries": entries}
+        received = asyncio.run_coroutine_threadsafe(
+            self._on_replicas(partial(self._receive_buffer, described=described)), self._loop
+        )
+        self._beside(received, lambda wanted: broadcast(self._group[1], buffer, wanted))
+
+    def _join_group(self, source: Policy) -> None:
+        """Make the process group with all workers, again after every restart of a replica."""
+        starts = tuple(state.starts for state in self._replicas)
+        if not self._replicas or self._group[0] == starts:
+            return
+        address, port = address_for(self.recipe.urls[0] if self.recipe.urls else None)
+        each = self.recipe.tensor_parallel
+        size = 1 + each * len(self._replicas)
+
+        async def join(state: _ReplicaState) -> None:
+            first = 1 + each * self._replicas.index(state)
+            await self._if_alive(state, state.replica.join_transfer(address, port, first, size))
+
+        joined = asyncio.run_coroutine_threadsafe(self._on_replicas(join), self._loop)
+        group: list[Any] = []
+        self._beside(
+            joined, lambda wanted: group.append(joined_group(address, port, 0, size, source.device.type == "cuda"))
+        )
+        self._group = starts, group[0]
+
+    def _beside(self, calls: concurrent.futures.Future[Any], work: Callable[[Callable[[], None]], None]) -> None:
+        """Do this process's part of a collective call while the replicas do theirs."""
+
+        def still_wanted() -> None:
+            if calls.done():
+                calls.result()  # raises their error
+                if not all(state.alive for state in self._replicas):
+                    raise EngineDied("it died while weights were sent")
+
+        try:
+            work(still_wanted)
+            calls.result()
+        except (RuntimeError, EngineDied, EngineRefused) as error:
+            self._group = (), None
+            raise RunError(
+                f"the weights could not be sent to every vLLM worker ({str(error).splitlines()[0]}); continue with --resume, "
+                "or set engine.weight_transfer=files"
+            ) from error
+
+    async def _receive_buffer(self, state: _ReplicaState, described: dict[str, Any]) -> None:
+        await self._if_alive(state, state.replica.receive_buffer(described))
 
     async def _receive(self, state: _ReplicaState, path: Path) -> None:
         await self._if_alive(state, state.replica.receive_weights(path))
@@ -342,7 +369,7 @@ class VllmEngine:
         if missing:
             raise RunError(
                 f"{state.replica.name} lacks {len(missing)} weights of {self.model_path}, the first of them {missing[0]}; it "
-                "was started with another model than the policy"
+                "was started with a model that differs from the policy"
             )
 
     async def _resend(self, state: _ReplicaState) -> None:
@@ -350,6 +377,10 @@ class VllmEngine:
             await self._send_adapter(state, self.version)
             return
         await state.replica.begin_weights(self.version)
+        if self.recipe.weight_transfer != "files" and not self._store.files:
+            # The restarted replica loads these files; the next weights are sent directly again.
+            for number, bucket in enumerate(buckets(self._source.weights(), self.recipe.bucket_megabytes * MIB)):
+                self._store.put(bucket, f"{self._sent}-{number}.safetensors")
         for path in self._store.files:
             await state.replica.receive_weights(path)
         await self._finish(state)
@@ -380,7 +411,9 @@ class VllmEngine:
         bucket = self.recipe.bucket_megabytes * MIB
         if self.recipe.max_restarts == 0 and not self.recipe.urls:
             return 2 * bucket
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.policy.model.parameters())
+        # A byte of 4-bit weights is sent as two numbers of two bytes.
+        widths = ((p, p.element_size() if p.is_floating_point() else 4) for p in self.policy.model.parameters())
+        return sum(parameter.numel() * width for parameter, width in widths)
 
     async def _on_replicas(self, call: Callable[[_ReplicaState], Coroutine[Any, Any, T]]) -> list[T]:
         """Call all replicas concurrently and return the results; after all have ended, raise the first error."""
@@ -411,7 +444,7 @@ def _adapter_config(policy: Policy) -> dict[str, Any]:
 def _close(
     replicas: Sequence[Replica], store: WeightStore, loop: asyncio.AbstractEventLoop, thread: threading.Thread
 ) -> None:
-    # Stop the loop first: calls still in flight would take the shutdown for a death.
+    # Stop the loop first: calls still in flight would mistake the shutdown for a dead replica.
     loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():
         thread.join(timeout=5)
@@ -424,6 +457,20 @@ def _close(
     store.close()
 
 
+def refuse_transfer(recipe: VllmEngineRecipe, policy: Policy) -> None:
+    """Raises InputError if the way of sending weights requires a policy on a GPU or an unsharded policy."""
+    if recipe.weight_transfer == "ipc" and policy.device.type != "cuda":
+        raise InputError(
+            "engine.weight_transfer: ipc needs the policy on a GPU, and here it is in CPU memory (as the engines of Ray keep it); "
+            "use files"
+        )
+    if recipe.weight_transfer != "files" and current_world().sharded:
+        raise InputError(
+            f"engine.weight_transfer: {recipe.weight_transfer} needs whole weights in one process; use files, or set "
+            "hardware.processes=1"
+        )
+
+
 def open_vllm(
     policy: Policy,
     recipe: VllmEngineRecipe,
@@ -434,8 +481,8 @@ def open_vllm(
 ) -> VllmEngine:
     """A vLLM engine for contexts of up to `max_context` tokens, whose log-probabilities are exact for `sampling`.
 
-    `logs`: directory for the log files of servers started here (default: a temporary directory). `weights_change`: whether
-    weights may change while requests are in flight. In a run of several
+    `logs`: directory for the log files of servers that this process starts (default: a temporary directory).
+    `weights_change`: whether weights may change while requests are in flight. In a run of several
     processes only rank 0 has replicas; the other ranks take part in gathering sharded weights.
     """
     settings = replace(settings_of(policy, recipe, max_context, sampling), stream=weights_change)

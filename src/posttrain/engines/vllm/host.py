@@ -30,7 +30,7 @@ class Host:
     async def open(cls, settings: Settings, dedicated: bool) -> "Host":
         """Start vLLM. `dedicated`: this process does nothing else. Errors of vLLM are not caught."""
         variables = process_environment(settings) | preloaded_libraries()
-        # A process with threads must not be forked. A dedicated one is forked, which keeps all that it has imported.
+        # A process with threads must not be forked. A dedicated process is forked, which keeps its imported modules.
         variables["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if dedicated else "spawn"
         if not dedicated:
             variables["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
@@ -88,7 +88,7 @@ class Host:
             ignore_eos=True,
             logprobs=0,
             detokenize=False,
-            # One message per token of every request in flight is more than vLLM's front end can send.
+            # vLLM's front end cannot keep up with one message per token of every request in flight.
             output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
         )
         stops = StopStrings(self.tokenizer if job["stop_strings"] else None, job["stop_strings"])
@@ -139,8 +139,18 @@ class Host:
         """Load the tensors of a safetensors file on this machine."""
         await self.engine.collective_rpc("receive_weights", args=(path,))
 
+    async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
+        """Let the workers join the learner's process group, from rank `first` of `size`."""
+        await self.engine.collective_rpc("join_transfer", args=(address, port, first, size))
+
+    async def receive_buffer(self, described: dict[str, Any]) -> None:
+        """Load the tensors of a buffer that the learner shares or broadcasts."""
+        await self.engine.collective_rpc("receive_buffer", args=(described,))
+
     async def finish_weights(self) -> list[str]:
-        """Sample with the new weights from now on. Returns the names of missing parameters; with any, nothing changes."""
+        """Sample with the new weights from now on. Returns the names of missing parameters; with any, nothing
+        changes.
+        """
         missing = await self.engine.collective_rpc("finish_weights")
         names = sorted({name for worker in missing for name in worker})
         if not names:
@@ -164,8 +174,8 @@ class Host:
         await self._resume(version)
 
     async def sleep(self) -> None:
-        """Free memory. A GPU frees the cache and the weights (with adapters, weights move to CPU memory). A CPU clears the
-        cache but keeps its memory."""
+        """Free memory. A GPU frees the cache and the weights (with adapters, weights move to CPU memory). A CPU clears
+        the cache but keeps its memory."""
         if self._asleep:
             return
         if self.has_gpu:
@@ -184,7 +194,7 @@ class Host:
         if self._asleep and self.has_gpu:
             await self.engine.wake_up(["kv_cache"])
         self._asleep = False
-        # Keys and values of the old weights are recomputed, also those of requests in flight.
+        # Keys and values of the old weights are recomputed, including those of requests in flight.
         await self.engine.reset_prefix_cache(reset_running_requests=True)
         self.version = version
         if self._paused:

@@ -1,4 +1,4 @@
-"""vLLM replicas: an engine in this process, behind a server that someone else started, or behind one started here."""
+"""vLLM replicas: an engine in this process, behind an existing server, or behind a server that this process starts."""
 
 import asyncio
 import contextlib
@@ -12,18 +12,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from posttrain.engines.vllm.settings import Settings, preloaded_libraries, process_environment
 from posttrain.errors import InputError, RunError
 
+T = TypeVar("T")
+
 
 class EngineDied(Exception):
-    """The engine is gone, and its requests with it."""
+    """The engine is gone, and its requests are lost."""
 
 
 class EngineRefused(Exception):
@@ -63,6 +65,14 @@ class Replica(Protocol):
         """As `Host.receive_weights`."""
         ...
 
+    async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
+        """As `Host.join_transfer`."""
+        ...
+
+    async def receive_buffer(self, described: dict[str, Any]) -> None:
+        """As `Host.receive_buffer`."""
+        ...
+
     async def finish_weights(self) -> list[str]:
         """As `Host.finish_weights`."""
         ...
@@ -76,12 +86,60 @@ class Replica(Protocol):
         ...
 
     def request_stop(self) -> None:
-        """Ask the engine to shut down; `close` follows. Lets several engines shut down in parallel."""
+        """Ask the engine to shut down, before `close`. This lets several engines shut down in parallel."""
         ...
 
     def close(self) -> None:
-        """Stop the engine if it was started here."""
+        """Stop the engine if this process started it."""
         ...
+
+
+class HangDetector:
+    """Pings an engine while calls to it are in flight, and fails the calls when it stops responding.
+
+    The duration of a call does not indicate whether the engine is healthy, so calls have no time-out.
+    """
+
+    def __init__(self, ping: Callable[[], Awaitable[None]], timeout: float) -> None:
+        """`ping` returns once the engine has responded. An engine that is silent for `timeout` seconds counts as hanging."""
+        self._ping = ping
+        self._timeout = timeout
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._hung: set[asyncio.Future[Any]] = set()
+
+    async def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of `call`, a call to the engine. EngineDied if the engine hangs."""
+        task = asyncio.ensure_future(call)
+        self._calls.add(task)
+        if len(self._calls) == 1:
+            self._pinging = asyncio.ensure_future(self._ping_while_called())
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task in self._hung:
+                raise EngineDied(f"it did not respond for {self._timeout:g} s") from None
+            raise
+        finally:
+            self._calls.discard(task)
+            self._hung.discard(task)
+            if not self._calls:
+                self._pinging.cancel()
+
+    async def _ping_while_called(self) -> None:
+        """Ping until cancelled, when no call is in flight any more."""
+        while True:
+            await asyncio.sleep(self._timeout / 4)
+            calls = set(self._calls)
+            try:
+                async with asyncio.timeout(3 * self._timeout / 4):
+                    await self._ping()
+            except TimeoutError:
+                self._hung = calls & self._calls
+                for task in self._hung:
+                    task.cancel()
+            except (EngineDied, EngineRefused):
+                # The calls themselves raise it.
+                pass
 
 
 class InProcessReplica:
@@ -123,6 +181,12 @@ class InProcessReplica:
 
     async def receive_weights(self, path: Path) -> None:
         await self._call("receive_weights", str(path))
+
+    async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
+        await self._call("join_transfer", address, port, first, size)
+
+    async def receive_buffer(self, described: dict[str, Any]) -> None:
+        await self._call("receive_buffer", described)
 
     async def finish_weights(self) -> list[str]:
         return await self._call("finish_weights")
@@ -166,7 +230,8 @@ _CHUNK_BYTES = 2**20
 async def http_request(
     url: str, method: str, path: str, headers: dict[str, str], content: bytes | Path = b""
 ) -> dict[str, Any]:
-    """Send a request to the server at `url` and return the JSON of its response; `content` is the body or a file with it.
+    """Send a request to the server at `url` and return the JSON of its response. `content` is the body or a file with
+    it.
 
     Raises EngineRefused for a status other than 200 and EngineDied if the connection fails or closes early.
     """
@@ -245,7 +310,7 @@ _LOG_LINES = 6
 
 
 class ServerReplica:
-    """A vLLM server at `url`, which is empty until the server is up."""
+    """A vLLM server at `url`, which is empty until the server is running."""
 
     def __init__(
         self,
@@ -256,7 +321,7 @@ class ServerReplica:
         same_machine: bool,
         required: Settings | None = None,
     ) -> None:
-        """`required`: settings that a server started by someone else must satisfy."""
+        """`required`: settings that an existing server must satisfy."""
         self.name = name
         self.url = url
         self.start_timeout = start_timeout
@@ -284,7 +349,7 @@ class ServerReplica:
             await asyncio.sleep(1)
 
     def _check_settings(self, info: dict[str, Any]) -> None:
-        """RunError if the settings of the server do not fit this run."""
+        """RunError if the settings of the server are incompatible with this run."""
         if self.required is None:
             return
         for key, option in (("logprobs", "logprobs"), ("adapter_rank", "adapter-rank")):
@@ -315,6 +380,12 @@ class ServerReplica:
         else:
             await self._call("/weights/bucket", path, _BINARY)
 
+    async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
+        await self._call("/weights/join", {"address": address, "port": port, "first": first, "size": size})
+
+    async def receive_buffer(self, described: dict[str, Any]) -> None:
+        await self._call("/weights/buffer", described)
+
     async def finish_weights(self) -> list[str]:
         return (await self._call("/weights/finish", {}))["missing"]
 
@@ -330,10 +401,10 @@ class ServerReplica:
         await self._call("/sleep", {})
 
     def request_stop(self) -> None:
-        """No effect: someone else started the server."""
+        """No effect: this process did not start the server."""
 
     def close(self) -> None:
-        """No effect: someone else started the server."""
+        """No effect: this process did not start the server."""
 
     async def _call(
         self, path: str, content: bytes | Path | dict[str, Any] | None = None, headers: dict[str, str] | None = None
@@ -436,7 +507,9 @@ class LaunchedServerReplica(ServerReplica):
         return [self.python, "-m", module, self.settings.model, *internal, *options]
 
     def _environment(self) -> dict[str, str]:
-        """Environment variables of the server. It can import this posttrain, but no other package of this interpreter."""
+        """Environment variables of the server. It can import this posttrain, but no other package of this
+        interpreter.
+        """
         import posttrain
 
         package = Path(self._folder.name) / "path"

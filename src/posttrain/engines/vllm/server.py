@@ -1,7 +1,8 @@
 """An HTTP server around vLLM for one trainer: token ids in and out, and weights.
 
-Run it with `python -m posttrain.engines.vllm.server MODEL`. It needs vLLM and none of posttrain's dependencies. A client
-can replace the weights, so the server listens on this machine only, unless a token is set that every request must carry.
+Run it with `python -m posttrain.engines.vllm.server MODEL`. It needs vLLM and none of posttrain's dependencies. A
+client can replace the weights, so the server listens on this machine only, unless a token is set that every request
+must carry.
 """
 
 import argparse
@@ -99,6 +100,10 @@ class Server:
         elif (method, path) == ("POST", "/adapter") and self.trusts_paths:
             self.trainer_folders.add(Path(job["folder"]).parent)
             await self.host.load_adapter(job["folder"], job["version"])
+        elif (method, path) == ("POST", "/weights/join"):
+            await self.host.join_transfer(job["address"], job["port"], job["first"], job["size"])
+        elif (method, path) == ("POST", "/weights/buffer"):
+            await self.host.receive_buffer(job)
         elif (method, path) == ("POST", "/sleep"):
             await self.host.sleep()
         else:
@@ -188,7 +193,7 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
         asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
     orphaned = _exit_with_stdin(server, application, Path(arguments.announce).parent) if arguments.owned else None
     if arguments.announce:
-        # Rename: the trainer polls for the file and must not read a part of it.
+        # Write and rename: the trainer polls for the file and must not read an incomplete one.
         part = Path(f"{arguments.announce}.part")
         part.write_text(str(port))
         part.rename(arguments.announce)
@@ -205,8 +210,8 @@ async def _serve(arguments: argparse.Namespace, settings: Settings, token: str |
 def _exit_with_stdin(server: Any, application: Server, folder: Path) -> threading.Event:
     """Exit, with all processes of this group, when the trainer exits and so closes standard input.
 
-    The returned event is set then. Files that a killed trainer left on this machine are removed: `folder` and the folders
-    of weights.
+    The returned event is set then. Files that a killed trainer left on this machine are removed: `folder` and the
+    folders of weights.
     """
     orphaned = threading.Event()
 

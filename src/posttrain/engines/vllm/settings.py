@@ -1,4 +1,4 @@
-"""Settings of a vLLM engine. Two interpreters import this module, so it needs nothing but Python."""
+"""Settings of a vLLM engine. Two interpreters import this module, so it imports only the standard library."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ class Settings:
     gpu_memory_utilization: float = 0.5
     """On a GPU: share of its memory for weights and cache together."""
     cache_gigabytes: float = 0.0
-    """Size of the key/value cache in GiB; 0: what `gpu_memory_utilization` leaves, or 2 on a CPU."""
+    """Size of the key/value cache in GiB; 0: the memory that `gpu_memory_utilization` leaves, or 2 on a CPU."""
     prefix_caching: bool = True
     """Cache keys and values of prompts and earlier turns until the weights change."""
     eager: str = "auto"
@@ -39,8 +39,9 @@ class Settings:
     trust_remote_code: bool = False
     """Run the Python code in the model's files."""
     stream: bool = True
-    """Return tokens as they are sampled, so that each gets the version of its weights. Without it, an answer returns whole,
-    for weights that change between requests alone."""
+    """Return tokens as they are sampled, so that each gets the version of its weights. If false, only complete answers
+    are returned, which suffices if weights change only between requests.
+    """
     threads: int = 0
     """On a CPU: number of unbound threads; 0: one thread bound to each core."""
 
@@ -75,8 +76,8 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
     else:
         # Small pages, so that prompts of about a hundred tokens are shared.
         arguments["block_size"] = 32
-        # For a prompt prefilled in chunks, vLLM 0.32 rewinds the request's random generator, which CPU generators do not
-        # support: the engine dies. So prompts are prefilled whole, and a pass has room for the longest context.
+        # For a prompt prefilled in chunks, vLLM 0.32 rewinds the request's random generator, which CPU generators do
+        # not support: the engine dies. So prompts are prefilled whole, and a pass has room for the longest context.
         arguments["enable_chunked_prefill"] = False
         if settings.max_model_len:
             arguments["max_num_batched_tokens"] = max(settings.tokens_per_forward, settings.max_model_len)
@@ -90,7 +91,8 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
             "enable_lora": True,
             "max_lora_rank": next(rank for rank in ranks if rank >= settings.adapter_rank),
             "max_loras": 2,
-            # A request in flight keeps its adapters to its end, so those whose files are removed must stay in memory.
+            # A request in flight keeps its adapters until it ends, so adapters whose files are removed must stay in
+            # memory.
             "max_cpu_loras": 16,
         }
     else:
@@ -113,8 +115,8 @@ def process_environment(settings: Settings) -> dict[str, str]:
 
 
 def preloaded_libraries(python: str = sys.executable) -> dict[str, str]:
-    """LD_PRELOAD for the interpreter `python`: the two libraries that vLLM recommends on a CPU, if they are in the `lib`
-    folder of its environment."""
+    """LD_PRELOAD for the interpreter `python`: the two libraries that vLLM recommends on a CPU, if they are in the
+    `lib` folder of its environment."""
     library = Path(python).parent.parent / "lib"
     files = [library / name for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
     named = [*(str(file) for file in files if file.exists()), *os.environ.get("LD_PRELOAD", "").split(":")]

@@ -45,7 +45,9 @@ class WeightStore:
     otherwise each is removed after it has been read."""
 
     def __init__(self, keep: bool, expected_bytes: int) -> None:
-        """Create the folder: in shared memory if twice `expected_bytes` are free there, else in the temporary directory."""
+        """Create the folder: in shared memory if twice `expected_bytes` are free there, else in the temporary
+        directory.
+        """
         self.keep = keep
         memory = Path("/dev/shm")
         roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * expected_bytes
@@ -81,7 +83,7 @@ class WeightStore:
 
 
 def _acquire_lock(folder: Path) -> BinaryIO:
-    """A file lock in the folder, held as long as this process lives."""
+    """A file lock in the folder, held until this process exits."""
     part = folder / "lock.part"
     file = part.open("wb")
     fcntl.flock(file, fcntl.LOCK_EX)

@@ -29,7 +29,9 @@ class WeightReceiver:
     model_runner: Any
     vllm_config: Any
     model_config: Any
-    _expected: dict[str, int]
+    device: Any
+    rank: int
+    _group: Any
 
     def end_with_parent(self, first: int) -> None:
         """Exit when the parent process is gone, even if it was killed.
@@ -73,6 +75,29 @@ class WeightReceiver:
 
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             self._model.load_weights(tensors())
+
+    def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
+        """Join the process group of the learner. `first`: the rank of this engine's first worker."""
+        from posttrain.engines.vllm.transfer import joined_group
+
+        self._group = joined_group(address, port, first + self.rank, size, self.device.type == "cuda")
+
+    def receive_buffer(self, described: dict[str, Any]) -> None:
+        """Load the tensors of a buffer: one in this GPU's memory that the learner shares, or else the next broadcast."""
+        import torch
+        from vllm.config import set_current_vllm_config
+
+        from posttrain.engines.vllm.transfer import broadcast, opened_memory, unpacked
+
+        if "shared" in described:
+            # vLLM keeps tensors until those of a layer are complete, and the learner frees the buffer before that.
+            buffer = opened_memory(described["shared"], self.device.index).clone()
+            torch.cuda.synchronize(self.device)
+        else:
+            buffer = torch.empty(described["size"], dtype=torch.uint8, device=self.device)
+            broadcast(self._group, buffer)
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
+            self._model.load_weights(unpacked(buffer, described["entries"]))
 
     def finish_weights(self) -> list[str]:
         """Convert the weights to the layout of the kernels. Returns the names of parameters that are not complete."""

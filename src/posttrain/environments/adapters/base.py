@@ -1,4 +1,4 @@
-"""What adapters of other people's text environments share: turns, limits, success and the end of an episode."""
+"""Shared parts of adapters to third-party text environments: turns, limits, success and the end of an episode."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ class Outcome:
     """The effect of one answer."""
 
     text: str
-    """What the environment shows next."""
+    """The text that the environment shows next."""
     reward: float
     over: bool
-    """The environment ended the episode."""
+    """Whether the environment ended the episode."""
     success: bool | None = None
-    """None: decided by the return, see `AdapterRecipe.success_return`."""
+    """Whether the episode succeeded; None: determined by the return, see `AdapterRecipe.success_return`."""
     rejected: str | None = None
-    """Why the answer was invalid."""
+    """Why the answer was invalid, if it was."""
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -48,7 +48,7 @@ class Adapter(Environment):
         self._turns_left, self._return = 0, 0.0
 
     def reset(self, seed: int) -> Observation:
-        """Start the task of `seed`: a system message, if there is one, and what the environment shows."""
+        """Start the task of `seed`: a system message, if there is one, and the text that the environment shows."""
         self._close()
         text, system = self._start(seed)
         self._turns_left, self._return = self.recipe.max_turns, 0.0
@@ -79,20 +79,20 @@ class Adapter(Environment):
         return Step([_user(outcome.text)], outcome.reward, outcome.over, truncated, info)
 
     def __del__(self) -> None:
-        # The attribute is missing where the constructor raised.
+        # The attribute is missing if the constructor raised.
         if hasattr(self, "_turns_left"):
             self._close()
 
     @abstractmethod
     def _start(self, seed: int) -> tuple[str, str | None]:
-        """Start the task of `seed`; what it shows, and a system message."""
+        """Start the task of `seed`. Returns the text to show, and a system message."""
 
     @abstractmethod
     def _apply(self, action: str) -> Outcome:
         """Apply one answer."""
 
     def _close(self) -> None:
-        """Release what the episode holds. Called at its end, and again later."""
+        """Release the resources of the episode. Called at its end, and possibly again."""
 
 
 def _user(text: str) -> Message:

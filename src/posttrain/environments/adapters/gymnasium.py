@@ -18,12 +18,12 @@ from posttrain.recipe.components import EnvironmentRecipe
 
 @dataclass(frozen=True)
 class _Spec:
-    """What the policy needs to know of an environment whose actions and observations are numbers."""
+    """Description of an environment whose actions and observations are numbers, for the policy."""
 
     actions: tuple[str, ...]
     rules: str
     ends_in_success: bool = False
-    """The only end by its own rules is the goal."""
+    """Whether reaching the goal is the only termination."""
 
 
 _LAKE = _Spec(
@@ -48,7 +48,7 @@ _SPECS = {
 }
 _SPECS["Taxi-v3"], _SPECS["CliffWalking-v0"] = _SPECS["Taxi-v4"], _SPECS["CliffWalking-v1"]
 _DISCOUNT = 0.999
-"""Of value iteration. Below 1, so that the expert takes the shortest way."""
+"""Discount of value iteration. Below 1, so that the expert takes the shortest path."""
 
 
 class _AnyText(FormatRecipe):
@@ -73,13 +73,19 @@ class GymnasiumRecipe(GameRecipe):
     keys: dict[str, Any] = {}
     """Arguments of `gymnasium.make`."""
     actions: list[str] = []
-    """Names of the actions 0, 1, ... of a discrete action space. Default: the numbers, and words for FrozenLake, Taxi, CliffWalking and Blackjack."""
+    """Names of the actions 0, 1, ... of a discrete action space. Default: the numbers, and words for FrozenLake, Taxi,
+    CliffWalking and Blackjack.
+    """
     rules: str | None = None
     """Description of the task in the system message."""
     observation: Literal["auto", "text", "value"] = "auto"
-    """`text`: what `render` writes with `render_mode="ansi"`; `value`: the observation itself; `auto`: text where there is one."""
+    """`text`: what `render` writes with `render_mode="ansi"`; `value`: the observation itself; `auto`: text where there
+    is one.
+    """
     success_return: float | None = None
-    """Success is a return of at least this. Default: `is_success` in `info`, else an end by its own rules with a return above 0."""
+    """Success is a return of at least this. Default: `is_success` in `info`, else an end by its own rules with a return
+    above 0.
+    """
     max_turns: int = Field(50, ge=1)
     """Turns after which an episode is truncated."""
 
@@ -91,7 +97,7 @@ class Gymnasium(Game):
     self_contained = False
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
-        """InputError where gymnasium is not installed or the environment cannot be made or written as text."""
+        """InputError if gymnasium is not installed, or the environment cannot be created or shown as text."""
         super().__init__(recipe)
         self._env = self._made()
         space = self._env.action_space
@@ -116,7 +122,7 @@ class Gymnasium(Game):
         modes += [{}] if self.recipe.observation != "text" else []
         error: Exception | None = None
         with warnings.catch_warnings():
-            # Of versions and render modes.
+            # Warnings about versions and render modes.
             warnings.simplefilter("ignore")
             for mode in modes:
                 try:
@@ -192,7 +198,9 @@ class Gymnasium(Game):
 
 
 class _Table:
-    """A transition table as an argument of a cached function. All tables of one environment and its arguments are equal."""
+    """A transition table as an argument of a cached function. Tables compare equal: the other arguments identify
+    them.
+    """
 
     def __init__(self, transitions: Any) -> None:
         self.transitions = transitions
@@ -206,7 +214,9 @@ class _Table:
 
 @lru_cache(maxsize=16)
 def _optimal_actions(name: str, keys: str, table: _Table) -> tuple[int, ...]:
-    """The optimal action of every state, by value iteration on `P[state][action] = [(probability, next, reward, end), ...]`."""
+    """The optimal action of every state, by value iteration on `P[state][action] = [(probability, next, reward, end),
+    ...]`.
+    """
     states, actions = len(table.transitions), len(table.transitions[0])
     rewards = np.zeros((states, actions))
     following = np.zeros((states, actions, states))

@@ -1,13 +1,12 @@
 """Environments of OpenEnv: sessions of a running server, or instances in this process."""
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 from pydantic import model_validator
 
+from posttrain.engines.http import bounded
 from posttrain.environments.adapters.base import Adapter, AdapterRecipe, Outcome
 from posttrain.environments.global_random import GlobalRandom
 from posttrain.errors import InputError
@@ -34,7 +33,9 @@ class OpenEnvRecipe(AdapterRecipe):
     reset: dict[str, bool | int | float | str] = {}
     """Arguments of `reset` besides the seed, for example `{split: train}`."""
     action_field: str | None = None
-    """The field of an action that takes the answer. Default: the only field without a default, or the only one. Without one, answers are JSON objects."""
+    """The field of an action that takes the answer. Default: the only field without a default, or the only one. Without
+    one, answers are JSON objects.
+    """
     observation_field: str | None = None
     """The field of an observation that the policy sees. Default: the only field of text, else all of them as JSON."""
 
@@ -53,7 +54,7 @@ class OpenEnv(Adapter):
     Recipe = OpenEnvRecipe
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
-        """InputError where openenv is not installed, the class does not exist, or the server does not answer."""
+        """InputError if openenv is not installed, the class does not exist, or the server does not answer."""
         super().__init__(recipe)
         require_module("openenv.core", "environment.type openenv")
         self._session: _Session | None = None
@@ -82,7 +83,7 @@ class OpenEnv(Adapter):
             observation, reward, over = self._session.step(values)
         except _InvalidAction as error:
             return Outcome(f"Rejected: {error}.", 0.0, False, rejected=str(error))
-        # A step without a reward has none to give; environments of OpenEnv leave it out before the end.
+        # A missing reward counts as 0: OpenEnv environments omit it before the end of an episode.
         return Outcome(self._shown(observation), float(reward or 0.0), over)
 
     def _shown(self, observation: Mapping[str, Any]) -> str:
@@ -111,7 +112,7 @@ Observed = tuple[Mapping[str, Any], float | None, bool]
 
 
 class _InvalidAction(Exception):
-    """The environment refused the action."""
+    """The environment rejected the action."""
 
 
 class _Session(Protocol):
@@ -128,6 +129,18 @@ class _Session(Protocol):
     def close(self) -> None: ...
 
 
+def _served_schema(url: str) -> Mapping[str, Any]:
+    """The action schema of the server at `url`, which has `_SECONDS` for the whole reply and may not redirect."""
+    httpx = require_module("httpx", "environment.url")
+    try:
+        with bounded(httpx.Client(timeout=_SECONDS)) as client:
+            schema: Mapping[str, Any] = client.get(f"{url}/schema").raise_for_status().json()["action"]
+    except (OSError, httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"environment.url: no server of OpenEnv answers at {url} ({reason}); start it") from error
+    return schema
+
+
 class _Server(_Session):
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -135,14 +148,7 @@ class _Server(_Session):
         self._client = client(base_url=self._url).sync()
 
     def action_schema(self) -> Mapping[str, Any]:
-        try:
-            with urllib.request.urlopen(f"{self._url}/schema", timeout=_SECONDS) as reply:
-                schema: Mapping[str, Any] = json.load(reply)["action"]
-        except (OSError, urllib.error.URLError, ValueError, KeyError) as error:
-            raise InputError(
-                f"environment.url: no server of OpenEnv answers at {self._url} ({error}); start it"
-            ) from error
-        return schema
+        return _served_schema(self._url)
 
     def reset(self, seed: int, arguments: Mapping[str, Any]) -> Observed:
         return self._observed(self._client.reset(seed=seed, **arguments))
@@ -215,7 +221,7 @@ def _action_class(kind: type, place: str) -> Any:
 
 
 def _action_field(schema: Mapping[str, Any], wanted: str | None) -> tuple[str | None, str]:
-    """The field of an action that takes the answer, and its JSON type; None where an answer is a JSON object."""
+    """The field of an action that contains the answer, and its JSON type; None if an answer is a JSON object."""
     fields = {name: facts for name, facts in schema.get("properties", {}).items() if name != "metadata"}
     if wanted is not None and wanted not in fields:
         raise InputError(f"environment.action_field: actions have {', '.join(fields) or 'no fields'}, not {wanted!r}")
@@ -228,7 +234,7 @@ def _action_field(schema: Mapping[str, Any], wanted: str | None) -> tuple[str | 
 
 
 def _action(answer: str, field: str | None, kind: str) -> dict[str, Any]:
-    """The fields of an action. ValueError with what was expected."""
+    """The fields of an action. ValueError with the expected form."""
     text = answer.strip()
     if field is None:
         try:

@@ -16,9 +16,9 @@ from posttrain.plugins import require_module
 from posttrain.recipe.components import EnvironmentRecipe
 
 _WRAPPED = ("-raw", "-train")
-"""Ends of the names under which a game is registered again, with other wrappers."""
+"""Suffixes of names under which a game is registered again with other wrappers."""
 _INVALID = "attempted an invalid move"
-"""What the game says of one."""
+"""Text with which games report an invalid move."""
 _lock = Lock()
 
 
@@ -41,7 +41,7 @@ class TextArena(Adapter):
     Recipe = TextArenaRecipe
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
-        """InputError where TextArena is not installed or has no such game."""
+        """InputError if TextArena is not installed or has no such game."""
         super().__init__(recipe)
         if self.recipe.game not in _registry():
             raise InputError(
@@ -72,7 +72,7 @@ class TextArena(Adapter):
         known = (facts or {}).get(0, {})
         rejected = "invalid move" if known.get("invalid_move") else None
         info = {key: known[key] for key in ("reason",) if known.get(key)}
-        # A game without rewards has no result: its own failure, and never a zero.
+        # A game without rewards has no result. This is a failure and must not become a reward of 0.
         if not rewards or rewards.get(0) is None:
             raise RuntimeError(f"{self.recipe.game} ended without a reward")
         return Outcome(text, float(rewards[0]), True, rejected=rejected, info=info)
@@ -108,6 +108,6 @@ def _for_one(name: str) -> bool:
             with GlobalRandom("textarena").active():
                 _made(name, {}).reset(num_players=1, seed=0)
         except Exception as error:
-            # Games refuse a wrong number of players with an AssertionError or ValueError of their own.
+            # Games reject a wrong number of players with an AssertionError or ValueError.
             return "player" not in str(error).lower()
         return True

@@ -36,12 +36,12 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "split": None,
     },
 }
-"""Challenge -> its settings. A value of a recipe replaces one of them."""
+"""Challenge -> its default settings, which a recipe may override."""
 _LONGEST_COMMAND = 100
 _WRONG = "wait"
 
 _lock = Lock()
-"""Generator, compiler and interpreter are used by one thread at a time."""
+"""Generator, compiler and interpreter are not thread-safe."""
 
 
 class TextWorldRecipe(AdapterRecipe):
@@ -52,9 +52,13 @@ class TextWorldRecipe(AdapterRecipe):
     challenge: Challenge = "coin_collector"
     """The kind of game."""
     settings: dict[str, bool | int | str] = {}
-    """Settings of the challenge, for example `{level: 5}` for `coin_collector` and `treasure_hunter`, `{goal: brief}` for `simple` and `{take: 2, cook: true}` for `cooking`."""
+    """Settings of the challenge, for example `{level: 5}` for `coin_collector` and `treasure_hunter`, `{goal: brief}`
+    for `simple` and `{take: 2, cook: true}` for `cooking`.
+    """
     games: int = Field(1000, ge=1)
-    """Number of different games: the game of a seed is that of `seed % games`. Each is compiled once, in one to ten seconds."""
+    """Number of different games: the game of a seed is that of `seed % games`. Each is compiled once, in one to ten
+    seconds.
+    """
     commands: bool = False
     """Show the admissible commands in every message."""
     cache: str = "~/.cache/posttrain/textworld"
@@ -67,7 +71,7 @@ class TextWorld(Adapter):
     Recipe = TextWorldRecipe
 
     def __init__(self, recipe: EnvironmentRecipe) -> None:
-        """InputError where TextWorld is not installed."""
+        """InputError if TextWorld is not installed."""
         super().__init__(recipe)
         self._textworld = require_module("textworld", "environment.type textworld")
         self._game: Any = None
@@ -113,7 +117,7 @@ class TextWorld(Adapter):
         return Outcome(self._shown(), gained / max(1, self._state.max_score or 1), bool(over), bool(self._state.won))
 
     def _shown(self) -> str:
-        """What the game writes, without the banner, the prompt and the line with the score."""
+        """The output of the game without the banner, the prompt and the line with the score."""
         text = re.sub(r"(?s)^.*\$\$[^\n]*\n", "", self._state.feedback or "")
         text = re.sub(r"\n>[^\n]*\s*$", "", text)
         text = re.sub(r"\n{3,}", "\n\n", text).strip()
@@ -153,7 +157,7 @@ class TextWorld(Adapter):
 
 
 def _game_file(recipe: TextWorldRecipe, seed: int) -> Path:
-    """The compiled game of `seed`, from the cache if it is there."""
+    """The compiled game of `seed`, from the cache if possible."""
     textworld = require_module("textworld", "environment.type textworld")
     settings = {**_SETTINGS[recipe.challenge], **recipe.settings}
     name = json.dumps([textworld.__version__, recipe.challenge, settings, seed], sort_keys=True)
@@ -165,7 +169,9 @@ def _game_file(recipe: TextWorldRecipe, seed: int) -> Path:
 
 
 def _compile(challenge: str, settings: Mapping[str, Any], seed: int, folder: Path) -> None:
-    """Generate and compile a game, and put its files into `folder` at once, so that other processes find all or none."""
+    """Generate and compile a game, and move its files to `folder` atomically, so that other processes find all or
+    none.
+    """
     challenges = require_module("textworld.challenges", "environment.type textworld").CHALLENGES
     generator = require_module("textworld.generator", "environment.type textworld")
     folder.parent.mkdir(parents=True, exist_ok=True)

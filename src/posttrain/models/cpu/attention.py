@@ -1,9 +1,9 @@
-"""Exact attention on a CPU with its own backward pass; the library's backward pass costs several times its products.
+"""Exact attention on a CPU with a custom backward pass: that of PyTorch costs several times its matrix products.
 
-Queries are processed in blocks, each against the keys up to its end, so most of the upper triangle is skipped. The query
-heads that share a key head are rows of one matrix product. Only queries, keys and values are kept for the backward pass,
-which recomputes the probabilities as FlashAttention does (Dao et al. 2022, arXiv 2205.14135), so memory is linear in the
-number of tokens.
+Queries are processed in blocks, each against the keys up to its end, so most of the upper triangle is skipped. The
+query heads that share a key head are rows of one matrix product. Only queries, keys and values are kept for the
+backward pass, which recomputes the probabilities as FlashAttention does (Dao et al. 2022, arXiv 2205.14135), so memory
+is linear in the number of tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class _Block(NamedTuple):
     first: int
     last: int
     mask: torch.Tensor
-    """[G * (stop - start), last - first]: 0 where a query sees a key, minus infinity elsewhere."""
+    """[G * (stop - start), last - first]: 0 if a query sees a key, minus infinity elsewhere."""
 
 
 class MaskCache:
@@ -146,7 +146,9 @@ def _padded(count: int) -> int:
 
 
 def _keys_of(heads: torch.Tensor, segment: RowSegment) -> torch.Tensor:
-    """Keys or values that the segment sees, in the stream's order, zero-padded: [H_kv, K, D] from `heads` [H_kv, T, D]."""
+    """Keys or values that the segment sees, in the stream's order, zero-padded: [H_kv, K, D] from `heads` [H_kv, T,
+    D].
+    """
     out = heads.new_empty(len(heads), _padded(segment.seen + segment.stop - segment.start), heads.shape[2])
     column = 0
     for start, stop in segment.keys:
@@ -167,7 +169,9 @@ def _put_rows(heads: torch.Tensor, block: _Block, rows: torch.Tensor) -> None:
 
 
 def _add_columns(heads: torch.Tensor, segment: RowSegment, block: _Block, columns: torch.Tensor) -> None:
-    """Add gradients [H_kv, last - first, D] of the block's columns to the gradients `heads` [H_kv, T, D] of the tokens."""
+    """Add gradients [H_kv, last - first, D] of the block's columns to the gradients `heads` [H_kv, T, D] of the
+    tokens.
+    """
     column = -block.first
     for start, stop in (*segment.before, (segment.start, block.stop)):
         first = max(0, -column)

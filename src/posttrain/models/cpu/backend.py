@@ -1,17 +1,16 @@
-"""CPU backend: matrix products, the fused layers of known decoders, and the C heap.
+"""CPU backend: matrix products, the fused functions of known decoders, and the C heap.
 
 PyTorch computes float32 products with MKL, which on AMD processors runs at half the speed of oneDNN or less (measured
 on Zen 5: 108 against 250 GFLOP/s per core). The processor alone decides which library is used, so it is the same in
 every run and after every resume on a machine.
 
 transformers writes norms, gates and rotary positions as chains of small operations. Each operation reads and writes all
-activations, and some keep results for the backward pass; on a CPU they cost as much as the matrix products. Here each is
-one autograd function that keeps only its inputs. Weights, module names and results (up to rounding) do not change.
+activations, and some keep results for the backward pass; on a CPU they cost as much as the matrix products. Here each
+is one autograd function that keeps only its inputs. Weights, module names and results (up to rounding) do not change.
 """
 
 import ctypes
 import os
-import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -19,17 +18,13 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 
 from posttrain.errors import InputError
-from posttrain.models.attention import ATTENTION_NAME
 
 PROCESSORS = Path("/proc/cpuinfo")
 KERNELS_KEPT = 128
 """Capacity of oneDNN's cache of compiled products, one per shape. A step of equal shapes needs about thirty."""
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Decoders of transformers whose norm, gated MLP and attention these functions can replace."""
-
 ELEMENTS_IN_CACHE = 1 << 17
 """Float32 numbers that a norm processes at a time."""
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
@@ -52,8 +47,8 @@ def prefers_onednn() -> bool:
 def onednn_multiplies(dtype: torch.dtype) -> bool:
     """Whether oneDNN computes matrix products in `dtype` on this processor.
 
-    In bfloat16 it needs AVX-512 or AVX-NE-CONVERT; on other processors PyTorch has kernels of its own. A small product
-    decides, because ONEDNN_MAX_CPU_ISA can hide instructions that the processor has.
+    In bfloat16 it needs AVX-512 or AVX-NE-CONVERT; on other processors PyTorch uses its own kernels. The function tries
+    a small product, because ONEDNN_MAX_CPU_ISA can hide instructions that the processor has.
     """
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return False
@@ -69,8 +64,8 @@ def onednn_multiplies(dtype: torch.dtype) -> bool:
 def prepare_bfloat16() -> None:
     """Make sure that this processor can multiply in bfloat16, natively or by PyTorch's own slow kernels.
 
-    PyTorch selects oneDNN by the processor's name, although ONEDNN_MAX_CPU_ISA may hide the instructions that oneDNN needs;
-    every product then fails. Raises `InputError` if products fail without oneDNN as well.
+    PyTorch selects oneDNN by the processor's name, although ONEDNN_MAX_CPU_ISA may hide the instructions that oneDNN
+    needs; every product then fails. Raises `InputError` if products fail without oneDNN as well.
     """
     if _multiplies_bfloat16():
         return
@@ -125,10 +120,10 @@ class _Linear(torch.autograd.Function):
         return grad_x, matmul(gradient.t(), x) if ctx.needs_input_grad[1] else None
 
 
-# -- fused layers ------------------------------------------------------------------------------------------------------
+# -- fused functions ------------------------------------------------------------------------------------------------------
 
 
-class _RmsNorm(torch.autograd.Function):
+class RmsNorm(torch.autograd.Function):
     """weight * x / sqrt(mean(x^2) + epsilon) over the last dimension: Zhang and Sennrich 2019, arXiv 1910.07467."""
 
     @staticmethod
@@ -168,7 +163,7 @@ def _parts(rows: torch.Tensor) -> list[slice]:
     return [slice(start, start + count) for start in range(0, len(rows), count)]
 
 
-class _Gated(torch.autograd.Function):
+class Gated(torch.autograd.Function):
     """silu(gate) * up, the gated unit of Shazeer 2020, arXiv 2002.05202."""
 
     @staticmethod
@@ -184,7 +179,7 @@ class _Gated(torch.autograd.Function):
         return of_gate, silu(gate).mul_(gradient)
 
 
-class _Rotary(torch.autograd.Function):
+class Rotary(torch.autograd.Function):
     """Rotary positions (Su et al. 2021, arXiv 2104.09864) of `heads` [..., T, H, D] with `cos`, `sin` [T, 1, D]."""
 
     @staticmethod
@@ -211,69 +206,6 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction:
     return rotated
 
 
-class _Norm(torch.nn.Module):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if hidden_states.device.type != "cpu":
-            # One kernel of PyTorch, as in the local engine.
-            return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)  # type: ignore[arg-type]
-        return _RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
-
-
-class _Mlp(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))  # type: ignore[operator]
-
-
-class _Attention(torch.nn.Module):
-    def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: Any = None, **keywords: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        attention: Any = self
-        layout = keywords.get("layout")
-        installed = attention.config._attn_implementation == ATTENTION_NAME
-        if layout is None or not installed:
-            return super().forward(hidden_states, position_embeddings=position_embeddings, **keywords)
-        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        query, key, value = (project(hidden_states).view(shape) for project in projections)
-        if hasattr(attention, "q_norm"):
-            query, key = attention.q_norm(query), attention.k_norm(key)
-        cos, sin = (part[0, :, None] for part in position_embeddings)
-        query, key = _Rotary.apply(query, cos, sin), _Rotary.apply(key, cos, sin)
-        heads = (rows[0].transpose(0, 1) for rows in (query, key, value))
-        # Qwen sets the window per layer, Mistral in the configuration; Llama has none.
-        owner = attention.config if attention.config.model_type == "mistral" else attention
-        window = getattr(owner, "sliding_window", None)
-        out = layout.attend(attention.layer_idx, *heads, attention.scaling, window)
-        return attention.o_proj(out.transpose(0, 1).reshape(*hidden_states.shape[:-1], -1)), None
-
-
-_REPLACEMENTS = {"RMSNorm": _Norm, "MLP": _Mlp, "Attention": _Attention}
-
-
-def use_fused_layers(model: torch.nn.Module) -> None:
-    """Replace the norms, MLPs and attention of known decoders in `model` by the functions of this file, in place.
-
-    Float32 linear layers use oneDNN where it is faster. All other modules stay as they are.
-    """
-    module: Any
-    # The output projection is computed together with the log-probabilities.
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    for module in model.modules():
-        cls = type(module)
-        if cls is torch.nn.Linear and module is not head and module.weight.dtype == torch.float32 and prefers_onednn():
-            module.__class__ = OneDnnLinear
-            continue
-        known = re.fullmatch(rf"transformers\.models\.({'|'.join(FAMILIES)})\.modeling_\1", cls.__module__)
-        part = _REPLACEMENTS.get(re.sub(r"^(Llama|Mistral|Qwen2|Qwen3)", "", cls.__name__)) if known else None
-        if part is None:
-            continue
-        if part is _Mlp and module.config.hidden_act != "silu":
-            continue
-        # A subclass, not a method on the instance: copies of a module then compute with their own weights.
-        module.__class__ = type(cls.__name__, (part, cls), {"__module__": __name__})
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -289,8 +221,9 @@ def bound_kept_kernels() -> None:
 def keep_freed_memory() -> None:
     """Keep freed blocks of up to 32 MiB in the heap of this process instead of returning them to the system.
 
-    Otherwise the activations of a training step are returned at its end and mapped again, page by page and zeroed, in the
-    next one: a tenth of the step on a CPU. The peak of memory in use stays the same. No effect without the GNU C library.
+    Otherwise the activations of a training step are returned at its end and mapped again, page by page and zeroed, in
+    the next one, which takes a tenth of the step on a CPU. Peak memory does not change. No effect without the GNU C
+    library.
     """
     if sys.platform != "linux":
         return

@@ -1,7 +1,7 @@
-"""The number of threads beside other busy processes.
+"""The number of threads to use while other processes are busy.
 
-Every parallel loop ends with all threads waiting for the last. Where other processes occupy the processors, one thread of two
-is often suspended for milliseconds, and the other waits. Then fewer threads are faster, by up to the whole cost of the waiting.
+Every parallel loop waits for its last thread. If other processes occupy the processors, a thread is often suspended for
+milliseconds while the others wait. Fewer threads are then faster.
 """
 
 import os
@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 
 RUNNING = Path("/proc/loadavg")
 SAMPLES, INTERVAL = 30, 0.01
-"""How often running processes are counted, and the seconds in between."""
+"""How often running processes are counted, and the seconds between counts."""
 ROUNDS = 5
 LIMIT = 3.0
 """Seconds after which the comparison ends."""
@@ -25,7 +25,7 @@ GAIN = 1.1
 
 
 def busy_processors() -> float:
-    """The number of other threads of this machine that run or wait for a processor: median over 0.3 s. 0 where unknown."""
+    """The number of other threads of this machine that run or wait for a processor: median over 0.3 s. 0 if unknown."""
     counts = []
     try:
         for _ in range(SAMPLES):
@@ -38,10 +38,10 @@ def busy_processors() -> float:
 
 
 def threads_beside(busy: float) -> int | None:
-    """The number of threads to use beside `busy` other threads; None keeps torch's number.
+    """The number of threads to use while `busy` other threads run; None keeps torch's number.
 
-    If not enough processors are free, a short computation is timed alternately with all threads and with one for each free
-    processor. OMP_NUM_THREADS, if set, is kept.
+    If not enough processors are free, a short computation is timed alternately with all threads and with one for each
+    free processor. OMP_NUM_THREADS, if set, is kept.
     """
     every = torch.get_num_threads()
     free = max(1, int((os.cpu_count() or 1) - busy))

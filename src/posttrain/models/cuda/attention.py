@@ -1,19 +1,20 @@
 """Packed attention on a GPU: one call of the variable-length flash kernel for the whole row.
 
-The kernel takes spans of queries and, for each, a span of keys, aligned at their ends. So a segment is one span whose keys
-are those before it in its stream and its own. Where streams share a beginning, its keys and values are copied for each
-segment that continues it during the call; streams that share nothing need no copy.
+The kernel takes spans of queries and, for each, a span of keys, aligned at their ends. A segment is one span whose keys
+are its own and those before it in its stream. The keys and values of a shared prefix are copied for each segment that
+continues it, for the duration of the call. Streams without a shared prefix need no copy.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.errors import InputError
 from posttrain.models.attention import RowSegment
 from posttrain.models.forward import upload
 
@@ -37,7 +38,10 @@ class Spans:
     gathered: torch.Tensor | None
     """[K] int64: the row index of each key; None if the keys are the row itself."""
     keys_seen: torch.Tensor | None = None
-    """[S] int32: keys of each span that its last query sees, for spans with room at their ends; None: all."""
+    """[S] int32: number of keys that the last query of each span attends to, if spans have unused room at their ends;
+    None:
+    all.
+    """
 
 
 def spans_of(segments: Sequence[RowSegment], device: torch.device) -> Spans:
@@ -67,8 +71,35 @@ def supports(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     )
 
 
+def use_flash_attention(name: Literal["fa2", "fa3", "fa4"], device: torch.device) -> None:
+    """Select the FlashAttention of PyTorch's attention functions in this process; no effect on a CPU.
+
+    Raises:
+        InputError: its package is missing, or does not fit the GPU.
+    """
+    from torch.nn.attention import (
+        activate_flash_attention_impl,
+        current_flash_attention_impl,
+        restore_flash_attention_impl,
+    )
+
+    wanted = None if name == "fa2" else name.upper()
+    if device.type != "cuda" or current_flash_attention_impl() == wanted:
+        return
+    if wanted is None:
+        restore_flash_attention_impl()
+        return
+    try:
+        activate_flash_attention_impl(wanted)
+    except (ImportError, RuntimeError, ValueError) as error:
+        package = {"FA3": "flash_attn_interface", "FA4": "flash-attn-4"}[wanted]
+        raise InputError(
+            f"model.attention: {name} could not be activated ({str(error).splitlines()[0]}); install {package}, or use fa2"
+        ) from error
+
+
 def supports_cache() -> bool:
-    """Whether this version of PyTorch's kernel takes spans of keys with room at their ends."""
+    """Whether this version of PyTorch's kernel accepts spans of keys with unused room at their ends."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "seqused_k" in signature(varlen_attn).parameters
@@ -119,8 +150,8 @@ def attend_spans(
 
     rows = [heads.transpose(0, 1) for heads in (query, key, value)]
     if spans.gathered is not None and torch.is_grad_enabled():
-        # Copies of shared keys are recomputed in the backward pass: kept for every layer, they would take more
-        # memory than sharing saves. No random numbers are drawn, so the generator state is not saved.
+        # Copies of shared keys are recomputed in the backward pass: stored for every layer, they would take more memory
+        # than sharing saves. No random numbers are drawn, so the generator state is not saved.
         out = checkpoint(attend, *rows, use_reentrant=False, preserve_rng_state=False)
     else:
         out = attend(*rows)

@@ -19,7 +19,7 @@ def release_cached_memory(device: torch.device) -> None:
 
 
 def peak_memory() -> dict[str, float]:
-    """The largest memory so far, in bytes, as metrics: resident memory of this process, and what torch allocated on its GPU."""
+    """Peak memory so far, in bytes, as metrics: resident memory of this process, and torch's allocations on its GPU."""
     unit = 1 if sys.platform == "darwin" else 1024
     peak = {"memory/process": float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
     return peak | ({"memory/gpu": float(torch.cuda.max_memory_allocated())} if torch.cuda.is_initialized() else {})
@@ -28,7 +28,8 @@ def peak_memory() -> dict[str, float]:
 def copied_to_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Contiguous copies in CPU memory; tensors there already are returned as they are.
 
-    Those of a GPU are copied to pinned memory, several times faster than to other memory, with one wait for all.
+    GPU tensors are copied to pinned memory, which is several times faster than other memory, with one wait for all of
+    them.
     """
     if not any(tensor.is_cuda for tensor in tensors):
         return [tensor.detach().cpu().contiguous() for tensor in tensors]

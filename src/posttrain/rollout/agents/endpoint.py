@@ -1,33 +1,31 @@
 """The endpoint through which agents call the policy: HTTP on loopback, with one key per episode."""
 
 import asyncio
-import json
 import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from posttrain.data.messages import UnusableRow, check_value
 from posttrain.loopback import ADDRESS, Scope, guarded_protocol
 from posttrain.plugins import require_module
 from posttrain.rollout.agents import formats
 from posttrain.rollout.agents.session import AgentSession, CallRefused, ChatAnswer, ChatCall
 
-MAX_BODY = 32 << 20
-"""Largest request in bytes."""
 _POLL_SECONDS = 0.25
 _LOCAL_NAMES = [ADDRESS, "localhost"]
 _STARTING = 256
-"""Connections that may be open without a call with a known key: agents that start at the same time."""
+"""Maximum number of open connections that have not yet sent a known key, for agents that start at the same time."""
 _HEADER_SECONDS = 30.0
-"""Time that such a connection has. Many agents that start at once are slow."""
+"""Seconds after which such a connection is closed. Generous, because many agents that start at once are slow."""
 _REMEMBERED = 100_000
-"""Sessions that are kept before ended ones are dropped."""
+"""Number of sessions to keep before ended ones are dropped."""
 
 
 class AgentEndpoint:
-    """Serves chat completions and messages in a thread, as a context manager. A key selects the session that answers."""
+    """Serves chat completions and messages in a thread, as a context manager. A key selects the session that
+    answers.
+    """
 
     def __init__(self) -> None:
         """InputError if fastapi or uvicorn is not installed."""
@@ -38,7 +36,7 @@ class AgentEndpoint:
         self._socket.bind((ADDRESS, 0))
         self._socket.listen(2048)  # now, so that calls wait until the thread accepts them
         self.url = f"http://{ADDRESS}:{self._socket.getsockname()[1]}"
-        """Without the path `/v1`, which clients of OpenAI expect in theirs and clients of Anthropic add."""
+        """Without the path `/v1`: OpenAI clients expect it in their base URL, Anthropic clients add it."""
         config = uvicorn.Config(
             _app(self._session),
             log_level="critical",
@@ -89,7 +87,7 @@ def _app(find: Callable[[str], AgentSession]) -> Any:
     from starlette.responses import JSONResponse, Response, StreamingResponse
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    # A page in a browser must not reach the endpoint under its own name.
+    # Checks the Host header, so that a web page cannot reach the endpoint by DNS rebinding.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL_NAMES)
 
     def route(
@@ -102,7 +100,7 @@ def _app(find: Callable[[str], AgentSession]) -> Any:
         async def post(request: Request) -> Response:
             try:
                 session = find(_key(request.headers))
-                body = await _body(request)
+                body = await formats.read_body(request)
                 retry = request.headers.get("x-stainless-retry-count", "0") != "0"
                 answer = await _ask(request, session, read(body, retry))
             except CallRefused as error:
@@ -146,26 +144,6 @@ def _key(headers: Any) -> str:
     """The key in the header of either format."""
     given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
     return str(given).strip()
-
-
-async def _body(request: Any) -> dict[str, Any]:
-    """The JSON object of a request. CallRefused where it is too large or no object."""
-    received = bytearray()
-    async for part in request.stream():
-        received += part
-        if len(received) > MAX_BODY:
-            raise CallRefused(f"the request has more than {MAX_BODY >> 20} MiB", 413, "request_too_large")
-    try:
-        body = json.loads(received)
-        check_value(body, "it")
-        json.dumps(body, allow_nan=False)
-    except UnusableRow as error:
-        raise CallRefused(f"the request cannot be used: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CallRefused(f"the request is not valid JSON ({type(error).__name__})") from error
-    if not isinstance(body, dict):
-        raise CallRefused("the request must be a JSON object")
-    return body
 
 
 async def _ask(request: Any, session: AgentSession, call: ChatCall) -> ChatAnswer:

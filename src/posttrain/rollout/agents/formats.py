@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from posttrain.data.messages import UnusableRow, check_value
 from posttrain.data.rendering import Message
 from posttrain.data.tools import json_or_text
 from posttrain.episode import CUT_OFF, StopReason
@@ -15,6 +16,30 @@ from posttrain.rollout.agents.session import CallRefused, ChatAnswer, ChatCall
 MODEL = "policy"
 """The name under which the endpoint offers the policy. Requests may name any model."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+MAX_BODY = 32 << 20
+"""Largest request in bytes."""
+
+
+async def read_body(request: Any) -> dict[str, Any]:
+    """The JSON object of a request of starlette. CallRefused if it is too large, nested too deeply, or no object."""
+    received = bytearray()
+    async for part in request.stream():
+        received += part
+        if len(received) > MAX_BODY:
+            raise CallRefused(f"the request has more than {MAX_BODY >> 20} MiB", 413, "request_too_large")
+    try:
+        body = json.loads(received)
+        check_value(body, "it")
+        json.dumps(body, allow_nan=False)
+    except UnusableRow as error:
+        raise CallRefused(f"the request cannot be used: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CallRefused(f"the request is not valid JSON ({type(error).__name__})") from error
+    if not isinstance(body, dict):
+        raise CallRefused("the request must be a JSON object")
+    return body
 
 
 def _refuse(message: str) -> CallRefused:
@@ -79,7 +104,7 @@ def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _arguments(text: Any) -> Any:
-    """Arguments of a call as an object where they are one, for the chat template."""
+    """Arguments of a call, parsed if they are a JSON object, for the chat template."""
     return json_or_text(text or "{}") if isinstance(text, str) else text
 
 
@@ -89,11 +114,12 @@ def _call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     return {"id": str(id), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-# -- OpenAI -------------------------------------------------------------------------------------------------------------
+# -- OpenAI
+# -------------------------------------------------------------------------------------------------------------
 
 
 def openai_call(body: dict[str, Any], retry: bool) -> ChatCall:
-    """A request of chat completions. CallRefused for what the endpoint cannot do."""
+    """Parse a chat completions request. CallRefused for unsupported features."""
     if _get(body, "n", int, 1) != 1:
         raise _refuse("n must be 1; send several requests")
     if body.get("logprobs") or body.get("functions"):
@@ -197,11 +223,12 @@ def openai_error(message: str, status: int, kind: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": kind}}
 
 
-# -- Anthropic ----------------------------------------------------------------------------------------------------------
+# -- Anthropic
+# ----------------------------------------------------------------------------------------------------------
 
 
 def anthropic_call(body: dict[str, Any], retry: bool) -> ChatCall:
-    """A request of messages. CallRefused for what the endpoint cannot do."""
+    """Parse a messages request. CallRefused for unsupported features."""
     messages: list[Message] = []
     if system := _text(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})

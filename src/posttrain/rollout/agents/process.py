@@ -1,4 +1,6 @@
-"""The process of an agent: started with the task and the endpoint in its environment, ended with all of its children."""
+"""The process of an agent: started with the task and the endpoint in its environment, ended with all of its
+children.
+"""
 
 import asyncio
 import contextlib
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _READ = 1 << 20
-"""Bytes at the end of an agent's output that are read."""
+"""Number of bytes to read from the end of an agent's output."""
 _REPORT_KEYS = {"answer", "reward", "success", "scores"}
 
 
@@ -21,7 +23,7 @@ class AgentExit:
     """How an agent's process ended."""
 
     code: int | None
-    """Exit code; None if it was ended for its time-out."""
+    """Exit code; None if the agent was stopped at its time-out."""
     output: str
     """The end of its standard output."""
     errors: str
@@ -30,7 +32,7 @@ class AgentExit:
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What an agent reported."""
+    """The answer, reward and scores that an agent reported."""
 
     answer: str
     reward: Any = None
@@ -64,7 +66,7 @@ async def run_agent(
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         stopped.cancel()
-        # Also when this task is cancelled: a process that is not waited for stays in the process table.
+        # Wait even if this task is cancelled: otherwise the process stays in the process table as a zombie.
         await asyncio.shield(exited)
     return AgentExit(exited.result() if exited in done else None, _tail(folder / "out"), _tail(folder / "err"))
 
@@ -76,7 +78,7 @@ def _tail(file: Path) -> str:
 
 
 def read_report(text: str) -> AgentReport:
-    """The report in `text`: a JSON object as a whole or in the last line, else the text is the answer."""
+    """The report in `text`: a JSON object, as the whole text or its last line. Otherwise the text is the answer."""
     text = text.strip()
     for candidate in (text, text.rpartition("\n")[2]):
         try:

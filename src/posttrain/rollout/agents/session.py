@@ -1,7 +1,8 @@
 """The calls of one agent as token streams.
 
-A call's prompt is rendered once. Where its messages repeat an answer of this episode, that answer's sampled ids are used,
-not its text. A prompt whose tokens begin with all tokens of a stream continues it; any other starts a stream.
+A call's prompt is rendered once. Where its messages repeat an answer of this episode, that answer's sampled ids are
+used, not its text. A prompt whose tokens begin with all tokens of a stream continues this stream; any other prompt
+starts a new stream.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ _ANSWER = "POSTTRAIN-ANSWER"
 
 
 class CallRefused(Exception):
-    """A call that gets no answer. `status` is the HTTP status and `kind` the machine-readable reason."""
+    """Raised for a call that is refused. `status` is the HTTP status and `kind` the machine-readable reason."""
 
     def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -142,17 +143,21 @@ class AgentSession:
             self._open.discard(task)
 
     async def _sample(self, call: ChatCall) -> ChatAnswer:
-        keys = _chain(call.messages, call.tools)
-        text, prompt = self._prompt(call, keys)
         limit = self.rollout.tokens_per_episode
-        if len(prompt) >= limit:
+        long = self.renderer.surely_longer(call.messages, call.tools, limit)
+        if not long:
+            keys = _chain(call.messages, call.tools)
+            text, prompt = self._prompt(call, keys)
+        if long or len(prompt) >= limit:
+            size = f"more than {limit}" if long else len(prompt)
             raise CallRefused(
-                f"the prompt has {len(prompt)} tokens, and rollout.tokens_per_episode is {limit}",
+                f"the prompt has {size} tokens, and rollout.tokens_per_episode is {limit}",
                 kind="context_length_exceeded",
             )
         budget = min(self.rollout.tokens_per_turn, limit - len(prompt))
         name = hashlib.blake2b(json.dumps(prompt).encode(), digest_size=16).digest()
-        # Named by the prompt and not by the order of calls, so that concurrent calls draw the same numbers.
+        # The seed name contains the prompt instead of the order of calls, so concurrency does not change random
+        # numbers.
         seed = derive_seed(*self.request.rng_key, self.attempt, name.hex(), self._asked[name])
         stops = (*self.rollout.stop_strings, *call.stop)
         request = Request(tuple(prompt), self.sampling, seed, min(budget, call.max_tokens or budget), stops)
@@ -167,7 +172,7 @@ class AgentSession:
     def _record(
         self, call: ChatCall, key: str, text: str, prompt: list[int], completion: Completion, stops: Sequence[str]
     ) -> ChatAnswer:
-        """Append the answer to its stream, and remember it for later prompts."""
+        """Append the answer to its stream, and record it for later prompts."""
         number, stream = len(self.turns), self._stream(prompt)
         builder, answer = self._builders[stream], self.renderer.answer_text(completion.ids)
         builder.append(prompt[len(builder.ids) :])
@@ -175,7 +180,7 @@ class AgentSession:
         builder.append(completion.ids, completion.logprobs, number, completion.versions)
         shown, stop_string = answer, None
         if completion.stop_reason is StopReason.STOP_STRING:
-            # Servers leave out the stop string.
+            # OpenAI-compatible servers omit the stop string.
             place, stop_string = min((answer.find(stop), stop) for stop in stops if stop in answer)
             shown = answer[:place]
         parsed = self.renderer.parse(shown) if call.tools else None
@@ -199,10 +204,13 @@ class AgentSession:
         self._replies[call.digest] = reply
         return reply
 
-    # -- prompts and streams --------------------------------------------------------------------------------------------
+    # -- prompts and streams
+    # --------------------------------------------------------------------------------------------
 
     def _prompt(self, call: ChatCall, keys: Sequence[str]) -> tuple[str, list[int]]:
-        """The prompt as text and as tokens, with the sampled ids of the latest answer of this episode that it continues."""
+        """The prompt as text and as tokens, with the sampled ids of the latest answer of this episode that it
+        continues.
+        """
         messages = [
             {"role": "assistant", "content": self._recorded[key][-1].answer} if key in self._recorded else message
             for message, key in zip(call.messages, keys, strict=True)
@@ -226,7 +234,7 @@ class AgentSession:
             return text[len(before) :]
         if "</think>" in recorded.answer:
             return None
-        # The template may trim an answer; its sampled ids stand for it all the same.
+        # The template may trim an answer; its sampled ids are used regardless.
         marked = [*messages[:place], {"role": "assistant", "content": _ANSWER}, *messages[place + 1 :]]
         start, found, after = self.renderer.text(marked, tools).partition(_ANSWER)
         return after if found and start == recorded.prompt else None
@@ -244,15 +252,16 @@ class AgentSession:
         self._conversations.append([])
         return len(self._builders) - 1
 
-    # -- the end --------------------------------------------------------------------------------------------------------
+    # -- the end
+    # --------------------------------------------------------------------------------------------------------
 
     def finish(self) -> tuple[list[Stream], list[Turn], list[Message]]:
         """End the session; returns the streams, the turns and the conversation of the last call.
 
         Calls in progress are cancelled.
 
-        Streams are in the order of their last call and turns in the order of streams, so that the last sampled token of the
-        episode is that of its last call, where the reward belongs.
+        Streams are ordered by their last call, and turns by stream, so that the last sampled token of the episode,
+        which gets the reward, belongs to its last call.
         """
         self.ended = True
         for task in self._open:
@@ -272,7 +281,7 @@ class AgentSession:
 
 
 def _normal(message: Message) -> list[Any]:
-    """What identifies a message: clients drop ids and add fields of their own."""
+    """The fields that identify a message. Clients drop ids and add other fields."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or []]
     return [message["role"], message.get("content") or "", calls]
 
@@ -287,7 +296,7 @@ def _next(key: str, message: Message, tools: list[dict[str, Any]]) -> str:
 
 
 def _chain(messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[str]:
-    """The names of all beginnings of a conversation, by their last message."""
+    """The names of all prefixes of a conversation, one per message."""
     keys: list[str] = []
     for message in messages:
         keys.append(_next(keys[-1] if keys else "", message, tools))

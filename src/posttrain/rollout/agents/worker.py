@@ -1,4 +1,6 @@
-"""Plays episodes with an agent: the task from the environment, the answers from the policy, the reward from a report."""
+"""Plays episodes with an agent: the task from the environment, the answers from the policy, the reward from a
+report.
+"""
 
 import json
 import shutil
@@ -20,7 +22,7 @@ from posttrain.rollout.agents.session import AgentSession
 from posttrain.rollout.driver import EnvironmentFailure, EpisodeRequest, EpisodeWorker, RolloutWorker
 
 _MAX_VARIABLE = 100_000
-"""Characters of the longest variable: systems limit an environment variable to 128 KiB."""
+"""Maximum length of a variable in characters: Linux limits an environment variable to 128 KiB."""
 
 
 class AgentEnding(StrEnum):
@@ -35,7 +37,7 @@ class AgentEnding(StrEnum):
     NOT_STARTED = "not_started"
     """Its command cannot be executed."""
     NEVER_CALLED = "never_called"
-    """It exited with code 0 without a call that was answered."""
+    """It exited with code 0, but no call was answered."""
     NO_REPORT = "no_report"
     """Its report is missing, or has no finite reward where `agent.reward` is `report`."""
     NO_REWARD = "no_reward"

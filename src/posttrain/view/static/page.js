@@ -1,6 +1,4 @@
-// What every page has: theme, live updates, keyboard, selection of runs.
-import { Charts } from "./charts.js";
-
+// What every page has: theme, live updates, keyboard, selection of runs. Only pages with charts load their script.
 const $ = (selector) => document.querySelector(selector);
 const dark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 
@@ -11,7 +9,7 @@ function switchTheme() {
 }
 
 const place = $("[data-charts]");
-const charts = place ? new Charts(place, dark) : null;
+const charts = place ? new (await import("./charts.js")).Charts(place, dark) : null;
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts?.redraw());
 $("#theme").addEventListener("click", switchTheme);
 $("#help").addEventListener("click", () => $("#keys").showModal());
@@ -77,11 +75,11 @@ const readToken = (span) => {
 };
 document.addEventListener("mouseover", (event) => { if (event.target.matches(".tokens span, .units .text span")) readToken(event.target); });
 document.addEventListener("keydown", (event) => {
-  const answer = event.target.closest?.(".tokens");
+  const answer = event.target.closest?.(".tokens, .units");
   const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!answer || !move) return;
-  const now = answer.querySelector(".now");
-  readToken(now ? (move > 0 ? now.nextElementSibling : now.previousElementSibling) : answer.firstElementChild);
+  const spans = [...answer.querySelectorAll(answer.matches(".units") ? ".text span" : "span")];
+  readToken(spans[Math.max(0, spans.indexOf(answer.querySelector(".now")) + move)]);
   event.preventDefault();
 });
 // A new message comes into view.

@@ -1,8 +1,9 @@
-"""What sampling computes on a CPU: linear layers with packed weights, and between them a compiled kernel.
+"""Sampling on a CPU: linear layers with packed weights, and a compiled kernel for the operations between them.
 
-torch has no product of one query with many keys that comes near memory bandwidth on a CPU, and with few sequences its many
-small operations cost more than what they compute. The kernel (`kernel.cpp`) replaces them if there is a C++ compiler;
-otherwise torch does all of it. It is built once per shape and machine, in about a second, and kept in the cache directory.
+torch has no product of one query with many keys that comes near memory bandwidth on a CPU, and with few sequences the
+overhead of its many small operations exceeds their computation. The kernel (`kernel.cpp`) replaces them if there is a
+C++ compiler; otherwise torch computes everything. It is built once per shape and machine, in about a second, and kept
+in the cache directory.
 """
 
 import ctypes
@@ -25,11 +26,13 @@ from posttrain.models.cpu.backend import onednn_multiplies
 from posttrain.models.load import cache_directory
 
 PAGE = 128
-"""Tokens per page of the key/value cache. Every product reads complete pages, so on average half of a sequence's last page
-is read without need."""
+"""Tokens per page of the key/value cache. Every product reads complete pages, so on average half of a sequence's last
+page is read unnecessarily.
+"""
 SOURCE = Path(__file__).with_name("kernel.cpp")
-# Vectorizing a dot product needs sums to be reordered. The rest of -ffast-math is left out: it would change how the
-# whole process treats denormal numbers.
+# Vectorizing a dot product requires reordering of sums. The rest of -ffast-math is left out, because it would change
+# how
+# the whole process treats denormal numbers.
 FLAGS = [
     "-O3",
     "-march=native",
@@ -52,7 +55,7 @@ ROWS = 32
 
 
 def _named(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` under the name `kernel METHOD` where a profiler of torch records; calls through ctypes have no name there."""
+    """`method`, recorded as `kernel METHOD` by torch's profiler, in which ctypes calls would otherwise have no name."""
 
     @functools.wraps(method)
     def call(*arguments: Any) -> Any:
@@ -81,10 +84,11 @@ class DecodingKernel:
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """Attention [B, H_kv, G, D] of `queries` [B, H_kv, G, D] over `keys` and `values` [pages, slots, H_kv, PAGE, D].
+        """Attention [B, H_kv, G, D] of `queries` [B, H_kv, G, D] over `keys` and `values` [pages, slots, H_kv, PAGE,
+        D].
 
-        Each row of `queries` is contiguous. `rows` [B, 5] int64: slot, slot whose first pages are read instead, number of
-        those pages, first visible position, one past the last.
+        Each row of `queries` is contiguous. `rows` [B, 5] int64: slot, slot whose first pages are read instead, number
+        of those pages, first visible position, one past the last.
         """
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         self._attend(
@@ -123,9 +127,8 @@ class DecodingKernel:
         """Normalize and rotate the queries and keys of `heads` in place, and store keys and values in the cache.
 
         `heads` [T, H + 2 H_kv, D]: queries, keys and values. `angles`: cosines and sines [T, D] with equal halves.
-        `norms`: weights [D] of the norms of queries and keys, if the model has them. `cache`: keys and values
-        [pages, slots, H_kv, PAGE, D]. `rows` [T] int64: index of the cache row (of D numbers) for each token's first key
-        head.
+        `norms`: weights [D] of the norms of queries and keys, if the model has them. `cache`: keys and values [pages,
+        slots, H_kv, PAGE, D]. `rows` [T] int64: index of the cache row (of D numbers) for each token's first key head.
         """
         kv_heads = cache[0].shape[2]
         self._store(
@@ -172,9 +175,9 @@ def compiler() -> str | None:
 
 
 def build(name: str, source: Path, command: list[str], depends_on: str) -> Path:
-    """The library `name` that `command` compiles from `source`, from the cache if it is there.
+    """The library `name` that `command` compiles from `source`, from the cache if possible.
 
-    `depends_on`: what else the library depends on, such as the kind of processor.
+    `depends_on`: anything else that the library depends on, such as the kind of processor.
     """
     what = "\n".join([source.read_text(), *command, depends_on])
     digest = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
@@ -219,9 +222,9 @@ class SamplingLinear:
     """The given linear modules (of torch, or with peft's adapters) side by side as one product, without gradients.
 
     On a CPU whose matrix kernels support the weights' dtype, weights are copied into the layout of those kernels.
-    Otherwise every call would repeat that copy, which makes products of decoding size about twice as slow. Adapters stay
-    separate, because merging a small one into bfloat16 weights would round it away. On other devices, and in bfloat16 on
-    CPUs without AVX-512, the modules' own weights are used.
+    Otherwise every call would repeat that copy, which makes products of decoding size about twice as slow. Adapters
+    stay separate, because merging a small one into bfloat16 weights would round it away. On other devices, and in
+    bfloat16 on CPUs without AVX-512, the modules' own weights are used.
     """
 
     def __init__(self, *modules: Any) -> None:

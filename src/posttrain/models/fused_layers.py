@@ -1,0 +1,175 @@
+"""The norms, gated MLPs and rotary positions of known decoders as few large operations (`model.fused`).
+
+Weights, module names and results (up to rounding) do not change. On a CPU they are the autograd functions of `cpu.backend`.
+On a GPU they are these and PyTorch's norm, Liger's kernels, or what torch.compile makes of the formulas.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import rms_norm, silu
+
+from posttrain.errors import InputError
+from posttrain.models.attention import ATTENTION_NAME
+from posttrain.models.cpu.backend import Gated, OneDnnLinear, RmsNorm, Rotary, prefers_onednn
+from posttrain.plugins import require_module
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Decoders of transformers whose norm, gated MLP and attention these functions can replace."""
+Fused = Literal["auto", "liger", "compiled", "none"]
+
+Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""x [..., D], weight [D], epsilon -> [..., D]."""
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""gate and up projections [..., I] -> silu(gate) * up."""
+Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""query [1, T, H, D], key [1, T, H_kv, D], cos and sin [1, T, D] -> both rotated."""
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The functions of one value of `model.fused`."""
+
+    norm: Norm
+    gate: Gate
+    rotate: Rotate
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    # On a GPU one kernel of PyTorch, as in the local engine.
+    return RmsNorm.apply(x, weight, epsilon) if x.device.type == "cpu" else rms_norm(x, weight.shape, weight, epsilon)
+
+
+def _rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = cos[0, :, None], sin[0, :, None]
+    return Rotary.apply(query, cos, sin), Rotary.apply(key, cos, sin)
+
+
+@cache
+def own() -> Functions:
+    """The autograd functions of `cpu.backend`, and PyTorch's norm on a GPU."""
+    return Functions(_norm, Gated.apply, _rotate)
+
+
+@cache
+def liger() -> Functions:
+    """The Triton kernels of Hsu et al. 2024, "Liger Kernel", arXiv 2410.10989. InputError without the package."""
+    ops: Any = require_module("liger_kernel.ops", "model.fused liger")
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        # Not in place: the gradient of a residual is still needed.
+        return ops.LigerRMSNormFunction.apply(x, weight, epsilon, 0.0, "llama", False)
+
+    def rotate(
+        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # It takes heads before tokens, and writes into contiguous arguments.
+        rotated = ops.LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+        return rotated[0].transpose(1, 2), rotated[1].transpose(1, 2)
+
+    return Functions(norm, ops.LigerSiLUMulFunction.apply, rotate)
+
+
+@cache
+def compiled() -> Functions:
+    """What torch.compile makes of the formulas, for any number of tokens."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype) * weight
+
+    def gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return silu(gate) * up
+
+    def turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        first, second = heads.chunk(2, dim=-1)
+        return heads * cos[:, :, None] + torch.cat([-second, first], dim=-1) * sin[:, :, None]
+
+    def rotate(
+        query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return turned(query, cos, sin), turned(key, cos, sin)
+
+    return Functions(
+        torch.compile(norm, dynamic=True), torch.compile(gate, dynamic=True), torch.compile(rotate, dynamic=True)
+    )
+
+
+def resolve_fused(name: Fused, device: torch.device) -> Literal["own", "liger", "compiled", "none"]:
+    """The layers that `model.fused` selects on `device`. InputError for Liger's kernels on a CPU."""
+    if name == "auto":
+        return "liger" if device.type == "cuda" and find_spec("liger_kernel") is not None else "own"
+    if name == "liger" and device.type == "cpu":
+        raise InputError("model.fused: Liger's kernels need a GPU; use auto")
+    return name
+
+
+class _Norm(torch.nn.Module):
+    functions: Functions
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.functions.norm(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[arg-type]
+
+
+class _Mlp(torch.nn.Module):
+    functions: Functions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.functions.gate(self.gate_proj(x), self.up_proj(x)))  # type: ignore[operator]
+
+
+class _Attention(torch.nn.Module):
+    functions: Functions
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any = None, **keywords: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        attention: Any = self
+        layout = keywords.get("layout")
+        installed = attention.config._attn_implementation == ATTENTION_NAME
+        if layout is None or not installed:
+            return super().forward(hidden_states, position_embeddings=position_embeddings, **keywords)
+        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        query, key, value = (project(hidden_states).view(shape) for project in projections)
+        if hasattr(attention, "q_norm"):
+            query, key = attention.q_norm(query), attention.k_norm(key)
+        query, key = self.functions.rotate(query, key, *position_embeddings)
+        heads = (rows[0].transpose(0, 1) for rows in (query, key, value))
+        # Qwen sets the window per layer, Mistral in the configuration; Llama has none.
+        owner = attention.config if attention.config.model_type == "mistral" else attention
+        window = getattr(owner, "sliding_window", None)
+        out = layout.attend(attention.layer_idx, *heads, attention.scaling, window)
+        return attention.o_proj(out.transpose(0, 1).reshape(*hidden_states.shape[:-1], -1)), None
+
+
+_REPLACEMENTS = {"RMSNorm": _Norm, "MLP": _Mlp, "Attention": _Attention}
+
+
+def use_fused_layers(model: torch.nn.Module, fused: Literal["own", "liger", "compiled", "none"] = "own") -> None:
+    """Replace the norms, MLPs and attention of known decoders in `model` by fused ones, in place.
+
+    Float32 linear layers use oneDNN where it is faster. All other modules stay as they are.
+    """
+    module: Any
+    functions = None if fused == "none" else {"own": own, "liger": liger, "compiled": compiled}[fused]()
+    # The output projection is computed together with the log-probabilities.
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    for module in model.modules():
+        cls = type(module)
+        if cls is torch.nn.Linear and module is not head and module.weight.dtype == torch.float32 and prefers_onednn():
+            module.__class__ = OneDnnLinear
+            continue
+        known = re.fullmatch(rf"transformers\.models\.({'|'.join(FAMILIES)})\.modeling_\1", cls.__module__)
+        part = _REPLACEMENTS.get(re.sub(r"^(Llama|Mistral|Qwen2|Qwen3)", "", cls.__name__)) if known else None
+        if part is None or functions is None or (part is _Mlp and module.config.hidden_act != "silu"):
+            continue
+        # A subclass, not a method on the instance: copies of a module then compute with their own weights.
+        module.__class__ = type(cls.__name__, (part, cls), {"__module__": __name__, "functions": functions})

@@ -1,0 +1,204 @@
+"""Weights of vLLM without files: memory that processes on one GPU share, and a broadcast. Between CPUs gloo is the real thing."""
+
+import asyncio
+import inspect
+import json
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from posttrain.distributed import world
+from posttrain.engines.vllm import engine as vllm_engine
+from posttrain.engines.vllm import transfer
+from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.worker import WeightReceiver
+from posttrain.errors import InputError, RunError
+from posttrain.recipe.engines import VllmEngineRecipe
+from posttrain.recipe.hardware import HardwareRecipe
+from tests.engines.test_vllm_engine import Made, MadePolicy, ask_all
+
+BUCKET = {
+    "a": torch.arange(5, dtype=torch.bfloat16),
+    "b": torch.randn(3, 2),
+    "c": torch.tensor([True, False, True]),
+    "d": torch.randn(4, 6).t(),
+}
+
+
+def assert_equal(found, expected):
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_a_bucket_is_one_buffer():
+    buffer, entries = transfer.packed(BUCKET)
+    assert all(start % transfer.ALIGNMENT == 0 for *_, start in entries)
+    assert_equal(dict(transfer.unpacked(buffer.clone(), json.loads(json.dumps(entries)))), BUCKET)
+
+
+def test_shared_memory_is_described_in_json(monkeypatch):
+    """Torch's functions need a GPU. Their arguments are those of the installed version."""
+    from torch.multiprocessing import reductions
+
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert names[:6] == ["tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype"]
+    assert len(names) == 7 + len(transfer._FIELDS)
+    assert all(ours.split("_")[0] in theirs for ours, theirs in zip(transfer._FIELDS, names[7:], strict=True))
+    tail = (b"\x00handle", 512, 64, False, b"\xffcounter", 8, b"event", True)
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda buffer: (None, (*range(7), *tail)))
+    given = []
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: given.append(arguments))
+    transfer.opened_memory(json.loads(json.dumps(transfer.shared_memory(torch.zeros(48, dtype=torch.uint8)))), 3)
+    (arguments,) = given
+    assert arguments[1:7] == (torch.Size([48]), (1,), 0, torch.UntypedStorage, torch.uint8, 3)
+    assert arguments[7:] == tail
+
+
+class Receiver(Made):
+    """A replica that receives buffers, as two workers do where it joins a group."""
+
+    shared: dict = {}
+
+    async def join_transfer(self, address, port, first, size):
+        self.joined = (first, size)
+        ranks = range(first, first + self.workers)
+        self.groups = await asyncio.gather(
+            *(asyncio.to_thread(transfer.joined_group, address, port, rank, size, False) for rank in ranks)
+        )
+
+    workers = 1
+
+    async def receive_buffer(self, described):
+        if self.deaths_in_transfer:
+            self.groups = []  # a process that dies closes its connections
+            raise vllm_engine.EngineDied("killed")
+        buffers = [torch.empty(described.get("size", 0), dtype=torch.uint8) for _ in range(self.workers)]
+        if "shared" in described:
+            buffers = [self.shared[described["shared"]["id"]].clone()]
+        else:
+            work = zip(self.groups, buffers, strict=True)
+            await asyncio.gather(*(asyncio.to_thread(transfer.broadcast, *each) for each in work))
+        for buffer in buffers:
+            self.got |= dict(transfer.unpacked(buffer, described["entries"]))
+
+    deaths_in_transfer = 0
+
+    async def receive_weights(self, path):
+        self.files = [*getattr(self, "files", []), path]
+        await super().receive_weights(path)
+
+
+def opened(replicas, policy=None, **keys):
+    settings = VllmEngineRecipe(bucket_megabytes=1, max_num_seqs=4, servers=len(replicas), **keys)
+    return VllmEngine(policy or MadePolicy(), settings, replicas)
+
+
+def test_a_broadcast_reaches_every_worker_and_the_group_is_kept():
+    replicas = [Receiver("a"), Receiver("b")]
+    for replica in replicas:
+        replica.workers = 2
+    engine = opened(replicas, weight_transfer="nccl", tensor_parallel=2)
+    for version, number in ((1, 5.0), (2, 6.0)):
+        engine.policy.number = number
+        engine.load_weights(version)
+        assert {one.ids[0] for one in ask_all(engine, range(4))} == {int(number)}
+    assert [replica.joined for replica in replicas] == [(1, 5), (3, 5)]
+    assert not any(hasattr(replica, "files") for replica in replicas)
+    engine.close()
+
+
+def test_a_restarted_replica_gets_files_and_joins_again():
+    replica = Receiver("a", deaths=1)
+    engine = opened([replica], weight_transfer="nccl")
+    engine.load_weights(1)
+    assert {one.ids[0] for one in ask_all(engine, range(2))} == {5}
+    assert replica.starts == 2
+    assert len(replica.files) == 3
+    first = replica.groups
+    engine.policy.number = 7.0
+    engine.load_weights(2)
+    assert replica.groups is not first
+    assert {one.ids[0] for one in ask_all(engine, range(2))} == {7}
+    assert len(replica.files) == 3
+    engine.close()
+
+
+def test_a_worker_that_dies_in_a_broadcast_stops_the_run_in_one_sentence():
+    replica = Receiver("a")
+    engine = opened([replica], weight_transfer="nccl")
+    engine.load_weights(1)
+    replica.deaths_in_transfer = 1
+    with pytest.raises(RunError, match=r"could not be sent to every vLLM worker.*--resume.*weight_transfer=files"):
+        engine.load_weights(2)
+    engine.close()
+
+
+def test_memory_of_one_gpu_is_shared_bucket_by_bucket(monkeypatch):
+    order = []
+    stream = SimpleNamespace(synchronize=lambda: order.append("synchronized"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: order.append("collected"))
+    monkeypatch.setattr(vllm_engine, "release_cached_memory", lambda device: None)
+
+    def shared(buffer):
+        order.append("shared")
+        Receiver.shared = {len(order): buffer}
+        return {"id": len(order)}
+
+    monkeypatch.setattr(vllm_engine, "shared_memory", shared)
+    policy = MadePolicy()
+    policy.device = torch.device("cuda")
+    engine = opened([Receiver("a")], policy, weight_transfer="ipc")
+    engine.load_weights(1)
+    assert {one.ids[0] for one in ask_all(engine, range(2))} == {5}
+    assert order == ["synchronized", "shared", "collected"] * 3
+    engine.close()
+
+
+def test_a_worker_loads_what_it_receives(monkeypatch):
+    vllm, loaded = ModuleType("vllm.config"), {}
+    vllm.set_current_vllm_config = lambda config: nullcontext()
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.config", vllm)
+    buffer, entries = transfer.packed(BUCKET)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(transfer, "opened_memory", lambda shared, device: buffer)
+    worker = WeightReceiver()
+    worker.device, worker.rank, worker.vllm_config = torch.device("cpu"), 0, None
+    worker.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(load_weights=lambda w: loaded.update(w)))
+    worker.receive_buffer({"shared": {}, "entries": entries})
+    before = {name: tensor.clone() for name, tensor in loaded.items()}
+    buffer.zero_()
+    assert_equal(loaded, BUCKET)
+    assert_equal(before, BUCKET)
+    worker._group = "group"
+    monkeypatch.setattr(transfer, "broadcast", lambda group, into: into.fill_(0))
+    worker.receive_buffer({"size": len(buffer), "entries": entries})
+    assert float(loaded["b"].abs().sum()) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"weight_transfer": "ipc", "servers": 2}, "one server on the learner's GPU; set `weight_transfer: nccl`"),
+        ({"weight_transfer": "ipc", "tensor_parallel": 2}, "one server on the learner's GPU"),
+        ({"weight_transfer": "nccl", "adapters": "adapter_only"}, "`adapters: adapter_only` sends files"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(keys, said):
+    with pytest.raises(ValidationError, match=said):
+        VllmEngineRecipe(**keys)
+
+
+def test_a_policy_that_does_not_fit_is_refused(monkeypatch):
+    with pytest.raises(InputError, match=r"engine\.weight_transfer: ipc needs the policy on a GPU"):
+        opened([Made("a")], weight_transfer="ipc")
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(), 0, 2))
+    with pytest.raises(InputError, match=r"engine\.weight_transfer: nccl needs whole weights in one process"):
+        opened([Made("a")], weight_transfer="nccl")

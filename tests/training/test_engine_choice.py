@@ -1,0 +1,68 @@
+"""The engine of a recipe that names none: vLLM on a GPU where it is installed, the local engine elsewhere."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from posttrain.distributed import world
+from posttrain.models import load
+from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.training import stage
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a GPU and vLLM."""
+    monkeypatch.setattr(load, "resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(stage, "find_spec", lambda name: object())
+
+
+def chosen(*words, kind="rl"):
+    recipe = load_recipe([], ["environment.type=bandit", *words], kind)
+    out = io.StringIO()
+    return recipe, stage.with_engine(recipe, Console(file=out, width=200)), out.getvalue()
+
+
+def test_vllm_samples_on_a_gpu_and_the_reason_is_printed(gpu):
+    recipe, with_vllm, said = chosen("steps=3")
+    assert with_vllm.engine.type == "vllm"
+    assert with_vllm.model_copy(update={"engine": recipe.engine}) == recipe
+    assert said.startswith("engine.type is vllm: decoding on a GPU needs CUDA graphs")
+
+
+def test_every_process_has_a_server(gpu, monkeypatch):
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(), 0, 4, 0, 4))
+    assert chosen()[1].engine.servers == 4
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(), 0, 8, 0, 4))
+    recipe, same, said = chosen()
+    assert same is recipe
+    assert "set hardware.ray" in said
+
+
+def test_a_given_engine_stays(gpu):
+    recipe, same, said = chosen("engine.type=local")
+    assert same is recipe
+    assert not said
+
+
+def test_without_vllm_the_remedy_is_printed(gpu, monkeypatch):
+    monkeypatch.setattr(stage, "find_spec", lambda name: None)
+    recipe, same, said = chosen()
+    assert same is recipe
+    assert "engine.type is local: vLLM is not installed here; install it, or set engine.type=vllm" in said
+
+
+def test_settings_without_support_in_vllm_keep_the_local_engine(gpu, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    recipe, same, said = chosen(f"model.path={tmp_path}")
+    assert same is recipe
+    assert "is an adapter, and vLLM needs a whole model" in said
+
+
+def test_on_a_cpu_nothing_is_printed():
+    recipe, same, said = chosen()
+    assert same is recipe
+    assert not said
