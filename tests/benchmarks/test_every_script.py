@@ -40,6 +40,7 @@ HERE = {
     "prefixes": "{run} --model {model} --rounds 1 --threads 1 --dtype float32",
     "processes": "--width 64 --processes 1 2 --updates 2",
     "scaling": "--tables published",
+    "view": "--runs 6 --episodes 64",
 }
 PRINTED = {
     "async_rollouts": "staleness, updates",
@@ -51,6 +52,7 @@ PRINTED = {
     "prefixes": "times as fast",
     "processes": "processes",
     "scaling": "Predicted",
+    "view": "group, in the middle",
 }
 """Text of the output."""
 

@@ -66,6 +66,17 @@ def test_viewing_imports_nothing(strangers, words, tmp_path, monkeypatch, capsys
     assert not mark.exists()
 
 
+def test_viewing_downloads_nothing(strangers, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("posttrain.models.load.resolve_path", lambda path: pytest.fail(f"{path} is looked up"))
+    run = shutil.copytree(strangers[0], tmp_path / "run", ignore=shutil.ignore_patterns("model", "checkpoints"))
+    values = yaml.safe_load((run / "recipe.yaml").read_text())
+    values["model"]["path"] = "stranger/tracked"
+    (run / "recipe.yaml").write_text(yaml.safe_dump(values))
+    assert main(["episodes", str(run), "--step", "1"]) == 0
+    assert "stranger/tracked is not on this machine" in capsys.readouterr().err
+    assert main(["report", str(run)]) == 0
+
+
 def test_the_recipe_keeps_the_keys_of_an_environment_that_is_not_imported(strangers):
     run, mark = strangers
     recipe = RunDirectory.open(run).load_recipe()

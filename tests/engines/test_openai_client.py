@@ -124,6 +124,10 @@ def test_a_key_that_the_server_repeats_is_in_no_message(monkeypatch):
 def test_what_looks_like_a_key_is_replaced_and_words_are_not():
     assert without_secrets("Incorrect key sk-abcdefghijklmnopqrst given") == "Incorrect key [API key] given"
     assert without_secrets("Authorization: Bearer abcdefghijk") == "Authorization: [API key]"
+    token = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmN"
+    keys = ["AKIAIOSFODNN7EXAMPLE", "github_pat_11ABCDEFG0abcdefgh", "glpat-abcdefghij0123456789", token]
+    assert {without_secrets(f"got {key}.") for key in keys} == {"got [API key]."}
+    assert without_secrets("no answer from http://me:pass@host/v1") == "no answer from http://[API key]@host/v1"
     plain = "the task-oriented model of the disk-based bearer was risky; skip-gram"
     assert without_secrets(plain) == plain
 

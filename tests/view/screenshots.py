@@ -24,18 +24,18 @@ PAGES = {
 }
 SHOTS = ((1280, False), (400, True), (1280, True), (400, False))
 """Width in pixels, and whether it is dark."""
-IN_DOCS = {"runs-1280-light", "run-1280-light", "group-1280-light", "run-400-dark"}
+IN_DOCS = {"runs-1280-light", "run-1280-light", "group-1280-light"}
 _WEIGHT = 150_000
 """Bytes of the largest picture in the pages."""
 
 _PIPELINE = """
 stage: pipeline
 name: demo
-common: {environment: {type: bandit}, model: {path: "made:small"}, evaluation: {final_seeds: {count: 64}}}
+common: {environment: {type: bandit}, model: {path: "made:small"}, evaluation: {sampling: {temperature: 1.0}, final_seeds: {count: 64}}}
 stages:
   - {name: warm-up, stage: sft, steps: 6, experts: {expert: random, seeds: {count: 64}}}
-  - {name: low-risk, stage: sft, steps: 4, from: warm-up, experts: {expert: optimal, seeds: {count: 64}}}
-  - {name: rl, stage: rl, steps: 4, from: warm-up}
+  - {name: sft, stage: sft, steps: 10, from: warm-up, experts: {expert: optimal, seeds: {count: 64}}, optimizer: {learning_rate: 1.0e-3}}
+  - {name: rl, stage: rl, steps: 10, from: warm-up, optimizer: {learning_rate: 5.0e-4}}
 """
 _SHARED = [
     "model.path=made:small",
@@ -64,7 +64,7 @@ _LAKE = [
     "steps=12",
     "name=lake",
 ]
-_BROKEN = "def score(row, answer):\n    raise ValueError('the parser found no number in the answer')\n"
+_BROKEN = "def score(prompt, answer):\n    raise ValueError('the parser found no number in the answer')\n"
 
 
 def train(folder: Path) -> None:
@@ -73,7 +73,7 @@ def train(folder: Path) -> None:
     (folder / "pipeline.yaml").write_text(_PIPELINE)
     (folder / "broken.py").write_text(_BROKEN)
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + 1 ="}) + "\n" for i in range(20)))
-    task = f"{{type: text_task, prompts: {folder}/prompts.jsonl, reward: {folder}/broken.py:score}}"
+    task = "{type: text_task, prompts: prompts.jsonl, reward: broken.py:score}"
     runs = f"runs={folder}"
     words = [
         ["rl", *_SHARED, *_SORT, f"optimizer.learning_rate={rate}", f"name={name}-s{seed}", f"seed={seed}", runs]
@@ -85,7 +85,7 @@ def train(folder: Path) -> None:
     for one in words:
         subprocess.run(command(*one), check=True)
     failing = ["rl", "model.path=made:small", f"environment={task}", "steps=4", "name=sums", runs]
-    assert subprocess.run(command(*failing)).returncode == 1
+    assert subprocess.run(command(*failing), cwd=folder).returncode == 1
     note = {"tags": ["baseline"], "note": "the learning rate of the published runs"}
     (folder / "sort-s1" / "notes.json").write_text(json.dumps(note))
 
@@ -114,7 +114,7 @@ def shoot(folder: Path) -> None:
 
     OUT.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "live", ignore_errors=True)
-    with trained(folder, Path("made:small")), served(folder) as server:
+    with trained(folder, Path("made:small"), steps=2000), served(folder) as server:
         for width, dark in SHOTS:
             with browsed(width, dark) as page:
                 page.goto(server.address)
@@ -126,7 +126,8 @@ def shoot(folder: Path) -> None:
                     print(file)
                     if label in IN_DOCS:
                         target = PUBLISHED / f"view_{label.replace('-', '_')}.png"
-                        Image.open(file).convert("RGB").quantize(64).save(target, optimize=True)
+                        colors = Image.open(file).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE)
+                        colors.save(target, optimize=True)
                         assert target.stat().st_size < _WEIGHT, target
 
 

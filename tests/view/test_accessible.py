@@ -18,7 +18,7 @@ PAGES = (
     "/run/lake",
     "/episodes/lake?step=4",
     "/group/lake?step=4&group=1",
-    "/group/lake?step=4&group=2&tint=log-probability",
+    "/group/lake?step=4&group=2&tint=unit+credit",
     "/compare?run=lake&run=other",
     "/pipeline/demo",
     "/play/lake",
@@ -92,6 +92,12 @@ def test_everything_works_from_the_keyboard(server):
         page.keyboard.press("ArrowRight")
         page.keyboard.press("ArrowRight")
         assert "token 1: advantage" in page.locator("#token").inner_text()
+        page.goto(f"{server.root}/group/lake?step=4&group=2&tint=unit+credit")
+        page.locator(".units").first.focus()
+        for token in range(3):
+            page.keyboard.press("ArrowRight")
+            assert f"token {token}: " in page.locator("#token").inner_text()
+        assert "unit credit -0.7500" in page.locator("#token").inner_text()
         page.keyboard.press("g")
         page.wait_for_url(server.root + "/")
 

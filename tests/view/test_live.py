@@ -7,8 +7,10 @@ from http.client import HTTPConnection
 
 import pytest
 
+from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
+from tests.rollout.episodes import played
 from tests.runs.comparing import make_run
 from tests.view.browsing import Server, browsed, command, eventually, needs_browser, served, trained
 
@@ -127,6 +129,10 @@ def test_text_of_models_stays_text_and_long_lines_stay_in_the_page(tmp_path):
         log.write(4, "warning", {"message": ATTACK})
         log.write(5, "warning", {"message": "x" * 1_000_000})
     (path / "failure.txt").write_text(ATTACK)
+    episodes = [played(index=0), played(index=1, rewards=(0.0,))]
+    for episode, answer in zip(episodes, (ATTACK, "y" * 1_000_000), strict=True):
+        episode.messages[0]["content"] = episode.messages[1]["content"] = episode.turns[0].answer = answer
+    write_episodes(RunDirectory(path).episodes, 1, "train", episodes)
     with served(tmp_path) as server, browsed(width=400) as page:
         page.goto(server.address)
         assert page.locator("[data-line]").count() == 1
@@ -137,6 +143,12 @@ def test_text_of_models_stays_text_and_long_lines_stay_in_the_page(tmp_path):
         assert page.title() == "hostile · posttrain"
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
         assert page.locator("#state [data-state]").get_attribute("data-state") == "failed"
+        for place in ("episodes/hostile", "group/hostile?step=1&group=0", "group/hostile?step=1&group=0&tint=nothing"):
+            page.goto(f"{server.root}/{place}")
+            assert "onerror" in page.locator("main").inner_text()
+            assert "posttrain" in page.title()
+            assert page.evaluate("document.documentElement.scrollWidth") <= 400
+            assert page.locator("main img, main script").count() == 0
 
 
 @needs_browser

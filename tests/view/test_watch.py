@@ -1,5 +1,6 @@
 """`posttrain watch`: the display of a run that another process trains."""
 
+import re
 import threading
 import time
 from io import StringIO
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
+from posttrain.runs.tables import Table, write_results
 from posttrain.view.watch import watch_run
 from tests.runs.comparing import make_run
 from tests.terminal import in_terminal
@@ -20,7 +22,10 @@ def watched(path):
 
 
 def test_an_ended_run_prints_its_last_lines_and_its_result(tmp_path):
-    text = watched(make_run(tmp_path, "done"))
+    path = make_run(tmp_path, "done")
+    write_results(path, [Table("done: bandit", ("policy", "success"), [("trained model", "40.0%")], "")], [])
+    text = watched(path)
+    assert re.search(r"trained model +40\.0%", text)
     assert "step 4/4" in text
     assert "Success on 200 held-out seeds is 40.0%" in text
 
@@ -46,7 +51,7 @@ def test_new_lines_appear_until_the_run_ends(tmp_path):
     assert not run.is_running()
     assert "return 3.250" in out
     assert "step 3: entropy is low" in out
-    assert "stopped after step 3" in out
+    assert f"{path} stopped after step 3; `posttrain rl --resume {path}` continues it" in out
 
 
 def test_a_failed_run_ends_with_its_sentence(tmp_path):

@@ -190,7 +190,8 @@ _secrets: set[str] = set()
 _SHORTEST_SECRET = 8
 """Minimum length of a key to search for: shorter keys could occur in ordinary words."""
 _LIKE_A_SECRET = re.compile(
-    r"\b(?:Bearer\s+\S{8,}|(?:(?:sk|pk|hf|gh[pousr]|xox[abp]|xai|gsk)[-_]|AIza)[A-Za-z0-9_-]{16,})"
+    r"\b(?:Bearer\s+\S{8,}|(?:(?:sk|pk|hf|gh[pousr]|github_pat|glpat|xox[abp]|xai|gsk)[-_]|AIza)[A-Za-z0-9_-]{16,}"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
 )
 
 

@@ -255,10 +255,13 @@ def _decoder_in(directory: Path) -> Decode | None:
 
 @lru_cache(maxsize=4)
 def _loaded_decoder(model: str) -> Decode:
-    """The decoder of the model of a recipe, given as JSON."""
-    from posttrain.models.load import load_tokenizer
+    """The decoder of the model of a recipe, given as JSON. InputError if the model is not on this machine."""
+    from posttrain.models.load import load_tokenizer, on_disk
 
-    tokenizer = load_tokenizer(ModelRecipe.model_validate_json(model))
+    recipe = ModelRecipe.model_validate_json(model)
+    if not on_disk(recipe.path):  # looking at a run downloads nothing that it names
+        raise InputError(f"{recipe.path} is not on this machine")
+    tokenizer = load_tokenizer(recipe)
     return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,17 @@ from posttrain.runs.storage import MANIFEST, STATE, delete_state, digest_of_file
 
 _WHOLE = 2
 """Number of latest checkpoints that `keep: all` keeps complete."""
+
+
+class RemoteState(Protocol):
+    """Tensors of a checkpoint that processes of their own hold, write and read. Only rank 0 makes the calls."""
+
+    size: int
+    """Bytes in a checkpoint."""
+
+    def write(self, directory: Path) -> None: ...
+
+    def read(self, directory: Path) -> None: ...
 
 
 class Checkpoints:

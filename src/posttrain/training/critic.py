@@ -20,9 +20,9 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.components import Factory
 from posttrain.recipe.credit import CriticCredit, CriticRecipe
 from posttrain.recipe.model import LearnerRecipe
+from posttrain.training.checkpoint import RemoteState
 from posttrain.training.objectives import ValueObjective
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.trainer import RemoteState
 from posttrain.training.updater import Sample, Totals, Updater, computed, on_stream
 
 

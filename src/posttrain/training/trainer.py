@@ -31,7 +31,7 @@ from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, ta
 from posttrain.runs.storage import free_space, share_equal_files
 from posttrain.runs.tables import START, TRAINED, UNIMPROVED
 from posttrain.seeds import derive_seed
-from posttrain.training.checkpoint import Checkpoints
+from posttrain.training.checkpoint import Checkpoints, RemoteState
 from posttrain.training.evaluators import Evaluator
 from posttrain.training.results import report_results
 from posttrain.training.updater import Updater
@@ -53,17 +53,6 @@ class Checkpointable(Stateful, Protocol):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors, from which a checkpoint is written or into which it is read."""
         ...
-
-
-class RemoteState(Protocol):
-    """Tensors of a checkpoint that other processes hold, write and read. Only rank 0 makes the calls."""
-
-    size: int
-    """Bytes in a checkpoint."""
-
-    def write(self, directory: Path) -> None: ...
-
-    def read(self, directory: Path) -> None: ...
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -283,6 +283,9 @@ def _tokens(number: int, turn: Turn, sample: Sample, look: Look) -> _Tokens | No
         credit = "" if advantages is None else f"advantage {advantages[position]:+.4f} · "
         credit += "" if sample.units is None else f"unit credit {credits[position]:+.4f} · "
         chance = f"log-probability {logprob:.4f} ({100 * math.exp(min(0.0, logprob)):.1f}%)"
+        if scores is not None:
+            chance += f" · of the checkpoint {scores[0][position]:.4f}, distance {distances[position]:.4f}"
+            chance += f" · entropy {scores[1][position]:.4f}"
         notes.append(
             f"token {position}: {credit}{chance} · id {token} · version {stream.versions[turn.start + position]}"
         )

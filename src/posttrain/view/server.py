@@ -180,8 +180,7 @@ class Pages:
                     status = 404 if isinstance(error, InputError) else 500
                     part = "hx-request" in request.headers  # htmx swaps in no answers with another status
                     template = "problem.html.j2" if part else "error.html.j2"
-                    message = str(error).replace(f"{self.folder}/", "")
-                    response = self.render(template, 200 if part else status, message=message)
+                    response = self.render(template, 200 if part else status, message=self._below(str(error)))
             return response
 
         return endpoint
@@ -190,6 +189,10 @@ class Pages:
         """A page or a part of one."""
         text = templates().get_template(template).render(folder=self.folder, sorts=SORTS, states=STATES, **values)
         return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)
+
+    def _below(self, text: str) -> str:
+        """`text` in which runs are named as in the list, by their paths below the folder."""
+        return text.replace(f"{self.folder}/", "")
 
     def runs(self, request: Request) -> Response:
         """The list of runs, with what is known of them so far; the rest follows by `/list`."""
@@ -270,7 +273,9 @@ class Pages:
         """The paired differences of several runs."""
         names, sources = self._sources(request)
         query = urlencode([("run", name) for name in names])
-        return self.render("results.html.j2", query=query, **paired(sources, _apart(request)))
+        found = paired(sources, _apart(request))
+        notes = [self._below(note) for note in found.pop("notes", ())]
+        return self.render("results.html.j2", query=query, notes=notes, **found)
 
     def _sources(self, request: Request) -> tuple[list[str], list[Source]]:
         names = list(dict.fromkeys(request.query_params.getlist("run")))

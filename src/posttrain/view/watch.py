@@ -8,8 +8,10 @@ from rich.console import Console
 
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import Progress
+from posttrain.runs.panels import Line
 from posttrain.runs.tables import headline
 from posttrain.view.charts import Logs
+from posttrain.view.run_pages import result_tables
 from posttrain.view.scan import summarize
 
 _POLL_SECONDS = 0.5
@@ -18,7 +20,7 @@ _SHOWN = 20
 
 
 def watch_run(path: Path, console: Console | None = None) -> None:
-    """Print the last lines of the run, then each new one, and how it ended."""
+    """Print the last lines of the run, then each new one, the final tables, and how it ended."""
     run, console = RunDirectory.open(path), console or Console(highlight=False)
     recipe = run.load_recipe()
     logs, printed = Logs(), 0
@@ -42,9 +44,20 @@ def watch_run(path: Path, console: Console | None = None) -> None:
             if not running:
                 break
             time.sleep(_POLL_SECONDS)
-    summary = summarize(path.name, run, running=False)
-    ending = headline(lines) or f"{path} {summary.state} after step {summary.step}"
-    console.print(summary.reason if summary.state == "failed" else ending, markup=False, soft_wrap=True)
+    for table in result_tables(run, []):
+        console.print(table)
+    console.print(_ending(run, lines), markup=False, soft_wrap=True)
+
+
+def _ending(run: RunDirectory, lines: list[Line]) -> str:
+    """How the run ended, as one sentence."""
+    summary = summarize(run.path.name, run, running=False)
+    if summary.state == "failed":
+        return summary.reason
+    if summary.state == "finished":
+        return headline(lines) or f"{run.path} finished after step {summary.step}"
+    advice = "" if summary.stage == "evaluate" else f"; `posttrain {summary.stage} --resume {run.path}` continues it"
+    return f"{run.path} stopped after step {summary.step}{advice}"
 
 
 def _show(progress: Progress, line: dict[str, Any]) -> None:

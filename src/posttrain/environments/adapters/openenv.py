@@ -1,13 +1,12 @@
 """Environments of OpenEnv: sessions of a running server, or instances in this process."""
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any, Protocol, get_args, get_origin, get_type_hints
 
 from pydantic import model_validator
 
+from posttrain.engines.http import bounded
 from posttrain.environments.adapters.base import Adapter, AdapterRecipe, Outcome
 from posttrain.environments.global_random import GlobalRandom
 from posttrain.errors import InputError
@@ -130,6 +129,18 @@ class _Session(Protocol):
     def close(self) -> None: ...
 
 
+def _served_schema(url: str) -> Mapping[str, Any]:
+    """The action schema of the server at `url`, which has `_SECONDS` for the whole reply and may not redirect."""
+    httpx = require_module("httpx", "environment.url")
+    try:
+        with bounded(httpx.Client(timeout=_SECONDS)) as client:
+            schema: Mapping[str, Any] = client.get(f"{url}/schema").raise_for_status().json()["action"]
+    except (OSError, httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"environment.url: no server of OpenEnv answers at {url} ({reason}); start it") from error
+    return schema
+
+
 class _Server(_Session):
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
@@ -137,14 +148,7 @@ class _Server(_Session):
         self._client = client(base_url=self._url).sync()
 
     def action_schema(self) -> Mapping[str, Any]:
-        try:
-            with urllib.request.urlopen(f"{self._url}/schema", timeout=_SECONDS) as reply:
-                schema: Mapping[str, Any] = json.load(reply)["action"]
-        except (OSError, urllib.error.URLError, ValueError, KeyError) as error:
-            raise InputError(
-                f"environment.url: no server of OpenEnv answers at {self._url} ({error}); start it"
-            ) from error
-        return schema
+        return _served_schema(self._url)
 
     def reset(self, seed: int, arguments: Mapping[str, Any]) -> Observed:
         return self._observed(self._client.reset(seed=seed, **arguments))

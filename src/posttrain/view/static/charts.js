@@ -390,7 +390,9 @@ export class Charts {
         const text = `${section.dataset.name} ${figure.querySelector("figcaption").textContent}`.toLowerCase();
         figure.hidden = !words.every((word) => text.includes(word));
       }
-      section.hidden = figures.length > 0 && figures.every((figure) => figure.hidden);
+      const count = figures.filter((figure) => !figure.hidden).length;
+      section.hidden = figures.length > 0 && count === 0;
+      section.style.setProperty("--count", Math.max(1, count));
       if (section.matches("details") && words.length && !section.open) section.open = section.dataset.opened = true;
       else if (!words.length && section.dataset.opened) { section.open = false; delete section.dataset.opened; }
     }

@@ -75,11 +75,11 @@ const readToken = (span) => {
 };
 document.addEventListener("mouseover", (event) => { if (event.target.matches(".tokens span, .units .text span")) readToken(event.target); });
 document.addEventListener("keydown", (event) => {
-  const answer = event.target.closest?.(".tokens");
+  const answer = event.target.closest?.(".tokens, .units");
   const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!answer || !move) return;
-  const now = answer.querySelector(".now");
-  readToken(now ? (move > 0 ? now.nextElementSibling : now.previousElementSibling) : answer.firstElementChild);
+  const spans = [...answer.querySelectorAll(answer.matches(".units") ? ".text span" : "span")];
+  readToken(spans[Math.max(0, spans.indexOf(answer.querySelector(".now")) + move)]);
   event.preventDefault();
 });
 // A new message comes into view.
