@@ -20,7 +20,7 @@ def executed(values: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, st
     """(key, value, file) of everything in the values of a recipe that names code, in their order; no file for other code."""
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         path = (*above, str(key))
-        named = key if isinstance(values, dict) else above[-1]
+        named = str(key) if isinstance(values, dict) else above[-1]
         if isinstance(value, dict | list):
             yield from executed(value, path)
         elif (named == "trust_remote_code" and value is True) or (named == "command" and isinstance(value, str)):
