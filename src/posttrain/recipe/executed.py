@@ -26,7 +26,7 @@ def executed(values: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, st
         elif (named == "trust_remote_code" and value is True) or (named == "command" and isinstance(value, str)):
             yield ".".join(path), str(value), None
         elif isinstance(value, str):
-            yield from ((".".join(path), text, file) for text, file in _code(named, value))
+            yield from ((".".join(path), text, file) for text, file in _code(str(named), value))
 
 
 def _code(key: str, value: str) -> Iterator[tuple[str, Path | None]]:
