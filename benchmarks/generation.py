@@ -97,11 +97,14 @@ def measure(
     }
 
     def run(worker: Worker, number: int) -> dict[str, Any]:
+        before = worker.processor_seconds()
         answer = worker.ask(jobs[number].as_json(), limit)
+        spent = worker.processor_seconds() - before
         if answer["tokens"] != sum(jobs[number].lengths):
             raise RuntimeError(f"{worker.module} sampled {answer['tokens']} tokens, not {sum(jobs[number].lengths)}")
         first = worker.ask(bursts[number].as_json(), limit)["first"]
-        return answer | {"first token": first, "speed": answer["tokens"] / answer["seconds"]}
+        speeds = {"speed": answer["tokens"] / answer["seconds"], "per processor": answer["tokens"] / spent}
+        return answer | speeds | {"first token": first}
 
     sides: dict[str, Callable[[int], dict[str, Any]]] = {name: partial(run, worker) for name, worker in workers.items()}
     found = in_turn(sides, rounds, warmup=1)
@@ -137,6 +140,7 @@ def table(
                 "in flight": point.in_flight,
                 "group": point.group,
                 "tokens/s": middle(speeds(side)),
+                "per processor s": middle([outcome["per processor"] for outcome in outcomes]),
                 "x generate": ratio(speeds(side), fastest(GENERATE, "float32", "bfloat16")),
                 "x vLLM": ratio(speeds(side), speeds(f"{VLLM} bfloat16")),
                 "x llama.cpp": ratio(speeds(side), fastest(LLAMA, "bfloat16", "float16")),
@@ -228,6 +232,7 @@ def main() -> None:
     notes += [
         f"{chosen.model}, {chosen.threads} threads, medians of {chosen.rounds} rounds in turn; a job has "
         f"{chosen.requests or 'twice as many requests as are in flight, at least 4'}; tokens/s count sampled tokens over the whole job, prompts included",
+        "per processor s: sampled tokens per second of processor time, which other processes on the machine change least",
         "x generate, x llama.cpp: against the faster of their 16-bit (generate: also float32) formats; first token: median of a burst of as many as are in flight",
         *(
             f"{dtype}: products {limit.products / 1e9:,.0f} GFLOP/s, reading {limit.reading / 1e9:.1f} GB/s"

@@ -93,6 +93,10 @@ class Worker:
         """Bytes: the largest resident size of each of its processes, added up; shared pages count in each."""
         return sum(peak_memory(pid) for pid in _session(self.process.pid))
 
+    def processor_seconds(self) -> float:
+        """User and system time of all of its threads so far."""
+        return sum(_processor_ticks(pid) for pid in _session(self.process.pid)) / os.sysconf("SC_CLK_TCK")
+
     def close(self) -> None:
         """End it and everything it started."""
         self._signal(signal.SIGKILL)
@@ -114,6 +118,14 @@ class Worker:
                 os.kill(pid, number)
             except ProcessLookupError:
                 continue
+
+
+def _processor_ticks(pid: int) -> int:
+    try:
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    except OSError:
+        return 0
+    return int(user) + int(system)
 
 
 def _session(leader: int) -> list[int]:

@@ -11,7 +11,7 @@ from sides.process import Worker
 
 ABSENT = (
     "vLLM is left out: no interpreter that is known here has it; install it as docs/results/speed.md says under "
-    "'vLLM on a CPU' and name its interpreter with --vllm-python or POSTTRAIN_VLLM_PYTHON"
+    "'Peers on a CPU' and name its interpreter with --vllm-python or POSTTRAIN_VLLM_PYTHON"
 )
 
 

@@ -159,6 +159,7 @@ def test_generation_compares_the_engines_and_reports_which_are_missing(cache):
     assert 0.45 < ours["prompts reused"] < 0.55
     assert theirs["prompts reused"] == 0
     assert all(row["peak GB"] > 0.05 and row["first token s"] > 0 for row in rows.values())
+    assert all(1 < row["per processor s"] < 1e6 for row in rows.values())
 
 
 def test_vllm_never_has_more_in_flight_than_the_others(importable):

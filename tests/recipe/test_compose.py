@@ -450,3 +450,8 @@ def test_mistakes_in_the_environment_of_evaluations_are_named(training, words, e
     with pytest.raises(InputError) as caught:
         load_recipe([training], ["evaluation.environment.max_turns=9", *words], "rl")
     assert expected in str(caught.value)
+
+
+def test_a_misspelt_key_gets_the_one_in_the_fewest_sections():
+    with pytest.raises(InputError, match=r"the nearest is optimizer\.learning_rate"):
+        load_recipe([], ["lerning_rate=1"], "rl")

@@ -50,7 +50,7 @@ class Completion:
 
 @dataclass
 class EngineCounters:
-    """Work done so far, in tokens and forward passes."""
+    """Work done so far, in tokens, forward passes and seconds."""
 
     sampled: int = 0
     """Tokens sampled."""
@@ -62,6 +62,10 @@ class EngineCounters:
     """Forward passes."""
     cache_bytes: int = 0
     """Largest number of bytes that the local engine's key/value cache has occupied."""
+    prompt_seconds: float = 0.0
+    """The local engine's time on prompt tokens: of each pass, their share of its tokens."""
+    decoding_seconds: float = 0.0
+    """The rest of the time of its passes, sampling included."""
 
     def since(self, before: "EngineCounters") -> "EngineCounters":
         """The work done since `before`, and the largest size of the cache so far."""

@@ -365,6 +365,9 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "tokens/reused": float(batch.counters.reused),
         "speed/tokens_per_second": batch.counters.sampled / batch.seconds if batch.seconds else 0.0,
     }
+    if batch.counters.decoding_seconds:
+        metrics["time/prompts"] = batch.counters.prompt_seconds
+        metrics["time/decoding"] = batch.counters.decoding_seconds
     if batch.counters.cache_bytes:
         metrics["memory/key_value_cache"] = float(batch.counters.cache_bytes)
     if reports_success(episodes):

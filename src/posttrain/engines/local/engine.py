@@ -6,6 +6,7 @@ for any timing of the environments.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -357,6 +358,15 @@ class LocalEngine:
         if not self._flash and self._page_limit is None:
             self._close_gaps()
         layout, ordered = self._schedule()
+        begun = time.perf_counter()
+        self._compute(layout, ordered)
+        seconds = time.perf_counter() - begun
+        decoding = len(layout.singles) / sum(segment.count for segment in layout.segments)
+        self.counters.decoding_seconds += seconds * decoding
+        self.counters.prompt_seconds += seconds * (1 - decoding)
+
+    def _compute(self, layout: CachedLayout, ordered: list[tuple[_Sequence, Segment]]) -> None:
+        """Run the pass of `layout`, whose rows are the sequences in `ordered`, and sample."""
         spans = [(s, segment.start, segment.start + segment.count) for s, segment in ordered]
         ids = np.concatenate([s.tokens[start:end] for s, start, end in spans])
         positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
