@@ -302,7 +302,7 @@ def test_scripts_without_commands_and_scripts_that_run_each_other(tmp_path, monk
     for script, other in (("one", "two"), ("two", "one"), ("again", "again")):
         (tmp_path / f"{script}.sh").write_text(f"bash {other}.sh\n")
     for script in ("one", "again"):
-        with pytest.raises(InputError, match=rf"{script}.sh runs itself"):
+        with pytest.raises(InputError, match="runs itself, directly or through another script"):
             import_commands(f"{script}.sh", {})
 
 
