@@ -200,7 +200,7 @@ def test_advantages_that_need_more(engine):
 def test_energies_are_the_squared_gradients_of_the_logits(tiny_model):
     policy = posttrain.Policy(str(tiny_model))
     episodes = sampled(posttrain.LocalEngine(policy))
-    with pytest.raises(InputError, match=r"pass those of `Learner.energies`"):
+    with pytest.raises(InputError, match=r"pass `learner\.energies\(episodes\)`"):
         posttrain.advantages(episodes, "optimal_token_baseline")
     energies = posttrain.Learner(policy, temperature=0.7).energies(episodes)
     stream, found = episodes[0].streams[0], energies[0][0]

@@ -119,6 +119,11 @@ def test_the_site_builds_without_warnings_and_requests_nothing_elsewhere(tmp_pat
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "site/search/search_index.json").is_file()
+    python = (tmp_path / "site/reference/python.html").read_text(encoding="utf-8")
+    returned = re.findall(r">Returns:</span>.*?</table>", python, flags=re.S)
+    assert returned, "no function has a section Returns"
+    # A wrapped sentence is one row.
+    assert all(section.count('class="doc-section-item"') == 1 for section in returned)
     for page in (tmp_path / "site").rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r'<(?:script|link|img|iframe|source)[^>]+(?:src|href)="(https?://[^"]+)"', text)

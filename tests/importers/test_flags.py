@@ -290,9 +290,21 @@ def test_a_script_that_the_command_runs_is_read(tmp_path, monkeypatch):
     assert (bandit.environment.max_turns, bandit.environment.format.actions_per_turn) == (1, 1)
     assert (bandit.rollout.tokens_per_turn, bandit.evaluation.seeds.count) == (500, 512)
     assert [other.words[0] for other in others] == ["mkdir"]
-    (tmp_path / "again.sh").write_text("bash again.sh")
-    with pytest.raises(InputError, match=r"bash again.sh' is not a command"):
-        import_commands("again.sh", {})
+
+
+def test_scripts_without_commands_and_scripts_that_run_each_other(tmp_path, monkeypatch):
+    """One that prepares something is listed; a circle is an error that names the script."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "setup.sh").write_text("echo ready\n")
+    (tmp_path / "all.sh").write_text(f"bash setup.sh\n{GRPO}\n")
+    found, others = import_commands("all.sh", {})
+    assert (len(found), [list(command.words) for command in others]) == (1, [["echo", "ready"]])
+    for script, other in (("one", "two"), ("two", "one"), ("again", "again")):
+        (tmp_path / f"{script}.sh").write_text(f"bash {other}.sh\n")
+    for script in ("one", "again"):
+        with pytest.raises(InputError, match="runs itself, directly or through another script"):
+            import_commands(f"{script}.sh", {})
+
 
 
 def test_no_flag_turns_off_a_switch_of_trl():

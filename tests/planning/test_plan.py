@@ -47,6 +47,12 @@ def test_plan_describes_batches():
     ]
 
 
+def test_plan_leaves_out_the_evaluation_before_training():
+    lines = batch_arithmetic(recipe_of("steps=10", "evaluation.every=4", "evaluation.start=false"))
+    assert lines[-2].endswith("held-out seeds 1000000..1000063, 2 times during and after training")
+    assert lines[-1].endswith("held-out seeds 2000000..2000255, after training")
+
+
 LAKE = ["environment.type=frozen_lake"]
 SCORED = ["environment.type=text_task", "environment.prompts=x.jsonl", "environment.reward=rewards.py:score"]
 

@@ -59,7 +59,7 @@ def recipe_file(tmp_path, monkeypatch):
         ),
         (
             "stage: evalaute\n",
-            'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, distill, sft, reward, dpo, evaluate, generate, pipeline or tune',
+            'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, distill, sft, reward, dpo, evaluate, generate, harness, pipeline or tune',
         ),
         (
             "rollout:\n  group_per_step: 3\n",
@@ -450,3 +450,8 @@ def test_mistakes_in_the_environment_of_evaluations_are_named(training, words, e
     with pytest.raises(InputError) as caught:
         load_recipe([training], ["evaluation.environment.max_turns=9", *words], "rl")
     assert expected in str(caught.value)
+
+
+def test_a_misspelt_key_gets_the_one_in_the_fewest_sections():
+    with pytest.raises(InputError, match=r"the nearest is optimizer\.learning_rate"):
+        load_recipe([], ["lerning_rate=1"], "rl")

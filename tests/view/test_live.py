@@ -152,6 +152,7 @@ def test_text_of_models_stays_text_and_long_lines_stay_in_the_page(tmp_path):
 
 
 @needs_browser
+@pytest.mark.slow
 def test_curves_can_be_zoomed_smoothed_filtered_and_put_on_a_log_scale(tmp_path):
     run = RunDirectory(make_run(tmp_path, "curves"))
     with MetricsLog(run, []) as log:

@@ -194,8 +194,10 @@ def _command(name: str, seeds: Iterable[int], players: Iterable[str], show: bool
 
 def _failures(name: str, seeds: range, reports: "tuple[Report, Report]") -> Iterator[Finding]:
     for report in dict.fromkeys(report for report in reports if isinstance(report, NoReport)):
-        of_one = report.player is not None and report.seed is not None
-        command = _command(name, [report.seed], [report.player]) if of_one else _command(name, seeds, ())
+        if report.player is not None and report.seed is not None:
+            command = _command(name, [report.seed], [report.player])
+        else:
+            command = _command(name, seeds, ())
         yield Finding("exceptions", True, report.text, command)
 
 

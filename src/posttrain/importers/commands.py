@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -85,19 +85,13 @@ def import_commands(
     Raises:
         InputError: the text cannot be read, a flag has a value that is not allowed, or there is no command to import.
     """
-    text = _text_of(source)
-    if odd := _UNREADABLE.search(text):
-        raise InputError(f"the command has the character {odd[0]!r}, which a recipe cannot have; remove it")
-    found, others = [], []
-    for command in read_commands(text, variables):
-        imported = import_command(command, rows)
-        if imported is not None:
-            found.append(imported)
-        elif (script := _script_of(command)) is not None and script != source:
-            inside = import_commands(script, {**variables, **command.assignments}, rows)
-            found, others = [*found, *inside[0]], [*others, *inside[1]]
-        else:
+    found: list[Imported] = []
+    others: list[Command] = []
+    for command, imported in _converted(source, variables, rows, ()):
+        if imported is None:
             others.append(command)
+        else:
+            found.append(imported)
     if not found:
         shown = " ".join(others[0].words)[:100] if others else source[:100]
         raise InputError(
@@ -105,6 +99,27 @@ def import_commands(
             "verl.trainer.main_ppo, and train.sh or train.py of RAGEN"
         )
     return found, others
+
+
+def _converted(
+    source: str, variables: Mapping[str, str], rows: int | None, callers: tuple[Path, ...]
+) -> Iterator[tuple[Command, Imported | None]]:
+    """Each command of `source` and of the scripts that it runs, with its conversion. `callers`: the scripts that run it."""
+    text = _text_of(source)
+    if odd := _UNREADABLE.search(text):
+        raise InputError(f"the command has the character {odd[0]!r}, which a recipe cannot have; remove it")
+    for command in read_commands(text, variables):
+        imported = import_command(command, rows)
+        script = _script_of(command) if imported is None else None
+        if script is None:
+            yield command, imported
+            continue
+        file = Path(script).resolve()
+        if file in callers:
+            raise InputError(
+                f"{script} runs itself, directly or through another script; remove the command `{' '.join(command.words)}`"
+            )
+        yield from _converted(script, {**variables, **command.assignments}, rows, (*callers, file))
 
 
 def _script_of(command: Command) -> str | None:

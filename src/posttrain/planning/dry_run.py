@@ -417,9 +417,11 @@ def _evaluation(recipe: Played, tasks: TaskSplit | None, steps: int) -> list[str
     if isinstance(recipe, EvaluateRecipe):
         return [f"evaluation, {how}: {episodes(2)}", *_remote(recipe, tasks)]
     during = (steps - 1) // evaluation.every if evaluation.every else 0
+    between = f"{during} {_plural('time', during)} during and after training"
+    first = ("before, ", "before and ") if evaluation.start else ("", "")
     return [
-        f"evaluation, {how}: {episodes(1)}, before, {during} {_plural('time', during)} during and after training",
-        f"final table, {how}: {episodes(2)}, before and after training",
+        f"evaluation, {how}: {episodes(1)}, {first[0]}{between}",
+        f"final table, {how}: {episodes(2)}, {first[1]}after training",
     ]
 
 

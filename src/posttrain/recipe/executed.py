@@ -20,13 +20,13 @@ def executed(values: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, st
     """(key, value, file) of everything in the values of a recipe that names code, in their order; no file for other code."""
     for key, value in values.items() if isinstance(values, dict) else enumerate(values):
         path = (*above, str(key))
-        named = key if isinstance(values, dict) else above[-1]
+        named = str(key) if isinstance(values, dict) else above[-1]
         if isinstance(value, dict | list):
             yield from executed(value, path)
         elif (named == "trust_remote_code" and value is True) or (named == "command" and isinstance(value, str)):
             yield ".".join(path), str(value), None
         elif isinstance(value, str):
-            yield from ((".".join(path), text, file) for text, file in _code(named, value))
+            yield from ((".".join(path), text, file) for text, file in _code(str(named), value))
 
 
 def _code(key: str, value: str) -> Iterator[tuple[str, Path | None]]:

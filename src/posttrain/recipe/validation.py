@@ -179,7 +179,8 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
         stages = [name for name, other in STAGES.items() if path[0] in other.model_fields]
         if stages:
             return f"{path[0]} belongs to stage {', '.join(stages)}, not {given.values['stage']}"
-    leaves = {key.split(".")[-1]: key for key in sorted(names, reverse=True)}
+    # Of keys with one name, the one in the fewest sections: optimizer.learning_rate, not that of the critic.
+    leaves = {key.split(".")[-1]: key for key in sorted(names, key=lambda key: (key.count("."), key), reverse=True)}
     if close := difflib.get_close_matches(name, leaves, 1, 0.7):
         return f"the nearest is {leaves[close[0]]}"
     return f"{'the keys of ' + '.'.join(section) if section else 'the sections and keys'} are {', '.join(siblings)}"

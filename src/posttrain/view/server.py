@@ -58,6 +58,8 @@ _POLL_SECONDS = 0.7
 """Time between two looks at the files of what a page shows."""
 _FIRST_SECONDS = 0.05
 """Time that the first page of the list spends on runs that have not been read yet."""
+_PAINT_MS = 300
+"""Time after which that page asks for the rest, so that reading runs does not compete with its first paint."""
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 
@@ -201,12 +203,12 @@ class Pages:
     def whole_list(self, query: Query) -> Response:
         """The page of the list, without waiting for all runs to be read, so that it is painted at once."""
         listing, pipelines = listed(self.scanner, query, read=_FIRST_SECONDS), pipelines_among(self.scanner.find())
-        return self.render("runs.html.j2", query=query, listing=listing, pipelines=pipelines)
+        return self.render("runs.html.j2", query=query, listing=listing, pipelines=pipelines, wait=_PAINT_MS)
 
     def runs_list(self, request: Request) -> Response:
         """The list without the page around it."""
         query = Query.of(request.query_params)
-        response = self.render("list.html.j2", query=query, listing=listed(self.scanner, query, read=0.5))
+        response = self.render("list.html.j2", query=query, listing=listed(self.scanner, query, read=0.5), wait=10)
         if request.headers.get("hx-trigger") == "filter":
             response.headers["hx-replace-url"] = f"/?{query.address()}"
         return response
