@@ -306,7 +306,6 @@ def test_scripts_without_commands_and_scripts_that_run_each_other(tmp_path, monk
             import_commands(f"{script}.sh", {})
 
 
-
 def test_no_flag_turns_off_a_switch_of_trl():
     script = "python examples/scripts/dpo.py --model_name_or_path m --dataset_name d.jsonl"
     kept, off = (
