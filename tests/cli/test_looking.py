@@ -12,6 +12,7 @@ from posttrain.errors import InputError
 from posttrain.plugins import is_trusted, trusting
 from posttrain.recipe.executed import executed
 from posttrain.recipe.sources import read_file, read_overrides, read_text
+from posttrain.rollout.view import token_decoder
 from posttrain.runs.directory import RunDirectory
 from tests.training import small
 
@@ -72,9 +73,10 @@ def test_viewing_downloads_nothing(strangers, tmp_path, monkeypatch, capsys):
     values = yaml.safe_load((run / "recipe.yaml").read_text())
     values["model"]["path"] = "stranger/tracked"
     (run / "recipe.yaml").write_text(yaml.safe_dump(values))
-    assert main(["episodes", str(run), "--step", "1"]) == 0
+    for words in (["episodes", str(run), "--step", "1"], ["report", str(run)]):
+        assert main(words) == 0
+    assert token_decoder(RunDirectory.open(run)) is None
     assert "stranger/tracked is not on this machine" in capsys.readouterr().err
-    assert main(["report", str(run)]) == 0
 
 
 def test_the_recipe_keeps_the_keys_of_an_environment_that_is_not_imported(strangers):
