@@ -167,7 +167,7 @@ def test_functions_of_this_process_are_named_by_their_place():
     names = [register_reward(function) for function in (first, second, first)]
     assert names[0] == names[2] != names[1]
     assert [load_reward(name).function("") for name in names] == [1.0, 2.0, 1.0]
-    with pytest.raises(InputError, match=r"function of another process"):
+    with pytest.raises(InputError, match=r"was registered in another process"):
         load_reward("module:<lambda>")
 
 

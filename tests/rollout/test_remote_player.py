@@ -197,7 +197,7 @@ def test_too_many_failures_end_the_evaluation_early():
         with pytest.raises(RunError, match=r"3 of 4 episodes failed, the first on environment seed 5: .*status 401"):
             play(server, (5, 6, 7, 8), max_concurrent=1)
         assert len(server.asked) == 3
-        with pytest.raises(RunError, match=r"2 of 2 episodes failed.*nothing is left"):
+        with pytest.raises(RunError, match=r"2 of 2 episodes failed.*there is nothing to report"):
             play(server, (5, 6), rollout={"failures": {"max_share": 1.0}})
 
 

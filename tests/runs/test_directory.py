@@ -88,7 +88,7 @@ def test_other_directories_are_never_deleted(recipe: RlRecipe, overwrite: bool) 
 def test_a_link_to_a_run_is_never_deleted(recipe: RlRecipe, run: RunDirectory) -> None:
     link = run.path.parent / "link"
     link.symlink_to(run.path)
-    with pytest.raises(InputError, match="not touched"):
+    with pytest.raises(InputError, match="is not a posttrain run"):
         RunDirectory.create(recipe.model_copy(update={"name": "link"}), overwrite=True)
     assert run.recipe_file.exists()
 

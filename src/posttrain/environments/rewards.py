@@ -35,8 +35,8 @@ _GIVEN = ("prompt", "answer", "messages")
 _MARKER = re.compile(r"####|^[ \t]*A:", re.MULTILINE)
 _NUMBER = re.compile(
     r"""(?<![0-9.])                           # not inside a number
-        (?P<sign>(?<![\w)\]])[-−+])?          # a sign, unless it directly follows something from which it could
-        subtract [$€£¥]?(?P<late>(?<=[$€£¥])[-−])?     # $5, -$5 and $-5
+        (?P<sign>(?<![\w)\]])[-−+])?          # a sign, unless it follows something that it could be subtracted from
+        [$€£¥]?(?P<late>(?<=[$€£¥])[-−])?     # $5, -$5 and $-5
         (?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)
         (?P<power>[eE][-+]?[0-9]{1,3}(?![0-9]))?""",
     re.VERBOSE,
