@@ -94,7 +94,13 @@ def test_notes_are_the_only_file_that_is_written(server, folder):
 
 def test_ctrl_c_ends_the_server_without_complaint_while_a_page_is_open(folder):
     words = command("view", folder, "--no-browser")
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+
+    def heed_interrupts():
+        """Tests that run in the background ignore interrupts, and their children inherit that."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes, preexec_fn=heed_interrupts) as process:
         server = Server(process.stdout.readline().strip(), process)
         connection = HTTPConnection(server.root.removeprefix("http://"), timeout=60)
         connection.request("GET", "/events", headers={"cookie": server.cookie()})
