@@ -25,7 +25,7 @@ def test_broadcast_weights_take_effect_and_a_killed_server_gets_files(tmp_path):
             assert [one.ids for one in answers(engine, asked)] == [one.ids for one in local_answers(policy, asked)]
         engine._replicas[0].replica._kill()
         assert [one.ids for one in answers(engine, asked)] == [one.ids for one in local_answers(policy, asked)]
-        assert engine.restarts >= 1
+        assert engine.restarts == 1
         move(policy, seed=3)
         engine.load_weights(policy.version)
         assert [one.ids for one in answers(engine, asked)] == [one.ids for one in local_answers(policy, asked)]
