@@ -1,4 +1,4 @@
-"""Episodes by page: lists of those of a step, filtered, sorted and searched, read from the store one episode at a time."""
+"""Pages of the episodes of a step: filtered, sorted, searched, and read from the store one episode at a time."""
 
 import math
 import time
@@ -71,7 +71,7 @@ class Filter:
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> "Filter":
-        """The filter in an address; values that are none are left out."""
+        """The filter in an address; invalid values are left out."""
 
         def whole(name: str) -> int | None:
             return int(given[name]) if given.get(name, "").isdecimal() and len(given[name]) < 10 else None
@@ -129,7 +129,7 @@ class Found:
 
 
 class Store:
-    """The episodes of the runs that were looked at last."""
+    """Cache of the episodes of recently viewed runs."""
 
     def __init__(self) -> None:
         self._lists: OrderedDict[tuple[Path, int], list[Entry]] = OrderedDict()

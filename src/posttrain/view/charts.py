@@ -42,7 +42,7 @@ BOUNDS = {"optimal": GREEN, "random": RED}
 
 
 class Logs:
-    """The metrics of the runs that were looked at last. Only bytes that were appended since then are read."""
+    """Cache of the metrics of recently viewed runs. Only appended bytes are read."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Path, _Log] = OrderedDict()

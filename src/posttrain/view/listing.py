@@ -31,7 +31,7 @@ class Query:
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> "Query":
-        """The query in an address; values that are none become the default."""
+        """The query in an address; invalid values become the default."""
         count = given.get("shown", "")
         return cls(
             given.get("text", "")[:200],
@@ -67,7 +67,7 @@ class Line:
 
     @property
     def label(self) -> str:
-        """The name of a run, or what the names of the seeds begin with."""
+        """The name of a run, or the common beginning of the names of its seeds."""
         return self.first.name if len(self.runs) == 1 else common_name([run.name for run in self.runs])
 
     @property
@@ -134,7 +134,7 @@ def _matches(run: Summary, query: Query) -> bool:
 
 
 def _lines(runs: Sequence[Summary]) -> list[Line]:
-    """Runs with one recipe and different seeds together, in the order of their first."""
+    """Runs that differ only in their seed as one line, in the order of the first of each."""
     groups: dict[str, list[Summary]] = {}
     for number, run in enumerate(runs):
         parent = run.name.rpartition("/")[0]

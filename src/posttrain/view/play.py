@@ -34,7 +34,7 @@ _POSITIONS = 512
 
 
 def checkpoints_of(run: RunDirectory) -> list[str]:
-    """The models that a run holds: `model`, and the steps of its checkpoints, the newest first."""
+    """The models of a run: `model`, and the steps of its checkpoints, newest first."""
     found = ["model"] if (run.path / "model" / "config.json").is_file() or _is_adapter(run.path / "model") else []
     steps = sorted((path.parent.name for path in run.checkpoints.glob("step_*/policy")), reverse=True)
     return [*found, *steps]
@@ -77,7 +77,7 @@ class Session:
 
 
 class Player:
-    """Loads one model at a time, and keeps the last conversations. Requests wait for each other."""
+    """Loads one model at a time, and keeps the last conversations. Requests are served one at a time."""
 
     def __init__(self) -> None:
         self._loaded: Loaded | None = None

@@ -20,7 +20,7 @@ from posttrain.runs.tables import Interval
 State = Literal["running", "finished", "failed", "stopped", "reading"]
 """`reading`: the files of the run have not been read yet."""
 _DEEPEST = 3
-"""Levels of folders below the given one in which runs are looked for: pipelines and studies hold runs."""
+"""Depth of the search for runs below the given folder: pipelines and studies contain runs."""
 _MOST_POINTS = 40
 """Points of a sparkline."""
 _KIND = re.compile(rb'"kind": ?"(\w+)"')
@@ -120,7 +120,7 @@ class Scanner:
         return found
 
     def path(self, name: str) -> Path:
-        """The directory of the run `name`; InputError if there is none. Names that leave the folder are no runs."""
+        """The directory of the run `name`; InputError if there is none. Names that lead out of the folder are refused."""
         found = self.find().get(name)
         if found is None:
             raise InputError(f"there is no run {name} in {self.folder}; go back to the list of runs")
@@ -228,7 +228,7 @@ def _parts(run: RunDirectory, stage: str) -> tuple[str, ...]:
 
 
 class _Lines:
-    """What a summary needs of a metrics log: every evaluation, and a few dozen training lines, evenly spread."""
+    """The part of a metrics log that a summary needs: every evaluation, and a few dozen evenly spaced training lines."""
 
     def __init__(self) -> None:
         self.step = 0

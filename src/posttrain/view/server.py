@@ -55,7 +55,7 @@ HEADERS = {
 _BODY_BYTES = 64 << 10
 """Maximum size of a form."""
 _POLL_SECONDS = 0.7
-"""Time between two looks at the files of what a page shows."""
+"""Seconds between checks of the files that a page shows."""
 _FIRST_SECONDS = 0.05
 """Time that the first page of the list spends on runs that have not been read yet."""
 _PAINT_MS = 300
@@ -197,7 +197,7 @@ class Pages:
         return text.replace(f"{self.folder}/", "")
 
     def runs(self, request: Request) -> Response:
-        """The list of runs, with what is known of them so far; the rest follows by `/list`."""
+        """The list of runs as far as they have been read; `/list` returns the rest."""
         return self.whole_list(Query.of(request.query_params))
 
     def whole_list(self, query: Query) -> Response:
@@ -221,7 +221,7 @@ class Pages:
         return self.render("run.html.j2", run=self.scanner.summary(name, path), about=about, others=others)
 
     def state(self, request: Request) -> Response:
-        """The part of a run's page that says how it is doing."""
+        """The status section of a run's page."""
         name = request.path_params["name"]
         return self.render("state.html.j2", run=self.scanner.summary(name, self.scanner.path(name)))
 
@@ -301,7 +301,7 @@ class Pages:
         return self.render("pipeline.html.j2", name=name, graph=graph_of(self.scanner, name))
 
     def play(self, request: Request) -> Response:
-        """The page on which people talk to a checkpoint."""
+        """The page for chatting with a checkpoint."""
         name = request.path_params["name"]
         run = RunDirectory(self.scanner.path(name))
         environment = getattr(evaluated_environment(run.load_recipe()), "type", "")
@@ -322,7 +322,7 @@ class Pages:
         return self.render("session.html.j2", session=session, page=self.player.page(session))
 
     def turn(self, request: Request, form: dict[str, str]) -> Response:
-        """A message or a turn, and what follows."""
+        """A message or a turn, and the answer to it."""
         session = self.player.session(request.path_params["key"])
         if session.environment is None:
             self.player.say(session, form.get("text", ""))

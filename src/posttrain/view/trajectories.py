@@ -31,7 +31,7 @@ MOST_STEPS = 8
 MOST_FRAMES = 12
 """Frames of a row. Of a longer episode, the first and the last ones are shown."""
 _FRAME, _GAP, _TEXT, _HEADING, _NARROWEST = 1.1, 0.12, 0.52, 0.35, 4.0
-"""In inches: side of a frame, space beside it, height of the text above a row and of the title, least width."""
+"""In inches: side of a frame, space beside it, height of the text above a row and of the title, minimum width."""
 _FLOOR, _ICE = "#EFE9DD", "#D6E9F5"
 _SHAPES: dict[str, list[tuple[str, str, float]]] = {
     "wall": [("square", "#55585F", 1.0)],
@@ -144,7 +144,7 @@ def maker_of(environment: EnvironmentRecipe | None) -> Callable[[], Environment]
 
 
 def draw_episodes(run: RunDirectory, episodes: Sequence[Episode], file: Path) -> Path:
-    """Draw the episodes of a run into `file`, one per row. InputError where there is nothing to draw."""
+    """Draw the episodes of a run into `file`, one per row. InputError if there is nothing to draw."""
     form = file.suffix.removeprefix(".")
     if form not in get_args(Format):
         raise InputError(f"--draw {file}: the name must end in .png or .svg")

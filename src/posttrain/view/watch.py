@@ -16,7 +16,7 @@ from posttrain.view.scan import summarize
 
 _POLL_SECONDS = 0.5
 _SHOWN = 20
-"""Lines of the past that are printed first."""
+"""Number of earlier lines that are printed first."""
 
 
 def watch_run(path: Path, console: Console | None = None) -> None:
