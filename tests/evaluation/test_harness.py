@@ -138,7 +138,7 @@ def test_chats_are_rendered_as_by_transformers(ours, theirs):
     assert ours.apply_chat_template(begun, False) == theirs.apply_chat_template(begun, False)
 
 
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("chat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_has_the_numbers_of_lm_eval_with_intervals(chat, tasks, theirs, tiny_model, tmp_path):
     from lm_eval import simple_evaluate
 
@@ -168,6 +168,7 @@ def test_a_run_has_the_numbers_of_lm_eval_with_intervals(chat, tasks, theirs, ti
     )
 
 
+@pytest.mark.slow
 def test_runs_are_compared_document_by_document(tasks, tiny_model, tmp_path):
     for name, more in (("a", {}), ("b", {"model": {"path": "made:small"}}), ("c", {"num_fewshot": 2})):
         settings = {"model": {"path": str(tiny_model)}} | more
@@ -224,6 +225,7 @@ def test_limits_and_a_dry_run(tasks, tiny_model, tmp_path, capsys):
     assert math.isfinite(posttrain.Result.open(tmp_path / "few").evaluation[0]["sums_answer/exact_match"])
 
 
+@pytest.mark.slow
 def test_the_command_of_lm_eval_has_the_model(tasks, tiny_model, tmp_path):
     command = [sys.executable, "-m", "posttrain.evaluation.harness", "--model", "posttrain"]
     command += ["--model_args", f"path={tiny_model}", "--tasks", tasks["choice"], "--output_path", str(tmp_path)]
@@ -233,6 +235,7 @@ def test_the_command_of_lm_eval_has_the_model(tasks, tiny_model, tmp_path):
     assert json.loads(file.read_text())["results"]["sums_choice"]["acc,none"] >= 0
 
 
+@pytest.mark.slow
 def test_groups_have_the_documents_of_their_tasks(tasks, tiny_model, tmp_path):
     folder = tmp_path / "more"
     folder.mkdir()
