@@ -128,7 +128,7 @@ def test_a_missing_file(recipe_file, tmp_path):
         (
             ["environment.type=bandt"],
             "override environment.type=bandt: environment.type: there is no environment 'bandt'; use one of bandit, "
-            "frozen_lake, gymnasium, json_answer, memory, openenv, sokoban, text_task, textarena, textworld, tool_use, word_sort, `module:Class`, or the path of a .py file (did you mean bandit?)",
+            "frozen_lake, gymnasium, json_answer, memory, openenv, sokoban, text_task, textarena, textworld, tool_use, verifiers, word_sort, `module:Class`, or the path of a .py file (did you mean bandit?)",
         ),
         (["environment.type=3"], "override environment.type=3: environment.type is 3; it must be text"),
         (["steps=true"], "override steps=true: steps is true; it must be a whole number, 1 or more"),
