@@ -295,7 +295,7 @@ RULES: dict[str, Rule] = {
     "actor_rollout_ref.model.use_remove_padding": without_effect("batches are always packed, without padding"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": equal("model.gradient_checkpointing"),
     "actor_rollout_ref.model.enable_activation_offload": without_effect(_SPEED),
-    "actor_rollout_ref.model.use_liger": without_effect("log-probabilities are computed without full logits"),
+    "actor_rollout_ref.model.use_liger": without_effect("`model.fused` selects Liger's kernels on a GPU that has them"),
     "actor_rollout_ref.model.use_fused_kernels": without_effect("log-probabilities are computed without full logits"),
     "actor_rollout_ref.model.lora_rank": converted(
         lambda flags: (
