@@ -262,7 +262,7 @@ COMMON: dict[str, Rule] = {
             **{name: {} for name in ("adamw_torch_fused", "adamw_torch", "adamw_hf")},
             **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
         },
-        notes={name: "AdamW in float32" for name in ("adamw_torch_fused", "adamw_torch", "adamw_hf")},
+        notes=dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf"), "AdamW in float32"),
     ),
     "load_in_4bit": switch("model.load_in_4bit"),
     "bnb_4bit_quant_type": choice("model", {"nf4": {}}),
