@@ -108,10 +108,6 @@ def _report(value: str, _: Flags) -> Answer:
     return Answer("equal", {"sinks": known}) if known else Answer("no effect", {}, _LOGS)
 
 
-def _precision(_: str, flags: Flags) -> Answer:
-    return Answer("converted", {"model.dtype": "bfloat16"}, "float32 master weights")
-
-
 def _push(_: str, flags: Flags) -> Answer:
     name = flags.text("hub_model_id") or "USER/NAME"
     return Answer("not supported", {}, f"after the run: `posttrain push RUN {name}`")

@@ -240,9 +240,7 @@ def _devices(flags: Flags) -> tuple[Mapping[str, Any], str]:
 
 def _engine(value: str, _: Flags) -> Answer:
     if value == "vllm":
-        return Answer(
-            "converted", {"engine.type": "vllm", "engine.mode": "in_process"} if False else {"engine.type": "vllm"}
-        )
+        return Answer("converted", {"engine.type": "vllm"})
     return Answer("not supported", {}, f"{value} is not offered; the local engine or `engine.type=vllm`")
 
 
