@@ -114,7 +114,9 @@ class _Stream:
         self._read_timeout, self._write_timeout = errors.ReadTimeout, errors.WriteTimeout
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._limits.count(self._inner.read(max_bytes, timeout=self._limits.time_left(timeout, self._read_timeout)))
+        return self._limits.count(
+            self._inner.read(max_bytes, timeout=self._limits.time_left(timeout, self._read_timeout))
+        )
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         self._inner.write(buffer, timeout=self._limits.time_left(timeout, self._write_timeout))
