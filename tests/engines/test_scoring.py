@@ -28,11 +28,21 @@ def score(choice, protocol):
 
 @pytest.mark.parametrize(
     "entry",
-    [None, 3, [], {}, {"4": None}, {"4": {"logprob": HUGE}}, {"4": {"logprob": float("-inf")}}]
-    + [{"4": {**TOKEN, "decoded_token": 5}}, {"9" * 5_000: TOKEN}, {"4": {**TOKEN, "logprob": "x"}}],
+    [
+        None,
+        3,
+        [],
+        {},
+        {"4": None},
+        {"4": {"logprob": HUGE}},
+        {"4": {"logprob": float("-inf")}},
+        {"4": {**TOKEN, "decoded_token": 5}},
+        {"9" * 5000: TOKEN},
+        {"4": {**TOKEN, "logprob": "x"}},
+    ],
 )
 def test_malformed_log_probabilities_of_a_prompt_are_a_failed_request(entry):
-    assert isinstance(score({"prompt_logprobs": [None, {"4": TOKEN}]}, "prompt_logprobs"), object)
+    assert score({"prompt_logprobs": [None, {"4": TOKEN}]}, "prompt_logprobs").logprobs[1:] == [-1.0]
     failure = score({"prompt_logprobs": [None, entry]}, "prompt_logprobs")
     assert isinstance(failure, ChatRequestError)
     assert "sent no log-probabilities of the prompt" in str(failure)
@@ -40,8 +50,14 @@ def test_malformed_log_probabilities_of_a_prompt_are_a_failed_request(entry):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"tokens": 5}, {"tokens": ["a"]}, {"tokens": ["a", [1]]}, {"token_logprobs": [None, HUGE]}]
-    + [{"top_logprobs": [None, 5]}, {"top_logprobs": [None, {"token_id:x": -1.0}]}],
+    [
+        {"tokens": 5},
+        {"tokens": ["a"]},
+        {"tokens": ["a", [1]]},
+        {"token_logprobs": [None, HUGE]},
+        {"top_logprobs": [None, 5]},
+        {"top_logprobs": [None, {"token_id:x": -1.0}]},
+    ],
 )
 def test_malformed_log_probabilities_of_an_echo_are_a_failed_request(changed):
     assert score({"logprobs": ECHO}, "echo").texts == ["a", "b"]
