@@ -203,7 +203,7 @@ class Parser:
 
     def _misplaced_error(self, rest: str) -> str:
         """The error for `rest`, where a block should have begun or the message should have ended."""
-        opened = re.match(r"</?(\w+)>", rest)
+        opened = re.match(r"</?(\w{1,40})>", rest)  # longer names are not repeated to the model
         name = opened.group(1) if opened else ""
         if self._closed:
             if name == "result":

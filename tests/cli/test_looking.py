@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.plugins import is_trusted, trusting
 from posttrain.recipe.executed import executed
-from posttrain.recipe.sources import read_file, read_overrides, read_text
+from posttrain.recipe.sources import Layer, merge, read_file, read_overrides, read_text
 from posttrain.rollout.view import token_decoder
 from posttrain.runs.directory import RunDirectory
 from tests.training import small
@@ -99,12 +100,13 @@ def bomb(levels, width):
         ("a: " + "[" * 3000 + "]" * 3000, "nested too deep"),
         ("a: " + "{b: " * 3000 + "}" * 3000, "nested too deep"),
         ("steps: " + "9" * 10_000, "a value cannot be read .Exceeds the limit"),
+        ("steps: " + "1:" * 300_000 + "1", "a whole number of 600,001 characters in line 1"),
         ("seed: 0x" + "f" * 6_000, "a whole number of 24,000 bits"),
         ("name: !!timestamp soon", "a value cannot be read"),
         ("name: !!bool soon", "a value cannot be read"),
         ('name: "\\ud800"', "a lone surrogate"),
     ],
-    ids=["aliases", "lists", "sections", "digits", "hexadecimal", "timestamp", "bool", "surrogate"],
+    ids=["aliases", "lists", "sections", "digits", "base 60", "hexadecimal", "timestamp", "bool", "surrogate"],
 )
 def test_a_small_file_cannot_expand_to_a_huge_recipe(text, message, tmp_path):
     with pytest.raises(InputError, match=message):
@@ -113,6 +115,13 @@ def test_a_small_file_cannot_expand_to_a_huge_recipe(text, message, tmp_path):
         read_overrides(
             [f"rollout={text.partition(': ')[2]}" if "&" not in text else f"x={{{text.replace(chr(10), ', ')}}}"]
         )
+
+
+def test_a_text_of_backslashes_is_merged_in_linear_time():
+    started = time.process_time()
+    text = "\\" * 400_000
+    assert merge([Layer({"name": text})]).values["name"] == text
+    assert time.process_time() - started < 5
 
 
 def test_a_huge_recipe_file_is_not_read(tmp_path):

@@ -1,5 +1,6 @@
 """The client of OpenAI-compatible servers, against servers that drip, redirect, repeat keys and send nonsense."""
 
+import gzip
 import json
 import socketserver
 import threading
@@ -10,7 +11,7 @@ import pytest
 
 pytest.importorskip("openai")
 
-from posttrain.engines.openai import ChatRequestError, chat_client, complete, without_secrets
+from posttrain.engines.openai import ChatRequestError, chat_client, complete, require_reachable, without_secrets
 
 KEY = "sk-posttrain-1234567890abcdef"
 
@@ -103,6 +104,58 @@ def test_a_redirect_to_another_origin_is_not_followed():
     assert not asked
 
 
+@pytest.mark.parametrize("location", ["http://[::1", "http://x:99999999/", "http://\x7f/", "file:///etc/passwd"])
+def test_a_redirect_to_an_invalid_address_is_a_failed_request(location):
+    with (
+        server(lambda send: send(body("", "307 Temporary Redirect", f"Location: {location}\r\n"))) as port,
+        pytest.raises(ChatRequestError, match="cannot be reached or understood"),
+    ):
+        ask(port)
+
+
+@pytest.mark.parametrize("location", ["http:", "http:/v1", "http://:80/v1", "//127.0.0.1/v1"])
+def test_a_redirect_without_a_port_is_one_to_another_origin(location):
+    with (
+        server(lambda send: send(body("", "307 Temporary Redirect", f"Location: {location}\r\n"))) as port,
+        pytest.raises(ChatRequestError, match=r"redirects to http://127\.0\.0\.1, which is not followed"),
+    ):
+        ask(port)
+
+
+def test_redirects_do_not_extend_the_time_out():
+    def slow(send):
+        time.sleep(0.3)
+        send(body("", "307 Temporary Redirect", "Location: /v1/chat/completions\r\n"))
+
+    with server(slow) as port:
+        started = time.monotonic()
+        with pytest.raises(ChatRequestError, match="did not respond within 1 s"):
+            ask(port, seconds=1.0)
+        assert time.monotonic() - started < 4
+
+
+def test_a_response_has_a_size_limit(monkeypatch):
+    def endless(send):
+        send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n")
+        for _ in range(1_000):
+            send(b" " * 65_536)
+
+    with server(endless) as port:
+        client = chat_client("engine", f"http://127.0.0.1:{port}/v1", 30.0, 2, None, response_mib=1)
+        with pytest.raises(ChatRequestError, match="sends a response of more than 1 MiB"):
+            complete("the model", client, "m", [{"role": "user", "content": "hello"}])
+
+
+def test_compressed_responses_are_neither_requested_nor_read():
+    packed = gzip.compress(b" " * 10_000_000)
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\nContent-Length: {len(packed)}\r\n\r\n"
+    with server(lambda send: send(head.encode() + packed)) as port:
+        client = chat_client("engine", f"http://127.0.0.1:{port}/v1", 30.0, 0, None)
+        assert client._client.headers["accept-encoding"] == "identity"
+        with pytest.raises(ChatRequestError, match="sends a response that is compressed"):
+            complete("the model", client, "m", [{"role": "user", "content": "hello"}])
+
+
 def test_a_redirect_on_the_same_origin_is_followed():
     completion = {"choices": [{"message": {"role": "assistant", "content": "here"}, "finish_reason": "stop"}]}
     answers = iter(
@@ -128,8 +181,16 @@ def test_what_looks_like_a_key_is_replaced_and_words_are_not():
     keys = ["AKIAIOSFODNN7EXAMPLE", "github_pat_11ABCDEFG0abcdefgh", "glpat-abcdefghij0123456789", token]
     assert {without_secrets(f"got {key}.") for key in keys} == {"got [API key]."}
     assert without_secrets("no answer from http://me:pass@host/v1") == "no answer from http://[API key]@host/v1"
+    assert without_secrets(f"the key is-{token}") == "the key [API key]"
     plain = "the task-oriented model of the disk-based bearer was risky; skip-gram"
     assert without_secrets(plain) == plain
+
+
+def test_the_search_for_keys_is_linear():
+    started = time.process_time()
+    for text in ("-eyJ" * 100_000, "Bearer " * 60_000, "://a:" * 80_000, "eyJaaaaaaaa." * 30_000, "sk-" * 100_000):
+        without_secrets(text)
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
@@ -145,11 +206,19 @@ def test_what_looks_like_a_key_is_replaced_and_words_are_not():
         "{",
         "[" * 100_000,
         '{"choices": ' + "[" * 100_000,
+        '{"choices": [{"message": {"content": "a", "tool_calls": 5}}]}',
+        '{"choices": [{"message": {"content": "a", "tool_calls": true}}]}',
     ],
 )
 def test_a_malformed_reply_is_a_failed_request(text):
     with server(lambda send: send(body(text))) as port, pytest.raises(ChatRequestError, match=r"the model m at http"):
         ask(port)
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "{", "[" * 100_000])
+def test_a_server_with_a_malformed_list_of_models_is_reachable(text):
+    with server(lambda send: send(body(text))) as port:
+        require_reachable("engine", chat_client("engine", f"http://127.0.0.1:{port}/v1", 5.0, 0, None))
 
 
 def test_lone_surrogates_of_an_answer_can_be_written_to_a_file(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from posttrain.environments.judge import JudgeFailure, judge_client, judge_prompt, judge_score
+from posttrain.environments.judge import JudgeFailure, PointsReply, judge_client, judge_prompt, judge_score, read_reply
 from posttrain.environments.untrusted import sanitize
 from posttrain.errors import InputError
 from posttrain.recipe.judge import JudgeRecipe
@@ -113,6 +113,13 @@ def test_the_request_to_the_judge(server, monkeypatch):
     assert (asked["key"], asked["model"], asked["temperature"]) == ("Bearer abc", "m", 0)
     assert "right" in asked["messages"][0]["content"]
     assert "four" in asked["messages"][1]["content"]
+
+
+def test_a_code_block_of_newlines_is_refused_in_linear_time():
+    started = time.process_time()
+    with pytest.raises(ValueError, match="did not reply with one JSON object"):
+        read_reply("```" + "\n" * 10_000, PointsReply(0, 5))
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.parametrize("trouble", [(429, "{}"), (500, "{}"), (503, "busy"), ("cut")])

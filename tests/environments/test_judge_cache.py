@@ -85,6 +85,20 @@ def test_lines_that_are_not_replies_are_skipped(tmp_path):
     assert JudgeCache(path).reply("a", _never) == "1"
 
 
+def test_a_damaged_reply_is_asked_for_again_and_replaced(tmp_path):
+    path = tmp_path / "cache"
+    path.write_text('{"key": "a", "reply": "damaged"}\n')
+    asked = []
+
+    def ask():
+        asked.append(1)
+        return str(len(asked))
+
+    for cache in (JudgeCache(path), JudgeCache(path)):
+        assert cache.reply("a", ask, str.isdigit) == "1"
+    assert JudgeCache(path).reply("a", _never) == "1"
+
+
 def test_a_cache_reads_replies_of_other_processes_and_keeps_the_first(tmp_path):
     path = tmp_path / "cache"
     one, other = JudgeCache(path), JudgeCache(path)

@@ -61,6 +61,15 @@ def test_end_tokens_that_are_no_ids_are_named(tiny_model, tmp_path, end, file):
         load_end_tokens(str(model), load_tokenizer(ModelRecipe(path=str(model))))
 
 
+def test_the_error_of_nested_end_tokens_says_what_is_wrong(tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "copy")
+    (model / "generation_config.json").unlink()
+    values = json.loads((model / "config.json").read_text()) | {"eos_token_id": [[2]]}
+    (model / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InputError, match=r"'eos_token_id': TypeError: Field 'eos_token_id' with value \[\[2\]\]"):
+        load_model(ModelRecipe(path=str(model)))
+
+
 def test_weights_in_a_pickle_are_refused_and_not_run(tiny_model, tmp_path):
     model = shutil.copytree(tiny_model, tmp_path / "copy")
     (model / "model.safetensors").unlink()

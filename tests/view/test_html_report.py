@@ -225,6 +225,15 @@ def test_runs_with_little_data_have_a_page_with_a_notice(tmp_path):
     page_of(write_html([new.path, old], tmp_path / "both.html")[0])
 
 
+def test_a_damaged_file_is_named_once(tmp_path):
+    run = make_run(tmp_path, "run")
+    file = run / "environment.json"
+    file.write_text(file.read_text().replace('"id"', '"ident"'))
+    _, warnings = write_html([run])
+    damaged = [one for one in warnings if "key 'id' is missing" in one]
+    assert damaged == [f"run: {file}: key 'id' is missing or malformed; restore the file"]
+
+
 def test_report_errors(tmp_path, capsys):
     from posttrain.cli.main import main
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from posttrain.engines.http import RESPONSE_MIB, bounded
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
 
@@ -20,6 +21,8 @@ _CUT_OFF = ("length", "content_filter")
 _STOP_FIELDS = ("stop_reason", "matched_stop")
 """Fields of vLLM and SGLang that name the stop string that ended a completion; not part of the OpenAI protocol."""
 _REACH_SECONDS = 30.0
+_MALFORMED = (ValueError, TypeError, AttributeError, RecursionError)
+"""Exceptions of the client for JSON of another form."""
 _REJECTS_FIELDS = (400, 422)
 """Status codes of a server that rejects the fields of a request."""
 
@@ -49,12 +52,14 @@ def chat_client(
     retries: int,
     api_key_variable: str | None,
     requests_per_minute: float | None = None,
+    response_mib: int = RESPONSE_MIB,
 ) -> Any:
     """The client of the server at `url`, shared by all threads.
 
     `what`: the recipe section that names the server, for messages. `seconds`: time-out of one request, from sending it
-    to the end of the response. `requests_per_minute` limits all requests together, including retries. Raises InputError
-    if the package openai is missing, or if the environment variable `api_key_variable` is not set.
+    to the end of the response. `requests_per_minute` limits all requests together, including retries. `response_mib`:
+    largest response in MiB. Raises InputError if the package openai is missing, or if the environment variable
+    `api_key_variable` is not set.
     """
     openai = require_module("openai", what)
     key = "none"
@@ -64,10 +69,8 @@ def chat_client(
             raise InputError(f"{what}.api_key_variable names {api_key_variable}, which is not set; export it")
         if len(key) >= _SHORTEST_SECRET:
             _secrets.add(key)
-    from posttrain.engines.http import bounded
-
     hooks = [RequestRate(requests_per_minute).wait] if requests_per_minute is not None else []
-    http = bounded(openai.DefaultHttpxClient(event_hooks={"request": hooks}))
+    http = bounded(openai.DefaultHttpxClient(event_hooks={"request": hooks}), response_mib)
     return openai.OpenAI(base_url=url, api_key=key, timeout=seconds, max_retries=retries, http_client=http)
 
 
@@ -82,7 +85,7 @@ def require_reachable(what: str, client: Any) -> None:
         raise InputError(
             f"{what}.url: no server answers at {address}: {shortened(_cause(error))}; start the server, or correct the address"
         ) from error
-    except (openai.OpenAIError, ValueError):
+    except (openai.OpenAIError, *_MALFORMED):
         return  # Any response counts, even an error status of the list of models.
 
 
@@ -175,13 +178,13 @@ def request_errors(where: str, client: Any, content: str, fields: Sequence[str])
         raise ChatRequestError(f"{where} did not respond within {client.timeout:g} s") from error
     except RecursionError as error:
         raise ChatRequestError(f"{where} sent JSON that is nested too deep") from error
-    except (openai.OpenAIError, ValueError) as error:
+    except (openai.OpenAIError, *_MALFORMED) as error:
         raise ChatRequestError(f"{where} cannot be reached or understood: {shortened(_cause(error))}") from error
 
 
 def shortened(text: str) -> str:
     """The first 200 characters of `text`, for messages, without secrets."""
-    text = without_secrets(text)
+    text = without_secrets(text[:10_000])
     return text if len(text) <= 200 else text[:200] + " …"
 
 
@@ -191,7 +194,9 @@ _SHORTEST_SECRET = 8
 """Minimum length of a key to search for: shorter keys could occur in ordinary words."""
 _LIKE_A_SECRET = re.compile(
     r"\b(?:Bearer\s+\S{8,}|(?:(?:sk|pk|hf|gh[pousr]|github_pat|glpat|xox[abp]|xai|gsk)[-_]|AIza)[A-Za-z0-9_-]{16,}"
-    r"|(?:AKIA|ASIA)[0-9A-Z]{16}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16})|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
+    # The lookahead keeps the search for a JSON web token linear in text with many "-eyJ".
+    r"|(?<![\w-])(?=[\w-]+\.[\w-]{8,}\.)[\w-]*?\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"
 )
 
 
@@ -212,8 +217,8 @@ def _completion(response: Any, where: str) -> ChatCompletion:
     try:
         choice = response.choices[0]
         message, reason = choice.message, choice.finish_reason
-        text = message.content
-    except (AttributeError, LookupError, TypeError) as error:
+        text, calls = message.content, tuple(_calls(message))
+    except (AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ChatRequestError(f"{where} sent no chat completion: {shortened(str(response))}") from error
     if text is not None and not isinstance(text, str):
         raise ChatRequestError(f"{where} sent no chat completion: its content is {shortened(repr(text))}")
@@ -228,7 +233,7 @@ def _completion(response: Any, where: str) -> ChatCompletion:
         encodable(reasoning) if isinstance(reasoning, str) else "",
         # A number is the id of an end token.
         (stops[0] if isinstance(stops[0], str) else "") if stops else None,
-        tuple(_calls(message)),
+        calls,
     )
 
 

@@ -16,6 +16,8 @@ from posttrain.engines.openai import ChatRequestError, chat_client, request_erro
 from posttrain.errors import InputError
 from posttrain.recipe.teacher import TeacherRecipe
 
+_RESPONSE_MIB = 256
+"""Largest response in MiB: 32,000 tokens, each with 64 log-probabilities, are about 150 MiB."""
 _PROBED = 48
 """Number of tokens whose text is compared with the server's when a run starts."""
 _ID = "token_id:"
@@ -44,7 +46,8 @@ class ScoringServers:
         self.recipe = recipe
         self.what = what
         self._clients = [
-            chat_client(what, url, recipe.timeout, recipe.retries, recipe.api_key_variable) for url in recipe.urls
+            chat_client(what, url, recipe.timeout, recipe.retries, recipe.api_key_variable, response_mib=_RESPONSE_MIB)
+            for url in recipe.urls
         ]
         self._turn = itertools.count()
         self._lock = threading.Lock()
@@ -113,7 +116,7 @@ class ScoringServers:
         read = _read_prompt_logprobs if self.recipe.protocol == "prompt_logprobs" else _read_echo
         try:
             scored = read(response.choices[0], ids)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ChatRequestError(
                 f"{where} sent no log-probabilities of the prompt ({type(error).__name__}: {shortened(str(error))}); change "
                 f"{self.what}.protocol or the server"
@@ -131,10 +134,14 @@ class ScoringServers:
             if self._model is None:
                 where = f"the {self.what} at {str(client.base_url).rstrip('/')}"
                 with request_errors(where, client, "", []):
-                    listed = client.models.list().data
-                if not listed:
+                    listed = client.models.list()
+                try:
+                    name = listed.data[0].id
+                except (AttributeError, LookupError, TypeError):
+                    name = None
+                if not isinstance(name, str):
                     raise ChatRequestError(f"{where} lists no model; set {self.what}.model")
-                self._model = listed[0].id
+                self._model = name
             return self._model
 
 
@@ -149,7 +156,7 @@ def _read_prompt_logprobs(choice: Any, ids: list[int]) -> ScoredPrompt:
         logprobs.append(values[token])
         # The token itself is listed even if it is not among the most probable ones.
         tops.append(dict(sorted(values.items(), key=lambda item: (-item[1], item[0]))))
-        texts.append(entry[str(token)].get("decoded_token"))
+        texts.append(_text(entry[str(token)].get("decoded_token")))
     return ScoredPrompt(logprobs, tops, texts)
 
 
@@ -165,12 +172,21 @@ def _read_echo(choice: Any, ids: list[int]) -> ScoredPrompt:
         tops.append(
             {int(key.removeprefix(_ID)): _number(value) for key, value in (entry or {}).items() if key.startswith(_ID)}
         )
-    texts = [None if text.startswith(_ID) else text for text in returned.tokens[: len(ids)]]
+    texts = [_text(value) for value in returned.tokens[: len(ids)]]
+    if len(texts) != len(ids):
+        raise ValueError(f"{len(texts)} texts for {len(ids)} tokens")
     return ScoredPrompt(logprobs, tops, texts)
 
 
+def _text(value: Any) -> str | None:
+    """The text of a token; None if the server does not report it or names the token by its id."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"the text of a token is {value!r}")
+    return None if value is None or value.startswith(_ID) else value
+
+
 def _number(value: Any) -> float:
-    """A log-probability. ValueError if it is not a number, or above 0."""
-    if not isinstance(value, int | float) or math.isnan(value) or value > 1e-3:
+    """A log-probability. ValueError if it is not a finite number, or above 0."""
+    if not isinstance(value, int | float) or not math.isfinite(value) or value > 1e-3:
         raise ValueError(f"the log-probability is {value!r}")
     return float(value)

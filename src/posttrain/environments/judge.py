@@ -157,7 +157,7 @@ def read_reply(text: str, form: ReplyForm) -> Judgment:
     Raises:
         ValueError: the reply has another form. The message is a predicate of the judge.
     """
-    fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*?)\n\s*```\s*", text, re.DOTALL)
+    fenced = re.fullmatch(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", text.strip(), re.DOTALL)
     score_key = list(form.properties)[-1]
     refusal = f'did not reply with one JSON object that has a "{score_key}": {shortened(text)}'
     try:
@@ -250,7 +250,15 @@ def ask_judge(server: JudgeServerRecipe, prompt: Prompt, form: ReplyForm) -> Jud
     sampling = server.sampling
     identity = [*form.identity, server.structured, *filter(None, [sampling.reasoning_effort])]
     key = request_key(server.url, server.model, prompt, sampling.temperature, identity)
-    return _read(judge_cache(server.cache).reply(key, ask), server, form)
+
+    def readable(text: str) -> bool:
+        try:
+            read_reply(text, form)
+        except ValueError:
+            return False
+        return True
+
+    return _read(judge_cache(server.cache).reply(key, ask, readable), server, form)
 
 
 def check_judge(server: JudgeServerRecipe) -> None:
@@ -311,7 +319,7 @@ def request_key(*parts: Any) -> str:
 
 
 class JudgeCache:
-    """A file of replies by request key, shared by processes. The first reply to a key is final."""
+    """A file of replies by request key, shared by processes. The first readable reply to a key is final."""
 
     def __init__(self, path: Path) -> None:
         """Create the file if it is missing; InputError if that is impossible."""
@@ -338,30 +346,33 @@ class JudgeCache:
             self._read_new_lines()
             return len(self._replies)
 
-    def reply(self, key: str, ask: Callable[[], str]) -> str:
+    def reply(self, key: str, ask: Callable[[], str], readable: Callable[[str], bool] = lambda _: True) -> str:
         """Return the reply stored under `key`, or store and return the result of `ask`.
 
-        Exceptions of `ask` propagate and nothing is stored. Threads that need the same key wait for the one that asks.
-        Processes do not wait; all of them return the reply that was stored first.
+        A stored reply that is not `readable` was written by something else, so it is replaced. Exceptions of `ask`
+        propagate and nothing is stored. Threads that need the same key wait for the one that asks. Processes do not
+        wait; all of them return the reply that was stored first.
         """
         with self._lock:
             key_lock = self._key_locks.setdefault(key, Lock())
         with key_lock:
             with self._lock:
                 self._read_new_lines()
-                if key in self._replies:
+                stored = self._replies.get(key)
+                if stored is not None and readable(stored):
                     self.hits += 1
-                    return self._replies[key]
+                    return stored
                 self.misses += 1
             reply = ask()
             with self._lock:
-                return self._store(key, reply)
+                return self._store(key, reply, readable)
 
-    def _store(self, key: str, reply: str) -> str:
+    def _store(self, key: str, reply: str, readable: Callable[[str], bool]) -> str:
         with self._path.open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             self._read_new_lines()
-            if key not in self._replies:
+            stored = self._replies.get(key)
+            if stored is None or not readable(stored):
                 line = json.dumps({"key": key, "reply": reply}).encode() + b"\n"
                 # Written unbuffered, so that the line survives a crash of the process.
                 rest = memoryview(line if _ends_in_newline(file) else b"\n" + line)
@@ -393,7 +404,7 @@ class JudgeCache:
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
             if isinstance(key, str) and isinstance(reply, str):
-                self._replies.setdefault(key, reply)
+                self._replies[key] = reply
 
 
 def judge_cache(path: str) -> JudgeCache:

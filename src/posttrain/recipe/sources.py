@@ -35,6 +35,9 @@ class RecipeLoader(yaml.SafeLoader):
     """YAML in which `1e-6` is a float and `2026-01-01` is text."""
 
     def construct_yaml_int(self, node: Any) -> int:
+        # Numbers in base 60 (`1:30:00`) take quadratic time.
+        if len(node.value) > 2 * _MAX_BITS:
+            raise ValueError(f"a whole number of {len(node.value):,} characters in line {node.start_mark.line + 1}")
         number: int = super().construct_yaml_int(node)
         if number.bit_length() > _MAX_BITS:
             raise ValueError(f"a whole number of {number.bit_length():,} bits")
@@ -279,5 +282,5 @@ def _literal(value: Any) -> Any:
     if isinstance(value, list):
         return [_literal(inner) for inner in value]
     if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
+        return re.sub(r"(?<!\\)(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
     return value

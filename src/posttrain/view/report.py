@@ -88,6 +88,7 @@ def section_of(source: Source) -> Section:
         section.missing.append(f"{run.recipe_file} cannot be read ({error})")
     section.environment, section.packages = _environment(run, section)
     section.warnings = [shortened(warning) for warning in run_warnings(source.lines)]
+    section.missing = list(dict.fromkeys(section.missing))  # several parts may need the same damaged file
     return section
 
 
