@@ -107,9 +107,7 @@ def _checked_episode(
     return played.steps
 
 
-def _episode(
-    kind: type[Environment], recipe: EnvironmentRecipe, seed: int, player: Player, name: str
-) -> Played | None:
+def _episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: int, player: Player, name: str) -> Played | None:
     """A complete episode, after which another step raised RuntimeError; None if the environment lacks this player."""
     limit = step_limit(recipe)
     played = play_episode(kind, recipe, seed, player, limit)
