@@ -106,10 +106,6 @@ def _report(value: str, _: Flags) -> Answer:
     return Answer("equal", {"sinks": known}) if known else Answer("no effect", {}, _LOGS)
 
 
-def _precision(_: str, flags: Flags) -> Answer:
-    return Answer("converted", {"model.dtype": "bfloat16"}, "float32 master weights")
-
-
 def _push(_: str, flags: Flags) -> Answer:
     name = flags.text("hub_model_id") or "USER/NAME"
     return Answer("not supported", {}, f"after the run: `posttrain push RUN {name}`")
@@ -122,7 +118,7 @@ _OFF: dict[str, tuple[str, ...]] = {
 }
 _ALWAYS_OFF = ("false", "none", "null", "", "0", "0.0")
 _FLAGS_ALONE = {
-    "load_in_8bit", "load_in_4bit", "use_bnb_nested_quant", "use_rslora", "use_dora", "fp16", "dataloader_drop_last",
+    "load_in_8bit", "use_rslora", "use_dora", "fp16", "dataloader_drop_last",
     "use_weighting",
 }  # fmt: skip
 _SWITCHES = {
@@ -187,8 +183,17 @@ COMMON: dict[str, Rule] = {
     "warmup_steps": Rule(_warmup),
     "warmup_ratio": Rule(lambda value, flags: _ratio(flags.number("warmup_ratio"), flags)),
     "optim": choice(
-        "optimizer", {name: {} for name in ("adamw_torch_fused", "adamw_torch", "adamw_hf")}, "AdamW in float32, always"
+        "optimizer.type",
+        {
+            **{name: {} for name in ("adamw_torch_fused", "adamw_torch", "adamw_hf")},
+            **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+        },
+        notes=dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf"), "AdamW in float32"),
     ),
+    "load_in_4bit": switch("model.load_in_4bit"),
+    "bnb_4bit_quant_type": choice("model", {"nf4": {}}),
+    "bnb_4bit_quant_storage": without_effect("the numbers are stored as bytes"),
+    "use_bnb_nested_quant": without_effect("scales are always quantized, too", flag=True),
     "eval_strategy": _steps_of("evaluation.every"),
     "evaluation_strategy": _steps_of("evaluation.every"),
     "eval_steps": _steps_of("evaluation.every"),

@@ -297,11 +297,7 @@ UNSUPPORTED: dict[str, str] = {
     "lr_scheduler_kwargs": "set `optimizer.final_fraction`",
     "label_smoothing_factor": "there is no label smoothing of next-token losses",
     "neftune_noise_alpha": "there is no noise on embeddings",
-    "load_in_8bit": "train adapters on a bfloat16 model: `model.lora.rank=16 model.dtype=bfloat16`",
-    "load_in_4bit": "train adapters on a bfloat16 model: `model.lora.rank=16 model.dtype=bfloat16`",
-    "bnb_4bit_quant_type": "see `--load_in_4bit`",
-    "bnb_4bit_quant_storage": "see `--load_in_4bit`",
-    "use_bnb_nested_quant": "see `--load_in_4bit`",
+    "load_in_8bit": "load in 4 bits: `model.load_in_4bit=true`",
     "use_rslora": "set `model.lora.alpha` to alpha x sqrt(rank)",
     "use_dora": "there is plain LoRA only",
     "lora_modules_to_save": "heads of reward models and critics are trained and saved; other modules are not",
@@ -318,15 +314,17 @@ UNSUPPORTED: dict[str, str] = {
     "discopop_tau": "see `posttrain recipe loss --stage dpo`",
 }
 """Name in TRL or transformers of a key without counterpart -> the remedy."""
+_QUANTIZED = "4-bit weights are always nf4 with quantized scales: `model.load_in_4bit=true`"
 _PACKED = "batches are always packed, without padding"
-_ELSEWHERE = (
-    NO_EFFECT
-    | UNSUPPORTED
-    | dict.fromkeys(
+_ELSEWHERE = {
+    **NO_EFFECT,
+    **UNSUPPORTED,
+    **dict.fromkeys(
         ("packing", "packing_samples", "padding_free", "eval_packing", "packing_strategy", "use_remove_padding"),
         _PACKED,
-    )
-)
+    ),
+    **dict.fromkeys(("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant"), _QUANTIZED),
+}
 
 
 def native_key(name: str, keys: list[str]) -> str | None:

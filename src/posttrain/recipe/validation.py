@@ -189,8 +189,8 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
         return f"the nearest is {leaves[close[0]]}"
     if section and siblings:
         return f"the keys of {'.'.join(section)} are {', '.join(siblings)}"
-    name = stage.model_fields["stage"].default if "stage" in stage.model_fields else None
-    keys = f"`posttrain recipe --stage {name}`" if name else "`posttrain recipe`"
+    shown = f" --stage {stage.model_fields['stage'].default}" if "stage" in stage.model_fields else ""
+    keys = f"`posttrain recipe{shown}`"
     return f"{keys} shows the keys, and `posttrain import` converts commands of TRL, OpenRLHF, verl and RAGEN"
 
 
