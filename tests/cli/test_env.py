@@ -69,7 +69,8 @@ def test_end_of_input_stops_cleanly():
 def test_validate_checks_all_or_one_with_keys():
     result = _run("validate", "--seeds", "5")
     whole = ("bandit", "frozen_lake", "json_answer", "memory", "sokoban", "tool_use", "word_sort")
-    assert [line.partition(";")[0] for line in result.output.splitlines()] == [f"{n}: valid on 5 seeds" for n in whole]
+    lines = [line for line in result.output.splitlines() if not line.startswith("  ")]
+    assert lines == [f"{name}: valid on 5 seeds" for name in whole]
     assert _run("validate", "sokoban", "num_boxes=2", "--seeds", "3").output == "sokoban: valid on 3 seeds\n"
 
 
@@ -86,10 +87,11 @@ def test_validate_reports_that_there_is_nothing_to_check(tmp_path):
     file = tmp_path / "silent.py"
     file.write_text(SOUND)
     said = _run("validate", str(file), "--seeds", "3").output
-    assert said.strip().endswith(
-        "valid on 3 seeds; not compared: expert and random answers, because it has no `expert` and no `random_answer`; "
-        "not checked: a reference solution, because it has no `validate`"
-    )
+    assert said.splitlines() == [
+        f"{file}: valid on 3 seeds",
+        "  not compared: expert and random answers (no `expert`, no `random_answer`)",
+        "  not checked: a reference solution (no `validate`)",
+    ]
 
 
 SOUND = """
@@ -114,7 +116,8 @@ POLICIES = "def random_answer(self, draw): return 'r'\n    def expert(self): ret
     ("right", "wrong", "fault"),
     [
         ("random.Random(seed)", "random.Random()", r"seed 0: the same answers .* led to something else"),
-        ("str(seed)", "str(random.random())", "seed 0: two resets differ"),
+        ("str(seed)", "str(random.random())", "seed 0: two resets with this seed differ; draw only from random.Random"),
+        ("self.over, ", "random.random(); self.over, ", "seed 0: the episode draws from the global random state"),
         ("self.over = True", "pass", "seed 0: a step was possible after the end"),
         ("RuntimeError", "KeyError", "seed 0: a step after the end raised KeyError, not RuntimeError"),
         (
@@ -125,10 +128,24 @@ POLICIES = "def random_answer(self, draw): return 'r'\n    def expert(self): ret
         (
             "self.draws.random(), True",
             "float('nan'), True",
-            r"seed 0: the reward of step 1 is nan, not a finite number",
+            r"seed 0: the reward of step 1 is nan, which is not finite",
         ),
-        ("self.over = True", "1 / 0", r"seed 0: step 1 \(fixed answers\) raised ZeroDivisionError"),
-        ("True, False, {", "False, False, {", "seed 0: the episode has not ended after 1 steps"),
+        ("self.draws.random(), True", "'1', True", r"step 1 \(fixed answers\): the reward is '1', not a number"),
+        ("self.over = True", "1 / 0", r"seed 0: step 1 \(fixed answers\) in line 12 of faulty.py: ZeroDivisionError"),
+        ("self.over = True", "raise SystemExit(3)", r"seed 0: step 1 \(fixed answers\) in line 12 of .*SystemExit: 3"),
+        ("self.over, ", "1 / 0; self.over, ", "seed 0: reset in line 7 of faulty.py: ZeroDivisionError"),
+        ("def reset(self, seed)", "def reset(self)", r"seed 0: reset: TypeError: .* takes 1 positional argument"),
+        ("return Observation(", "return str(", "seed 0: reset: `reset` returned a str, not an Observation"),
+        ('[{"role": "user", "content": str(seed)}]', "[]", "`reset` returned an Observation without messages"),
+        ('[{"role": "user", "content": str(seed)}]', "'hi'", "the messages of `reset` are 'hi', not a list"),
+        ('"user"', '"human"', "a message of `reset` has the role 'human'; use system, user, assistant, tool"),
+        ("str(seed)", "seed", "a message of `reset` is .*'content': 0}, not a dict with `role` and the text `content`"),
+        ("return Step(", "return (", "`step` returned a tuple, not a Step"),
+        ("def step", "async def step", "`step` returned a coroutine \\(remove `async`\\), not a Step"),
+        ("def step", "def expert(self): return 1\n    def step", r"answer 1 \(expert\): the answer is 1, not text"),
+        ("def step", "def expert(self): 1 / 0\n    def step", r"answer 1 \(expert\) in line 9 .*ZeroDivisionError"),
+        ("class Sound(Environment):", "class Sound(Environment):\n    def __init__(self, r): 1 / 0", "the constructor"),
+        ("True, False, {", "False, False, {", "seed 0: the episode has not ended after 1 step; end it there"),
         ("# more", POLICIES, "its expert reaches 0.5 on 40 seeds, and random answers reach 0.5"),
         (
             '{"success": bool(self.draws.random() < 0.5)})\n    # more',
@@ -151,6 +168,23 @@ def test_validate_finds_faults_without_help(tmp_path, right, wrong, fault):
     assert re.search(fault, str(_error("validate", str(file), "--seeds", "40")))
 
 
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    head = "from posttrain import Environment\n"
+    body = "(Environment):\n    def reset(self, seed): ...\n    def step(self, action): ...\n"
+    (tmp_path / "none.py").write_text("class A: ...\n")
+    (tmp_path / "two.py").write_text(f"{head}class A{body}class B{body}")
+    (tmp_path / "abstract.py").write_text(f"{head}class A(Environment): ...\n")
+
+
+def test_playing_an_environment_that_breaks_the_protocol_is_one_sentence(tmp_path):
+    file = tmp_path / "faulty.py"
+    file.write_text(SOUND.replace("return Step(", "return ("))
+    error = _run("play", str(file), typed="up\n").exception
+    assert str(error).endswith("faulty.py: `step` returned a tuple, not a Step; correct the environment")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -161,8 +195,15 @@ def test_validate_finds_faults_without_help(tmp_path, right, wrong, fault):
         (("validate", "frozen_lake", "size=big"), "it must be a whole number"),
         (("validate", "bandit", "format.actions_per_turn=2"), "one pull ends the episode"),
         (("play", "nowhere.py"), "there is no file nowhere.py"),
+        (("play", "none.py"), "none.py has no environment; derive a class from posttrain.Environment"),
+        (("play", "none"), "none is not a built-in environment; write none.py for that file"),
+        (("play", "two.py"), "two.py has the environments A, B; name one as two.py:A"),
+        (("play", "two.py:C"), "there is no class C"),
+        (("play", "none.py:A"), "A is not an environment"),
+        (("play", "abstract.py"), "class A has no method reset and no method step; add it"),
     ],
 )
+@pytest.mark.usefixtures("files")
 def test_wrong_input_is_one_sentence(words, message):
     error = _error(*words)
     assert isinstance(error, InputError)

@@ -196,6 +196,13 @@ def test_a_misspelt_function_gets_the_nearest_one(tmp_path):
         InputError, match=r"rules.py has no function 'lenght_reward'; did you mean .*rules.py:length_reward\?"
     ):
         load_reward(f"{file}:lenght_reward")
+    for where, message in {
+        str(file): f"write {file}:FUNCTION",
+        f"{tmp_path}/none.py:length_reward": f"there is no file {tmp_path}/none.py; correct the path",
+        "finalnumber": r"there is no reward 'finalnumber' \(did you mean final_number\?\)",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            load_reward(where)
     with pytest.raises(InputError, match=r"has no function 'zzz'; write `module:function`"):
         load_reward(f"{file}:zzz")
 

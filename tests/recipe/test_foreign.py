@@ -1,4 +1,4 @@
-"""Keys of TRL and OpenRLHF, sections given as text and files of rows: the error has the words to type."""
+"""Keys of TRL, OpenRLHF and verl, sections given as text and files of rows: the error has the words to type."""
 
 import pytest
 
@@ -37,6 +37,18 @@ def test_every_key_that_is_named_exists():
         ("rl", "num_train_epochs", "steps"),
         ("dpo", "model_name_or_path", "model.path"),
         ("reward", "gradient_accumulation_steps", "learner.tokens_per_batch "),
+        ("sft", "per-device-train-batch-size", "rows_per_update "),
+        ("sft", "dataset_text_field", "data.columns.text"),
+        ("rl", "kl_target", "kl.target"),
+        ("rl", "value_clip", "critic.clip"),
+        ("rl", "remote_rm_url", "environment.reward "),
+        ("rl", "actor_rollout_ref.rollout.n", "rollout.episodes_per_group"),
+        ("rl", "actor_rollout_ref.model.path", "model.path"),
+        ("rl", "critic.model.path", "critic.path"),
+        ("rl", "critic.optim.lr", "critic.optimizer.learning_rate"),
+        ("rl", "reward_model.model.path", "reward.path"),
+        ("rl", "algorithm.adv_estimator", "credit.type"),
+        ("rl", "trainer.total_epochs", "steps"),
     ],
 )
 def test_a_key_of_another_package_names_the_one_here(stage, name, key):
@@ -46,6 +58,26 @@ def test_a_key_of_another_package_names_the_one_here(stage, name, key):
     said = str(error.value)
     assert said.startswith(f"override {name}=1: there is no key {name}; use {key}")
     assert key.strip() in KEYS[stage]
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "remedy"),
+    [
+        ("sft", "packing", "it has no counterpart: batches are always packed, without padding"),
+        ("sft", "neftune_noise_alpha", "it has no counterpart: there is no noise on embeddings"),
+        (
+            "rl",
+            "trainer.balance_batch",
+            "`posttrain recipe --stage rl` shows the keys, and `posttrain import` converts",
+        ),
+        ("rl", "training.max_start_length", "`posttrain recipe --stage rl` shows the keys"),
+    ],
+)
+def test_a_key_without_counterpart_does_not_name_a_wrong_one(stage, name, remedy):
+    words = [] if stage == "rl" else ["data.train=x.jsonl"]
+    with pytest.raises(InputError) as error:
+        load_recipe([], [*words, f"{name}=1"], stage)
+    assert str(error.value).startswith(f"override {name}=1: there is no key {name}; {remedy}")
 
 
 @pytest.mark.parametrize(

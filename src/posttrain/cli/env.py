@@ -62,7 +62,8 @@ def play(
     seed: Annotated[int, typer.Option(help="Seed of the task.", min=0)] = 0,
 ) -> None:
     """Play an environment in the terminal. A bare action such as `up` is wrapped in the answer format."""
-    from posttrain.errors import InputError
+    from posttrain.environments.protocol import ProtocolError
+    from posttrain.errors import InputError, RunError
     from posttrain.recipe.components import environment_class
 
     types, overrides = _split(words)
@@ -74,6 +75,8 @@ def play(
         _play(environment, seed)
     except (EOFError, KeyboardInterrupt):
         typer.echo("\nstopped")
+    except ProtocolError as error:
+        raise RunError(f"{recipe.type}: {error}; correct the environment") from error
 
 
 @app.command()
@@ -104,11 +107,11 @@ def validate(
             try:
                 environment.validate(recipe, range(seeds))
             except NotImplementedError:
-                open_points.append("not checked: a reference solution, because it has no `validate`")
+                open_points.append("not checked: a reference solution (no `validate`)")
             for line in environment.check_tasks(recipe, range(0), []):
                 typer.echo(f"{recipe.type}: {line}")
             valid = f"{seeds} seeds" if rows is None else f"{min(seeds, len(rows))} of {len(rows)} tasks"
-            typer.echo(f"{recipe.type}: {'; '.join([f'valid on {valid}', *open_points])}")
+            typer.echo("\n  ".join([f"{recipe.type}: valid on {valid}", *open_points]))
         except AssertionError as error:
             failures.append(f"{recipe.type}: {error}")
     if failures:
@@ -192,7 +195,9 @@ def _show_audit(audit: "Audit") -> None:
         success = "" if score.successes is None else f"success {score.successes} of {score.n}, "
         rewards = f"rewards {score.lowest:g} to {score.highest:g}"
         typer.echo(f"  {name:9} {success}mean return {score.mean_return:.3g}, {rewards}")
-    typer.echo(f"  reset {audit.reset_ms:.2g} ms, step {audit.step_ms:.2g} ms, at most {audit.turns} steps")
+    typer.echo(
+        f"  reset {audit.reset_ms:.2g} ms, step {audit.step_ms:.2g} ms, at most {audit.turns} step{'s' if audit.turns > 1 else ''}"
+    )
     for finding in audit.findings:
         kind = typer.style("defect", fg="red") if finding.defect else "note"
         typer.echo(f"  {kind}, {finding.check}: {finding.text}\n    {finding.command}")
@@ -203,7 +208,7 @@ def _show_episode(recipe: "EnvironmentRecipe", seed: int, player: str) -> None:
     from posttrain.environments.players import PLAYERS, play_episode
     from posttrain.recipe.components import environment_class
 
-    played = play_episode(environment_class(recipe.type)(recipe), seed, PLAYERS[player], step_limit(recipe, 20))
+    played = play_episode(environment_class(recipe.type), recipe, seed, PLAYERS[player], step_limit(recipe, 20))
     typer.echo(typer.style(f"\n{player} on seed {seed}", underline=True))
     if played.first is not None:
         _show(played.first.messages)
@@ -235,7 +240,9 @@ def environment_of(type_name: str, overrides: list[str]) -> "EnvironmentRecipe":
 def _play(environment: "Environment", seed: int) -> None:
     import json
 
-    first = environment.reset(seed)
+    from posttrain.environments.protocol import require_observation, require_step
+
+    first = require_observation(environment.reset(seed))
     for tool in first.tools:
         typer.echo(f"tool {json.dumps(tool['function'])}")
     _show(first.messages)
@@ -244,7 +251,7 @@ def _play(environment: "Environment", seed: int) -> None:
         text = input("\nyour answer> ").strip()
         if not text:
             continue
-        step = environment.step(_answer(environment, text))
+        step = require_step(environment.step(_answer(environment, text)))
         total, turns = total + step.reward, turns + 1
         _show(step.messages)
         typer.echo(f"reward {step.reward:+.2f}, so far {total:+.2f}")

@@ -17,7 +17,7 @@ from typing import Any
 from posttrain.environments.audit import SHORTEST_LEAK, Episodes
 from posttrain.environments.check import step_limit
 from posttrain.environments.players import PLAYERS, Played, play_episode
-from posttrain.environments.protocol import Environment, Message
+from posttrain.environments.protocol import Environment, Message, ProtocolError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 
 LONGEST = 200
@@ -74,10 +74,10 @@ def _play_twice(
 ) -> tuple[Episodes | None, Played]:
     """The report of one player on one seed; None for an oracle that the environment does not have."""
     limit = step_limit(recipe, LONGEST)
-    played = play_episode(kind(recipe), seed, PLAYERS[name], limit)
+    played = play_episode(kind, recipe, seed, PLAYERS[name], limit)
     if isinstance(played.error, NotImplementedError) and name == "oracle":
         return None, played
-    again = play_episode(kind(recipe), seed, PLAYERS[name], limit)
+    again = play_episode(kind, recipe, seed, PLAYERS[name], limit)
     one = Episodes(
         name,
         seed,
@@ -88,7 +88,9 @@ def _play_twice(
         seconds=played.seconds,
         side_effects=played.moved_global_random,
     )
-    if played.error is not None:
+    if isinstance(played.error, ProtocolError):
+        one.protocol = f"{played.where}: {played.error}"
+    elif played.error is not None:
         text = _plain(str(played.error))
         one.error = f"{played.where} raised {type(played.error).__name__}: {text}"
     else:

@@ -2,12 +2,15 @@
 `validate`.
 """
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 
 from posttrain.environments.players import Conversation, Played, Player, oracle, play_episode
-from posttrain.environments.protocol import Environment, Step
+from posttrain.environments.protocol import Environment, ProtocolError, Step
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 
 _ANSWERS = ("?", "", "1", "yes")
@@ -16,6 +19,8 @@ _MANY = 20
 """Minimum number of seeds for which an expert that is not better than random answers is an error."""
 _LONGEST = 1000
 """Number of steps after which an episode counts as endless, if the recipe has no `max_turns`."""
+
+_SEEDED = "draw only from random.Random(seed)"
 
 
 def check_environment(recipe: EnvironmentRecipe, seeds: Sequence[int]) -> list[str]:
@@ -33,26 +38,31 @@ def check_environment(recipe: EnvironmentRecipe, seeds: Sequence[int]) -> list[s
         return [unplayed]
     results: dict[str, list[float]] = {}
     for seed in seeds:
-        for name, player in _players(kind(recipe), seed).items():
-            steps = _checked_episode(kind, recipe, seed, player, name, needs_success(recipe))
-            last = steps[-1].info.get("success")
-            results.setdefault(name, []).append(sum(step.reward for step in steps) if last is None else float(last))
+        players = {"expert": oracle, "random": _random}
+        played = {name: _checked_episode(kind, recipe, seed, player, name) for name, player in players.items()}
+        if not any(played.values()):
+            played = {"fixed answers": _checked_episode(kind, recipe, seed, _fixed, "fixed answers")}
+        for name, steps in played.items():
+            if steps:
+                last = steps[-1].info.get("success")
+                results.setdefault(name, []).append(sum(step.reward for step in steps) if last is None else float(last))
     if not {"expert", "random"} <= results.keys():
-        methods = {"expert": "`expert`", "random": "`random_answer`"}
-        missing = " and no ".join(method for name, method in methods.items() if name not in results)
-        return [f"not compared: expert and random answers, because it has no {missing}"]
+        methods = {"expert": "no `expert`", "random": "no `random_answer`"}
+        missing = ", ".join(method for name, method in methods.items() if name not in results)
+        return [f"not compared: expert and random answers ({missing})"]
     best, usual = fmean(results["expert"]), fmean(results["random"])
     if best < usual or (best == usual < 1 and len(seeds) >= _MANY):
-        raise AssertionError(f"its expert reaches {best:g} on {len(seeds)} seeds, and random answers reach {usual:g}")
+        rates = f"its expert reaches {best:g} on {len(seeds)} seeds, and random answers reach {usual:g}"
+        raise AssertionError(f"{rates}; the expert must be better")
     return []
 
 
 def not_played(recipe: EnvironmentRecipe) -> str | None:
     """Why episodes of this recipe cannot be played without a model; None if they can."""
     if getattr(recipe, "judge", None) is not None:
-        return "not played, because a judge scores the episodes"
+        return "not played: a judge scores the episodes"
     if not environment_class(recipe.type).has_reward(recipe):
-        return "not played, because a reward model scores the episodes"
+        return "not played: a reward model scores the episodes"
     return None
 
 
@@ -74,47 +84,44 @@ def _fixed(environment: Environment, conversation: Conversation) -> str:
     return environment.primer + _ANSWERS[conversation.turn % len(_ANSWERS)]
 
 
-def _players(environment: Environment, seed: int) -> Mapping[str, Player]:
-    """The policies that the environment offers; fixed answers if it offers none."""
-    environment.reset(seed)
-    offers = {"expert": environment.expert, "random": lambda: environment.random_answer(0.0)}
-    players: dict[str, Player] = {}
-    for (name, offer), player in zip(offers.items(), (oracle, _random), strict=True):
-        try:
-            offer()
-        except NotImplementedError:
-            continue
-        players[name] = player
-    return players or {"fixed answers": _fixed}
-
-
 def _checked_episode(
-    kind: type[Environment], recipe: EnvironmentRecipe, seed: int, player: Player, name: str, needs_success: bool
+    kind: type[Environment], recipe: EnvironmentRecipe, seed: int, player: Player, name: str
 ) -> list[Step]:
-    played = _episode(kind(recipe), seed, player, name)
+    """The steps of an episode that keeps the rules; empty if the environment does not offer this player."""
+    played = _episode(kind, recipe, seed, player, name)
+    if played is None:
+        return []
     for number, step in enumerate(played.steps, start=1):
-        is_number = isinstance(step.reward, int | float) and math.isfinite(step.reward)
-        _require(is_number, seed, f"the reward of step {number} is {step.reward!r}, not a finite number")
-    again = _episode(kind(recipe), seed, player, name)
-    _require(played.first == again.first, seed, "two resets differ")
+        _require(math.isfinite(step.reward), seed, f"the reward of step {number} is {step.reward}, which is not finite")
+    again = _episode(kind, recipe, seed, player, name)
+    assert again is not None
+    _require(played.first == again.first, seed, f"two resets with this seed differ; {_SEEDED}")
     same = [_seen(step) for step in played.steps] == [_seen(step) for step in again.steps]
-    _require(same, seed, f"the same answers ({name}) led to something else the second time")
+    _require(same, seed, f"the same answers ({name}) led to something else the second time; {_SEEDED}")
+    # Code that seeds the global state reaches the same state twice. Other draws from it depend on what ran before.
+    own = not played.moved_global_random or played.random_after == again.random_after
+    _require(own, seed, f"the episode draws from the global random state of Python or numpy; {_SEEDED}")
     success = played.steps[-1].info.get("success")
-    wanted = success in (True, False) if needs_success else success in (True, False, None)
-    _require(wanted, seed, f"the last step has no `success` of true or false in `info`, but {success!r}")
+    allowed = (True, False) if needs_success(recipe) else (True, False, None)
+    _require(success in allowed, seed, f"the last step has no `success` of true or false in `info`, but {success!r}")
     return played.steps
 
 
-def _episode(environment: Environment, seed: int, player: Player, name: str) -> Played:
-    """A complete episode, after which another step must raise RuntimeError."""
-    limit = step_limit(environment.recipe)
-    played = play_episode(environment, seed, player, limit)
-    if isinstance(error := played.error, AssertionError):
+def _episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: int, player: Player, name: str) -> Played | None:
+    """A complete episode, after which another step raised RuntimeError; None if the environment lacks this player."""
+    limit = step_limit(recipe)
+    played = play_episode(kind, recipe, seed, player, limit)
+    if isinstance(error := played.error, NotImplementedError) and played.where == "answer 1":
+        return None
+    if isinstance(error, AssertionError):
         raise error
+    where = f"{played.where} ({name})" if played.first else played.where
     if error is not None:
-        message = f"seed {seed}: {played.where} ({name}) raised {type(error).__name__}: {error}"
-        raise AssertionError(message) from error
-    _require(played.ended, seed, f"the episode has not ended after {limit} steps")
+        fault = str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
+        raise AssertionError(f"seed {seed}: {where}{_place(error, kind)}: {fault}") from error
+    steps = f"{limit} step{'s' if limit > 1 else ''}"
+    remedy = "end it there with terminated or truncated, or raise `max_turns`"
+    _require(played.ended, seed, f"the episode has not ended after {steps}; {remedy}")
     after = played.after_the_end
     if after is None:
         raise AssertionError(f"seed {seed}: a step was possible after the end; raise RuntimeError there")
@@ -122,6 +129,13 @@ def _episode(environment: Environment, seed: int, player: Player, name: str) -> 
         raised = f"a step after the end raised {type(after).__name__}, not RuntimeError"
         raise AssertionError(f"seed {seed}: {raised}") from after
     return played
+
+
+def _place(error: BaseException, kind: type[Environment]) -> str:
+    """` in line 12 of larger.py`, the line of the environment's file that raised `error`; empty if there is none."""
+    file = inspect.getfile(kind)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" in line {lines[-1]} of {Path(file).name}" if lines else ""
 
 
 def _seen(step: Step) -> tuple[object, ...]:

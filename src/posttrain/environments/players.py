@@ -7,7 +7,16 @@ from time import perf_counter
 
 import numpy as np
 
-from posttrain.environments.protocol import Environment, Message, Observation, Step
+from posttrain.environments.protocol import (
+    Environment,
+    Message,
+    Observation,
+    ProtocolError,
+    Step,
+    require_observation,
+    require_step,
+)
+from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
 AFTER_THE_END = "?"
@@ -94,12 +103,17 @@ class Played:
     steps: list[Step] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     """Wall time of the reset, then of each step."""
-    error: Exception | None = None
-    """The exception that `reset`, `step` or the player raised, if any."""
-    after_the_end: Exception | None = None
+    error: Exception | SystemExit | None = None
+    """The exception that ended the episode, if any. ProtocolError: the environment returned something invalid."""
+    where: str = "the constructor"
+    """The call that was the last one, and raised `error` if there is one: `reset`, `answer 1` (of the player) or `step
+    1`.
+    """
+    after_the_end: Exception | SystemExit | None = None
     """The exception that a step after the end raised; None if it raised nothing."""
-    moved_global_random: bool = False
-    """Whether the episode changed the global random state of Python or numpy."""
+    random_before: object = None
+    """The global random state of Python and numpy before the episode."""
+    random_after: object = None
 
     @property
     def ended(self) -> bool:
@@ -107,9 +121,9 @@ class Played:
         return bool(self.steps) and (self.steps[-1].terminated or self.steps[-1].truncated)
 
     @property
-    def where(self) -> str:
-        """The call that raised `error`."""
-        return "reset" if self.first is None else f"step {len(self.steps) + 1}"
+    def moved_global_random(self) -> bool:
+        """Whether the episode changed the global random state of Python or numpy."""
+        return self.random_before != self.random_after
 
     @property
     def total_reward(self) -> float:
@@ -117,42 +131,49 @@ class Played:
         return sum(step.reward for step in self.steps)
 
 
-def play_episode(environment: Environment, seed: int, player: Player, limit: int) -> Played:
+def play_episode(kind: type[Environment], recipe: EnvironmentRecipe, seed: int, player: Player, limit: int) -> Played:
     """Play one episode of at most `limit` steps. Exceptions are part of the result.
 
     After the end, one more step is tried, which must raise RuntimeError.
     """
-    played = Played()
-    before = random.getstate(), _numpy_state()
+    played = Played(random_before=_random_state())
     try:
+        environment = kind(recipe)
+        played.where = "reset"
         began = perf_counter()
-        played.first = environment.reset(seed)
+        first = environment.reset(seed)
         played.seconds.append(perf_counter() - began)
+        played.first = require_observation(first)
         conversation = Conversation(played.first.messages, played.first.messages, random_stream("player", seed))
         while not played.ended and len(played.steps) < limit:
+            number = len(played.steps) + 1
+            played.where = f"answer {number}"
             answer = player(environment, conversation)
+            if not isinstance(answer, str):
+                raise ProtocolError(f"the answer is {answer!r}, not text")
             played.answers.append(answer)
+            played.where = f"step {number}"
             began = perf_counter()
             step = environment.step(answer)
             played.seconds.append(perf_counter() - began)
-            played.steps.append(step)
+            played.steps.append(require_step(step))
             if step.new_conversation:
                 conversation.first = step.messages
             conversation.last, conversation.turn = step.messages, conversation.turn + 1
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         played.error = error
-    played.moved_global_random = before != (random.getstate(), _numpy_state())
+    played.random_after = _random_state()
     if played.ended:
         try:
             environment.step(AFTER_THE_END)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             played.after_the_end = error
     return played
 
 
-def _numpy_state() -> tuple[bytes, int]:
-    state = np.random.get_state(legacy=False)
-    return state["state"]["key"].tobytes(), int(state["state"]["pos"])
+def _random_state() -> object:
+    of_numpy = np.random.get_state(legacy=False)
+    return random.getstate(), of_numpy["state"]["key"].tobytes(), int(of_numpy["state"]["pos"])
 
 
 def _text(messages: list[Message]) -> str:

@@ -1,8 +1,10 @@
 """The environment protocol: the state machine of one task. It uses neither tokens nor models."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, ClassVar
 
 from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks, training_tasks
@@ -12,6 +14,8 @@ from posttrain.recipe.rollout import EvaluationRecipe, SeedRange, same_tasks
 
 Message = dict[str, str]
 """A chat message: `{"role": "system" | "user", "content": text}`, or the result of a tool, see `ToolEnvironment`."""
+
+_ROLES = ("system", "user", "assistant", "tool")
 
 Action = str | ParsedAnswer
 """An action of the policy: the text of its answer or, if it has tools, the parsed text and calls of the answer."""
@@ -53,6 +57,60 @@ class Step:
     """The name of the new state, as in `Observation`."""
     new_conversation: bool = False
     """Whether `messages` start a new conversation, in which the policy no longer sees the earlier one."""
+
+
+class ProtocolError(TypeError):
+    """An environment returned something that the protocol does not allow."""
+
+
+def require_observation(returned: object) -> Observation:
+    """`returned` if `reset` may return it; ProtocolError otherwise."""
+    if not isinstance(returned, Observation):
+        raise ProtocolError(f"`reset` returned {_kind(returned)}, not an Observation")
+    _require_messages(returned.messages, "reset")
+    if not returned.messages:
+        raise ProtocolError("`reset` returned an Observation without messages")
+    return returned
+
+
+def require_step(returned: object) -> Step:
+    """`returned` if `step` may return it; ProtocolError otherwise. Its reward may still be infinite."""
+    if not isinstance(returned, Step):
+        raise ProtocolError(f"`step` returned {_kind(returned)}, not a Step")
+    _require_messages(returned.messages, "step")
+    if not isinstance(returned.reward, Real):
+        raise ProtocolError(f"the reward is {_short(returned.reward)}, not a number")
+    if not isinstance(returned.info, Mapping):
+        raise ProtocolError(f"`info` is {_short(returned.info)}, not a dict")
+    return returned
+
+
+def _require_messages(messages: object, method: str) -> None:
+    if not isinstance(messages, list | tuple):
+        raise ProtocolError(f"the messages of `{method}` are {_short(messages)}, not a list")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise ProtocolError(
+                f"a message of `{method}` is {_short(message)}, not a dict with `role` and the text `content`"
+            )
+        if message.get("role") not in _ROLES:
+            raise ProtocolError(
+                f"a message of `{method}` has the role {_short(message.get('role'))}; use {', '.join(_ROLES)}"
+            )
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "nothing"
+    if inspect.iscoroutine(value):
+        value.close()
+        return "a coroutine (remove `async`)"
+    return f"a {type(value).__name__}"
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @dataclass(frozen=True)

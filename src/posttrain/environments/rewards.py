@@ -228,9 +228,13 @@ def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
         return RewardFunction(where, _registered[where])
     if where in BUILT_IN:
         return RewardFunction(where, BUILT_IN[where])
+    if where.endswith(".py"):
+        raise InputError(f"{key}: {where} needs the name of a function; write {where}:FUNCTION")
     if ":" not in where:
+        near = difflib.get_close_matches(where, BUILT_IN, 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise InputError(
-            f"{key}: there is no reward {where!r}; use one of {', '.join(BUILT_IN)}, `module:function` or "
+            f"{key}: there is no reward {where!r}{hint}; use one of {', '.join(BUILT_IN)}, `module:function` or "
             "`path/to/file.py:function`"
         )
     return RewardFunction(where, load_function(where, key))
@@ -245,10 +249,15 @@ def load_function(where: str, key: str) -> Callable[..., Any]:
         raise InputError(f"{key}: {where!r} is not a function; write `module:function` or `path/to/file.py:function`")
     if not name.isidentifier():
         raise InputError(f"{key}: {where} was registered in another process; pass the function to posttrain.rl again")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise InputError(f"{key}: there is no file {place}; correct the path")
     try:
         module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except InputError:
+        raise
     except Exception as error:
-        raise InputError(f"{key}: {place} cannot be imported ({type(error).__name__}: {error})") from error
+        remedy = f"write {place}.py:{name}" if Path(f"{place}.py").is_file() else "correct that file, or the name"
+        raise InputError(f"{key}: {place} cannot be imported ({type(error).__name__}: {error}); {remedy}") from error
     function = getattr(module, name, None)
     if not callable(function):
         near = difflib.get_close_matches(name, [known for known, value in vars(module).items() if callable(value)], 1)

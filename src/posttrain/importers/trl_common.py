@@ -17,11 +17,9 @@ from posttrain.importers.rows import (
     warmup,
     without_effect,
 )
+from posttrain.recipe.foreign import NO_EFFECT, UNSUPPORTED
 
-_ONE = "affects speed or memory only, and has no counterpart here"
 _LOGS = "every step is in `metrics.jsonl`"
-_LOADER = "rows are tokenized once and cached"
-_PLACES = "`hardware.processes=N` divides weights and optimizer over N devices"
 
 
 def devices(flags: Flags) -> int:
@@ -113,74 +111,6 @@ def _push(_: str, flags: Flags) -> Answer:
     return Answer("not supported", {}, f"after the run: `posttrain push RUN {name}`")
 
 
-_NO_EFFECT: dict[str, str] = {
-    **dict.fromkeys(
-        ("logging_steps", "logging_strategy", "logging_first_step", "logging_dir", "log_level", "log_level_replica",
-         "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "disable_tqdm", "debug",
-         "skip_memory_metrics", "eval_on_start", "log_multimodal", "project", "trackio_space_id", "trackio_bucket_id",
-         "trackio_static_space_id"), _LOGS),
-    **dict.fromkeys(
-        ("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
-         "dataloader_multiprocessing_context", "dataloader_in_order", "dataset_num_proc", "remove_unused_columns",
-         "length_column_name", "pad_to_multiple_of", "label_names", "dataset_kwargs", "group_by_length"), _LOADER),
-    **dict.fromkeys(
-        ("tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config",
-         "use_cache", "torch_empty_cache_steps", "activation_offloading", "activation_checkpointing",
-         "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "bf16_full_eval", "fp16_full_eval",
-         "attn_implementation", "cache_implementation", "per_device_eval_batch_size", "eval_accumulation_steps",
-         "batch_eval_metrics", "eval_do_concat_batches", "eval_use_gather_object", "auto_find_batch_size",
-         "enable_jit_checkpoint", "ds3_gather_for_generation", "use_transformers_continuous_batching",
-         "transformers_continuous_batching_config", "use_transformers_paged"), _ONE),
-    **dict.fromkeys(
-        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend",
-         "ddp_timeout", "fsdp", "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "local_rank",
-         "save_on_each_node"), _PLACES),
-    **dict.fromkeys(
-        ("do_train", "do_eval", "do_predict", "prediction_loss_only", "greater_is_better", "load_best_model_at_end",
-         "include_for_metrics"), "the best checkpoint is always measured and exported; `export=last` takes the last one"),
-    **dict.fromkeys(
-        ("save_only_model", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
-        "checkpoints hold all that a run needs to resume to the same bits"),
-    **dict.fromkeys(
-        ("hub_strategy", "hub_always_push", "hub_revision", "hub_private_repo", "hub_token"), "belongs to `--push_to_hub`"),
-    "full_determinism": "always on a CPU",
-    "data_seed": "the order of rows follows from `seed`",
-    "average_tokens_across_devices": "the divisor of the loss is always global",
-    "dataset_config": "belongs to `--dataset_name`",
-    "eval_delay": "`evaluation.start=false` leaves out the first one",
-    "ignore_bias_buffers": "not needed",
-    "lora_task_type": "follows from the stage",
-    "resume_from_checkpoint": "runs continue with `--resume RUN`",
-    "overwrite_output_dir": "`--overwrite` on the command line",
-}  # fmt: skip
-_UNSUPPORTED: dict[str, str] = {
-    "model_init_kwargs": "see `posttrain recipe model`",
-    "model_revision": "download that revision and set `model.path` to its folder",
-    "router_aux_loss_coef": "there is no balancing loss for mixtures of experts",
-    "chat_template_path": "write the template to a file and set `model.chat_template`",
-    "eos_token": "save the tokenizer that you need with the model",
-    "pad_token": "batches have no padding",
-    "optim_args": "see `posttrain recipe optimizer`",
-    "optim_target_modules": "all weights, or adapters by `model.lora.targets`",
-    "lr_scheduler_kwargs": "set `optimizer.final_fraction`",
-    "label_smoothing_factor": "there is no label smoothing of next-token losses",
-    "neftune_noise_alpha": "there is no noise on embeddings",
-    "load_in_8bit": "load in 4 bits: `model.load_in_4bit=true`",
-    "use_rslora": "set `model.lora.alpha` to alpha x sqrt(rank)",
-    "use_dora": "there is plain LoRA only",
-    "lora_modules_to_save": "heads of reward models and critics are trained and saved; other modules are not",
-    "lora_target_parameters": "name modules in `model.lora.targets`",
-    "fp16": "use bfloat16 or float32: `model.dtype`",
-    "train_sampling_strategy": "rows are shuffled by the seed",
-    "dataloader_drop_last": "the incomplete last batch is one more update",
-    "dataset_train_split": "name the file of that split",
-    "f_divergence_type": "the reverse KL divergence only",
-    "f_alpha_divergence_coef": "the reverse KL divergence only",
-    "ld_alpha": "see `posttrain recipe loss --stage dpo`",
-    "loss_weights": "one loss at a time; `nll_coefficient` adds the likelihood of chosen answers",
-    "use_weighting": "see `posttrain recipe loss --stage dpo`",
-    "discopop_tau": "see `posttrain recipe loss --stage dpo`",
-}
 _OFF: dict[str, tuple[str, ...]] = {
     "dataset_train_split": ("train",),
     "f_divergence_type": ("reverse_kl",),
@@ -199,10 +129,10 @@ _SWITCHES = {
     "dataloader_pin_memory", "dataloader_persistent_workers", "log_on_each_node", "prediction_loss_only",
 }  # fmt: skip
 COMMON: dict[str, Rule] = {
-    **{name: without_effect(reason, name in _SWITCHES) for name, reason in _NO_EFFECT.items()},
+    **{name: without_effect(reason, name in _SWITCHES) for name, reason in NO_EFFECT.items()},
     **{
         name: unsupported(remedy, name in _FLAGS_ALONE, (*_ALWAYS_OFF, *_OFF.get(name, ())))
-        for name, remedy in _UNSUPPORTED.items()
+        for name, remedy in UNSUPPORTED.items()
     },
     "num_processes": equal("hardware.processes"),
     "model_name_or_path": equal("model.path", words=True),

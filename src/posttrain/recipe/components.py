@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,6 +143,8 @@ def environment_class(type_name: str) -> Any:
             raise InputError(f"environment.type: there is no file {file}; correct the path")
         return _class_in(module_of_file(file), where.partition(":")[2], where)
     if ":" not in where:
+        if Path(f"{where}.py").is_file():
+            raise InputError(f"environment.type: {where} is not a built-in environment; write {where}.py for that file")
         raise InputError(
             f"environment.type: there is no environment {type_name!r}; use one of {', '.join(environment_names())}, "
             "`module:Class`, or the path of a .py file"
@@ -192,18 +195,25 @@ def module_of_file(path: Path) -> ModuleType:
 
 def _class_in(module: Any, class_name: str, where: str) -> Any:
     if class_name:
-        classes = [getattr(module, class_name, None)]
+        found = {class_name: getattr(module, class_name, None)}
     else:
-        classes = [
-            v
-            for v in vars(module).values()
-            if isinstance(v, type) and v.__module__ == module.__name__ and hasattr(v, "Recipe")
-        ]
-    if len(classes) != 1 or classes[0] is None:
-        raise InputError(
-            f"environment.type: {where} must define exactly one environment class; name one as `file.py:Class`"
-        )
-    return classes[0]
+        own = {name: v for name, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+        found = {name: v for name, v in own.items() if isinstance(v, type) and hasattr(v, "Recipe")}
+        whole = {name: v for name, v in found.items() if not inspect.isabstract(v)}
+        found = whole or found
+    start = f"environment.type: {where}"
+    if not found:
+        raise InputError(f"{start} has no environment; derive a class from posttrain.Environment")
+    if len(found) > 1:
+        raise InputError(f"{start} has the environments {', '.join(found)}; name one as {where}:{next(iter(found))}")
+    ((name, only),) = found.items()
+    if only is None:
+        raise InputError(f"{start}: there is no class {name}; correct the name")
+    if not isinstance(only, type) or not hasattr(only, "Recipe"):
+        raise InputError(f"{start}: {name} is not an environment; derive it from posttrain.Environment")
+    if missing := sorted(getattr(only, "__abstractmethods__", ())):
+        raise InputError(f"{start}: class {name} has no method {' and no method '.join(missing)}; add it")
+    return only
 
 
 class Factory(Generic[P, T]):

@@ -105,6 +105,9 @@ def nearest_type(name: str, choices: list[str]) -> str:
 def _sentence(
     problem: ErrorDetails, path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath
 ) -> str:
+    while problem["type"] == "extra_forbidden" and (inside := _value(given.values, path)) and isinstance(inside, dict):
+        # In a section that does not exist, the first key with a value.
+        path = (*path, str(next(iter(inside))))
     place, dotted, value = given.origin(path), ".".join(path), _value(given.values, path)
     start = f"{place}: " if place else ""
     if problem["type"] == "extra_forbidden":
@@ -160,9 +163,10 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
     inside = ".".join(prefix) + "."
     names = [key.path for key in keys_of(stage) if not prefix or not key.path.startswith(inside)]
     names += [key.path for key in keys_of(part, inside)] if prefix else []
-    known = section and any(key.split(".")[-1] == name for key in names)
-    if not known and (native := native_key(name, [key.path for key in keys_of(stage)])):
-        return f"use {native}"
+    own = not section or any(key.startswith(f"{'.'.join(section)}.") for key in names)
+    known = section and own and any(key.split(".")[-1] == name for key in names)
+    if not known and (native := native_key(dotted, [key.path for key in keys_of(stage)])):
+        return native
     siblings = sorted(
         {
             key.split(".")[len(section)]
@@ -181,9 +185,13 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
             return f"{path[0]} belongs to stage {', '.join(stages)}, not {given.values['stage']}"
     # Of keys with one name, the one in the fewest sections: optimizer.learning_rate, not that of the critic.
     leaves = {key.split(".")[-1]: key for key in sorted(names, key=lambda key: (key.count("."), key), reverse=True)}
-    if close := difflib.get_close_matches(name, leaves, 1, 0.7):
+    if close := difflib.get_close_matches(name, leaves, 1, 0.75):
         return f"the nearest is {leaves[close[0]]}"
-    return f"{'the keys of ' + '.'.join(section) if section else 'the sections and keys'} are {', '.join(siblings)}"
+    if section and siblings:
+        return f"the keys of {'.'.join(section)} are {', '.join(siblings)}"
+    shown = f" --stage {stage.model_fields['stage'].default}" if "stage" in stage.model_fields else ""
+    keys = f"`posttrain recipe{shown}`"
+    return f"{keys} shows the keys, and `posttrain import` converts commands of TRL, OpenRLHF, verl and RAGEN"
 
 
 def _renamed_value(dotted: str, value: Any) -> str:

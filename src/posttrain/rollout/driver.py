@@ -20,7 +20,16 @@ from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current_world
 from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
-from posttrain.environments.protocol import Action, Environment, EnvironmentFactory, Observation
+from posttrain.environments.protocol import (
+    Action,
+    Environment,
+    EnvironmentFactory,
+    Observation,
+    ProtocolError,
+    Step,
+    require_observation,
+    require_step,
+)
 from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError, RunError, WorkersLost
 from posttrain.recipe.compose import section
@@ -79,7 +88,7 @@ TranscriptT = TypeVar("TranscriptT", bound=Transcript)
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised an exception, timed out, or returned a reward that is not finite."""
+    """An environment raised an exception, timed out, or returned something that the protocol does not allow."""
 
 
 class Scorer(Protocol):
@@ -136,18 +145,15 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
         transcript: TranscriptT | None = None
         outcome, failure = Outcome.FAILED, None
         try:
-            observation = await self._call(environment, partial(environment.reset, request.seed))
+            observation = await self._reset(environment, request.seed)
             transcript = self.begin(observation, environment.primer)
             while True:
                 answer = await self.answer(transcript, request, attempt)
                 if answer is None:
                     outcome = Outcome.TRUNCATED
                     break
-                step = await self._call(environment, partial(environment.take, answer))
-                if not math.isfinite(step.reward):
-                    name = self.environment.recipe.type
-                    raise EnvironmentFailure(f"{name} gave the reward {step.reward} for seed {request.seed}")
-                transcript.reward(step.reward, dict(step.info))
+                step = await self._step(environment, answer, request.seed)
+                transcript.reward(float(step.reward), dict(step.info))
                 if step.terminated or step.truncated:
                     outcome = Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
                     break
@@ -166,6 +172,24 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
             messages=transcript.messages if transcript else [],
         )
 
+    async def _reset(self, environment: Environment, seed: int) -> Observation:
+        observation = await self._call(environment, partial(environment.reset, seed))
+        try:
+            return require_observation(observation)
+        except ProtocolError as error:
+            raise EnvironmentFailure(f"{self.environment.recipe.type}: {error}") from error
+
+    async def _step(self, environment: Environment, action: Action, seed: int) -> Step:
+        step = await self._call(environment, partial(environment.take, action))
+        name = self.environment.recipe.type
+        try:
+            require_step(step)
+        except ProtocolError as error:
+            raise EnvironmentFailure(f"{name}: {error}") from error
+        if not math.isfinite(step.reward):
+            raise EnvironmentFailure(f"{name} gave the reward {step.reward} for seed {seed}")
+        return step
+
     async def _call(self, environment: Environment, function: Callable[[], T]) -> T:
         """Call the environment, in a thread if the recipe sets a time-out or the environment blocks.
 
@@ -180,7 +204,7 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
             raise
         except TimeoutError as error:
             raise EnvironmentFailure(f"{self.environment.recipe.type} took longer than {seconds} s") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EnvironmentFailure(
                 f"{self.environment.recipe.type} raised {type(error).__name__}: {error}"
             ) from error

@@ -86,7 +86,7 @@ class AgentWorker(RolloutWorker):
         ending, failure, outcome = AgentEnding.FINISHED, None, Outcome.FAILED
         result: tuple[float, dict[str, Any]] = 0.0, {}
         try:
-            observation = await self._call(environment, partial(environment.reset, request.seed))
+            observation = await self._reset(environment, request.seed)
             report = await self._report(session, environment, observation, request)
             reward, info, ended = await self._reward(environment, observation, report, request)
             result, outcome = (reward, info), Outcome.TERMINATED if ended else Outcome.TRUNCATED
@@ -164,9 +164,8 @@ class AgentWorker(RolloutWorker):
         """The reward, the info of the last turn, and whether the task ended by its own rules."""
         assert self.agent is not None
         if self.agent.reward == "environment":
-            step = await self._call(environment, partial(environment.step, report.answer))
-            scores = finite_scores(step.reward, self.environment.recipe.type, f"seed {request.seed}")
-            return scores[SCORE], dict(step.info), step.terminated
+            step = await self._step(environment, report.answer, request.seed)
+            return float(step.reward), dict(step.info), step.terminated
         if self.agent.reward == "none":
             return 0.0, {}, True
         if self.agent.reward == "report":
