@@ -130,7 +130,8 @@ def run(name: str, seed: int, threads: int, out: Path) -> Line:
 def outcome(stages: Sequence[Path]) -> Line:
     """The final tables of a pipeline's runs: success by task as a text of 0 and 1, and the success of the other policies."""
     result = Result.open(stages[-1])
-    episodes = result.episodes(split="final")
+    # A stage that nothing comes before has played the untrained model first.
+    episodes = result.episodes(split="final")[-len(TASKS) :]
     if [episode.seed for episode in episodes] != list(TASKS):
         raise RuntimeError(f"{stages[-1]}: the final episodes are not those of the board's tasks, in their order")
     rates = {row["policy"]: row["success"] for row in result.evaluation if "success" in row}
@@ -225,14 +226,15 @@ def main() -> None:
     done = {(line["entry"], line["seed"]) for line in lines}
     machine = {"processor": describe_machine()["processor"], "gflops": round(speed() / 1e9)}
     wanted = [(name, seed) for name in names for seed in range(chosen.seeds) if (name, seed) not in done]
-    failed: list[str] = []
+    failed = False
     with ThreadPoolExecutor(chosen.jobs) as pool:
         futures = [pool.submit(run, *one, chosen.threads, chosen.out) for one in wanted]
         for future in as_completed(futures):
             try:
                 line = {**future.result(), **machine}
             except RuntimeError as error:
-                failed.append(str(error))
+                failed = True
+                print(error, file=sys.stderr, flush=True)
                 continue
             lines.append(line)
             with file.open("a") as open_file:
@@ -242,7 +244,7 @@ def main() -> None:
     if lines:
         print(tables(lines), end="")
     if failed:
-        sys.exit("\n".join(failed))
+        sys.exit(1)
 
 
 def speed() -> float:

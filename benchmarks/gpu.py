@@ -40,29 +40,31 @@ MINUTES = 25.0
 """For all parts together."""
 BUDGETS = {
     "device": 30,
-    "limits": 60,
-    "parity": 75,
-    "agree-0.5B": 120,
-    "sft-0.5B": 60,
-    "sft-4B": 90,
-    "sft-4B-compiled": 100,
-    "sft-4B-liger": 90,
-    "decode-4B": 90,
+    "limits": 45,
+    "parity": 60,
+    "agree-0.5B": 100,
+    "sft-0.5B": 45,
+    "sft-4B": 75,
+    "sft-4B-compiled": 85,
+    "sft-4B-liger": 75,
+    "decode-4B": 70,
     "run-vllm": 200,
     "server-killed-4B": 200,
-    "offload-4B": 100,
+    "offload-4B": 80,
     "gpus-2": 120,
     "ray-8": 200,
     "ray-gspo-8": 240,
-    "run-killed": 100,
-    "log-probabilities": 50,
-    "decode-0.5B": 75,
-    "rl-0.5B": 75,
-    "sft-1.5B": 60,
-    "trl-0.5B": 75,
-    "trl-grpo-0.5B": 100,
+    "run-killed": 80,
+    "log-probabilities": 40,
+    "decode-0.5B": 55,
+    "rl-0.5B": 65,
+    "sft-1.5B": 45,
+    "trl-0.5B": 60,
+    "trl-grpo-0.5B": 90,
 }
 """Maximum seconds of each part, the start of its process included, in the order in which they run."""
+MORE_GPUS = ("gpus-2", "ray-8", "ray-gspo-8")
+"""Parts that are not run on one GPU. The others fit into `MINUTES`."""
 NAN = float("nan")
 
 
@@ -110,7 +112,7 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
     elif part == "rl":
         groups, members, prompt, tokens = (2, 2, 6, 6) if tiny else (8, 16, 256, 256)
         yield from reinforcement.learning(shapes[size], device, until, groups, members, prompt, tokens)
-    elif name in ("run-vllm", "run-killed", "server-killed-4B", "gpus-2", "ray-8", "ray-gspo-8"):
+    elif name in ("run-vllm", "run-killed", "server-killed-4B", *MORE_GPUS):
         yield from whole_run(name, device.type, tiny, budget)
     elif part == "offload":
         yield from training.offloaded(shapes[size], device, known, until)

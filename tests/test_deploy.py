@@ -59,6 +59,14 @@ def test_the_dockerfile_passes_hadolint():
 # -- schedulers --------------------------------------------------------------------------------------------------------------
 
 
+def make_torchrun(folder: Path) -> None:
+    """The environment that the scripts expect at `folder`, with this interpreter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torchrun = folder / "torchrun"
+    torchrun.write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+
+
 def run_under_slurm(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run deploy/slurm.sh with two processes on this machine; stand-ins for Slurm's commands start what they are given."""
     for name, script in (("srun", 'exec "$@"'), ("scontrol", "echo localhost")):
@@ -68,10 +76,7 @@ def run_under_slurm(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[
         free.bind(("", 0))
         port = free.getsockname()[1]
     variables = {"SLURM_JOB_NODELIST": "one", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "7"}
-    (tmp_path / "bin").mkdir(exist_ok=True)
-    torchrun = tmp_path / "bin" / "torchrun"
-    torchrun.write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    torchrun.chmod(0o755)
+    make_torchrun(tmp_path / "bin")
     path = f"{tmp_path}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", str(ROOT / "deploy" / "slurm.sh"), *words],
@@ -122,3 +127,28 @@ def test_the_skypilot_task_is_complete_and_its_scripts_are_valid():
     for part in ("setup", "run"):
         checked = subprocess.run(["bash", "-n"], input=task[part], capture_output=True, text=True)
         assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.slow
+def test_the_skypilot_task_starts_a_run_and_then_continues_it(tiny_model, tmp_path):
+    script = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())["run"]
+    make_torchrun(tmp_path / ".venv" / "bin")
+    keys = {"stage": "rl", "steps": 1, "environment": {"type": "bandit"}, "checkpoint": {"keep_state": "always"}}
+    keys["rollout"] = {"groups_per_step": 2, "tokens_per_turn": 8}
+    keys["evaluation"] = {"seeds": {"count": 2}, "final_seeds": {"count": 2}}
+    recipe = tmp_path / "short.yaml"
+    recipe.write_text(yaml.safe_dump(keys))
+    variables = {"STAGE": "rl", "RECIPE": str(recipe), "MODEL": str(tiny_model), "RUN": "runs/sky"}
+    variables["SKYPILOT_NUM_GPUS_PER_NODE"] = "1"
+    for printed in ("step 1/1", "step 1 of 1"):
+        done = subprocess.run(
+            ["bash", "-c", script],
+            env={**os.environ, **variables},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert printed in done.stdout + done.stderr
+    assert (tmp_path / "runs" / "sky" / "checkpoints" / "step_000001").is_dir()

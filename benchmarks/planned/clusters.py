@@ -9,7 +9,7 @@ from posttrain.planning.memory import ModelSizes, peak_memory
 from posttrain.planning.model_sizes import PUBLISHED
 from posttrain.planning.phases import Phase, idle_share, step_phases, total_seconds
 from posttrain.planning.placement import Placement
-from posttrain.planning.times import step_seconds
+from posttrain.planning.times import step_seconds, transfer_seconds
 from posttrain.planning.work import Episodes, decoding_steps
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.stages import RlRecipe
@@ -100,7 +100,13 @@ def plan(setting: Setting, sizes: ModelSizes, device: Device = DEVICE) -> Plan:
     assert device.memory is not None
     # A tenth is reserved for what is not counted: kernel buffers, communication, fragmentation.
     fits = max(learning, sampling) < 0.9 * device.memory
-    phases = step_phases(recipe, sizes, device, setting.placement, setting.job)
+    phases = [
+        # As the published systems send them.
+        replace(phase, seconds=transfer_seconds(sizes, device, setting.placement, 2, "nccl"))
+        if phase.what == "weights to the engines"
+        else phase
+        for phase in step_phases(recipe, sizes, device, setting.placement, setting.job)
+    ]
     return Plan(setting, phases, learning, sampling, fits)
 
 

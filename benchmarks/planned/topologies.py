@@ -18,8 +18,8 @@ from posttrain.planning.times import (
     forward_seconds,
     optimizer_seconds,
     prefill_seconds,
-    sync_seconds,
     training_seconds,
+    transfer_seconds,
 )
 from posttrain.planning.work import Episodes, Tokens, rows_of
 
@@ -95,7 +95,7 @@ def ppo_as_published(epochs: int, counterfactual: bool) -> list[Phase]:
         beside("scoring", scored, "reward 1, reference 1, critic 2, policy 2"),
         alone(learned("critic", QWEN3_4B, job.whole, two, epochs, 16_384), "critic update"),
         alone(learned("policy", QWEN3_4B, whole, two, epochs, 16_384), "policy update"),
-        Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, placed, 2), 4),
+        Phase("weights to the engines", transfer_seconds(QWEN3_4B, H100, placed, 2, "nccl"), 4),
     ]
 
 
@@ -113,7 +113,7 @@ def ppo_colocated(epochs: int, counterfactual: bool) -> list[Phase]:
         read("values", QWEN3_4B, bare, 8, 8),
         alone(learned("critic", QWEN3_4B, bare, eight, epochs, 16_384), "critic update"),
         alone(learned("policy", QWEN3_4B, job.learned, eight, epochs, 16_384), "policy update"),
-        Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, eight, 2), 8),
+        Phase("weights to the engines", transfer_seconds(QWEN3_4B, H100, eight, 2, "nccl"), 8),
     ]
 
 
@@ -126,7 +126,7 @@ def memory_as_published() -> list[Phase]:
         read("log-probabilities", QWEN3_4B, whole, 8, 8),
         read("reference", QWEN3_4B, whole, 8, 8),
         alone(learned("policy", QWEN3_4B, whole * 0.25, eight, 40, 2 * 3600), "policy update"),
-        Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, eight, 2), 8),
+        Phase("weights to the engines", transfer_seconds(QWEN3_4B, H100, eight, 2, "nccl"), 8),
     ]
 
 
@@ -140,7 +140,7 @@ def memory_colocated(updates: int) -> list[Phase]:
         sampled(QWEN3_4B, H100, job, 8, 1),
         read("reference", QWEN3_4B, job.learned, 8, 8),
         alone(learned("policy", QWEN3_4B, each, eight, updates, 10_240), "policy update"),
-        Phase("weights to the engines", sync_seconds(QWEN3_4B, H100, eight, 2), 8),
+        Phase("weights to the engines", transfer_seconds(QWEN3_4B, H100, eight, 2, "nccl"), 8),
     ]
 
 

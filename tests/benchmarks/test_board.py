@@ -1,6 +1,7 @@
 """The board's rules, the line of a finished run, and the table."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -59,6 +60,22 @@ def test_the_line_of_a_finished_run_and_its_row(tiny_model, tmp_path, monkeypatc
     assert "| 8 traces, random |" in shown
     assert "open, 1 of 5 seeds" in shown
     assert "missed by" in board.tables([{**line, "seed": seed, "gflops": 80} for seed in range(5)])
+
+
+@pytest.mark.slow
+def test_the_line_of_a_run_without_a_warm_up(tiny_model, tmp_path, monkeypatch):
+    small = (board.RECIPES / "json_answer.yaml").read_text().replace("packaged:smollm2-135m", str(tiny_model))
+    small = (
+        re.sub(r"\bsteps: \d+", "steps: 1", small).replace("count: 400", "count: 40").replace("count: 64", "count: 4")
+    )
+    small = small.replace("groups_per_step: 16", "groups_per_step: 2").replace(
+        "tokens_per_turn: 72", "tokens_per_turn: 4"
+    )
+    (tmp_path / "json_answer.yaml").write_text(small)
+    monkeypatch.setattr(board, "RECIPES", tmp_path)
+    monkeypatch.setattr(board, "TASKS", range(2_000_000, 2_000_040))
+    line = board.run("json_answer", 0, 1, tmp_path)
+    assert (line["success"], line["before"], line["optimal"]) == ("0" * 40, 0, 1)
 
 
 def test_the_pages_have_the_tables_of_the_stored_lines():

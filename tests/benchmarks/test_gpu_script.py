@@ -186,6 +186,10 @@ def test_a_whole_forward_pass_stays_on_the_gpu(monkeypatch):
         torch.zeros(3, device=device) + torch.zeros(3)
 
 
+def test_the_parts_of_one_gpu_fit_into_the_time():
+    assert sum(seconds for part, seconds in gpu.BUDGETS.items() if part not in gpu.MORE_GPUS) <= 60 * gpu.MINUTES
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_whole_script_runs_on_a_processor(tmp_path):

@@ -337,3 +337,16 @@ def test_options_in_the_name_of_unit_level_ppo(prefix, penalty, normalizer):
     recipe = one(text).recipe()
     assert (recipe.rollout.missing_eos_penalty, recipe.unit_credit.normalizer) == (penalty, normalizer)
     assert recipe.reward.normalize == ("stored" if normalizer else "none")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "trl sft --model_name_or_path m --dataset_name p.jsonl --use_peft --load_in_4bit --optim paged_adamw_8bit",
+        "python -m openrlhf.cli.train_sft --pretrain m --dataset p.jsonl --lora_rank 16 --load_in_4bit --bf16",
+    ],
+)
+def test_4bit_weights_are_imported(command):
+    recipe = one(command, rows=100).recipe()
+    assert recipe.model.load_in_4bit
+    assert recipe.model.lora.rank == 16

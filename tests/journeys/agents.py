@@ -18,10 +18,6 @@ READ_RUNS = ("episodes", "report", "evaluate", "pipeline recipes/ragen/scaling.y
 """Commands that read what others of the page have made."""
 
 
-def recipes_of(command: str) -> list[str]:
-    return [word for word in command.split()[2:] if word.endswith(".yaml") and "=" not in word]
-
-
 def test_the_commands_of_the_page_resolve(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     place_recipes(tmp_path)

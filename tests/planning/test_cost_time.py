@@ -18,7 +18,6 @@ from posttrain.planning.times import (
     prefill_seconds,
     steady_seconds,
     step_seconds,
-    sync_seconds,
     training_seconds,
     transfer_seconds,
 )
@@ -122,9 +121,9 @@ def test_optimizer_and_weights():
     assert optimizer_seconds(100, READING, ALONE, 4) == 32 * 100 / 10
     assert optimizer_seconds(100, READING, Placement(4, 4), 2) == 34 * 25 / 10
     assert optimizer_seconds(100, LINKS, Placement(1, offloaded=True), 2) == pytest.approx((34 + 6) * 100 / 2)
-    assert sync_seconds(SIZES, LINKS, ALONE, 2) == 0
     apart = Placement(4, 4, engines=1, colocated=False)
-    assert sync_seconds(SIZES, LINKS, apart, 2) == pytest.approx(2 * 2000 / (5 * SYNC))
+    assert transfer_seconds(SIZES, LINKS, apart, 2, "nccl") == pytest.approx(2 * 2000 / (5 * SYNC))
+    assert transfer_seconds(SIZES, LINKS, apart, 2, "ipc") == pytest.approx(4 * 2 * 2000 / 1e30)
     assert transfer_seconds(SIZES, LINKS, ALONE, 2) == 0
     assert transfer_seconds(SIZES, LINKS, apart, 2) == pytest.approx(HOST_COPIES * 2 * 2000 / HOST_COPY)
 

@@ -108,19 +108,27 @@ def _files(found: "list[Imported]", out: Path) -> dict[int, Path]:
 
 def _show(imported: "Imported") -> None:
     """Print the flags of a command and their results."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from posttrain.importers.commands import shown_value
+    from posttrain.importers.rows import SET
 
     console = Console()
-    table = Table(title=f"{imported.framework} as posttrain {imported.stage}", title_justify="left")
-    for column in ("flag", "value", "here", "", "note"):
-        table.add_column(column, overflow="fold")
+    title = f"{imported.framework} as posttrain {imported.stage}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("flag", overflow="fold", max_width=32)
+    table.add_column("", no_wrap=True)
+    table.add_column("here", overflow="fold")
     for row in imported.rows:
-        here = "\n".join(f"{key}={shown_value(value)}" for key, value in row.answer.keys.items())
-        table.add_row(*(escape(cell) for cell in (row.label, row.value, here, row.answer.outcome, row.answer.note)))
+        here = [f"{key}={shown_value(value)}" for key, value in row.answer.keys.items()]
+        table.add_row(
+            escape(row.label if row.value == SET else f"{row.label} {row.value}"),
+            row.answer.outcome,
+            escape("\n".join([*here, *([row.answer.note] if row.answer.note else [])])),
+        )
     console.print(table)
     counts: dict[str, int] = {}
     for row in imported.rows:

@@ -3,7 +3,7 @@
 The vLLM server imports this module in another interpreter, so at run time it imports only the standard library.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -72,15 +72,6 @@ class EngineCounters:
         now, then = asdict(self), asdict(before)
         done = {name: now[name] - then[name] for name in now}
         return EngineCounters(**done | {"cache_bytes": self.cache_bytes})
-
-
-class SteppedEngine(Protocol):
-    """An engine that computes in the caller's event loop, one forward pass after another."""
-
-    before_forward: Callable[[], None] | None
-    """Called before each forward pass, when every open episode waits for the engine. It may load weights and cancel
-    requests. The same calls before the same passes give bit-identical results.
-    """
 
 
 class Engine(Protocol):

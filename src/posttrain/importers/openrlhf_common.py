@@ -200,7 +200,7 @@ COMMON: dict[str, Rule] = {
     "param_dtype": choice("model.dtype", {"bf16": "bfloat16"}, "float32 master weights in both"),
     "flash_attn": without_effect("attention to packed rows needs no flag", flag=True),
     "attn_implementation": without_effect("attention to packed rows needs no flag"),
-    "use_liger_kernel": without_effect("log-probabilities are computed without full logits", flag=True),
+    "use_liger_kernel": without_effect("`model.fused` selects Liger's kernels on a GPU that has them", flag=True),
     "packing_samples": without_effect(ALWAYS, flag=True),
     "gradient_checkpointing": switch("model.gradient_checkpointing"),
     "gradient_checkpointing_use_reentrant": without_effect(_SPEED, flag=True),
@@ -228,9 +228,7 @@ COMMON: dict[str, Rule] = {
     ),
     "ring_head_stride": without_effect("belongs to `--ring_attn_size`"),
     "ds_tensor_parallel_size": unsupported("`hardware.processes` divides the weights", off=("1",)),
-    "load_in_4bit": unsupported(
-        "train adapters on a bfloat16 model: `model.lora.rank=16 model.dtype=bfloat16`", flag=True
-    ),
+    "load_in_4bit": switch("model.load_in_4bit"),
     "lora_rank": Rule(_lora),
     "lora_alpha": _of_lora("model.lora.alpha"),
     "lora_dropout": _of_lora("model.lora.dropout"),

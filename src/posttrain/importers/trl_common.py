@@ -108,10 +108,6 @@ def _report(value: str, _: Flags) -> Answer:
     return Answer("equal", {"sinks": known}) if known else Answer("no effect", {}, _LOGS)
 
 
-def _precision(_: str, flags: Flags) -> Answer:
-    return Answer("converted", {"model.dtype": "bfloat16"}, "float32 master weights")
-
-
 def _push(_: str, flags: Flags) -> Answer:
     name = flags.text("hub_model_id") or "USER/NAME"
     return Answer("not supported", {}, f"after the run: `posttrain push RUN {name}`")
@@ -169,11 +165,7 @@ _UNSUPPORTED: dict[str, str] = {
     "lr_scheduler_kwargs": "set `optimizer.final_fraction`",
     "label_smoothing_factor": "there is no label smoothing of next-token losses",
     "neftune_noise_alpha": "there is no noise on embeddings",
-    "load_in_8bit": "train adapters on a bfloat16 model: `model.lora.rank=16 model.dtype=bfloat16`",
-    "load_in_4bit": "train adapters on a bfloat16 model: `model.lora.rank=16 model.dtype=bfloat16`",
-    "bnb_4bit_quant_type": "see `--load_in_4bit`",
-    "bnb_4bit_quant_storage": "see `--load_in_4bit`",
-    "use_bnb_nested_quant": "see `--load_in_4bit`",
+    "load_in_8bit": "load in 4 bits: `model.load_in_4bit=true`",
     "use_rslora": "set `model.lora.alpha` to alpha x sqrt(rank)",
     "use_dora": "there is plain LoRA only",
     "lora_modules_to_save": "heads of reward models and critics are trained and saved; other modules are not",
@@ -196,7 +188,7 @@ _OFF: dict[str, tuple[str, ...]] = {
 }
 _ALWAYS_OFF = ("false", "none", "null", "", "0", "0.0")
 _FLAGS_ALONE = {
-    "load_in_8bit", "load_in_4bit", "use_bnb_nested_quant", "use_rslora", "use_dora", "fp16", "dataloader_drop_last",
+    "load_in_8bit", "use_rslora", "use_dora", "fp16", "dataloader_drop_last",
     "use_weighting",
 }  # fmt: skip
 _SWITCHES = {
@@ -261,8 +253,17 @@ COMMON: dict[str, Rule] = {
     "warmup_steps": Rule(_warmup),
     "warmup_ratio": Rule(lambda value, flags: _ratio(flags.number("warmup_ratio"), flags)),
     "optim": choice(
-        "optimizer", {name: {} for name in ("adamw_torch_fused", "adamw_torch", "adamw_hf")}, "AdamW in float32, always"
+        "optimizer.type",
+        {
+            **{name: {} for name in ("adamw_torch_fused", "adamw_torch", "adamw_hf")},
+            **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+        },
+        notes=dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf"), "AdamW in float32"),
     ),
+    "load_in_4bit": switch("model.load_in_4bit"),
+    "bnb_4bit_quant_type": choice("model", {"nf4": {}}),
+    "bnb_4bit_quant_storage": without_effect("the numbers are stored as bytes"),
+    "use_bnb_nested_quant": without_effect("scales are always quantized, too", flag=True),
     "eval_strategy": _steps_of("evaluation.every"),
     "evaluation_strategy": _steps_of("evaluation.every"),
     "eval_steps": _steps_of("evaluation.every"),

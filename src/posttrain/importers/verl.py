@@ -240,9 +240,7 @@ def _devices(flags: Flags) -> tuple[Mapping[str, Any], str]:
 
 def _engine(value: str, _: Flags) -> Answer:
     if value == "vllm":
-        return Answer(
-            "converted", {"engine.type": "vllm", "engine.mode": "in_process"} if False else {"engine.type": "vllm"}
-        )
+        return Answer("converted", {"engine.type": "vllm"})
     return Answer("not supported", {}, f"{value} is not offered; the local engine or `engine.type=vllm`")
 
 
@@ -295,7 +293,7 @@ RULES: dict[str, Rule] = {
     "actor_rollout_ref.model.use_remove_padding": without_effect("batches are always packed, without padding"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": equal("model.gradient_checkpointing"),
     "actor_rollout_ref.model.enable_activation_offload": without_effect(_SPEED),
-    "actor_rollout_ref.model.use_liger": without_effect("log-probabilities are computed without full logits"),
+    "actor_rollout_ref.model.use_liger": without_effect("`model.fused` selects Liger's kernels on a GPU that has them"),
     "actor_rollout_ref.model.use_fused_kernels": without_effect("log-probabilities are computed without full logits"),
     "actor_rollout_ref.model.lora_rank": converted(
         lambda flags: (

@@ -15,8 +15,8 @@ from posttrain.planning.times import (
     optimizer_seconds,
     prefill_seconds,
     steady_seconds,
-    sync_seconds,
     training_seconds,
+    transfer_seconds,
 )
 from posttrain.planning.work import Episodes, Tokens, rows_of
 from posttrain.recipe.components import EnvironmentRecipe
@@ -218,7 +218,8 @@ def _rl(
         recipe.model, sizes, device, placement, tokens, learner.tokens_per_batch, updates, learner.epochs_per_step
     )
     if placement.engines:
-        sent = sync_seconds(sizes, device, placement, width)
+        how = recipe.engine.weight_transfer if isinstance(recipe.engine, VllmEngineRecipe) else "files"
+        sent = transfer_seconds(sizes, device, placement, width, how)
         phases.append(Phase("weights to the engines", sent, placement.all_devices, f"{sizes.parameters:,} parameters"))
     return phases
 

@@ -10,7 +10,7 @@ from posttrain.planning.devices import GPU_LAUNCH_EAGER, Device
 from posttrain.planning.memory import ModelSizes, engine_memory, memory_estimate, peak_memory, weight_width, with_dtypes
 from posttrain.planning.phases import Phase, episodes_at_most, rows_at_most, step_phases
 from posttrain.planning.placement import ALONE, Placement
-from posttrain.planning.times import forward_seconds, transfer_seconds
+from posttrain.planning.times import forward_seconds
 from posttrain.planning.work import Episodes, Tokens
 from posttrain.planning.workers import (
     CRITIC,
@@ -82,12 +82,7 @@ def placed_phases(
     if not isinstance(recipe, RlRecipe):
         return step_phases(recipe, sizes, device, placement, rows=rows or rows_at_most(recipe))
     played = episodes or episodes_at_most(recipe)
-    phases = [
-        replace(phase, seconds=transfer_seconds(sizes, device, placement, weight_width(recipe.model)))
-        if phase.what == "weights to the engines"
-        else phase
-        for phase in step_phases(recipe, sizes, device, placement, played)
-    ]
+    phases = step_phases(recipe, sizes, device, placement, played)
     if recipe.reward is not None and recipe.unit_credit is not None:
         phases = [_with_units(phase, recipe) if phase.what == "reward model" else phase for phase in phases]
     if not devices:

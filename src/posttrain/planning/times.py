@@ -20,6 +20,7 @@ from posttrain.planning.work import (
     reduced_bytes,
     training_flops,
 )
+from posttrain.recipe.engines import WeightTransfer
 
 
 def training_seconds(
@@ -160,17 +161,17 @@ def optimizer_seconds(trained: int, device: Device, placement: Placement, width:
     return (moved + (4 + width) * trained / placement.shard) / device.host
 
 
-def transfer_seconds(sizes: ModelSizes, device: Device, placement: Placement, width: int) -> float:
-    """Seconds in which posttrain sends new weights to separate engines, through CPU memory. 0 without separate
-    engines.
+def transfer_seconds(
+    sizes: ModelSizes, device: Device, placement: Placement, width: int, how: WeightTransfer = "files"
+) -> float:
+    """Seconds to send new weights to the engines by `engine.weight_transfer`. 0 if the engine uses the learner's weights.
+
+    `files`: copies through CPU memory. `ipc`: the learner packs a buffer on the GPU and the engine copies from it, two reads and
+    two writes of every weight. `nccl`: a broadcast over the network.
     """
     if not placement.engines or device.network is None:
         return 0.0
-    return HOST_COPIES * width * sizes.parameters / HOST_COPY
-
-
-def sync_seconds(sizes: ModelSizes, device: Device, placement: Placement, width: int) -> float:
-    """Seconds to send new weights to the engines with NCCL. 0 if the engine uses the learner's weights."""
-    if not placement.engines or device.network is None:
-        return 0.0
-    return width * sizes.parameters / (device.network * SYNC)
+    sent = width * sizes.parameters
+    if how == "ipc":
+        return 4 * sent / device.reading
+    return HOST_COPIES * sent / HOST_COPY if how == "files" else sent / (device.network * SYNC)

@@ -9,6 +9,8 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 
+WeightTransfer = Literal["files", "ipc", "nccl"]
+
 _ELSEWHERE = {
     "messages": "the environment",
     "model": "engine.model",
@@ -173,7 +175,7 @@ class VllmEngineRecipe(BaseConfig):
     """Run without compilation and CUDA graphs. Null: false on a GPU, true on a CPU."""
     bucket_megabytes: int = Field(512, ge=1)
     """Largest bucket of a weight transfer, in MiB; at least one tensor."""
-    weight_transfer: Literal["files", "ipc", "nccl"] = "files"
+    weight_transfer: WeightTransfer = "files"
     """How weights are sent. `files`: through shared memory of the CPU; works everywhere. `ipc`: one server opens the learner's memory on the same GPU. `nccl`: a broadcast to servers on GPUs of their own (gloo between CPUs). The last two need whole weights in the learner's process: one learner process, `adapters: merged`, and no Ray."""
     adapters: Literal["merged", "adapter_only"] = "merged"
     """With `model.lora`. `merged`: send full weights with the adapters merged. `adapter_only`: send only the adapters;

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 from posttrain_memory.vault.limits import VaultError, quoted
 from posttrain_memory.vault.storage import RESERVED, DiskStorage, Storage, is_note
@@ -45,17 +44,8 @@ class Entry:
     """When the operation was applied, in seconds since 1970. None in journals that did not record it."""
 
 
-class Log(Protocol):
-    """Storage of journal entries, oldest first."""
-
-    def entries(self) -> list[Entry]: ...
-    def append(self, entry: Entry) -> None: ...
-    def truncate(self, count: int) -> None:
-        """Drop all entries except the first `count`."""
-
-
 class MemoryLog:
-    """Entries in memory; lost when the process ends."""
+    """Entries in memory, oldest first; lost when the process ends."""
 
     def __init__(self, most: int) -> None:
         self._entries: list[Entry] = []
@@ -69,6 +59,7 @@ class MemoryLog:
         del self._entries[: -self._most]
 
     def truncate(self, count: int) -> None:
+        """Drop all entries except the first `count`."""
         del self._entries[count:]
 
 

@@ -42,7 +42,6 @@ class Expected:
     touched: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
     new: str | None = None
-    missing_note: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expect
         )
     fresh = [path for path in after.titles if path not in before.titles and _named(path, after, change["name"])]
     if len(fresh) != 1:
-        return Expected(touched={owner}, missing_note=True)
+        return Expected(touched={owner})
     new = fresh[0]
     return Expected(
         add={Statement(new, new, fact, value) for fact, value in change["facts"].items()},

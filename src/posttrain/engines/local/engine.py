@@ -243,6 +243,9 @@ class LocalEngine:
         self.capacity = recipe.slots
         self.version = 0
         self.before_forward: Callable[[], None] | None = None
+        """Called before each forward pass, when every open episode waits for the engine. It may load weights and cancel
+        requests. The same calls before the same passes give bit-identical results.
+        """
         self._flash = _flash_supports(policy)
         self._page_limit: int | None = None
         """Largest number of pages of the cache, by `cache_bytes`."""
