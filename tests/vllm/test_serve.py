@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Request
@@ -41,14 +42,15 @@ def test_a_chat_with_vllm_is_the_answer_of_the_served_weights(tmp_path):
     try:
         assert address, (tmp_path / "errors").read_text()
         with openai.OpenAI(base_url=address[-1], api_key="any", max_retries=0, timeout=300) as client:
-            compare(client, Policy(ModelRecipe(path=str(model))))
+            compare(client, model)
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(60) in (0, 130)
         process.stdout.close()
 
 
-def compare(client, policy):
+def compare(client, model):
+    policy = Policy(ModelRecipe(path=str(model)))
     renderer = Renderer(policy.tokenizer, policy.end_tokens)
     prompt = tuple(renderer.prompt(MESSAGES))
     (expected,) = local_answers(policy, [Request(prompt, GREEDY, 0, 12)])
@@ -63,7 +65,7 @@ def compare(client, policy):
     assert "".join(part.choices[0].delta.content or "" for part in parts) == choice.message.content
 
     with torch.no_grad():
-        logits = policy.model(torch.tensor([prompt])).logits[0, -1].float()
+        logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([prompt])).logits[0, -1].float()
     at_07 = (logits / 0.7).log_softmax(-1)
     checked = 0
     for seed in range(8):
