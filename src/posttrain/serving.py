@@ -95,11 +95,13 @@ class _Choice:
 class Server:
     """Answers requests with one engine. The engine computes in the event loop of the HTTP server."""
 
-    def __init__(self, engine: Engine, name: str, seed: int = 0) -> None:
+    def __init__(self, engine: Engine, name: str, seed: int = 0, context: int | None = None) -> None:
+        """`context`: maximum number of tokens of a prompt with its answer, at most the model's."""
         self.engine = engine
         self.name = name
         self.renderer = Renderer(engine.policy.tokenizer, engine.policy.end_tokens)
-        self.context = int(getattr(engine.policy.model.config, "max_position_embeddings", None) or 1 << 20)
+        limit = int(getattr(engine.policy.model.config, "max_position_embeddings", None) or 1 << 20)
+        self.context = min(limit, context or limit)
         self._seed = seed
         self._count = 0
         self._streams = "on_token" in inspect.signature(engine.generate).parameters

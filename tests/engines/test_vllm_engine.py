@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from posttrain.engines.factory import open_inference_engine
 from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.engine import VllmEngine, open_vllm
 from posttrain.engines.vllm.host import Host
@@ -90,10 +91,12 @@ class MadePolicy:
     """Three weights that encode their version."""
 
     end_tokens = frozenset({2})
-    recipe = SimpleNamespace(path="made")
+    recipe = SimpleNamespace(path="made", lora=None, trust_remote_code=False)
     model = torch.nn.Linear(4, 4)
+    model.config = SimpleNamespace(max_position_embeddings=64)
     device = torch.device("cpu")
     number = 5.0
+    version = 0
     names = ("w0", "w1", "w2")
 
     def weights(self):
@@ -127,6 +130,17 @@ def test_answers_come_from_the_weights_that_were_sent():
     assert (engine.counters.reused, engine.counters.prefilled) == (16, 32)
     engine.sleep()
     assert all(replica.asleep for replica in replicas)
+
+
+def test_an_engine_for_inference_has_the_weights_and_logprobs_at_any_temperature(monkeypatch):
+    started = []
+    monkeypatch.setattr("posttrain.engines.vllm.engine.resolve_path", lambda path: path)
+    monkeypatch.setattr(
+        "posttrain.engines.vllm.engine._make_replicas", lambda _, s, logs: started.append(s) or [Made("a")]
+    )
+    engine = open_inference_engine(MadePolicy(), VllmEngineRecipe(max_model_len=64))
+    assert [one.ids for one in ask_all(engine, range(2))] == [(5, 0), (5, 1)]
+    assert [settings.logprobs for settings in started] == ["processed"]
 
 
 def test_the_weights_of_another_source_are_sent_for_one_load():

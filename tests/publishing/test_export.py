@@ -11,7 +11,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError, RunError
 from posttrain.publishing import gguf as writer
 from posttrain.publishing.card import model_card
-from posttrain.publishing.export import export_run
+from posttrain.publishing.export import export_run, vllm_settings
 from posttrain.publishing.gguf import load_gguf, pre_tokenizer, write_gguf
 from tests.conftest import save_tiny_model
 
@@ -136,6 +136,10 @@ def test_an_ollama_export_has_a_model_file(played, tmp_path, capsys):
     assert text.startswith("FROM ./played.gguf\n")
     assert f"PARAMETER stop {json.dumps('<|im_end|>')}" in text
     assert (tmp_path / "out/played.gguf").is_file()
+    card = (tmp_path / "out/README.md").read_text()
+    assert metadata(card)["library_name"] == "gguf"
+    assert "ollama create played -f Modelfile" in card
+    assert "from_pretrained" not in card
     said = capsys.readouterr().out
     assert "checked: logits of the loaded file differ by" in said
     assert f"use it with: ollama create played -f {tmp_path}/out/Modelfile" in said
@@ -150,6 +154,11 @@ def test_a_vllm_export_has_its_arguments(played, tmp_path):
         "dtype": "auto",
         "max-model-len": 2048,
     }
+    # vLLM refuses a context above the limit of the model.
+    config = tmp_path / "out/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 1024}))
+    assert vllm_settings(tmp_path / "out", "played", played.load_recipe(), False)["max-model-len"] == 1024
+    assert "vllm serve --config vllm.yaml" in (tmp_path / "out/README.md").read_text()
 
 
 def test_a_folder_that_is_used_and_an_unknown_form_are_refused(played, tmp_path):

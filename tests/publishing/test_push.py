@@ -94,6 +94,7 @@ def test_a_push_is_one_commit_of_the_export(hub, played, capsys):
     assert expected <= set(hub.committed)
     assert hub.committed["model.safetensors"] == (played.path / "model/model.safetensors").read_bytes()
     assert b"license: apache-2.0" in hub.committed["README.md"]
+    assert b'AutoModelForCausalLM.from_pretrained("user/name")' in hub.committed["README.md"]
     assert hub.tokens == {"Bearer hf_secret"}
     assert "https://huggingface.co/user/name/commit/1" in capsys.readouterr().out
 

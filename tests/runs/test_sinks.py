@@ -37,6 +37,21 @@ def test_tensorboard_gets_every_number_and_drops_rewound_steps(run: RunDirectory
     assert read == [(1, 0.25), (2, 0.5), (3, 9.0)]
 
 
+def test_tensorboard_shows_no_completions_of_rewound_steps(run: RunDirectory) -> None:
+    """As its text tab reads them: its accumulator ignores the first start of a session."""
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    with MetricsLog(run, ["tensorboard"]) as log:
+        for step in range(1, 5):
+            log.completions(step, *batch())
+    with MetricsLog(run, ["tensorboard"]) as log:
+        log.truncate_after(2)
+        log.completions(3, *batch())
+    events = EventAccumulator(str(run.logs / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Tensors("completions/text_summary")] == [1, 2, 3]
+
+
 def _events(run: RunDirectory) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -10,8 +10,15 @@ def serve(
         str,
         typer.Argument(metavar="RUN", help="Directory of a run, for example runs/run, or what `model.path` takes."),
     ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Keys of the recipe's section `engine`, for example max_model_len=4096."
+        ),
+    ] = None,
     engine: Annotated[
-        Literal["local", "vllm"], typer.Option(help="local: in this process. vllm: on a GPU, needs the extra [vllm].")
+        Literal["local", "vllm"],
+        typer.Option(help="local: in this process. vllm: for many requests at once, needs the extra [vllm]."),
     ] = "local",
     port: Annotated[
         int, typer.Option(help="Port of the loopback address; 0 picks a free one.", min=0, max=65535)
@@ -30,6 +37,8 @@ def serve(
     posttrain serve runs/run
 
     posttrain serve packaged:smollm2-135m --port 0
+
+    posttrain serve runs/run --engine vllm python=.venv-vllm/bin/python max_model_len=4096
     """
     from pathlib import Path
 
@@ -39,18 +48,21 @@ def serve(
 
     for module in ("fastapi", "uvicorn"):
         require_module(module, "posttrain serve")
-    from posttrain.engines.factory import open_engine
+    from posttrain.engines.factory import open_inference_engine
     from posttrain.models.policy import Policy
     from posttrain.recipe.compose import section
     from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
     from posttrain.recipe.model import ModelRecipe
+    from posttrain.recipe.sources import merge, read_overrides
     from posttrain.runs.directory import model_path
     from posttrain.serving import Server, guarded
 
+    values = merge(read_overrides(settings or [])).values
+    recipe = section(LocalEngineRecipe, **values) if engine == "local" else section(VllmEngineRecipe, **values)
+    context = recipe.max_model_len if isinstance(recipe, VllmEngineRecipe) else None
     with open_listener(port, "--port") as on:
         policy = Policy(section(ModelRecipe, path=model_path(model)))
-        recipe = section(LocalEngineRecipe) if engine == "local" else section(VllmEngineRecipe)
-        server = Server(open_engine(policy, recipe, weights_change=False), Path(model).name, seed)
+        server = Server(open_inference_engine(policy, recipe), Path(model).name, seed, context)
         found = on.getsockname()[1]
         app, admitted = guarded(server.app(), found, key)
         typer.echo(f"{server.name} at http://{ADDRESS}:{found}/v1\nCtrl-C ends it")

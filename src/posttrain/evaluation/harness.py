@@ -26,7 +26,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.console import Console
 
-from posttrain.engines.factory import open_engine
+from posttrain.engines.factory import open_inference_engine
 from posttrain.engines.protocol import Completion, Engine, Request
 from posttrain.errors import InputError, PosttrainError
 from posttrain.evaluation.predictions import digest_of
@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):
                 known["device"] = "cpu"
             policy = Policy(section(ModelRecipe, path=model_path(str(path)), **known))
         self.policy = policy
-        self.engine = engine or open_engine(policy, section(LocalEngineRecipe), weights_change=False)
+        self.engine = engine or open_inference_engine(policy, section(LocalEngineRecipe))
         self.tokenizer = policy.tokenizer
         self.seed = int(seed)
         self.tokens_per_batch = int(tokens_per_batch)
@@ -256,7 +256,7 @@ def run(recipe: HarnessRecipe, directory: RunDirectory, console: Console) -> Non
         manager = TaskManager(include_path=recipe.include_path)
         tasks = load_tasks(manager, recipe.tasks)
         policy = Policy(recipe.model.model_copy(update={"path": model_path(recipe.model.path)}), recipe.seed)
-        engine = open_engine(policy, recipe.engine, logs=directory.logs, weights_change=False)
+        engine = open_inference_engine(policy, recipe.engine, directory.logs)
         with rows_named():
             found = simple_evaluate(
                 HarnessModel(None, policy, engine, recipe.seed, recipe.tokens_per_batch),

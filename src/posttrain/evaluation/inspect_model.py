@@ -16,7 +16,7 @@ from inspect_ai.model import (
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
 
-from posttrain.engines.factory import open_engine
+from posttrain.engines.factory import open_inference_engine
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
 from posttrain.recipe.engines import LocalEngineRecipe
@@ -40,7 +40,7 @@ class PosttrainAPI(ModelAPI):
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config)
         policy = Policy(section(ModelRecipe, path=model_path(model_name), **model_args))
-        self.server = Server(open_engine(policy, section(LocalEngineRecipe), weights_change=False), model_name)
+        self.server = Server(open_inference_engine(policy, section(LocalEngineRecipe)), model_name)
 
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from posttrain.errors import InputError
 from posttrain.importers import openrlhf, ragen, scripts, trl, verl
 from posttrain.importers.programs import Program, nested, values_of
-from posttrain.importers.rows import SET, Answer, Row, count_rows, data_path
+from posttrain.importers.rows import HIDDEN, SET, Answer, Row, count_rows, data_path, literal
 from posttrain.importers.shell import Command, read_commands
 from posttrain.recipe.compose import typed_recipe
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file
@@ -138,9 +138,12 @@ def import_command(command: Command, rows: int | None = None) -> Imported | None
         outside = [*_environment(command.assignments), *_launcher(before)]
         if (script := scripts.find(word, after)) is not None:
             flags = script.flags(after) if script.positions else _flags(after, script.program)
+            outside = [replace(row, answer=_STARTS) if row.answer.keys else row for row in outside]
             return _imported(text, script.program, flags, rows, outside, script)
         if (found := _program(word, after, before)) is not None:
             program, after, given = found
+            if any(name == "num_processes" for name, _ in given):  # it has a row already
+                outside = [row for row in outside if not row.answer.keys]
             return _imported(text, program, [*given, *_flags(after, program)], rows, outside)
     return None
 
@@ -150,9 +153,30 @@ def _environment(assignments: Mapping[str, str]) -> list[Row]:
     note = "a variable of the original's libraries"
     devices = "set it for `posttrain` too"
     return [
-        Row(name, value, Answer("no effect", {}, devices if name == "CUDA_VISIBLE_DEVICES" else note))
+        Row(
+            name,
+            HIDDEN if _SECRET.search(name) else value,
+            Answer("no effect", {}, devices if name == "CUDA_VISIBLE_DEVICES" else note),
+        )
         for name, value in assignments.items()
     ]
+
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.I)
+_MACHINES = "`hardware.processes` counts those of one machine; `hardware.ray` runs on several"
+_LAUNCHER = {
+    "--config_file": "it is not read: set `hardware.processes` to the devices that it names",
+    "--include": "set CUDA_VISIBLE_DEVICES, and `hardware.processes` to the number of devices",
+    "--exclude": "set CUDA_VISIBLE_DEVICES, and `hardware.processes` to the number of devices",
+    "--hostfile": _MACHINES,
+    "--nnodes": _MACHINES,
+    "--num_nodes": _MACHINES,
+    "--num_machines": _MACHINES,
+}
+"""Options of launchers that change the devices of the run, with what to do instead."""
+
+
+_STARTS = Answer("no effect", {}, "an option of the launcher")
 
 
 def _launcher(before: list[str]) -> list[Row]:
@@ -160,15 +184,17 @@ def _launcher(before: list[str]) -> list[Row]:
     rows = []
     for word, following in pairwise([*before, ""]):
         flag, equals, value = word.partition("=")
-        if not flag.startswith("--") or flag in ("--", "--module") or trl.PROCESSES.fullmatch(flag):
+        if not flag.startswith("--") or flag in ("--", "--module"):
             continue
-        if flag == "--config_file":
-            answer = Answer(
-                "not supported", {}, "it is not read: set `hardware.processes` to the devices that it names"
-            )
+        value = value if equals else following if not following.startswith("-") else SET
+        remedy = _LAUNCHER.get(flag.replace("-", "_").replace("__", "--", 1))
+        if trl.PROCESSES.fullmatch(flag):
+            answer = Answer("equal", {"hardware.processes": literal(value)})
+        elif remedy is not None and value != "1":
+            answer = Answer("not supported", {}, remedy)
         else:
-            answer = Answer("no effect", {}, "an option of the launcher")
-        rows.append(Row(flag, value if equals else following if not following.startswith("-") else SET, answer))
+            answer = _STARTS
+        rows.append(Row(flag, value, answer))
     return rows
 
 
@@ -215,7 +241,7 @@ def _flags(words: list[str], program: Program) -> list[tuple[str, str]]:
             raise InputError(
                 f"--{flag} has the values {' '.join(values)}; it takes one, so quote it or remove the others"
             )
-        if rule is not None and not values and not rule.switch and not rule.many:
+        if rule is not None and not any(values) and not rule.switch:
             raise InputError(f"--{flag} has no value; give it one, or remove it")
         found.append((flag, " ".join(values)))
     return found
@@ -229,6 +255,8 @@ def _imported(
     outside: Sequence[Row] = (),
     script: scripts.Script | None = None,
 ) -> Imported:
+    for value in (value for name, value in flags if program.is_secret(name, value)):
+        text = text.replace(shlex.quote(value), HIDDEN)
     given = {program.name_of(name): value for name, value in flags}
     if rows is None and program.rows_of:
         rows = _rows_of(given, program)

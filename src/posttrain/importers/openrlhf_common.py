@@ -186,7 +186,7 @@ COMMON: dict[str, Rule] = {
     "logging_steps": without_effect("every step is logged"),
     "eval_steps": steps_between("evaluation.every", "once per epoch"),
     "use_tensorboard": converted(lambda _: ({"sinks": ["tensorboard"]}, "in `logs/tensorboard` of the run")),
-    "use_wandb": Rule(_wandb),
+    "use_wandb": Rule(_wandb, secret=True),
     "wandb_project": equal("tracking.project", words=True),
     "wandb_org": equal("tracking.entity", words=True),
     "wandb_run_name": equal("tracking.run_name", words=True),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain.importers.rows import SET, Answer, Flags, Row, Rule
+from posttrain.importers.rows import HIDDEN, SET, Answer, Flags, Row, Rule
 from posttrain.recipe.validation import nearest_type
 
 
@@ -37,6 +37,11 @@ class Program:
         plain = flag.replace("-", "_") if self.prefix else flag
         return self.other_names.get(plain, plain)
 
+    def is_secret(self, flag: str, value: str) -> bool:
+        """Whether the value of a flag must not be shown."""
+        rule = self.rules.get(self.name_of(flag))
+        return rule is not None and rule.secret and value.lower() not in ("", SET, "true", "false")
+
     def table(self, words: list[tuple[str, str]], rows: int | None) -> list[Row]:
         """A row for each flag, for each default that has an effect, and for behavior that no flag changes."""
         given, written, shown = {}, {}, {}
@@ -56,7 +61,8 @@ class Program:
                 note = "; ".join(part for part in (answer.note, "given twice; the last one is used") if part)
                 answer = Answer(answer.outcome, answer.keys, note)
             taken |= set(answer.keys)
-            found.append(Row(f"{self.prefix}{written[name]}", shown[name], answer))
+            value = HIDDEN if self.is_secret(name, value) else shown[name]
+            found.append(Row(f"{self.prefix}{written[name]}", value, answer))
         for name, value in self.defaults.items():
             if name not in given:
                 answer = self._answer(name, value, flags)

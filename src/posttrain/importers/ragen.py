@@ -77,10 +77,6 @@ def _held_out(flags: Flags) -> tuple[Mapping[str, Any], str]:
 
 
 def _environment(value: str, flags: Flags) -> Answer:
-    if value not in _SEEDS:
-        return Answer(
-            "not supported", {}, f"the importer supports {', '.join(_SEEDS)}; `posttrain env list` has all environments"
-        )
     keys: dict[str, Any] = {
         "sokoban": {"environment.type": "sokoban", "environment.dim_x": 6, "environment.dim_y": 6, "environment.num_boxes": 1,
                     "environment.search_depth": 30, "environment.format.penalty": -1},
@@ -513,6 +509,11 @@ def find(word: str, after: list[str], before: list[str]) -> tuple[Program, list[
             environment, rest = "sokoban", after
         else:
             environment, *rest = after
+        if environment not in _SEEDS:
+            raise InputError(
+                f"the environment {environment} has no importer; those of train.sh with one are {', '.join(_SEEDS)}; "
+                "`posttrain env list` has all environments"
+            )
         kind = next((one.partition("=")[2] for one in rest if one.startswith("rl_or_sft=")), "rl")
         if kind not in ("rl", "sft"):
             raise InputError(f"rl_or_sft={kind}; it must be rl or sft")

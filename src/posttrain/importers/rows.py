@@ -16,6 +16,8 @@ from posttrain.recipe.sources import RecipeLoader
 Outcome = Literal["equal", "converted", "no effect", "not supported", "unknown"]
 SET = "set"
 """The value recorded for a flag that takes no value."""
+HIDDEN = "..."
+"""Shown instead of a secret value."""
 LONG = 1_000
 """Steps between checkpoints of a command that writes checkpoints only at its end."""
 
@@ -83,11 +85,12 @@ class Flags:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a flag is read. `switch`: it takes no value. `many`: it takes several words."""
+    """How a flag is read. `switch`: it takes no value. `many`: it takes several words. `secret`: its value is not shown."""
 
     apply: Callable[[str, Flags], Answer]
     switch: bool = False
     many: bool = False
+    secret: bool = False
 
 
 _BRACKETS = 50

@@ -14,7 +14,9 @@ _HEREDOC = re.compile(
 )
 _KEYWORDS = {"if", "then", "else", "elif", "fi", "for", "while", "do", "done", "case", "esac", "{", "}", "!", "time"}
 _ALWAYS = {"@": "", "*": "", "HOME": str(Path.home()), "PWD": "."}
-_OPERATORS = ("&&", "||", ";", "|", "&", "\n")
+_OPERATORS = ("&&", "||", ";", "|", "&", "\n", "(", ")")
+_ARGUMENTS = re.compile(r'"\$(?:@|\{@\})"(?=[\s;&|)]|\Z)')
+"""The arguments of the script, of which there are none: no word, unlike other texts in quotation marks."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,14 @@ class _Word:
 
 
 def read_commands(text: str, variables: Mapping[str, str]) -> list[Command]:
-    """The simple commands of `text`, in order. `variables` win over assignments of the script.
+    """The simple commands of `text`, in order. `variables` win over assignments of the script. Exported variables that
+    the script does not read are assignments in front of later commands.
 
     Raises:
         InputError: a variable has no value, a command is substituted, or a quotation is not closed.
     """
     known: dict[str, str] = {}
+    exported: dict[str, str] = {}
     commands = []
     # A backslash at the end of a line continues it, even with spaces after it, which copied commands often have.
     joined = re.sub(r"\\[ \t]*(?:\n|\Z)", " ", text)
@@ -53,9 +57,12 @@ def read_commands(text: str, variables: Mapping[str, str]) -> list[Command]:
             words.pop(0)
         if words and words[0].text in ("export", "local", "declare", "readonly"):
             given |= {found[1]: found[2] for word in words[1:] if (found := _ASSIGNMENT.fullmatch(word.text))}
+            # A variable that the script reads itself has its effect in the words of a command.
+            read = {name for name in given if re.search(rf"\$\{{?{name}\b", joined)}
+            exported |= {name: given[name] for name in given.keys() - read if words[0].text == "export"}
             words = []
         if words:
-            commands.append(Command(tuple(word.text for word in words), given))
+            commands.append(Command(tuple(word.text for word in words), {**exported, **given}))
         else:
             known |= given
     return commands
@@ -84,6 +91,8 @@ def _split(text: str, known: dict[str, str], variables: Mapping[str, str]) -> It
             word = word or _Word("", True)
             word.text += text[position + 1 : end]
             position = end + 1
+        elif word is None and (match := _ARGUMENTS.match(text, position)):
+            position = match.end()
         elif char == '"':
             word = word or _Word("", True)
             position += 1
@@ -125,6 +134,8 @@ def _split(text: str, known: dict[str, str], variables: Mapping[str, str]) -> It
             end_word()
             skip = not re.search(r"&\d$", match[0])
             position = match.end()
+        elif text.startswith(("<(", ">("), position):
+            raise InputError(f"{_start(text, position)} is the output of another command; write its value instead")
         elif operator := next((one for one in _OPERATORS if text.startswith(one, position)), None):
             end_word()
             skip = False
@@ -147,9 +158,7 @@ def _split(text: str, known: dict[str, str], variables: Mapping[str, str]) -> It
 def _expansion(text: str, position: int, values: Mapping[str, str]) -> tuple[str, int]:
     """The value of the expansion at `position`, and where the text continues."""
     if text.startswith(("$(", "`"), position):
-        raise InputError(
-            f"{text[position : position + 40].splitlines()[0]!r} is the output of another command; write its value instead"
-        )
+        raise InputError(f"{_start(text, position)} is the output of another command; write its value instead")
     if match := re.compile(r"\$\{([A-Za-z_]\w*|[@*\d])(?::?([-=])([^}]*))?\}|\$([A-Za-z_]\w*|[@*\d])").match(
         text, position
     ):
@@ -158,7 +167,13 @@ def _expansion(text: str, position: int, values: Mapping[str, str]) -> tuple[str
         if value is None:
             raise InputError(f"${name} has no value in the command; add {name}=VALUE after it")
         return value, match.end()
+    if text.startswith("${", position):
+        raise InputError(f"{_start(text, position)} is an expansion that the importer does not read; write its value")
     return text[position], position + 1
+
+
+def _start(text: str, position: int) -> str:
+    return repr(text[position : position + 40].splitlines()[0])
 
 
 def assignments(words: list[str]) -> dict[str, str]:

@@ -205,6 +205,7 @@ COMMON: dict[str, Rule] = {
     ),
     "push_to_hub": Rule(_push, switch=True),
     "hub_model_id": without_effect("belongs to `--push_to_hub`"),
+    "hub_token": Rule(lambda *_: Answer("no effect", {}, "log in with `hf auth login`"), secret=True),
 }
 """Flag -> rule, for all trainers."""
 COMMON_DEFAULTS = {

@@ -443,8 +443,8 @@ RULES: dict[str, Rule] = {
     "trainer.device": without_effect("`model.device`"),
     "ray_init.num_cpus": without_effect("`hardware.cpus`"),
     "ray_kwargs.ray_init.num_cpus": without_effect("`hardware.cpus`"),
-    "--config-name": without_effect("name the overrides; files of hydra are not read"),
-    "--config-path": without_effect("name the overrides; files of hydra are not read"),
+    "--config-name": unsupported("name the overrides; files of hydra are not read", off=("ppo_trainer", "ppo_trainer.yaml")),
+    "--config-path": unsupported("name the overrides; files of hydra are not read"),
 }  # fmt: skip
 DEFAULTS = {
     "data.train_batch_size": "1024",

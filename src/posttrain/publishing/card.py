@@ -22,11 +22,19 @@ _PACKAGED = {"packaged:smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", "a
 """Models that ship with packages -> their hub id and licence."""
 _TAGS = {"rl": "reinforcement-learning", "reward": "reward-model", "distill": "distillation"}
 
+_USES = {
+    "gguf": "```\nllama-cli -m {name}.gguf\n```",
+    "ollama": "```\nollama create {name} -f Modelfile\n```",
+    "vllm": "`vllm.yaml` has the paths of the machine that wrote it.\n\n```\nvllm serve --config vllm.yaml\n```",
+}
+"""Kind of export -> its use, in the folder of the card."""
 
-def model_card(run: RunDirectory, licence: str | None = None) -> str:
+
+def model_card(run: RunDirectory, licence: str | None = None, target: str = "hf", address: str = "PATH") -> str:
     """The card as Markdown with the metadata that the hub reads.
 
-    `licence`: an identifier such as `apache-2.0`; None: that of the base model, if known.
+    `licence`: an identifier such as `apache-2.0`; None: that of the base model, if known. `target`: the kind of export,
+    whose use the card shows. `address`: where the model is.
 
     Raises:
         InputError: the run has not ended.
@@ -37,7 +45,7 @@ def model_card(run: RunDirectory, licence: str | None = None) -> str:
         raise InputError(f"{run.path} has no results yet; wait for its end, or continue it with --resume {run.path}")
     base, known = base_model(recipe)
     metadata: dict[str, Any] = {
-        "library_name": "peft" if is_adapter(run.path / "model") else "transformers",
+        "library_name": _library(run.path / "model", target),
         "pipeline_tag": "text-classification" if recipe.stage == "reward" else "text-generation",
         "tags": ["posttrain", recipe.stage, *([_TAGS[recipe.stage]] if recipe.stage in _TAGS else [])],
     }
@@ -53,7 +61,7 @@ def model_card(run: RunDirectory, licence: str | None = None) -> str:
         *_results(run),
         "Intervals are 95%. Rows of baseline policies are of the same held-out tasks; `exact` values are computed.",
         "## Use",
-        _use(recipe, run.path / "model"),
+        _USES[target].format(name=run.path.name) if target in _USES else _use(recipe, run.path / "model", address),
         "## Data",
         _data(recipe),
         "## Training",
@@ -96,6 +104,12 @@ def _licence_in(card: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _library(model: Path, target: str) -> str:
+    if target in ("gguf", "ollama"):
+        return "gguf"
+    return "peft" if is_adapter(model) else "transformers"
+
+
 def is_adapter(directory: Path) -> bool:
     """Whether the directory contains only adapters."""
     return (directory / "adapter_config.json").is_file()
@@ -113,17 +127,17 @@ def _results(run: RunDirectory) -> Iterator[str]:
         yield "No held-out tasks were measured."
 
 
-def _use(recipe: "Recipe", model: Path) -> str:
+def _use(recipe: "Recipe", model: Path, address: str) -> str:
     if recipe.stage == "reward":
         lines = ["from transformers import AutoModelForSequenceClassification, AutoTokenizer", ""]
-        lines += ['model = AutoModelForSequenceClassification.from_pretrained("PATH")']
+        lines += [f'model = AutoModelForSequenceClassification.from_pretrained("{address}")']
     elif is_adapter(model):
         lines = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer", ""]
-        lines += ['model = AutoPeftModelForCausalLM.from_pretrained("PATH")']
+        lines += [f'model = AutoPeftModelForCausalLM.from_pretrained("{address}")']
     else:
         lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-        lines += ['model = AutoModelForCausalLM.from_pretrained("PATH")']
-    lines += ['tokenizer = AutoTokenizer.from_pretrained("PATH")']
+        lines += [f'model = AutoModelForCausalLM.from_pretrained("{address}")']
+    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{address}")']
     return "```python\n" + "\n".join(lines) + "\n```"
 
 

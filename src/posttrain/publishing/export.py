@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from posttrain.errors import InputError
+from posttrain.models.load import resolve_path
 from posttrain.publishing.card import is_adapter, model_card
 from posttrain.runs.directory import RunDirectory, exported_model
 
@@ -25,6 +26,7 @@ def export_run(
     kind: str = "f16",
     shard_gigabytes: float = 5.0,
     licence: str | None = None,
+    address: str = "PATH",
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
     """Write the exported model of `run` to the folder `out`, with its card and recipe. Returns the files.
@@ -36,6 +38,7 @@ def export_run(
         kind: type of the weights of a GGUF file.
         shard_gigabytes: largest size of a safetensors file.
         licence: identifier for the card.
+        address: where the card says that the model is.
         tell: called with a line of text for each check.
 
     Raises:
@@ -54,7 +57,7 @@ def export_run(
         )
     if target in ("gguf", "ollama") and stage == "reward":
         raise InputError(f"{model} is a reward model, which GGUF does not support; use --to hf")
-    card = model_card(run, licence)
+    card = model_card(run, licence, target, address)
     out.mkdir(parents=True, exist_ok=True)
     try:
         if target in ("gguf", "ollama"):
@@ -122,13 +125,17 @@ def _end_texts(model: Path, tokenizer: Any) -> list[str]:
 
 
 def vllm_settings(out: Path, name: str, recipe: Any, adapter: bool) -> dict[str, Any]:
-    """Arguments of `vllm serve --config`, with the sampling limits of the recipe."""
+    """Arguments of `vllm serve --config`, with the context length of the recipe, at most that of the model."""
+    from transformers import PretrainedConfig
+
     rollout = getattr(recipe, "rollout", None)
     settings: dict[str, Any] = {"model": str(out), "served-model-name": name, "dtype": "auto"}
     if adapter:
-        settings |= {"model": recipe.model.path, "enable-lora": True, "lora-modules": [f"{name}={out}"]}
+        settings |= {"model": resolve_path(recipe.model.path)}
+        settings |= {"enable-lora": True, "lora-modules": [f"{name}={out}"]}
         settings |= {"max-lora-rank": recipe.model.lora.rank}
         del settings["served-model-name"]
     if rollout is not None:
-        settings |= {"max-model-len": rollout.tokens_per_episode}
+        limit = PretrainedConfig.get_config_dict(settings["model"])[0].get("max_position_embeddings")
+        settings |= {"max-model-len": min(rollout.tokens_per_episode, limit or rollout.tokens_per_episode)}
     return settings

@@ -32,7 +32,7 @@ def push_run(
         raise InputError(f"{repository} is not USER/NAME; give the repository as USER/NAME")
     with TemporaryDirectory(prefix="posttrain-push-") as scratch:
         out = Path(scratch) / "model"
-        files = export_run(run, target, out, licence=licence, tell=tell)
+        files = export_run(run, target, out, licence=licence, address=repository, tell=tell)
         tell(f"{len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
         api = HfApi()
         try:

@@ -273,7 +273,7 @@ NO_EFFECT: dict[str, str] = {
         ("save_only_model", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
         "checkpoints hold all that a run needs to resume to the same bits"),
     **dict.fromkeys(
-        ("hub_strategy", "hub_always_push", "hub_revision", "hub_private_repo", "hub_token"), "belongs to `--push_to_hub`"),
+        ("hub_strategy", "hub_always_push", "hub_revision", "hub_private_repo"), "belongs to `--push_to_hub`"),
     "full_determinism": "always on a CPU",
     "data_seed": "the order of rows follows from `seed`",
     "average_tokens_across_devices": "the divisor of the loss is always global",

@@ -144,7 +144,9 @@ class TensorBoardSink:
         _load("tensorboard", "tensorboard")
         self._writer_class = _load("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self._directory = str(run.logs / "tensorboard")
-        self._writer = self._writer_class(self._directory)
+        # TensorBoard takes the first start of a session for the start of the run, and discards nothing.
+        first = not any(run.logs.glob("tensorboard/events.*"))
+        self._writer = self._writer_class(self._directory, purge_step=0 if first else None)
         self._second = int(time.time())
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
