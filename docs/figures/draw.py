@@ -415,7 +415,7 @@ def board(axes: Axes, theme: Theme) -> None:
             )
     axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names])
     axes.set_xlim(-0.6, len(names) - 0.4)
-    legend = axes.legend(loc="lower right", fontsize=8.5, frameon=False, ncols=3)
+    legend = axes.legend(loc="lower right", bbox_to_anchor=(1.01, 0.99), fontsize=8.5, frameon=False, ncols=3)
     for text in legend.get_texts():
         text.set_color(theme["ink"])
     axes.set_title(
