@@ -47,7 +47,7 @@ def test_columns_of_no_known_kind_are_reported(tiny_model, tmp_path, capsys):
         "`columns.prompt=question columns.completion=answer`\n"
     )
     assert main(["data", "inspect", file, "colums.prompt=a", "--model", str(tiny_model)]) == 2
-    assert "there is no key data.colums; the nearest is data.columns" in capsys.readouterr().err
+    assert "there is no key data.colums.prompt; the nearest is data.columns.prompt" in capsys.readouterr().err
 
 
 def refused(capsys, tiny_model, file, *words):

@@ -22,7 +22,7 @@ def test_the_commands_of_the_page_resolve(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     place_recipes(tmp_path)
     shown = [command for command in commands(PAGE) if command not in commands(PAGE, SMALL)]
-    assert len([command for command in shown if command.startswith("posttrain rl")]) == 14
+    assert len([command for command in shown if command.startswith("posttrain rl") and " name=" in command]) == 14
     for game in ("bandit", "sokoban", "frozen_lake"):
         pipelines = [command for command in shown if f"{game}_pipeline.yaml" in command and "7B" not in command]
         assert [("thinking=false" in command) for command in pipelines] == [False, True]

@@ -177,6 +177,8 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
     )
     if close := difflib.get_close_matches(name, siblings, 1, 0.75):
         return f"the nearest is {'.'.join((*section, close[0]))}"
+    if not own and (close := difflib.get_close_matches(dotted, names, 1, 0.85)):
+        return f"the nearest is {close[0]}"
     if elsewhere := sorted({key for key in names if key.split(".")[-1] == name}):
         return f"{' and '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} that name"
     if not prefix and "stage" in stage.model_fields and path[0] not in stage.model_fields:

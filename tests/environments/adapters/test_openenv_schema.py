@@ -19,7 +19,7 @@ def test_a_server_that_drips_is_given_up(respond, monkeypatch):
         assert time.monotonic() - started < 4
 
 
-def test_a_redirect_is_not_followed():
+def test_a_redirect_to_another_server_is_not_followed():
     with server(lambda send: send(body('{"action": {}}'))) as other:
         location = f"Location: http://127.0.0.1:{other}/schema\r\n"
         with (

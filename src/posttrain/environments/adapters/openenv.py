@@ -130,10 +130,10 @@ class _Session(Protocol):
 
 
 def _served_schema(url: str) -> Mapping[str, Any]:
-    """The action schema of the server at `url`, which has `_SECONDS` for the whole reply and may not redirect."""
+    """The action schema of the server at `url`, which has `_SECONDS` for the whole reply and may not redirect to another."""
     httpx = require_module("httpx", "environment.url")
     try:
-        with bounded(httpx.Client(timeout=_SECONDS)) as client:
+        with bounded(httpx.Client(timeout=_SECONDS, follow_redirects=True)) as client:
             schema: Mapping[str, Any] = client.get(f"{url}/schema").raise_for_status().json()["action"]
     except (OSError, httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
