@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.engines.local.cuda import KeyValueRows
-from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.local.engine import LocalEngine, page_bytes
 from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.planning.devices import GPU_KERNELS_LOCAL
 from posttrain.recipe.engines import VllmEngineRecipe
@@ -101,6 +103,19 @@ def test_a_sleeping_engine_leaves_the_memory_of_its_cache(device, thin_model):
     engine.sleep()
     engine._decoder = None
     assert device.live == before
+
+
+def test_the_cache_stays_within_its_limit(device, thin_model):
+    policy = Policy(made.recipe(thin_model))
+    limit = 3 * 2 * page_bytes(policy) + 1
+    engine = LocalEngine(policy, max_context=PAGE + 20, slots=8, cache_bytes=limit)
+    assert engine.capacity == 3
+    engine.load_weights(1)
+    assert [len(done.ids) for done in sampled(engine, PAGE, requests=7)] == [PAGE] * 7
+    stored = [tensor for store in (engine._cache.keys, engine._cache.values) for tensor in store.values()]
+    assert limit - 1 == sum(tensor.nbytes for tensor in stored) == engine.counters.cache_bytes
+    with pytest.raises(InputError, match=r"engine.cache_bytes .* a sequence of 200 tokens"):
+        LocalEngine(policy, max_context=200, cache_bytes=page_bytes(policy))
 
 
 def test_weights_for_vllm_come_from_the_device(device, thin_model, monkeypatch):

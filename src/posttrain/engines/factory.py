@@ -21,12 +21,12 @@ def open_engine(
 ) -> Engine:
     """The engine of the recipe. It samples with the weights of `policy` at each `load_weights`.
 
-    For engines outside this process: `max_context` is the longest context in tokens (default: the model's limit),
-    `sampling` the settings for which log-probabilities must be exact (default: temperature 1), `logs` the directory of
+    `max_context` is the longest context in tokens (default: the model's limit). For engines outside this process,
+    `sampling` gives the settings for which log-probabilities must be exact (default: temperature 1), `logs` the directory of
     their log files, and `weights_change` whether weights may change while requests are in flight.
     """
     if isinstance(recipe, LocalEngineRecipe):
-        return LocalEngine(policy, recipe)
+        return LocalEngine(policy, recipe, max_context)
     from posttrain.engines.vllm.engine import open_vllm
 
     return open_vllm(policy, recipe, max_context, sampling, logs, weights_change)

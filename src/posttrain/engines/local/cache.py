@@ -69,8 +69,10 @@ class KeyValuePages:
     and `drop` returns it.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, most_pages: int | None = None) -> None:
+        """`most_pages`: pages of the longest sequence, beyond which the cache does not grow."""
         self.slots = slots
+        self.most_pages = most_pages
         self.pages = 0
         self.resident = np.zeros(slots, dtype=np.int64)
         """Pages of each slot that occupy memory: always the first ones."""
@@ -84,7 +86,7 @@ class KeyValuePages:
         needed = -(-tokens // PAGE)
         if needed <= self.pages:
             return
-        self.pages = max(needed, self.pages + self.pages // 2)
+        self.pages = max(needed, min(self.pages + self.pages // 2, self.most_pages or sys.maxsize))
         for store in (self.keys, self.values):
             for layer, old in store.items():
                 store[layer] = self._grow(old)

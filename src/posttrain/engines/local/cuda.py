@@ -23,6 +23,11 @@ class KeyValueRows(KeyValuePages):
     def tokens_per_slot(self) -> int:
         return self.pages * PAGE
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory that the cache occupies."""
+        return sum(store.nbytes for store in (*self.keys.values(), *self.values.values()))
+
     def _empty(self, heads: int, like: torch.Tensor) -> torch.Tensor:
         try:
             return like.new_empty(self.slots, self.tokens_per_slot, heads, like.shape[-1])

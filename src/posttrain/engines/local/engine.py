@@ -230,9 +230,12 @@ class LocalEngine:
     engine = LocalEngine(policy, slots=64)
     """
 
-    def __init__(self, policy: Policy, recipe: LocalEngineRecipe | None = None, **settings: Any) -> None:
+    def __init__(
+        self, policy: Policy, recipe: LocalEngineRecipe | None = None, max_context: int | None = None, **settings: Any
+    ) -> None:
         """`settings`: keys of the `engine` section by name, instead of `recipe`: `slots`, the sequences held in the
-        key/value cache, and `tokens_per_forward`. InputError if a setting is wrong.
+        key/value cache, and `tokens_per_forward`. `max_context`: longest context in tokens, by default the model's limit;
+        read only for `cache_bytes` on a GPU. InputError if a setting is wrong.
         """
         recipe = section(LocalEngineRecipe, recipe, **settings)
         if policy.device.type == "cpu":
@@ -241,6 +244,7 @@ class LocalEngine:
         self.recipe = recipe
         self.counters = EngineCounters()
         self.capacity = recipe.slots
+        """Largest number of sequences that are decoded at the same time."""
         self.version = 0
         self.before_forward: Callable[[], None] | None = None
         """Called before each forward pass, when every open episode waits for the engine. It may load weights and cancel
@@ -249,12 +253,20 @@ class LocalEngine:
         self._flash = _flash_supports(policy)
         self._page_limit: int | None = None
         """Largest number of pages of the cache, by `cache_bytes`."""
-        if recipe.cache_bytes is not None:
-            if policy.device.type != "cpu":
-                raise InputError("engine.cache_bytes limits the cache on a CPU; on a GPU, lower engine.slots")
+        most_pages = None
+        if recipe.cache_bytes is not None and policy.device.type == "cpu":
             self._page_limit = recipe.cache_bytes // page_bytes(policy)
-        self._cache = KeyValueRows(recipe.slots) if self._flash else KeyValuePages(recipe.slots)
-        self._slots = Slots(recipe.slots)
+        elif recipe.cache_bytes is not None:
+            context = max_context or transformer(policy.model).config.max_position_embeddings
+            most_pages = -(-context // PAGE)
+            self.capacity = min(recipe.slots, recipe.cache_bytes // (most_pages * page_bytes(policy)))
+            if not self.capacity:
+                raise InputError(
+                    f"engine.cache_bytes is {recipe.cache_bytes:,}, and a sequence of {context:,} tokens needs "
+                    f"{most_pages * page_bytes(policy):,}; raise it, or lower rollout.tokens_per_episode"
+                )
+        self._cache = (KeyValueRows if self._flash else KeyValuePages)(self.capacity, most_pages)
+        self._slots = Slots(self.capacity)
         self._source = policy
         """The policy whose weights are loaded."""
         self._decoder: Decoder | None = None
@@ -306,7 +318,7 @@ class LocalEngine:
     def sleep(self) -> None:
         """Reshard gathered weights, and free the cache of a GPU for the learner. A CPU keeps it for the next step."""
         if self._flash:
-            self._cache = KeyValueRows(self.recipe.slots)
+            self._cache = KeyValueRows(self.capacity, self._cache.most_pages)
             self._slots.invalidate()
         if self._source.sharded is not None:
             self._decoder = None
