@@ -47,7 +47,7 @@ docs: $(READY)
 
 # The pictures of the README and of the site, from data in docs/results.
 figures: $(READY)
-	$(BIN)/python docs/figures/draw.py
+	$(BIN)/python -m docs.figures.draw
 
 # Every page of `posttrain view` in build/screenshots, from runs that it trains first. Needs Chromium.
 screenshots: $(READY)

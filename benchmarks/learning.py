@@ -4,7 +4,7 @@
 
 Every run starts from `made:small`, which plays like the random policy, and is evaluated on held-out tasks during training
 and at its end. A run's outcome is one line of OUT/results.jsonl; runs that are there are not run again. OUT/learning.md has
-a row per variant, and OUT/learning.svg the curves.
+a row per variant, and OUT/learning.svg a panel per variant.
 """
 
 import argparse
@@ -59,26 +59,37 @@ ENVIRONMENTS: dict[str, Keys] = {
         "kl": {"coefficient": 0.5, "estimator": "k2"},
         "evaluation": {"environment": {"type": "word_sort"}, "metric": "success"},
     },
+    # Two by two cells: the smallest lake on which an answer has to depend on the turn before.
     "firm lake": {
-        "environment": {"type": "frozen_lake", "slippery": False, "max_turns": 6, "observation": "local"},
-        "rollout": {"tokens_per_episode": 900},
+        "environment": {"type": "frozen_lake", "size": 2, "slippery": False, "max_turns": 2, "observation": "local"},
+        "rollout": {"tokens_per_episode": 700},
+        "credit": {"type": "turn_returns"},
+        "optimizer": {"learning_rate": 1e-3},
+        "kl": {"coefficient": 0.02, "estimator": "k2"},
     },
     "slippery lake": {
-        "environment": {"type": "frozen_lake", "slippery": True, "max_turns": 10, "observation": "local"},
-        "rollout": {"tokens_per_episode": 1000},
+        "environment": {"type": "frozen_lake", "size": 2, "slippery": True, "max_turns": 4, "observation": "local"},
+        "rollout": {"tokens_per_episode": 700},
+        "credit": {"type": "turn_returns"},
+        "optimizer": {"learning_rate": 1e-3},
+        "kl": {"coefficient": 0.02, "estimator": "k2"},
     },
     "sokoban": {
         "environment": {"type": "sokoban", "max_turns": 6, "observation": "local"},
         "rollout": {"tokens_per_episode": 1000},
     },
 }
-CREDITS = ["rloo", "grpo", "dr_grpo", "opo", "remax", "maxrl", "reinforce_pp_baseline", "brpo", "arpo", "reinforce_pp"]
-CREDITS += ["turn_returns", "gigpo", "gae", "optimal_token_baseline"]
-LOSSES = ["reinforce", "gspo", "gspo_token", "cispo", "dppo", "sapo", "gmpo", "gpg"]
+CREDITS = ["rloo", "grpo", "dr_grpo", "opo", "remax", "reinforce_pp_baseline", "brpo", "arpo", "reinforce_pp"]
+CREDITS += ["turn_returns", "gigpo", "gae", "bilevel_gae", "optimal_token_baseline"]
+LOSSES = ["gspo", "gspo_token", "cispo", "dppo", "sapo", "gmpo"]
 VARIANTS: dict[str, Keys] = {
     "base": {},
     **{f"credit {name}": {"credit": {"type": name}} for name in CREDITS},
+    # It divides by the mean return of a group, which the penalty for a wrong form can make negative.
+    "credit maxrl": {"credit": {"type": "maxrl"}, "environment": {"format": {"penalty": 0.0}}},
     **{f"loss {name}": {"loss": {"type": name}} for name in LOSSES},
+    # Without importance weights, a step has one update.
+    **{f"loss {name}": {"loss": {"type": name}, "learner": {"updates_per_step": 1}} for name in ("reinforce", "gpg")},
     "no warm-up": {"optimizer": {"warmup_updates": 0}},
     "learning rate 1e-3": {"optimizer": {"learning_rate": 1e-3}},
     "learning rate 5e-4": {"optimizer": {"learning_rate": 5e-4}},
@@ -225,58 +236,68 @@ def markdown(rows: list[Keys]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
+COLUMNS = 5
+"""Panels beside each other in the figures."""
+
+
+def small_multiples(axes: Any, lines: list[Keys], curve: str, base: str, text: str) -> None:
+    """A panel per variant of one environment in the area of `axes`: held-out success by step, mean and 95% interval over
+    seeds in the color `curve`, and the base's mean in the color `base`. Dotted: random and optimal. `text`: color of words.
+    """
+    axes.axis("off")
+    by = {name: [line for line in lines if line["variant"] == name] for name in VARIANTS}
+    shown = [name for name, runs in by.items() if runs]
+    rows = math.ceil(len(shown) / COLUMNS)
+    for place, name in enumerate(shown):
+        row, column = divmod(place, COLUMNS)
+        panel = axes.inset_axes((column / COLUMNS, 1 - (row + 0.78) / rows, 0.86 / COLUMNS, 0.66 / rows))
+        steps = [step for step, _, _ in by[name][0]["curve"]]
+        points = [
+            bootstrap_mean(values, draws=500)
+            for values in zip(*[[success for _, _, success in line["curve"]] for line in by[name]], strict=True)
+        ]
+        for key in ("random", "optimal"):
+            panel.axhline(lines[0][key], color=base, linestyle=":", linewidth=0.8)
+        if by["base"]:
+            successes = np.mean([[success for _, _, success in line["curve"]] for line in by["base"]], axis=0)
+            panel.plot([step for step, _, _ in by["base"][0]["curve"]], successes, color=base, linewidth=1.0)
+        panel.plot(steps, [point.value for point in points], color=curve, linewidth=1.6)
+        panel.fill_between(
+            steps,
+            [point.low for point in points],
+            [point.high for point in points],
+            color=curve,
+            alpha=0.2,
+            linewidth=0,
+        )
+        panel.set_facecolor("none")
+        panel.set_title(name.removeprefix("credit "), fontsize=8, color=text, pad=3)
+        panel.set_ylim(-0.03, 1.05)
+        panel.set_yticks((0, 0.5, 1), ("0%", "50%", "100%") if not column else ("", "", ""))
+        panel.set_xticks((0, steps[-1]))
+        panel.tick_params(colors=text, labelsize=7, length=2)
+        for side, spine in panel.spines.items():
+            spine.set_visible(side in ("left", "bottom"))
+            spine.set_color(base)
+
+
 def draw(lines: list[Keys], file: Path) -> None:
-    """Small multiples: an environment per row, and per column the base beside some variants; mean and 95% interval over seeds."""
+    """The small multiples of all environments, one below the other."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    environments = [name for name in ENVIRONMENTS if any(line["environment"] == name for line in lines)]
-    present = {line["variant"] for line in lines}
-    columns = {
-        title: chosen
-        for title, start in (("credit", "credit "), ("loss", "loss "), ("settings", ""))
-        if (chosen := [name for name in VARIANTS if name in present and _column(name) == start])
-    } or {"base": []}
+    environments = list(dict.fromkeys(line["environment"] for line in lines))
+    counts = [len({line["variant"] for line in lines if line["environment"] == name}) for name in environments]
+    heights = [0.4 + 1.3 * math.ceil(count / COLUMNS) for count in counts]
     figure, axes = pyplot.subplots(
-        len(environments), len(columns), squeeze=False, sharex=True, sharey=True, layout="constrained",
-        figsize=(4.2 * len(columns), 2.6 * len(environments)),
-    )  # fmt: skip
-    for row, environment in enumerate(environments):
-        for column, (title, names) in enumerate(columns.items()):
-            axis = axes[row][column]
-            for name in ["base", *names]:
-                runs = [x for x in lines if x["environment"] == environment and x["variant"] == name]
-                if not runs:
-                    continue
-                steps = [step for step, _, _ in runs[0]["curve"]]
-                points = [
-                    bootstrap_mean(values, draws=500)
-                    for values in zip(*[[success for _, _, success in x["curve"]] for x in runs], strict=True)
-                ]
-                style: Keys = {"color": "black", "linewidth": 2.0} if name == "base" else {"linewidth": 1.0}
-                (drawn,) = axis.plot(
-                    steps, [point.value for point in points], label=name.removeprefix(f"{title} "), **style
-                )
-                low, high = [point.low for point in points], [point.high for point in points]
-                axis.fill_between(steps, low, high, color=drawn.get_color(), alpha=0.1, linewidth=0)
-            for key in ("random", "optimal"):
-                level = next(x[key] for x in lines if x["environment"] == environment)
-                axis.axhline(level, color="grey", linestyle=":", linewidth=1)
-            axis.set_title(f"{environment}: {title}", fontsize=9)
-            axis.legend(fontsize=6, frameon=False)
-            if column == 0:
-                axis.set_ylabel("held-out success")
-            if row == len(environments) - 1:
-                axis.set_xlabel("step")
+        len(environments), 1, squeeze=False, layout="constrained", figsize=(8.4, sum(heights)), height_ratios=heights
+    )
+    for axis, name in zip(axes[:, 0], environments, strict=True):
+        axis.set_title(f"{name}: held-out success by step", fontsize=9, loc="left")
+        small_multiples(axis, [line for line in lines if line["environment"] == name], "#0072B2", "#8a90a0", "black")
     figure.savefig(file)
-
-
-def _column(variant: str) -> str | None:
-    if variant == "base":
-        return None
-    return next((start for start in ("credit ", "loss ") if variant.startswith(start)), "")
 
 
 def main() -> None:
@@ -285,8 +306,13 @@ def main() -> None:
     parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
-    parser.add_argument("--out", type=Path, required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--out", type=Path, help="folder of the results")
+    where.add_argument("--table", type=Path, metavar="FILE", help="train nothing; print the table of stored results")
     chosen = parser.parse_args()
+    if chosen.table:
+        print(markdown(table([json.loads(line) for line in chosen.table.read_text().splitlines()])), end="")
+        return
     chosen.out.mkdir(parents=True, exist_ok=True)
     results = chosen.out / "results.jsonl"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []

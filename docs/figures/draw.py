@@ -5,6 +5,7 @@ Curves come from docs/results, credit from posttrain's own functions on one exam
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+from benchmarks.learning import small_multiples
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent / "results"
@@ -421,6 +424,17 @@ def board(axes: Axes, theme: Theme) -> None:
     axes.set_title(
         "each arrow: one training seed, success before and after RL", fontsize=9, color=theme["ink"], loc="left"
     )
+
+
+def learning(environment: str, axes: Axes, theme: Theme) -> None:
+    """What each type of credit and each policy loss learns from the same base recipe."""
+    lines = [json.loads(line) for line in (RESULTS / "learning.jsonl").read_text(encoding="utf-8").splitlines()]
+    chosen = [line for line in lines if line["environment"] == environment]
+    small_multiples(axes, chosen, theme["blue"], theme["faint"], theme["ink"])
+
+
+for environment in ("bandit", "word_sort"):
+    figure(f"learning_{environment}", 8.4, 5.6)(partial(learning, environment))
 
 
 def draw(folder: Path = FOLDER) -> list[Path]:
