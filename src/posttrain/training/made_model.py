@@ -58,9 +58,7 @@ def small() -> Path:
         return directory
     temporary = directory.with_name(f"{directory.name}.writing-{os.getpid()}")
     temporary.mkdir(parents=True, exist_ok=True)
-    print(
-        "training the model made:small, once on this machine, for about half a minute on an idle core", file=sys.stderr
-    )
+    print("training the model made:small, once; half a minute on an idle core", file=sys.stderr)
     try:
         _make(temporary)
         if not directory.exists():
