@@ -52,7 +52,8 @@ def test_making_it_prints_one_line(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert "made:small" in line and len(line) <= 80
+    assert "made:small" in line
+    assert len(line) <= 80
 
 
 @pytest.mark.parametrize("settings", made_model.GAMES, ids=lambda settings: settings["type"])
