@@ -190,6 +190,10 @@ def test_files_of_this_folder_and_of_the_command_need_no_trust(strangers, tiny_m
         ({"environment": {"type": "gymnasium", "id": "x:Y-v0"}}, "environment.id: x:Y-v0"),
         ({"environment": {"type": "openenv", "in_process": "x:Y"}}, "environment.in_process: x:Y"),
         ({"environment": {"type": "x.y:Own"}}, "environment.type: x.y:Own"),
+        (
+            {"environment": {"type": "text_task", "tools": ["posttrain.environments.rewards:load_function"]}},
+            "environment.tools.0: posttrain.environments.rewards:load_function",
+        ),
         ({"environment": {"type": "resumed/inside.py"}}, "environment.type: resumed/inside.py"),
         ({"tasks": ["a,/x/y.yaml"], "include_path": "/x/t"}, "include_path: /x/t, tasks.0: /x/y.yaml"),
         ({"model": {"path": "x", "trust_remote_code": True}}, "model.trust_remote_code: True"),
@@ -208,6 +212,24 @@ def test_a_resumed_run_starts_no_program_or_function_that_it_names(
     for words in (["--dry-run"], []):
         assert main(["rl", "--resume", str(copy), *words]) == 2
         assert named in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["demo.pythia", "a.py", "b.py:c"])
+def test_a_run_with_py_in_its_name_executes_no_file_of_its_own(strangers, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    copy = shutil.copytree(strangers[0], tmp_path / "runs" / name)
+    (copy / "inside.py").write_text("open('ran', 'w')\n")
+    values = yaml.safe_load((copy / "recipe.yaml").read_text())
+    for changes in (
+        {"environment": {"type": f"runs/{name}/inside.py"}},
+        {"environment": {"type": f"runs/{name}/inside.py:/../../../own.py"}},
+        {"environment": {"type": "text_task", "reward": f"runs/{name}/inside.py:f", "prompts": "rows.jsonl"}},
+    ):
+        (copy / "recipe.yaml").write_text(yaml.safe_dump(values | changes))
+        for words in (["--dry-run"], []):
+            assert main(["rl", "--resume", str(copy), *words]) == 2
+            assert f"runs/{name}/inside.py" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 

@@ -11,6 +11,8 @@ from posttrain import __version__
 from posttrain.cli.main import main
 from posttrain.cli.stages import split_words
 from posttrain.errors import InputError, RunError
+from posttrain.recipe.reference import keys_of
+from posttrain.recipe.stages import STAGES
 
 VERBS = ["rl", "sft", "evaluate", "generate", "pipeline", "plot", "episodes", "recipe", "env"]
 
@@ -68,6 +70,48 @@ def test_words_are_files_or_overrides(tmp_path, monkeypatch):
     (tmp_path / "a=b.yaml").write_text("steps: 1\n")
     words = ["r.yaml", "steps=3", "--entropy", "-1", "--kl.target=2", "a=b.yaml"]
     assert split_words(words) == (["r.yaml", "a=b.yaml"], ["steps=3", "--entropy", "-1", "--kl.target=2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (["train", "environment.type=bandit"], "`posttrain rl`"),
+        (["sftt"], "`posttrain sft`"),
+        (["runs", "lst"], "`posttrain runs list`"),
+        (["runs", "prune"], "`posttrain runs clean`"),
+        (["nonsense"], "`posttrain --help`"),
+        (["report"], "`posttrain report --help`"),
+        (["report", "--ot", "x"], "--out"),
+        (["view", "--port", "x"], "--port"),
+        (["sft", "--dry-rn", "data.train=chat.jsonl"], "--dry-run"),
+        (["rl", "--resum=runs/run"], "--resume"),
+        (["rl", "environment.type=bandit", "--overwrit"], "--overwrite"),
+        (["pipeline", "demo/pipeline", "--onyl", "sft"], "--only"),
+        (["tune", "rlhf/tune_sft", "--gruop", "2"], "--group"),
+        (["tune", "--trials", "3"], "rlhf/tune_sft"),
+    ],
+)
+def test_a_misspelt_command_or_option_is_one_sentence_with_the_right_one(words, near, capsys):
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("posttrain: ")
+    assert near in line
+
+
+def test_no_key_of_a_recipe_is_taken_for_a_misspelt_option():
+    for stage in STAGES.values():
+        for key in keys_of(stage):
+            assert split_words([f"--{key.path}=1"], "--only", "--from", "--group")[1] == [f"--{key.path}=1"]
+
+
+def test_a_command_without_words_shows_its_help(capsys):
+    for words in ([], ["env"], ["runs"]):
+        assert main(words) == 2
+        said = capsys.readouterr()
+        assert "Usage:" in said.out + said.err
+        assert "posttrain: " not in said.out + said.err
 
 
 def test_overrides_reach_the_stage_in_any_spelling(stage):

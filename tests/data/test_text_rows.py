@@ -72,6 +72,10 @@ def test_a_weight_is_a_number_above_0(value):
     assert "missing column" in conversation({"text": "a"}, "r", ColumnsRecipe(weight="w"))
 
 
+def test_the_message_about_a_weight_has_its_value():
+    assert "`w` is 0" in conversation({"text": "a", "w": 0}, "r", ColumnsRecipe(weight="w"))
+
+
 def test_weights_are_read_and_cached(renderer, file, tmp_path):
     recipe = DataRecipe(train=[str(file)], columns={"weight": "w"}, cache=str(tmp_path / "cache"))
     for _ in range(2):

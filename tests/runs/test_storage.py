@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 from pydantic import TypeAdapter
@@ -154,6 +156,24 @@ def test_runs_are_listed_and_cleaned_after_a_question(tiny_model, tmp_path, caps
     assert "nothing to free" in capsys.readouterr().out
     assert main(["runs", "list", str(tmp_path / "none")]) == 2
     assert "there is no run in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["closed", "", "n\n", "perhaps\n"])
+def test_runs_are_not_cleaned_without_an_answer(tiny_model, tmp_path, given):
+    run = finished(tiny_model, tmp_path, checkpoint={"every": 1, "keep_state": "always"})
+    before = sorted(run.path.rglob("*"))
+    shell = 'exec "$@" <&-' if given == "closed" else 'exec "$@"'
+    words = ["sh", "-c", shell, "sh", sys.executable, "-m", "posttrain.cli.main", "runs", "clean", str(run.path)]
+    done = subprocess.run(
+        words, input=None if given == "closed" else given, capture_output=True, text=True, check=False
+    )
+    assert sorted(run.path.rglob("*")) == before
+    if given == "n\n":
+        assert (done.returncode, done.stderr) == (0, "")
+        return
+    assert done.returncode == 2
+    assert "--yes" in done.stderr.splitlines()[-1]
+    assert "unexpected" not in done.stderr
 
 
 def test_a_run_that_has_not_ended_is_not_cleaned(tiny_model, tmp_path, capsys):

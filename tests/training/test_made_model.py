@@ -1,5 +1,9 @@
 """`made:small` writes well-formed answers with random skill, and RL improves it."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -36,6 +40,20 @@ def test_making_it_is_deterministic_and_keeps_the_random_state(made, tmp_path, m
     assert torch.equal(torch.random.get_rng_state(), state)
     for file in ("model.safetensors", "tokenizer.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_making_it_prints_one_line(tmp_path):
+    code = (
+        "from posttrain.training import made_model\n"
+        "made_model.PHASES, made_model.EPISODES = ((1, 2), (1, 2)), 60\n"
+        "made_model.small()\n"
+    )
+    environment = os.environ | {"POSTTRAIN_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "made:small" in line
+    assert len(line) <= 80
 
 
 @pytest.mark.parametrize("settings", made_model.GAMES, ids=lambda settings: settings["type"])

@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,7 +18,7 @@ from posttrain.cli.doctor import doctor
 from posttrain.cli.env import app as env
 from posttrain.cli.evaluate import app as evaluate
 from posttrain.cli.imports import import_
-from posttrain.cli.plugins import PluginGroup
+from posttrain.cli.plugins import PluginGroup, usage_message
 from posttrain.cli.publish import export, push
 from posttrain.cli.recipe import recipe
 from posttrain.cli.runs import compare, episodes, plot, report, table
@@ -32,6 +32,8 @@ from posttrain.errors import PosttrainError
 from posttrain.plugins import trusting
 from posttrain.runs.directory import storage_error
 
+_UsageError: Any = typer.BadParameter.__base__
+"""The class of errors in options and arguments, in click or in typer's copy of it."""
 _INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM."""
 
@@ -112,11 +114,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         with second_signal_ends(), nullcontext() if trust else trusting(words):
-            app(words, prog_name="posttrain")
+            code = app(words, prog_name="posttrain", standalone_mode=False)
     except SystemExit as stop:
-        if stop.code == _INTERRUPTED:
-            typer.echo("posttrain: interrupted", err=True)
-        return stop.code if isinstance(stop.code, int) else 1
+        code = stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:
         if debug:
             traceback.print_exc()
@@ -124,15 +124,19 @@ def main(arguments: list[str] | None = None) -> int:
         for line in message.splitlines():
             typer.echo(f"posttrain: {line}", err=True)
         return code
-    return 0
+    if code == _INTERRUPTED:
+        typer.echo("posttrain: interrupted", err=True)
+    return code if isinstance(code, int) else 0
 
 
 def describe(error: BaseException) -> tuple[str, int]:
     """The message for `error`, and the exit code."""
     if isinstance(error, PosttrainError):
         return str(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "interrupted", _INTERRUPTED
+    if isinstance(error, _UsageError):
+        return usage_message(error), error.exit_code
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" while writing {error.filename}" if error.filename else ""
         return f"the disk is full{where}; free some space, then continue with --resume", 1

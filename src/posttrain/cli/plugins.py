@@ -1,14 +1,33 @@
-"""Commands that plug-ins add to the command line, imported when they are run or listed in a help text."""
+"""Groups of commands: those that plug-ins add, imported when they are run or listed in a help text, and the errors for
+commands and options that do not exist.
+"""
 
+import difflib
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
+from posttrain.errors import InputError
 from posttrain.plugins import PluginError, entry_points, load
 
 _GROUP = "posttrain.commands"
+_OF_OTHERS = {
+    "train": ("sft", "reward", "dpo", "rl", "distill"),
+    "grpo": ("rl",),
+    "ppo": ("rl",),
+    "rloo": ("rl",),
+    "kto": ("dpo",),
+    "orpo": ("dpo",),
+    "eval": ("evaluate",),
+    "infer": ("generate",),
+    "predict": ("generate",),
+    "convert": ("data convert",),
+    "list": ("runs list",),
+    "prune": ("runs clean",),
+}
+"""Commands of other systems and their counterparts here."""
 
 
 class PluginGroup(TyperGroup):
@@ -29,6 +48,25 @@ class PluginGroup(TyperGroup):
             return _command(cmd_name, load(_GROUP, name))
         except PluginError as error:
             return _unavailable(cmd_name, error)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that `args` begins with, and the rest of `args`. Raises InputError if there is no such command."""
+        name, place = args[0], ctx.command_path
+        if name.startswith("-") or self.get_command(ctx, name) is not None:
+            return super().resolve_command(ctx, args)
+        near = [f"{place} {other}" for other in difflib.get_close_matches(name, self.list_commands(ctx), 1, 0.6)]
+        near = near or [f"posttrain {other}" for other in _OF_OTHERS.get(name, ())]
+        hint = (
+            f"the nearest is {' or '.join(f'`{other}`' for other in near)}" if near else f"`{place} --help` lists them"
+        )
+        raise InputError(f"there is no command `{place} {name}`; {hint}")
+
+
+def usage_message(error: Any) -> str:
+    """One sentence for an error in options or arguments, with the command whose help has the right ones."""
+    said = " ".join(error.format_message().split()).rstrip(".")
+    command = error.ctx.command_path if error.ctx is not None else "posttrain"
+    return f"{said[:1].lower()}{said[1:]}; `{command} --help` shows the options and arguments" if said else ""
 
 
 def _place(ctx: Any) -> str:

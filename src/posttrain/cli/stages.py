@@ -1,5 +1,6 @@
 """The commands that run stages and pipelines, and the options that they share."""
 
+import difflib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -155,11 +156,21 @@ def require_same(words: list[str], run: Path, stage: str) -> None:
         )
 
 
-def split_words(words: list[str]) -> tuple[list[str], list[str]]:
+_OPTIONS = ("--dry-run", "--full", "--on", "--resume", "--fall-back", "--overwrite", "--debug", "--trust")
+
+
+def split_words(words: list[str], *options: str) -> tuple[list[str], list[str]]:
     """Recipe files and overrides, each in order. A word is a file unless it begins with `--` or contains `=`.
 
-    `--recipe NAME` and `--recipe=NAME` also name a file.
+    `--recipe NAME` and `--recipe=NAME` also name a file. `options`: those of the command besides the
+    shared ones. Raises InputError for a misspelt option.
     """
+    from posttrain.errors import InputError
+
+    for word in words:
+        name = word.partition("=")[0]
+        if word.startswith("--") and (near := difflib.get_close_matches(name, [*_OPTIONS, *options], 1, 0.8)):
+            raise InputError(f"there is no option {name} here; the nearest is {near[0]}")
     sources, overrides = [], []
     remaining = iter(words)
     for word in remaining:
@@ -327,7 +338,7 @@ def pipeline(
     from posttrain.recipe.pipeline import load_pipeline
 
     device = planned_device(dry_run, on, full)
-    sources, overrides = split_words([file, *(words or [])])
+    sources, overrides = split_words([file, *(words or [])], "--only", "--from")
     if not sources:
         raise InputError(f"{file} is not a pipeline; name a pipeline file first, for example demo/pipeline")
     file, *others = sources

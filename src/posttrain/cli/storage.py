@@ -74,7 +74,7 @@ def clean(
         return
     if not yes:
         question = f"free {size_text(sum(usage.freed for usage in used))} of {_runs(len(used))}?"
-        if not typer.confirm(question):
+        if not _agreed(question):
             typer.echo("nothing was deleted")
             return
     for usage in used:
@@ -84,6 +84,19 @@ def clean(
         except InputError as error:
             typer.echo(f"skipped: {error}")
     typer.echo("done")
+
+
+def _agreed(question: str) -> bool:
+    """The answer of the user. InputError if nobody can answer, because standard input is closed or at its end."""
+    from posttrain.errors import InputError
+
+    try:
+        return typer.confirm(question)
+    except (typer.Abort, RuntimeError) as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        typer.echo(err=True)
+        raise InputError("standard input has no answer to the question; pass --yes to free the space") from error
 
 
 def _usages(folders: list[Path] | None) -> "list[Usage]":

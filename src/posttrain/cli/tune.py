@@ -44,9 +44,12 @@ def tune(
     from posttrain.plugins import require_module
     from posttrain.recipe.study_file import load_study
 
-    sources, overrides = split_words(words or [])
-    if sources:
-        raise InputError(f"posttrain tune takes one file; remove {', '.join(sources)}")
+    sources, overrides = split_words([file, *(words or [])], "--group")
+    if not sources:
+        raise InputError(f"{file} is not a study; name a study file first, for example rlhf/tune_sft")
+    file, *others = sources
+    if others:
+        raise InputError(f"posttrain tune takes one file; remove {', '.join(others)}")
     study, console = load_study(file, overrides), Console()
     require_module("optuna", "posttrain tune")
     if dry_run:

@@ -336,7 +336,7 @@ def _weight(row: dict[str, Any], columns: ColumnsRecipe) -> float:
         raise _missing(row, columns.weight)
     weight = _as_number(row[columns.weight])
     if not 0 < weight < math.inf:
-        raise UnusableRow("weight is not a number above 0", f"`{columns.weight}` is {short(row[columns.weight])}")
+        raise UnusableRow("weight is not a number above 0", f"`{columns.weight}` is {weight:g}")
     return weight
 
 

@@ -180,7 +180,7 @@ COMMON: dict[str, Rule] = {
     ),
     "disable_ds_ckpt": without_effect("a run keeps what it needs to resume", flag=True),
     "max_ckpt_num": equal("checkpoint.keep"),
-    "max_ckpt_mem": unsupported("`checkpoint.keep` limits the number; `posttrain runs prune` frees disk space"),
+    "max_ckpt_mem": unsupported("`checkpoint.keep` limits the number; `posttrain runs clean` frees disk space"),
     "load_checkpoint": without_effect("runs continue with `--resume RUN`", flag=True),
     "use_ds_universal_ckpt": without_effect("a checkpoint resumes on another number of processes", flag=True),
     "logging_steps": without_effect("every step is logged"),

@@ -13,7 +13,9 @@ from posttrain.plugins import is_trusted, restricted
 
 _FUNCTIONS = {"type", "id", "in_process", "reward", "function", "tools"}
 """Keys whose texts may be `path/to/file.py`, `path/to/file.py:name` or `module:name`."""
-_OF_MODULE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_][\w.-]*")
+_OF_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.-]*")
+_HARMLESS = {f"posttrain.data.rationales.verifier:{name}" for name in ("reward", "scores")}
+"""Functions of this package that may be a reward. Others read files, run commands or import what their arguments name."""
 
 
 def executed(values: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, str, Path | None]]:
@@ -36,10 +38,10 @@ def _code(key: str, value: str) -> Iterator[tuple[str, Path | None]]:
         files = (name.strip() for name in value.split(","))
         yield from ((name, Path(name)) for name in files if name.endswith((".yaml", ".yml")))
     if key in _FUNCTIONS:
-        module = _OF_MODULE.fullmatch(value)
-        if ".py" in value:
-            yield value, Path(value.partition(".py")[0] + ".py")
-        elif module is not None and not module[1].startswith("posttrain."):
+        # Folders, such as that of a run, may have `.py` and colons in their names: every end of a file's name counts.
+        files = [Path(value[: found.end()]) for found in re.finditer(r"\.py(?=:|$)", value)]
+        yield from ((value, file) for file in files)
+        if not files and (".py" in value or (_OF_MODULE.fullmatch(value) and value not in _HARMLESS)):
             yield value, None
 
 
@@ -59,5 +61,5 @@ def require_trust_of_run(recipe_file: Path, values: dict[str, Any]) -> None:
     if refused:
         raise InputError(
             f"{recipe_file} would execute code that is not in files of the current folder, or that comes with the run: "
-            f"{', '.join(refused)}; read it, and add --trust to execute it"
+            f"{', '.join(dict.fromkeys(refused))}; read it, and add --trust to execute it"
         )

@@ -110,7 +110,7 @@ def _show(keys: Iterable[Key], console: Console) -> None:
     for key in keys:
         console.print(Text.assemble((key.path, "bold"), f" = {key.default}"), soft_wrap=True)
         about = f"For {key.variant}. " if key.variant else ""
-        about += f"{key.allowed[:1].upper()}{key.allowed[1:]}. {' '.join(key.description.split())}"
+        about += f"Must be {key.allowed}. {' '.join(key.description.split())}"
         console.print(Padding(Text(about), (0, 0, 0, 4)))
 
 

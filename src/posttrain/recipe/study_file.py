@@ -1,6 +1,7 @@
 """Load a study: its file and overrides, the recipe that it searches, and the recipe of each search point."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 def shown(value: Any, narrow: bool = False) -> str:
     """A value as text for a table: numbers with four digits, settings as `key=value`, or only their values if `narrow`."""
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:.4g}")  # 1e-5, not 1e-05
     if isinstance(value, dict) and narrow:
         return "/".join(shown(inner) for inner in value.values())
     if isinstance(value, dict):

@@ -12,6 +12,7 @@ from rich.console import Console
 from posttrain.engines.openai import chat_client
 from posttrain.environments.protocol import EnvironmentFactory, task_split
 from posttrain.errors import InputError
+from posttrain.planning.dry_run import show_line
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
@@ -46,7 +47,7 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
     for table in tables:
         console.print(table)
     for warning in warnings:
-        console.print(warning, highlight=False, markup=False, soft_wrap=True)
+        show_line(console, warning)
     console.print(f"report: {directory.report}", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -11,6 +11,7 @@ from posttrain.distributed.world import Interrupts
 from posttrain.episode import CUT_OFF, Episode, Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.evaluation.statistics import clustered_rate
+from posttrain.planning.dry_run import show_line
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.recipe.warnings import recipe_warnings
@@ -46,7 +47,7 @@ def run(recipe: GenerateRecipe, directory: RunDirectory, resume: bool, overwrite
     rows, problems = read_prompts(recipe)
     completer = RemoteCompleter(recipe) if recipe.remote is not None else LocalCompleter(recipe, rows)
     for line in [*recipe_warnings(recipe), *problems.summary(), *completer.warnings]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        show_line(console, line)
     all_requests = [(row, sample) for row in rows for sample in range(recipe.samples)]
     requests = [(row, sample) for row, sample in all_requests if row.number not in completer.skipped]
     identity = {"recipe": _hash(recipe), "data": digest_of(rows)}

@@ -12,6 +12,7 @@ import inspect
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def small() -> Path:
         return directory
     temporary = directory.with_name(f"{directory.name}.writing-{os.getpid()}")
     temporary.mkdir(parents=True, exist_ok=True)
+    print("training the model made:small, once; half a minute on an idle core", file=sys.stderr)
     try:
         _make(temporary)
         if not directory.exists():
@@ -90,7 +92,9 @@ def _random_episode(environment: Environment, seed: int) -> list[Message]:
 def _make(directory: Path) -> None:
     """Write the tokenizer and the trained model."""
     from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     episodes = _episodes()
     tokenizer = _tokenizer(message for game in episodes for messages in game for message in messages)
     phases = [

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from posttrain.planning.dry_run import show_line
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
@@ -31,7 +32,7 @@ def report_results(
     for line in (f"report: {run.report}", f"model: {model_directory}"):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if is_unimproved(read_metrics(run.metrics)):
-        console.print(UNIMPROVED, highlight=False, markup=False, soft_wrap=True)
+        show_line(console, UNIMPROVED)
 
 
 def draw_plots(run: RunDirectory) -> None:

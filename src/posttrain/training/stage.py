@@ -12,6 +12,7 @@ from rich.console import Console
 
 from posttrain.distributed.world import current_world, join_world
 from posttrain.errors import InputError
+from posttrain.planning.dry_run import show_line
 from posttrain.plugins import require_module
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import (
@@ -134,13 +135,11 @@ def _threads_of(recipe: Recipe, console: Console) -> int | None:
     busy = busy_processors()
     threads = threads_beside(busy)
     if threads is not None:
-        console.print(
+        line = (
             f"model.threads is {threads}: {busy:.0f} other threads are busy on this machine, so fewer are faster; "
-            "set model.threads to override",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+            "set model.threads to override"
         )
+        show_line(console, line)
     return threads
 
 
@@ -172,7 +171,7 @@ def with_engine(recipe: Recipe, console: Console) -> Recipe:
     kind = "local" if reason else "vllm"
     reason = reason or "decoding on a GPU needs CUDA graphs, which the local engine does not have"
     if world.is_rank0:
-        console.print(f"engine.type is {kind}: {reason}", markup=False, highlight=False, soft_wrap=True)
+        show_line(console, f"engine.type is {kind}: {reason}")
     return chosen
 
 
@@ -207,7 +206,7 @@ def run_in_process(
             world.on_rank0(lambda: _finish_ended(recipe, run, console))
             return run
         for note in precision_notes(recipe) if world.is_rank0 else ():
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
+            show_line(console, note)
         if isinstance(recipe, RlRecipe):
             from posttrain.training import rl
 

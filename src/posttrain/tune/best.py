@@ -8,6 +8,7 @@ from rich.console import Console
 
 from posttrain.errors import PosttrainError
 from posttrain.evaluation.statistics import Estimate, mean
+from posttrain.planning.dry_run import show_line
 from posttrain.recipe.study_file import Study, shown
 from posttrain.tune.study import from_storage
 from posttrain.tune.trial import Attempt, Outcome, outcome, run_jobs
@@ -156,4 +157,4 @@ class _RetestJob:
         else:
             self.result.failed[self.seed] = text
         message = f"retest of trial {self.result.trial.number}, seed {self.seed}: {text}"
-        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
+        show_line(self.console, message)

@@ -120,7 +120,9 @@ def summary_sentences(study: Study, trials: Sequence[FrozenTrial], results: Sequ
     counts: dict[str, int] = {}
     for trial in trials:
         counts[_STATES[trial.state]] = counts.get(_STATES[trial.state], 0) + 1
-    summary = [f"{len(trials)} trials: {', '.join(f'{count} {state}' for state, count in counts.items())}."]
+    summary = [
+        f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {', '.join(f'{count} {state}' for state, count in counts.items())}."
+    ]
     best = best_of(study, trials)
     if best is not None:
         finished = counts["finished"]

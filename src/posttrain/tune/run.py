@@ -9,7 +9,7 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
 from posttrain.errors import InputError, RunError
-from posttrain.planning.dry_run import batch_arithmetic
+from posttrain.planning.dry_run import batch_arithmetic, show_line
 from posttrain.recipe.study import Group, Range, choices_of, grid_of
 from posttrain.recipe.study_file import Study, shown
 from posttrain.runs.tables import Table
@@ -48,7 +48,7 @@ def run_study(study: Study, resume: bool, console: Console, group: str | None = 
     """
     chosen = chosen_group(study, group)
     for text in check_space(study):
-        console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
+        show_line(console, f"warning: {text}")
     with study_lock(study):
         optuna_study = open_study(study, resume)
         _require_finished(optuna_study, [one for one in study.recipe.groups if chosen not in (None, one)])
@@ -65,7 +65,7 @@ def run_study(study: Study, resume: bool, console: Console, group: str | None = 
             elsewhere = sum(trial.state == TrialState.RUNNING for trial in trials)
             if elsewhere:
                 message = f"{elsewhere} trials are running elsewhere and not included; run with `--resume` when they have ended"
-                console.print(message, highlight=False, soft_wrap=True)
+                show_line(console, message)
             if study.recipe.retest is not None and points and not chain_error and not elsewhere:
                 results = retest(study, points[: study.recipe.retest.best], console)
         except KeyboardInterrupt:
@@ -91,7 +91,7 @@ def _conclude(
     for table in [trial_table(study, trials, narrow=True), *retest_tables]:
         console.print(table)
     for text in summary if best is not None else summary[:-1]:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        show_line(console, text)
     if warnings:
         plural = "warnings" if len(warnings) > 1 else "warning"
         console.print(f"{len(warnings)} {plural} of the runs: see {report}", highlight=False, soft_wrap=True)
@@ -134,7 +134,7 @@ def show_study(study: Study, console: Console, group: str | None = None) -> None
     """Print the plan of the study, or of one group of it; raises `InputError` if no combination of values is valid."""
 
     def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        show_line(console, text)
 
     chosen = chosen_group(study, group)
     messages, recipe = check_space(study), study.recipe
@@ -165,7 +165,7 @@ def show_study(study: Study, console: Console, group: str | None = None) -> None
     )
     say("a trial without the searched values:")
     for line in batch_arithmetic(study.at({})):
-        say(f"  {line}")
+        show_line(console, line, 2)
     evaluation = getattr(study.at({}), "evaluation", None)
     if recipe.pruner.type != "none" and evaluation is not None and evaluation.every == 0:
         messages.append("evaluation.every = 0 evaluates before and after a run only, so nothing can be pruned")
@@ -178,8 +178,8 @@ def _search_table(study: Study) -> Table:
     for name, values in study.recipe.search.items():
         if isinstance(values, Range):
             kind = "whole numbers" if values.int else "numbers"
-            how = ", logarithmic" if values.log else f", steps of {values.step:g}" if values.step else ""
-            rows.append((name, f"{kind} from {values.low:g} to {values.high:g}{how}"))
+            how = ", logarithmic" if values.log else f", steps of {shown(values.step)}" if values.step else ""
+            rows.append((name, f"{kind} from {shown(values.low)} to {shown(values.high)}{how}"))
         else:
             rows += [(name if not at else "", shown(value)) for at, value in enumerate(choices_of(values) or [])]
     return Table("", ("key", "values"), rows, "", ("key", "values"))
@@ -301,7 +301,7 @@ class Search:
         return {key: value for key, value in from_storage(self.study, best.params).items() if key in group.grid}
 
     def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        show_line(self.console, text)
 
 
 class _ReportedTrial(TrialJob):
@@ -338,7 +338,7 @@ class _ReportedTrial(TrialJob):
         self._say(f"trial {ended.number}: {result}")
 
     def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        show_line(self.console, text)
 
     def _delete_weights(self) -> None:
         """Delete the weights of all trials but the best."""

@@ -76,7 +76,9 @@ class Attempt:
             return
         context = multiprocessing.get_context("forkserver")
         # Import once for all runs. The preload must not initialize CUDA, or forked processes could not use it.
-        context.set_forkserver_preload(["torch", "transformers", "peft", f"posttrain.training.{self.recipe.stage}"])
+        # models.load comes before peft, whose imports it keeps from printing.
+        modules = ["torch", "posttrain.models.load", "transformers", "peft", f"posttrain.training.{self.recipe.stage}"]
+        context.set_forkserver_preload(modules)
         variables = dict(os.environ) | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
         self._reasons, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=_run_process, args=(str(self.run.path), variables, sender))
