@@ -35,8 +35,8 @@ def _code(key: str, value: str) -> Iterator[tuple[str, Path | None]]:
     if key == "include_path":
         yield value, Path(value)
     if key == "tasks":  # templates of lm-eval's tasks are not confined
-        files = (name.strip() for name in value.split(","))
-        yield from ((name, Path(name)) for name in files if name.endswith((".yaml", ".yml")))
+        names = (name.strip() for name in value.split(","))
+        yield from ((name, Path(name)) for name in names if name.endswith((".yaml", ".yml")))
     if key in _FUNCTIONS:
         # Folders, such as that of a run, may have `.py` and colons in their names: every end of a file's name counts.
         files = [Path(value[: found.end()]) for found in re.finditer(r"\.py(?=:|$)", value)]
