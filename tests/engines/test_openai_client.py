@@ -1,11 +1,13 @@
 """The client of OpenAI-compatible servers, against servers that drip, redirect, repeat keys and send nonsense."""
 
+import base64
 import gzip
 import json
 import socketserver
 import threading
 import time
 from contextlib import contextmanager, suppress
+from urllib.parse import quote
 
 import pytest
 
@@ -186,9 +188,38 @@ def test_what_looks_like_a_key_is_replaced_and_words_are_not():
     assert without_secrets(plain) == plain
 
 
+@pytest.mark.parametrize("key", ["plain-0123456789", 'sk"post/0123+456789=='])
+def test_a_key_that_is_sent_is_replaced_in_every_form(key, monkeypatch):
+    monkeypatch.setenv("TEST_API_KEY", key)
+    chat_client("judge", f"http://127.0.0.1:{len(key)}/v1", 1.0, 0, "TEST_API_KEY")
+    in_json, encoded = json.dumps(key), base64.b64encode(key.encode()).decode()
+    for form in (key, in_json, json.dumps(in_json), quote(key), quote(key, safe=""), encoded, key.encode().hex()):
+        said = without_secrets(f"the key {form} was sent")
+        assert "[API key]" in said
+        assert form.strip('"') not in said
+
+
+def test_the_value_of_a_named_secret_is_replaced():
+    assert without_secrets("http://h/v1?api_key=abcd1234efgh&x=1") == "http://h/v1?api_key=[API key]&x=1"
+    assert without_secrets("x-api-key: 9f8e7d6c5b4a3928") == "x-api-key: [API key]"
+    assert without_secrets('{"access_token": "9f8e7d6c5b4a3928"}') == '{"access_token": "[API key]"}'
+    assert without_secrets("WANDB_API_KEY=0123456789abcdef failed") == "WANDB_API_KEY=[API key] failed"
+    assert without_secrets("Basic dXNlcjpwYXNzd29yZA==") == "[API key]"
+    plain = "Basic authentication failed: the password is wrong, set api_key_variable, api_key=short"
+    assert without_secrets(plain) == plain
+
+
 def test_the_search_for_keys_is_linear():
     started = time.process_time()
-    for text in ("-eyJ" * 100_000, "Bearer " * 60_000, "://a:" * 80_000, "eyJaaaaaaaa." * 30_000, "sk-" * 100_000):
+    for text in (
+        "-eyJ" * 100_000,
+        "Bearer " * 60_000,
+        "://a:" * 80_000,
+        "eyJaaaaaaaa." * 30_000,
+        "sk-" * 100_000,
+        "Basic " * 60_000,
+        "api_key=" * 60_000,
+    ):
         without_secrets(text)
     assert time.process_time() - started < 5
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from posttrain.errors import InputError
+from posttrain.recipe.components import looking
 from posttrain.recipe.compose import dump_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
@@ -30,6 +31,7 @@ _USES = {
 """Kind of export -> its use, in the folder of the card."""
 
 
+@looking()
 def model_card(run: RunDirectory, licence: str | None = None, target: str = "hf", address: str = "PATH") -> str:
     """The card as Markdown with the metadata that the hub reads.
 

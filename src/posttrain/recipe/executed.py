@@ -39,9 +39,9 @@ def _code(key: str, value: str) -> Iterator[tuple[str, Path | None]]:
         yield from ((name, Path(name)) for name in names if name.endswith((".yaml", ".yml")))
     if key in _FUNCTIONS:
         # Folders, such as that of a run, may have `.py` and colons in their names: every end of a file's name counts.
-        files = [Path(value[: found.end()]) for found in re.finditer(r"\.py(?=:|$)", value)]
-        yield from ((value, file) for file in files)
-        if not files and (".py" in value or (_OF_MODULE.fullmatch(value) and value not in _HARMLESS)):
+        named = [Path(value[: found.end()]) for found in re.finditer(r"\.py(?=:|$)", value)]
+        yield from ((value, file) for file in named)
+        if not named and (".py" in value or (_OF_MODULE.fullmatch(value) and value not in _HARMLESS)):
             yield value, None
 
 
