@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip("openai")
 
-from posttrain.engines.openai import ChatRequestError, chat_client, complete, require_reachable, without_secrets
+from posttrain.engines.openai import ChatRequestError, chat_client, complete, require_reachable
+from posttrain.redaction import without_secrets
 
 KEY = "sk-posttrain-1234567890abcdef"
 

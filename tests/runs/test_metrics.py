@@ -128,7 +128,7 @@ class Recorder:
     def write(self, step: int, values: Any) -> None:
         self.calls.append((step, dict(values)))
         if len(self.calls) >= self.fails_at:
-            raise ConnectionError("the service is away")
+            raise ConnectionError("the service is away, api_key=0123456789abcdef")
 
     def completions(self, step: int, rows: Any) -> None:
         raise NotImplementedError
@@ -154,6 +154,7 @@ def test_a_failing_sink_is_reported_once_and_dropped(
     (warning,) = [line for line in read_metrics(run.metrics) if line["kind"] == "warning"]
     assert warning["sink"] == "wandb"
     assert "the service is away" in warning["message"]
+    assert "0123456789abcdef" not in warning["message"]
     assert capsys.readouterr().err.count("wandb") == 1
     assert len(bad.calls) == 2
     assert [call[0] for call in good.calls if call != "close" and call[1] == {"train/x": 1.0}] == [1, 2, 3, 4]

@@ -2,10 +2,7 @@
 `ChatRequestError`.
 """
 
-import base64
-import json
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from urllib.parse import quote
 
 from posttrain.engines.http import RESPONSE_MIB, bounded
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
+from posttrain.redaction import redact, without_secrets
 
 _CUT_OFF = ("length", "content_filter")
 """Finish reasons of a completion that the model did not end itself."""
@@ -70,8 +67,7 @@ def chat_client(
         key = os.environ.get(api_key_variable, "")
         if not key:
             raise InputError(f"{what}.api_key_variable names {api_key_variable}, which is not set; export it")
-        if len(key) >= _SHORTEST_SECRET:
-            _secrets.update(_forms_of(key))
+        redact(key)
     hooks = [RequestRate(requests_per_minute).wait] if requests_per_minute is not None else []
     http = bounded(openai.DefaultHttpxClient(event_hooks={"request": hooks}), response_mib)
     return openai.OpenAI(base_url=url, api_key=key, timeout=seconds, max_retries=retries, http_client=http)
@@ -189,40 +185,6 @@ def shortened(text: str) -> str:
     """The first 200 characters of `text`, for messages, without secrets."""
     text = without_secrets(text[:10_000])
     return text if len(text) <= 200 else text[:200] + " …"
-
-
-_secrets: set[str] = set()
-"""API keys that clients of this process send."""
-_SHORTEST_SECRET = 8
-"""Minimum length of a key to search for: shorter keys could occur in ordinary words."""
-_LIKE_A_SECRET = re.compile(
-    r"\b(?:Bearer\s+\S{8,}|Basic\s+(?=\S*[0-9=])\S{8,}|(?:(?:sk|pk|hf|gh[pousr]|github_pat|glpat|xox[abp]|xai|gsk)[-_]|AIza)[A-Za-z0-9_-]{16,}"
-    r"|(?:AKIA|ASIA)[0-9A-Z]{16})|(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"
-    # The lookahead keeps the search for a JSON web token linear in text with many "-eyJ".
-    r"|(?<![\w-])(?=[\w-]+\.[\w-]{8,}\.)[\w-]*?\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"
-)
-
-
-_NAMED_SECRET = re.compile(
-    r"(?i)((?:api[-_]?key|access[-_]?token|auth[-_]?token|secret|password)\\{0,4}[\"']?\s{0,4}[=:]\s{0,4}\\{0,4}[\"']?)"
-    r"(?!\[API key\])[\w.~+/%-]{8,}={0,2}"
-)
-"""The name of a secret, as in an address, a header, JSON or a shell, and its value."""
-
-
-def _forms_of(key: str) -> set[str]:
-    """The key as it is, and as it appears in JSON, in JSON inside JSON, in an address, in base64 and in hex."""
-    in_json = json.dumps(key)[1:-1]
-    encoded = key.encode()
-    plain = {key, in_json, json.dumps(in_json)[1:-1], quote(key, safe=""), quote(key)}
-    return plain | {base64.b64encode(encoded).decode(), base64.urlsafe_b64encode(encoded).decode(), encoded.hex()}
-
-
-def without_secrets(text: str) -> str:
-    """`text` with API keys replaced: keys that clients of this process send, and text that looks like a key."""
-    for secret in sorted(_secrets, key=len, reverse=True):
-        text = text.replace(secret, "[API key]")
-    return _NAMED_SECRET.sub(r"\1[API key]", _LIKE_A_SECRET.sub("[API key]", text))
 
 
 def encodable(text: str) -> str:

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError, RunError
+from posttrain.redaction import without_secrets
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
 from posttrain.runs.sinks import SentRecord, Sink, completion_rows, numbers, open_sink
 
@@ -165,7 +166,8 @@ class MetricsLog:
 
     def _drop(self, name: str, error: Exception, step: int) -> None:
         self._sinks.pop(name, None)
-        message = f"the sink {name!r} failed and was dropped ({type(error).__name__}: {error}); metrics.jsonl is still written"
+        reason = without_secrets(f"{type(error).__name__}: {error}")
+        message = f"the sink {name!r} failed and was dropped ({reason}); metrics.jsonl is still written"
         print(f"warning: {message}", file=sys.stderr)
         self.write(step, "warning", {"sink": name, "message": message})
 
