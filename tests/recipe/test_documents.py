@@ -79,6 +79,8 @@ def made(tiny_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("documents")
     (folder / "recipes").symlink_to(ROOT / "recipes")
     write_dataset(folder / "data" / "rationales", 0, {"train": 20, "val": 3, "test": 3})
+    for name, at in SPLITS.items():
+        write_jsonl(folder / "HelpSteer3" / f"{name}.jsonl", helpsteer_rows(at, HELPSTEER_PROMPTS))
     (folder / "sft.parquet").symlink_to(folder / "data/rationales/sft/rationales_sft_train.parquet")
     for name, columns in HELPSTEER_FILES.items():
         rows = [{"prompt": f"Task {n}.", **columns, "n": n} for n in range(HELPSTEER_PROMPTS)]
@@ -367,10 +369,10 @@ def test_refusals_on_the_pages_are_exact(capsys):
     assert seen == 1
 
 
-def helpsteer_rows(start):
+def helpsteer_rows(start, count=HELPSTEER_ROWS):
     """Rows in the published format; the better answer contains the requested word."""
     rows = []
-    for number in range(start, start + HELPSTEER_ROWS):
+    for number in range(start, start + count):
         sign = (-1) ** number
         good, bad = f"Goal {number}", f"Holes {number} Holes"
         first, second = (good, bad) if sign < 0 else (bad, good)

@@ -17,7 +17,7 @@ LAKE = {"type": "frozen_lake", "size": 2, "slippery": False, "max_turns": 2, "ob
 TASKS = {
     "bandit": ({"type": "bandit"}, "rloo", 10, 5e-4, 0.0, 0.65),
     "word_sort": ({"type": "word_sort"}, "grpo", 40, 1e-3, 0.02, 0.4),
-    "firm lake": (LAKE, "turn_returns", 25, 1e-3, 0.02, 0.4),
+    "firm lake": (LAKE, "turn_returns", 30, 1e-3, 0.02, 0.4),
 }
 """Environment, credit, steps, learning rate, weight of the KL penalty, and the success on held-out tasks that must be passed;
 chance is 50%, 25% and 29%."""

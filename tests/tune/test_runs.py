@@ -89,8 +89,10 @@ def test_common_start_up_does_not_initialize_a_gpu():
         "def refuse(*_): raise SystemExit('a GPU was asked for')\n"
         "for name in ('is_available', 'device_count', 'current_device', '_lazy_init', 'get_device_capability'):\n"
         "    setattr(torch.cuda, name, refuse)\n"
-        "import transformers, peft, posttrain.training.rl, posttrain.training.sft\n"
-        "import posttrain.training.dpo, posttrain.training.reward\n"
+        "import importlib\n"
+        "from posttrain.tune.trial import preloaded\n"
+        "for stage in ('rl', 'sft', 'dpo', 'reward'):\n"
+        "    for module in preloaded(stage): importlib.import_module(module)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=280)
 

@@ -32,6 +32,13 @@ _LOCK_SECONDS = 120.0
 """Seconds that a run waits for a process of a killed study that is still saving a checkpoint."""
 
 
+def preloaded(stage: str) -> list[str]:
+    """Modules to import once for all runs of a stage. Importing them must not initialize CUDA, or forked processes could
+    not use it: so not peft, which imports bitsandbytes.
+    """
+    return ["torch", "posttrain.models.load", "transformers", f"posttrain.training.{stage}"]
+
+
 class Attempt:
     """The run of `recipe` in its own process; resumes if its directory exists."""
 
@@ -75,10 +82,7 @@ class Attempt:
         if self.finished:
             return
         context = multiprocessing.get_context("forkserver")
-        # Import once for all runs. The preload must not initialize CUDA, or forked processes could not use it.
-        # models.load comes before peft, whose imports it keeps from printing.
-        modules = ["torch", "posttrain.models.load", "transformers", "peft", f"posttrain.training.{self.recipe.stage}"]
-        context.set_forkserver_preload(modules)
+        context.set_forkserver_preload(preloaded(self.recipe.stage))
         variables = dict(os.environ) | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
         self._reasons, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=_run_process, args=(str(self.run.path), variables, sender))
