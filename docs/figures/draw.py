@@ -433,8 +433,8 @@ def learning(environment: str, axes: Axes, theme: Theme) -> None:
     small_multiples(axes, chosen, theme["blue"], theme["faint"], theme["ink"])
 
 
-for environment in ("bandit", "word_sort"):
-    figure(f"learning_{environment}", 8.4, 5.6)(partial(learning, environment))
+for environment, height in (("bandit", 5.6), ("word_sort", 5.6), ("firm lake", 3.0)):
+    figure(f"learning_{environment.replace(' ', '_')}", 8.4, height)(partial(learning, environment))
 
 
 def draw(folder: Path = FOLDER) -> list[Path]:
