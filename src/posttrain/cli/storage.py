@@ -87,7 +87,7 @@ def clean(
 
 
 def _agreed(question: str) -> bool:
-    """The answer of the user. InputError if nobody can answer, because standard input is closed or at its end."""
+    """The answer of the user. InputError if standard input is closed or at its end."""
     from posttrain.errors import InputError
 
     try:
