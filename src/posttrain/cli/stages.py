@@ -94,7 +94,7 @@ def run(
 
 def show_precision(recipe: "Recipe", console: "Console") -> None:
     """Print the dtype that `dtype: auto` selects on this machine."""
-    from posttrain.planning.dry_run import show_line
+    from posttrain.runs.tables import show_line
     from posttrain.training.stage import precision_notes
 
     for note in precision_notes(recipe):
@@ -103,8 +103,8 @@ def show_precision(recipe: "Recipe", console: "Console") -> None:
 
 def show_what_exists(recipe: "Recipe", console: "Console") -> None:
     """Print a note if a run of `recipe` cannot start without `--overwrite`, `--resume` or another name."""
-    from posttrain.planning.dry_run import show_line
     from posttrain.recipe.stages import GenerateRecipe
+    from posttrain.runs.tables import show_line
 
     there = [Path(recipe.runs) / recipe.name]
     if isinstance(recipe, GenerateRecipe) and recipe.out is not None:
@@ -119,7 +119,7 @@ def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ())
     """Load everything that the run would load before its model, and print the results. Arguments and errors as for
     `check_recipe`.
     """
-    from posttrain.planning.dry_run import show_line
+    from posttrain.runs.tables import show_line
     from posttrain.training.checks import check_recipe
 
     console.print("\n[bold]checks[/bold]")

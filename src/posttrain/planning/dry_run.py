@@ -6,9 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
-from rich.text import Text
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import task_split
@@ -41,6 +39,7 @@ from posttrain.recipe.units import (
     UnitCreditRecipe,
 )
 from posttrain.recipe.warnings import recipe_warnings
+from posttrain.runs.tables import show_line
 
 
 def show_times(recipe: Recipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:
@@ -112,14 +111,6 @@ def _counted(recipe: Recipe, tasks: TaskSplit | None) -> Recipe:
     counts = {"seeds": len(tasks.validation), "final_seeds": len(tasks.test)}
     ranges = {key: SeedRange(start=0, count=count) for key, count in counts.items() if count}
     return recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update=ranges)})
-
-
-def show_line(console: Console, line: str, indent: int = 0) -> None:
-    """Print a sentence: wrapped between words in a terminal, on one line in a file or pipe."""
-    if console.is_terminal:
-        console.print(Padding(Text(line), (0, 0, 0, indent)))
-    else:
-        console.print(" " * indent + line, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_plan(

@@ -405,3 +405,14 @@ def _policy_row(values: Mapping[str, Any]) -> PolicyRow:
     limits = {key: tuple(values[key]) if values[key] else None for key in ("interval", "return_interval")}
     scores = {name: tuple(score) for name, score in values.get("scores", {}).items()}
     return PolicyRow(**{**values, **limits, "scores": scores})
+
+
+def show_line(console: "Console", line: str, indent: int = 0) -> None:
+    """Print a sentence: wrapped between words in a terminal, on one line in a file or pipe."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if console.is_terminal:
+        console.print(Padding(Text(line), (0, 0, 0, indent)))
+    else:
+        console.print(" " * indent + line, markup=False, highlight=False, soft_wrap=True)

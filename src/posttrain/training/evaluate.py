@@ -12,7 +12,6 @@ from rich.console import Console
 from posttrain.engines.openai import chat_client
 from posttrain.environments.protocol import EnvironmentFactory, task_split
 from posttrain.errors import InputError
-from posttrain.planning.dry_run import show_line
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
@@ -22,6 +21,7 @@ from posttrain.rollout.remote_worker import FailureLimit, RemoteRolloutWorker
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, Progress, take_events
 from posttrain.runs.report import write_report
+from posttrain.runs.tables import show_line
 from posttrain.training.evaluators import EVALUATED, EpisodeEvaluator, WorkerSource
 from posttrain.training.results import write_tables
 from posttrain.training.tasks import LeftOut, check_tasks, too_long

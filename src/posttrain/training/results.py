@@ -7,12 +7,11 @@ from typing import Any
 
 from rich.console import Console
 
-from posttrain.planning.dry_run import show_line
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.report import is_unimproved, write_report
-from posttrain.runs.tables import UNIMPROVED, Table, write_results
+from posttrain.runs.tables import UNIMPROVED, Table, show_line, write_results
 from posttrain.training.evaluators import EpisodeEvaluator, Evaluator
 
 

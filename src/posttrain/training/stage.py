@@ -12,7 +12,6 @@ from rich.console import Console
 
 from posttrain.distributed.world import current_world, join_world
 from posttrain.errors import InputError
-from posttrain.planning.dry_run import show_line
 from posttrain.plugins import require_module
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import (
@@ -27,6 +26,7 @@ from posttrain.recipe.stages import (
 )
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.storage import free_space, has_state
+from posttrain.runs.tables import show_line
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import Callback

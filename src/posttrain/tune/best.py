@@ -8,8 +8,8 @@ from rich.console import Console
 
 from posttrain.errors import PosttrainError
 from posttrain.evaluation.statistics import Estimate, mean
-from posttrain.planning.dry_run import show_line
 from posttrain.recipe.study_file import Study, shown
+from posttrain.runs.tables import show_line
 from posttrain.tune.study import from_storage
 from posttrain.tune.trial import Attempt, Outcome, outcome, run_jobs
 

@@ -9,10 +9,10 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
 from posttrain.errors import InputError, RunError
-from posttrain.planning.dry_run import batch_arithmetic, show_line
+from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.recipe.study import Group, Range, choices_of, grid_of
 from posttrain.recipe.study_file import Study, shown
-from posttrain.runs.tables import Table
+from posttrain.runs.tables import Table, show_line
 from posttrain.tune.best import RetestResult, best_of, most_frequent, no_best_reason, ranked, retest
 from posttrain.tune.report import (
     retest_table,
