@@ -210,6 +210,9 @@ def test_runs_with_little_data_have_a_page_with_a_notice(tmp_path):
     )
     page = page_of(write_html([new.path])[0])
     assert "The run has no metrics yet." in page.text
+    assert "Warnings and failures" not in page.text
+    new.failure.write_text("the disk is full\n")
+    assert "The run failed: the disk is full" in page_of(write_html([new.path])[0]).text
     old = make_run(tmp_path, "old")
     recipe = old / "recipe.yaml"
     recipe.write_text(recipe.read_text() + "removed_key: 3\n")
@@ -276,6 +279,8 @@ def finished_run(tmp_path):
 
 def test_the_page_opens_with_the_result_and_ends_with_the_machine(tmp_path):
     path = finished_run(tmp_path)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "warning", "step": 1, "message": "one"}) + "\n")
     raw = (write_html([path])[0]).read_text()
     places = (
         '<p class="lead">',

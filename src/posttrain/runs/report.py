@@ -39,7 +39,7 @@ def write_report(
         _plots(run),
         _checkpoint(model_directory, run.load_recipe(to_run=True).stage, is_unimproved(lines)),
         _episodes(run),
-        "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in run_warnings(lines, warnings)),
+        _warnings(run_warnings(lines, warnings)),
         _changed(changed_rows(run)),
         "## The run\n\n" + markdown_table(("what", "value"), run_facts(run, lines)),
     ]
@@ -51,6 +51,10 @@ def _unfinished(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
     """Progress of a run that has no result yet."""
     done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
     return f"No result yet: {_of(done, getattr(run.load_recipe(), 'steps', None))} steps are done."
+
+
+def _warnings(items: Sequence[str]) -> str:
+    return "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in items) if items else ""
 
 
 def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: str = "") -> dict[str, Any]:
@@ -248,7 +252,7 @@ def _episodes(run: RunDirectory) -> str:
 
 
 def run_warnings(lines: list[dict[str, Any]], warnings: Sequence[str] = ()) -> list[str]:
-    """Counts of failures, then `warnings` and those in `lines`, with repeated ones counted."""
+    """Counts of failures that occurred, then `warnings` and those in `lines`, with repeated ones counted."""
     train = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] in ("evaluation", "baseline", "final")]
     counts = {"skipped updates": sum(line.get("optimizer/skipped") or 0 for line in train)}
@@ -260,7 +264,7 @@ def run_warnings(lines: list[dict[str, Any]], warnings: Sequence[str] = ()) -> l
             counts[name] = sum(line.get(key) or 0 for line in rows)
     counts["lines with a value that is NaN or infinite"] = sum("nonfinite" in line for line in lines)
     logged = [f"step {line['step']}: {line.get('message', line)}" for line in lines if line["kind"] == "warning"]
-    items = [f"{name}: {count:g}" for name, count in counts.items()]
+    items = [f"{name}: {count:g}" for name, count in counts.items() if count]
     grouped = [(text, len(list(same))) for text, same in itertools.groupby([*warnings, *logged])]
     items += [text if count == 1 else f"{text} ({count} times)" for text, count in grouped]
     return items

@@ -65,6 +65,8 @@ def section_of(source: Source) -> Section:
     run = source.run
     assert run is not None
     section = Section(source.name, str(source.path))
+    if run.failure.is_file():
+        section.missing.append(f"The run failed: {run.failure.read_text(encoding='utf-8', errors='replace').strip()}")
     if not source.lines:
         section.missing.append("The run has no metrics yet.")
     elif source.unfinished:
