@@ -2,6 +2,7 @@
 
 import pytest
 
+from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.importers.commands import import_commands
 from posttrain.importers.shell import read_commands
@@ -82,3 +83,10 @@ def test_secrets_are_in_no_recipe_and_no_table():
         assert "secret-" not in command.recipe_text() + markdown_table(command)
         assert command.rows[0].flag != "--use_wandb"
     assert one(texts[0]).recipe().sinks == ["wandb"]
+
+
+def test_names_that_are_too_long_for_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = f"deepspeed --module openrlhf.cli.train_sft --pretrain m --dataset {'d' * 300}.jsonl --input_key q --save_path ./{'s' * 300}"
+    assert main(["import", words, "--out", "recipes"]) == 0
+    assert len(list((tmp_path / "recipes").iterdir())) == 1

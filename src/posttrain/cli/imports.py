@@ -99,9 +99,10 @@ def _files(found: "list[Imported]", out: Path) -> dict[int, Path]:
         return dict.fromkeys(made, out)
     files: dict[int, Path] = {}
     for number in made:
-        name, copy = found[number].name, 2
+        first = found[number].name[:100]  # names of files have at most 255 bytes
+        name, copy = first, 2
         while out / f"{name}.yaml" in files.values():
-            name, copy = f"{found[number].name}-{copy}", copy + 1
+            name, copy = f"{first}-{copy}", copy + 1
         files[number] = out / f"{name}.yaml"
     return files
 

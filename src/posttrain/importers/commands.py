@@ -1,6 +1,7 @@
 """Convert commands of OpenRLHF, TRL, verl and RAGEN to recipes: `posttrain import`."""
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,7 +126,7 @@ def _converted(
 def _script_of(command: Command) -> str | None:
     """The file of `bash FILE` without arguments, whose commands are imported; None for other commands."""
     words = command.words
-    if len(words) == 2 and words[0] in ("bash", "sh", "source") and Path(words[1]).is_file():
+    if len(words) == 2 and words[0] in ("bash", "sh", "source") and os.path.isfile(words[1]):
         return words[1]
     return None
 
@@ -297,7 +298,7 @@ def _text_of(source: str) -> str:
     file = Path(source).expanduser()
     if not looks_like_a_file and not (len(source) < 255 and "\n" not in source and file.is_file()):
         return source
-    if not file.is_file():
+    if not os.path.isfile(file):  # false for a name that is too long
         raise InputError(f"{source}: there is no such file; name a script, or quote the whole command")
     try:
         text = file.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -216,7 +217,7 @@ def warmup(
 def count_rows(path: str) -> int | None:
     """Rows of a local `.jsonl`, `.json` or `.parquet` file; None if there is no such file."""
     file = Path(path).expanduser()
-    if not file.is_file():
+    if not os.path.isfile(file):  # false for a name that is too long
         return None
     if file.suffix == ".jsonl":
         with file.open("rb") as lines:
