@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from posttrain.cli.main import main
 from posttrain.engines.factory import open_inference_engine
 from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.engine import VllmEngine, open_vllm
@@ -141,6 +142,29 @@ def test_an_engine_for_inference_has_the_weights_and_logprobs_at_any_temperature
     engine = open_inference_engine(MadePolicy(), VllmEngineRecipe(max_model_len=64))
     assert [one.ids for one in ask_all(engine, range(2))] == [(5, 0), (5, 1)]
     assert [settings.logprobs for settings in started] == ["processed"]
+
+
+def test_generate_sends_its_weights_once_for_all_windows(tiny_model, tmp_path, monkeypatch):
+    class Counting(Made):
+        sent = 0
+
+        async def finish_weights(self):
+            self.sent += 1
+            self.held = {"w1": [5]}
+            return []
+
+        async def generate(self, job):
+            return await super().generate(job | {"seed": 7})  # it is a token of the answer
+
+    replica = Counting("a")
+    monkeypatch.setattr("posttrain.engines.vllm.engine._make_replicas", lambda *_: [replica])
+    rows = [{"prompt": f"Question {number}"} for number in range(7)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    words = [f"model.path={tiny_model}", "data.test=rows.jsonl", "engine.type=vllm", "window=2"]
+    assert main(["generate", *words, "rollout.tokens_per_turn=2", "sampling.temperature=1"]) == 0
+    assert len(replica.asked) == 7
+    assert replica.sent == 1
 
 
 def test_the_weights_of_another_source_are_sent_for_one_load():

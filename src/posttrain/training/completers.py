@@ -210,7 +210,7 @@ class LocalCompleter:
                 yield window
 
     def rollout_worker(self) -> RolloutWorker:
-        """Return a worker whose engine has an empty cache."""
+        """Return a worker for the next window."""
         return RolloutWorker(
             engine=self._open_engine(),
             renderer=self.renderer,
@@ -221,7 +221,7 @@ class LocalCompleter:
         )
 
     def _open_engine(self) -> Engine:
-        """Return a new local engine, or the one vLLM engine with its cache cleared."""
+        """Return a new local engine, or the one vLLM engine, which keeps its weights and cached prompts."""
         from posttrain.engines.factory import open_engine
 
         recipe = self.recipe
@@ -229,7 +229,7 @@ class LocalCompleter:
         if self._engine is None or isinstance(recipe.engine, LocalEngineRecipe):
             logs = Path(recipe.runs) / recipe.name / "logs"
             self._engine = open_engine(self.policy, recipe.engine, self.max_tokens, recipe.sampling, logs, False)
-        self._engine.load_weights(0)
+            self._engine.load_weights(0)
         return self._engine
 
 
