@@ -94,6 +94,7 @@ def choices() -> Iterator[tuple[str, str]]:
     import torch
 
     from posttrain.engines.local.cpu.kernel import decoding_kernel
+    from posttrain.engines.local.cpu.linear import product_library
     from posttrain.models.cpu.backend import prefers_onednn
     from posttrain.models.load import has_bfloat16, resolve_device, resolve_dtype
 
@@ -108,11 +109,13 @@ def choices() -> Iterator[tuple[str, str]]:
             "float32 products",
             "oneDNN" if prefers_onednn() else "MKL" if torch.backends.mkl.is_available() else "torch",
         )
-        kernel = decoding_kernel(torch.float32, 64, 1)
-        yield (
-            "engine",
-            "local; attention by " + ("a compiled kernel" if kernel else "torch, since no kernel could be compiled"),
-        )
+        if not decoding_kernel(torch.float32, 64, 1):
+            kernels = "attention by torch, since no kernel could be compiled"
+        elif product_library(torch.float32):
+            kernels = "attention and products by compiled kernels"
+        else:
+            kernels = "attention by a compiled kernel"
+        yield "engine", f"local; {kernels}"
         yield "training attention", "one product per sequence and prefix, in blocks"
         return
     yield "engine", "local; `engine.type: vllm` if vllm is installed"

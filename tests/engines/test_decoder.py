@@ -1,6 +1,7 @@
 """The streamlined decoder, compiled and not, against the model's own modules."""
 
 import asyncio
+import ctypes
 
 import numpy as np
 import pytest
@@ -17,11 +18,19 @@ from transformers import (
 )
 
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
-from posttrain.engines.local.cpu.kernel import SamplingLinear, decoding_kernel
+from posttrain.engines.local.cpu.kernel import TYPES, compiled, decoding_kernel
+from posttrain.engines.local.cpu.linear import (
+    SOURCE,
+    CompiledProduct,
+    OneDnnProduct,
+    SamplingLinear,
+    product_library,
+)
 from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.models.attention import use_packed_attention
+from posttrain.models.cpu.backend import onednn_multiplies
 from posttrain.models.forward import use_float32_head
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
@@ -84,6 +93,7 @@ def passes(decoder, dtype):
 def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monkeypatch):
     monkeypatch.setenv("POSTTRAIN_KERNEL", "0" if kernel == "torch" else "1")
     decoding_kernel.cache_clear()
+    product_library.cache_clear()
     try:
         model = made(name, dtype)
         fast = decoder_of(model)
@@ -94,10 +104,12 @@ def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monke
             assert (mine - theirs).abs().max() < bound
     finally:
         decoding_kernel.cache_clear()
+        product_library.cache_clear()
 
 
-def test_without_onednn_for_the_precision_the_modules_own_weights_are_used(monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.kernel.onednn_multiplies", lambda dtype: False)
+def test_without_packed_products_the_modules_own_weights_are_used(monkeypatch):
+    monkeypatch.setattr("posttrain.engines.local.cpu.linear.product_library", lambda dtype: None)
+    monkeypatch.setattr("posttrain.engines.local.cpu.linear.onednn_multiplies", lambda dtype: False)
     model = made("llama")
     decoder = decoder_of(model)
     assert all(
@@ -108,6 +120,57 @@ def test_without_onednn_for_the_precision_the_modules_own_weights_are_used(monke
     )
     for mine, theirs in zip(passes(decoder, torch.float32), passes(ModuleDecoder(model), torch.float32), strict=True):
         assert (mine - theirs).abs().max() < 2e-5
+
+
+def compiled_product(weight, bias):
+    library = compiled("products", SOURCE, [f"-DTYPE_BF16={TYPES[weight.dtype]}"])
+    if library is None:
+        pytest.skip("there is no C++ compiler")
+    return CompiledProduct(ctypes.CDLL(str(library)), weight, bias)
+
+
+def onednn_product(weight, bias):
+    if not onednn_multiplies(weight.dtype):
+        pytest.skip(f"oneDNN does not multiply in {weight.dtype} on this processor")
+    return OneDnnProduct(weight, bias)
+
+
+AFTER = {
+    "none": lambda product, other: product,
+    "silu": lambda product, other: product / (1 + (-product).exp()),
+    "times": lambda product, other: product * other,
+    "plus": lambda product, other: product + other,
+}
+
+
+@pytest.mark.parametrize("make", [compiled_product, onednn_product])
+@pytest.mark.parametrize("then", AFTER)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)])
+def test_packed_products_equal_the_formula(dtype, bound, then, make):
+    generator = torch.Generator().manual_seed(0)
+    for rows, inputs, outputs in ((1, 64, 96), (5, 576, 40), (13, 30, 33), (100, 128, 16)):
+        x, weight, bias, other = (
+            torch.randn(*shape, generator=generator).to(dtype)
+            for shape in ((rows, inputs), (outputs, inputs), (outputs,), (rows, outputs))
+        )
+        for given in (None, bias):
+            exact = x.double() @ weight.double().T + (0 if given is None else given.double())
+            exact = AFTER[then](exact, other.double())
+            found = make(weight, given)(x, then, other if then in ("times", "plus") else None)
+            assert found.dtype == dtype
+            # The size of the terms that are added, not that of their sum, limits the error.
+            scale = exact.abs() + inputs**0.5 * (1 + other.double().abs())
+            assert ((found.double() - exact).abs() / scale).max() < bound
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_of_a_compiled_product_does_not_depend_on_the_others(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((70, 96), (48, 96)))
+    product = compiled_product(weight, None)
+    alone = torch.cat([product(row[None], "none") for row in x])
+    for count in (2, 7, 12, 13, 19, 70):
+        assert torch.equal(product(x[:count], "none"), alone[:count])
 
 
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])

@@ -12,7 +12,8 @@ import torch
 from torch.nn.functional import rms_norm
 
 from posttrain.engines.local.cache import CachedLayout
-from posttrain.engines.local.cpu.kernel import SamplingLinear, decoding_kernel
+from posttrain.engines.local.cpu.kernel import decoding_kernel
+from posttrain.engines.local.cpu.linear import SamplingLinear
 from posttrain.models.cpu.backend import rotate
 from posttrain.models.cuda.four_bit import is_four_bit
 from posttrain.models.forward import Float32Head, float32_product, hidden_states, logits_of, transformer, upload

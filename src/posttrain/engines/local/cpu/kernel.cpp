@@ -3,65 +3,16 @@
 //
 // Compiled for one shape: TYPE_BF16 (0 or 1), HEAD (head size), GROUPS (query heads per key head) and PAGE (tokens per
 // page) are macros, so that the loops over them unroll. All arithmetic is in float32.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
-constexpr int LANES = 16;
+#include "vectors.h"
+
 constexpr int PARTS = HEAD / LANES;  // HEAD is a multiple of 32
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
-static inline floats load(const float* from) {
-    floats x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
-}
-
-// Load and store 2 x LANES numbers of a head. In bfloat16 they are split into even and odd ones, the lower and upper halves
-// of 32-bit words: a float32 is a bfloat16 with 16 more bits. `load_lanes` and `store_lanes` keep the order of LANES numbers.
-#if TYPE_BF16
-typedef uint16_t number;
-static inline void load(const number* from, floats* to) {
-    words pairs;
-    std::memcpy(&pairs, from, sizeof pairs);
-    to[0] = (floats)(pairs << 16);
-    to[1] = (floats)(pairs & 0xffff0000u);
-}
-static inline words rounded(floats x) {  // to nearest, ties to even
-    words bits = (words)x;
-    return bits + 0x7fff + ((bits >> 16) & 1);
-}
-static inline void store(number* to, const floats* x) {
-    words pairs = (rounded(x[0]) >> 16) | (rounded(x[1]) & 0xffff0000u);
-    std::memcpy(to, &pairs, sizeof pairs);
-}
-static inline floats load_lanes(const number* from) {
-    halves x;
-    std::memcpy(&x, from, sizeof x);
-    return (floats)(__builtin_convertvector(x, words) << 16);
-}
-static inline void store_lanes(number* to, floats x) {
-    halves narrow = __builtin_convertvector(rounded(x) >> 16, halves);
-    std::memcpy(to, &narrow, sizeof narrow);
-}
-#else
-typedef float number;
-static inline void load(const number* from, floats* to) {
-    to[0] = load(from);
-    to[1] = load(from + LANES);
-}
-static inline void store(number* to, const floats* x) { std::memcpy(to, x, 2 * sizeof *x); }
-static inline floats load_lanes(const number* from) { return load(from); }
-static inline void store_lanes(number* to, floats x) { std::memcpy(to, &x, sizeof x); }
-#endif
-
-// The lane sums of 16 vectors, as one vector: pairs are halved and interleaved four times.
+// The lane sums of LANES vectors, as one vector: pairs are halved and interleaved until one is left.
 static inline floats sums(floats* x) {
 #define HALVE(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
+#ifdef __AVX512F__
     for (int i = 0; i < 8; i++)
         x[i] = HALVE(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
                HALVE(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -73,22 +24,13 @@ static inline floats sums(floats* x) {
                HALVE(x[i], x[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     return HALVE(x[0], x[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            HALVE(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
-
-// e^x for x <= 0 with a relative error of about 1e-7: 2^n times a polynomial of the remainder.
-static inline floats exponential(floats x) {
-    x = x < -87.0f ? floats{} - 87.0f : x;
-    // x is negative, so truncation after subtracting 0.5 rounds to nearest.
-    ints whole = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
-    floats n = __builtin_convertvector(whole, floats);
-    floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    return p * (floats)((whole + 127) << 23);
+#else
+    for (int i = 0; i < 4; i++)
+        x[i] = HALVE(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) + HALVE(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    for (int i = 0; i < 2; i++)
+        x[i] = HALVE(x[i], x[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) + HALVE(x[i], x[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    return HALVE(x[0], x[1], 0, 8, 2, 10, 4, 12, 6, 14) + HALVE(x[0], x[1], 1, 9, 3, 11, 5, 13, 7, 15);
+#endif
 }
 
 static inline float total(floats x) {

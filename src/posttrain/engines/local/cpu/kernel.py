@@ -1,4 +1,4 @@
-"""Sampling on a CPU: linear layers with packed weights, and a compiled kernel for the operations between them.
+"""Sampling on a CPU: a compiled kernel for the operations between matrix products, and the compiler.
 
 torch has no product of one query with many keys that comes near memory bandwidth on a CPU, and with few sequences the
 overhead of its many small operations exceeds their computation. The kernel (`kernel.cpp`) replaces them if there is a
@@ -15,14 +15,11 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, silu
 
-from posttrain.models.cpu.backend import onednn_multiplies
 from posttrain.models.load import cache_directory
 
 PAGE = 128
@@ -30,6 +27,7 @@ PAGE = 128
 page is read unnecessarily.
 """
 SOURCE = Path(__file__).with_name("kernel.cpp")
+HEADER = Path(__file__).with_name("vectors.h")
 # Vectorizing a dot product requires reordering of sums. The rest of -ffast-math is left out, because it would change
 # how
 # the whole process treats denormal numbers.
@@ -47,24 +45,25 @@ FLAGS = [
     "-mprefer-vector-width=512",
 ]
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-ROWS = 32
-"""Number of rows that the packed layout is optimized for. Results are the same for any number, nearly as fast."""
 
 
 # -- the compiled kernel ----------------------------------------------------------------------------------------------
 
 
-def _named(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, recorded as `kernel METHOD` by torch's profiler, in which ctypes calls would otherwise have no name."""
+def named(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Record calls as `kernel NAME` by torch's profiler, in which ctypes calls would otherwise have no name."""
 
-    @functools.wraps(method)
-    def call(*arguments: Any) -> Any:
-        if not torch.autograd.profiler._is_profiler_enabled:
-            return method(*arguments)
-        with torch.autograd.profiler.record_function(f"kernel {method.__name__}"):
-            return method(*arguments)
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*arguments: Any) -> Any:
+            if not torch.autograd.profiler._is_profiler_enabled:
+                return method(*arguments)
+            with torch.autograd.profiler.record_function(f"kernel {name}"):
+                return method(*arguments)
 
-    return call
+        return call
+
+    return decorate
 
 
 class DecodingKernel:
@@ -80,7 +79,7 @@ class DecodingKernel:
         for function in (self._attend, self._normalize, self._store):
             function.restype = None
 
-    @_named
+    @named("attend")
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scaling: float
     ) -> torch.Tensor:
@@ -106,7 +105,7 @@ class DecodingKernel:
         )
         return out
 
-    @_named
+    @named("normalize")
     def normalize(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """weight * x / sqrt(mean(x^2) + epsilon) over the last dimension of `x` [T, size], a multiple of 32."""
         out = torch.empty_like(x)
@@ -114,7 +113,7 @@ class DecodingKernel:
         self._normalize(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *sizes)
         return out
 
-    @_named
+    @named("rotate_and_store")
     def rotate_and_store(
         self,
         heads: torch.Tensor,
@@ -150,21 +149,34 @@ class DecodingKernel:
 def decoding_kernel(dtype: torch.dtype, head: int, groups: int) -> DecodingKernel | None:
     """The kernel for heads of size `head` with `groups` query heads per key head.
 
-    Returns None if `head` is not a multiple of 32, the dtype is neither float32 nor bfloat16, or there is no compiler.
-    Warns if compilation fails. `POSTTRAIN_KERNEL=0` disables the kernel.
+    Returns None if `head` is not a multiple of 32, the dtype is neither float32 nor bfloat16, or it cannot be compiled.
     """
-    command = compiler()
-    if command is None or dtype not in TYPES or head % 32 or os.environ.get("POSTTRAIN_KERNEL") == "0":
+    if dtype not in TYPES or head % 32:
         return None
     macros = [f"-DTYPE_BF16={TYPES[dtype]}", f"-DHEAD={head}", f"-DGROUPS={groups}", f"-DPAGE={PAGE}"]
+    library = compiled("decoding", SOURCE, macros)
+    return None if library is None else DecodingKernel(library)
+
+
+# -- compilation ------------------------------------------------------------------------------------------------------
+
+
+def compiled(name: str, source: Path, macros: Sequence[str]) -> Path | None:
+    """The library of `source` for this processor.
+
+    Returns None if there is no compiler, and warns if compilation fails. `POSTTRAIN_KERNEL=0` disables compiled kernels.
+    """
+    command = compiler()
+    if command is None or os.environ.get("POSTTRAIN_KERNEL") == "0":
+        return None
     try:
-        return DecodingKernel(build("decoding", SOURCE, [command, *FLAGS, *macros], _processor()))
+        return build(name, source, [command, *FLAGS, *macros], HEADER.read_text() + _processor())
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         warnings.warn(
-            f"the decoding kernel could not be compiled, so decoding is slower; {command}: {detail.strip()[:300]}; "
+            f"the {name} kernel could not be compiled, so sampling is slower; {command}: {detail.strip()[:300]}; "
             "set POSTTRAIN_KERNEL=0 to disable it",
-            stacklevel=2,
+            stacklevel=3,
         )
         return None
 
@@ -200,99 +212,3 @@ def _processor() -> str:
         return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
     except OSError:
         return platform.processor() or platform.machine()
-
-
-# -- linear layers ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Adapter:
-    """A low-rank adapter that adds to the outputs `columns`."""
-
-    columns: slice
-    down: torch.Tensor
-    up: torch.Tensor
-    scale: float
-
-    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        out[:, self.columns] += linear(linear(x, self.down), self.up) * self.scale
-
-
-class SamplingLinear:
-    """The given linear modules (of torch, or with peft's adapters) side by side as one product, without gradients.
-
-    On a CPU whose matrix kernels support the weights' dtype, weights are copied into the layout of those kernels.
-    Otherwise every call would repeat that copy, which makes products of decoding size about twice as slow. Adapters
-    stay separate, because merging a small one into bfloat16 weights would round it away. On other devices, and in
-    bfloat16 on CPUs without AVX-512, the modules' own weights are used.
-    """
-
-    def __init__(self, *modules: Any) -> None:
-        bases = [getattr(module, "base_layer", module) for module in modules]
-        self._adapters = list(_adapters(modules, [base.out_features for base in bases]))
-        weights = [base.weight.detach() for base in bases]
-        self._bias = _joined_bias(bases)
-        self._packed: torch.Tensor | None = None
-        self._weights: Sequence[torch.Tensor] = weights
-        if weights[0].device.type == "cpu" and onednn_multiplies(weights[0].dtype):
-            whole = torch.cat(weights) if len(weights) > 1 else weights[0]
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, ROWS)
-            self._weights = []
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The product [T, out] for `x` [T, in]."""
-        return self._product(x, "none")
-
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """SiLU of the product: [T, out]."""
-        if self._packed is not None and not self._adapters:
-            return self._product(x, "swish")
-        return silu(self(x))
-
-    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """The product times `factor`: [T, out]."""
-        if self._packed is not None and not self._adapters:
-            return self._with(x, factor, "mul")
-        return self(x) * factor
-
-    def plus(self, x: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        """The product plus `summand`: [T, out]."""
-        if self._packed is not None and not self._adapters:
-            return self._with(x, summand, "add")
-        return self(x) + summand
-
-    def _product(self, x: torch.Tensor, then: str) -> torch.Tensor:
-        if self._packed is not None:
-            out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, then, [], "")
-        elif len(self._weights) == 1:
-            out = linear(x, self._weights[0], self._bias)
-        else:
-            out = torch.cat([linear(x, weight) for weight in self._weights], dim=-1)
-            if self._bias is not None:
-                out += self._bias
-        for adapter in self._adapters:
-            adapter.add(x, out)
-        return out
-
-    def _with(self, x: torch.Tensor, other: torch.Tensor, operation: str) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other.contiguous(), self._packed, self._bias, operation)
-
-
-def _joined_bias(bases: Sequence[Any]) -> torch.Tensor | None:
-    """The concatenated biases of all modules, zeros for modules without one; None if no module has a bias."""
-    if all(base.bias is None for base in bases):
-        return None
-    parts = [base.weight.new_zeros(base.out_features) if base.bias is None else base.bias.detach() for base in bases]
-    return torch.cat(parts)
-
-
-def _adapters(modules: Sequence[Any], widths: Sequence[int]) -> list[_Adapter]:
-    adapters = []
-    start = 0
-    for module, width in zip(modules, widths, strict=True):
-        for name in getattr(module, "active_adapters", ()) if hasattr(module, "lora_A") else ():
-            if name in module.lora_A:
-                down, up = module.lora_A[name].weight.detach(), module.lora_B[name].weight.detach()
-                adapters.append(_Adapter(slice(start, start + width), down, up, float(module.scaling[name])))
-        start += width
-    return adapters
