@@ -32,6 +32,7 @@ SIDES = (
     f"{GENERATE} float32",
     f"{GENERATE} bfloat16",
     f"{CONTINUOUS} bfloat16",
+    f"{VLLM} float32",
     f"{VLLM} bfloat16",
     *(f"{LLAMA} {format}" for format in llama_side.FORMATS),
 )
@@ -72,7 +73,7 @@ def start(side: str, chosen: argparse.Namespace, model: str, peers: Peers) -> Wo
     if name == VLLM:
         assert peers.vllm is not None
         return vllm_side.start(
-            peers.vllm, model, chosen.threads, max(chosen.in_flight), CONTEXT, eager=not chosen.vllm_compiled
+            peers.vllm, model, dtype, chosen.threads, max(chosen.in_flight), CONTEXT, eager=not chosen.vllm_compiled
         )
     if name == LLAMA:
         file = llama_side.gguf_file(Path(model), llama_side.FORMATS[dtype])
@@ -142,7 +143,7 @@ def table(
                 "tokens/s": middle(speeds(side)),
                 "per processor s": middle([outcome["per processor"] for outcome in outcomes]),
                 "x generate": ratio(speeds(side), fastest(GENERATE, "float32", "bfloat16")),
-                "x vLLM": ratio(speeds(side), speeds(f"{VLLM} bfloat16")),
+                "x vLLM": ratio(speeds(side), fastest(VLLM, "float32", "bfloat16")),
                 "x llama.cpp": ratio(speeds(side), fastest(LLAMA, "bfloat16", "float16")),
                 "of the bound": middle([b / o["seconds"] for b, o in zip(least, outcomes, strict=True)])
                 if dtype in limits
@@ -233,7 +234,7 @@ def main() -> None:
         f"{chosen.model}, {chosen.threads} threads, medians of {chosen.rounds} rounds in turn; a job has "
         f"{chosen.requests or 'twice as many requests as are in flight, at least 4'}; tokens/s count sampled tokens over the whole job, prompts included",
         "per processor s: sampled tokens per second of processor time, which other processes on the machine change least",
-        "x generate, x llama.cpp: against the faster of their 16-bit (generate: also float32) formats; first token: median of a burst of as many as are in flight",
+        "x generate, x vLLM, x llama.cpp: against the fastest of their formats, of llama.cpp of those with 16 bits; first token: median of a burst of as many as are in flight",
         *(
             f"{dtype}: products {limit.products / 1e9:,.0f} GFLOP/s, reading {limit.reading / 1e9:.1f} GB/s"
             for dtype, limit in limits.items()

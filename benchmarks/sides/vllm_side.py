@@ -26,8 +26,10 @@ def find_python(given: str | None) -> str | None:
     return named if subprocess.run([named, "-c", code], check=False).returncode == 0 else None
 
 
-def start(python: str, model: str, threads: int, in_flight: int, longest: int, eager: bool = True) -> Worker:
-    """vLLM for up to `in_flight` requests of up to `longest` tokens each.
+def start(
+    python: str, model: str, dtype: str, threads: int, in_flight: int, longest: int, eager: bool = True
+) -> Worker:
+    """vLLM with weights of `dtype`, for up to `in_flight` requests of up to `longest` tokens each.
 
     Set beyond its defaults: every processor computes and none is reserved, pages are as small as its kernels like, so
     that prompts of a hundred tokens are shared, the two libraries it asks for are preloaded where they lie in the
@@ -37,6 +39,7 @@ def start(python: str, model: str, threads: int, in_flight: int, longest: int, e
     preloaded = [library / name for name in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
     settings: dict[str, Any] = {
         "model": model,
+        "dtype": dtype,
         "enforce_eager": eager,
         "max_model_len": longest,
         "max_num_seqs": in_flight,

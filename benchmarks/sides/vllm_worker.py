@@ -14,7 +14,7 @@ def start(settings: dict[str, Any]) -> tuple[str, Answer]:
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
-    engine = vllm.LLM(dtype="bfloat16", disable_log_stats=False, **settings)
+    engine = vllm.LLM(disable_log_stats=False, **settings)
     names = map(str, count())
 
     def answer(job: dict[str, Any]) -> dict[str, Any]:
