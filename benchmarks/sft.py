@@ -20,6 +20,7 @@ def main() -> None:
         tuned("grouped", "mixed", train_sampling_strategy="group_by_length"),
         tuned("grouped float32", "float32", train_sampling_strategy="group_by_length"),
         tuned("packed", "mixed", gradient_accumulation_steps=1, **packed),
+        tuned("packed float32", "float32", gradient_accumulation_steps=1, **packed),
     ]
     show("Supervised fine-tuning", *compare("sft", chosen, sides, chat_rows, "rows"), chosen.json)
 

@@ -23,7 +23,7 @@ from posttrain.engines.factory import open_inference_engine
 from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.engine import VllmEngine, open_vllm
 from posttrain.engines.vllm.host import Host
-from posttrain.engines.vllm.replicas import EngineDied, EngineRefused, http_request
+from posttrain.engines.vllm.replicas import EngineDied, EngineRefused, LaunchedServerReplica, http_request
 from posttrain.engines.vllm.server import TOKEN, Server
 from posttrain.engines.vllm.settings import Settings, engine_arguments
 from posttrain.engines.vllm.weights import WeightStore, buckets
@@ -174,6 +174,25 @@ def test_the_weights_of_another_source_are_sent_for_one_load():
     assert {one.ids[0] for one in ask_all(engine, range(2))} == {8}
     engine.load_weights(2)
     assert {one.ids[0] for one in ask_all(engine, range(2))} == {5}
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "given"),
+    [("4,5,6", [1, 2], "5,6"), ("GPU-a", [0], "GPU-a"), ("", [0], ""), (None, [], None), ("4", [], "4")],
+)
+def test_a_server_gets_its_share_of_the_visible_gpus(visible, devices, given, monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    server = LaunchedServerReplica(0, Settings("m", max_model_len=64), None, devices, 1.0, tmp_path)
+    assert server._environment().get("CUDA_VISIBLE_DEVICES") == given
+
+
+def test_a_server_beyond_the_visible_gpus_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    server = LaunchedServerReplica(1, Settings("m", max_model_len=64), None, [2], 1.0, tmp_path)
+    with pytest.raises(InputError, match=r"vLLM server 1 needs the visible GPU 2, and CUDA_VISIBLE_DEVICES=4,5 has 2"):
+        server._environment()
 
 
 def test_an_episode_stays_with_its_engine():

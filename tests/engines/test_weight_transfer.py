@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from posttrain.distributed import world
 from posttrain.engines.vllm import engine as vllm_engine
 from posttrain.engines.vllm import transfer
-from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.engine import VllmEngine, refuse_transfer
 from posttrain.engines.vllm.worker import WeightReceiver
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.engines import VllmEngineRecipe
@@ -202,3 +202,34 @@ def test_a_policy_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(), 0, 2))
     with pytest.raises(InputError, match=r"engine\.weight_transfer: nccl needs whole weights in one process"):
         opened([Made("a")], weight_transfer="nccl")
+
+
+@pytest.mark.parametrize(
+    ("device", "keys", "said"),
+    [
+        (
+            "cuda:0",
+            {"weight_transfer": "nccl"},
+            r"nccl needs .* other GPUs than the learner's, 0; set engine\.first_device=1",
+        ),
+        ("cuda:2", {"weight_transfer": "nccl", "servers": 2, "tensor_parallel": 2}, r"than the learner's, 2"),
+        ("cuda:0", {"weight_transfer": "nccl", "mode": "in_process"}, r"than the learner's, 0"),
+        (
+            "cuda:0",
+            {"weight_transfer": "ipc", "first_device": 1},
+            r"on the learner's GPU 0; set engine\.first_device=0",
+        ),
+    ],
+)
+def test_gpus_that_do_not_fit_are_refused(device, keys, said):
+    policy = MadePolicy()
+    policy.device = torch.device(device)
+    with pytest.raises(InputError, match=said):
+        refuse_transfer(VllmEngineRecipe(**keys), policy)
+
+
+@pytest.mark.parametrize("keys", [{"first_device": 1}, {"urls": ["http://a:1"]}])
+def test_gpus_of_their_own_are_accepted(keys):
+    policy = MadePolicy()
+    policy.device = torch.device("cuda:0")
+    refuse_transfer(VllmEngineRecipe(weight_transfer="nccl", **keys), policy)

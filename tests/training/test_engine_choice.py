@@ -1,15 +1,20 @@
 """The engine of a recipe that names none: vLLM on a GPU where it is installed, the local engine elsewhere."""
 
 import io
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from posttrain.distributed import world
+from posttrain.distributed.launch import launch
 from posttrain.models import load
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.stages import Recipe
 from posttrain.training import stage
 
 
@@ -46,6 +51,28 @@ def test_a_given_engine_stays(gpu):
     recipe, same, said = chosen("engine.type=local")
     assert same is recipe
     assert not said
+
+
+def test_settings_of_the_local_engine_keep_it_and_are_named(gpu):
+    recipe, same, said = chosen("engine.slots=4")
+    assert same is recipe
+    assert "engine.type is local: the recipe sets engine.slots; without that, vLLM is used" in said
+
+
+def test_launched_processes_choose_the_engine_for_their_device(gpu, monkeypatch, tmp_path):
+    jobs = []
+
+    def started(config, command):
+        return lambda *arguments: jobs.append(json.loads((Path(arguments[-1]) / "job.json").read_text())["recipe"])
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", started)
+    for words in ([], ["engine.type=local"]):
+        launch(load_recipe([], ["environment.type=bandit", "hardware.processes=2", *words], "rl"), False, False)
+    engines = []
+    for job in jobs:
+        recipe = TypeAdapter(Recipe).validate_python(job)
+        engines.append(stage.with_engine(recipe, Console(file=io.StringIO())).engine.type)
+    assert engines == ["vllm", "local"]
 
 
 def test_without_vllm_the_remedy_is_printed(gpu, monkeypatch):

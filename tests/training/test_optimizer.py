@@ -50,23 +50,35 @@ def test_an_offloaded_optimizer_makes_the_same_steps(dtype, monkeypatch):
     assert all(map(torch.equal, stepped(offloaded), expected))
 
 
-def test_8_bit_state_resumes_to_the_same_bits():
-    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install posttrain[cuda]")
-    whole = stepped(made("adamw_8bit"))
-    first = made("adamw_8bit")
+def resumed(kind="adamw", dtype=torch.float32):
+    """The weights after four steps with a new optimizer after the second one, and the tensors that it was given."""
+    first = made(kind, dtype)
     weights = stepped(first, 0, 2)
     state, tensors = first.state_dict(), {name: tensor.clone() for name, tensor in first.tensors().items()}
-    assert tensors["wide.weight/state1"].dtype == torch.uint8
-    assert tensors["norm.weight/state1"].dtype == torch.float32
-    assert not any("qmap" in name for name in tensors)
-    again = made("adamw_8bit")
+    again = made(kind, dtype)
     with torch.no_grad():
         for parameter, saved in zip(again.parameters, weights, strict=True):
             parameter.copy_(saved)
         for name, target in again.tensors().items():
             target.copy_(tensors[name])
     again.load_state_dict(state)
-    assert all(map(torch.equal, stepped(again, 2, 4), whole))
+    return stepped(again, 2, 4), tensors
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "rollouts"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_optimizer_makes_the_same_steps(dtype, offload, monkeypatch):
+    monkeypatch.setitem(world._state, "world", world.World(HardwareRecipe(offload=offload)))
+    assert all(map(torch.equal, resumed(dtype=dtype)[0], stepped(made(dtype=dtype))))
+
+
+def test_8_bit_state_resumes_to_the_same_bits():
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install posttrain[cuda]")
+    found, tensors = resumed("adamw_8bit")
+    assert all(map(torch.equal, found, stepped(made("adamw_8bit"))))
+    assert tensors["wide.weight/state1"].dtype == torch.uint8
+    assert tensors["norm.weight/state1"].dtype == torch.float32
+    assert not any("qmap" in name for name in tensors)
 
 
 def test_8_bit_steps_are_close_to_those_of_float32():

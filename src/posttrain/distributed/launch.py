@@ -41,7 +41,9 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
     count = recipe.hardware.processes  # type: ignore[union-attr]
     with tempfile.TemporaryDirectory(prefix="posttrain-") as name:
         folder = Path(name)
-        job = {"recipe": recipe.model_dump(mode="json"), "resume": resume, "overwrite": overwrite}
+        # Without an engine that was not given: the processes choose it for their devices.
+        unset = {"engine"} - recipe.model_fields_set
+        job = {"recipe": recipe.model_dump(mode="json", exclude=unset), "resume": resume, "overwrite": overwrite}
         job["debug"] = "--debug" in sys.argv
         (folder / "job.json").write_text(json.dumps(job))
         config = LaunchConfig(

@@ -7,6 +7,7 @@ from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.planning.devices import DEVICES, Device
+from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import DpoRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
 
@@ -99,7 +100,12 @@ def placed_recipe(recipe: Recipe) -> PlacedRecipe:
 
 
 def refuse_placement(recipe: PlacedRecipe) -> None:
-    """Raise `InputError` for a placement without a model to place."""
+    """Raise `InputError` for a placement without a model to place, and for engines that a cluster does not support."""
+    engine = getattr(recipe, "engine", None)
+    if isinstance(engine, VllmEngineRecipe) and engine.weight_transfer != "files":
+        raise InputError(
+            f"engine.weight_transfer: {engine.weight_transfer} does not work with hardware.ray; use files, or remove hardware.ray"
+        )
     dedicated = recipe.hardware.dedicated
     rl = recipe if isinstance(recipe, RlRecipe) else None
     if dedicated.critic and not (rl and rl.has_critic and rl.critic.backbone == "separate"):

@@ -58,7 +58,7 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
     if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
         warnings.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
-    if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe) and recipe.hardware.offload == "rollouts":
+    if isinstance(recipe, SftRecipe | RewardRecipe) and recipe.hardware.offload == "rollouts":
         warnings.append(_without_effect("hardware.offload: rollouts", f"the {recipe.stage} stage samples no episodes"))
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
         warnings += _rows(recipe)

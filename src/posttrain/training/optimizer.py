@@ -211,7 +211,7 @@ class Optimizer:
                     tensors[f"{name}/{key}/{current_world().rank} of {current_world().size}"] = value
                     continue
                 tensors[f"{name}/{key}"] = shard_like(value, parameter) if value.shape == master.shape else value
-            if compute_dtype(parameter) != torch.float32 or (self._offloads and is_sharded(parameter)):
+            if compute_dtype(parameter) != torch.float32 or self._offloads:
                 tensors[f"{name}/master"] = shard_like(master.detach(), parameter)
         return tensors
 

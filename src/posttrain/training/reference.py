@@ -47,7 +47,7 @@ def open_reference(policy: Policy, learner: Updater[TokenScores]) -> ReferenceMo
 def move_towards(averages: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], mix: float) -> None:
     """averages <- mix * weights + (1 - mix) * averages, in place. With mix = 1 it is an exact copy.
 
-    `averages`, `weights`: tensors of equal shapes in pairs, float32 where mix < 1.
+    `averages`, `weights`: tensors of equal shapes in pairs, float32 where mix < 1, which may be on different devices.
 
     Source: Gorbatovski et al. 2024, "Learn your reference model for real good alignment" (TR-DPO), arXiv 2404.09656:
     the soft update, whose weight alpha is `mix`, and the hard update, which is mix = 1.
@@ -56,7 +56,7 @@ def move_towards(averages: Sequence[torch.Tensor], weights: Sequence[torch.Tenso
         if mix == 1:
             average.copy_(weight)
         else:
-            average.mul_(1 - mix).add_(weight, alpha=mix)
+            average.mul_(1 - mix).add_(weight.to(average.device), alpha=mix)
 
 
 class MovingReference:

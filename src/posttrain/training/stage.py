@@ -13,6 +13,7 @@ from rich.console import Console
 from posttrain.distributed.world import current_world, join_world
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
+from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import (
     DistillRecipe,
@@ -148,15 +149,23 @@ def with_engine(recipe: Recipe, console: Console) -> Recipe:
 
     On a GPU that is vLLM: its decoding steps are CUDA graphs, and those of the local engine hundreds of launches.
     """
-    if not isinstance(recipe, RlRecipe | DistillRecipe | GenerateRecipe) or "engine" in recipe.model_fields_set:
+    if not isinstance(recipe, RlRecipe | DistillRecipe | GenerateRecipe):
         return recipe
+    settings: list[str] = []
+    if "engine" in recipe.model_fields_set:
+        if isinstance(recipe.engine, LocalEngineRecipe):
+            settings = [f"engine.{key}" for key, value in recipe.engine if value != getattr(LocalEngineRecipe(), key)]
+        if not settings:
+            return recipe
     from posttrain.models.load import resolve_device
 
     if resolve_device(recipe.model.device).type != "cuda":
         return recipe
     world = current_world()
     chosen, reason = recipe, ""
-    if find_spec("vllm") is None:
+    if settings:
+        reason = f"the recipe sets {', '.join(settings)}; without that, vLLM is used where it is installed"
+    elif find_spec("vllm") is None:
         reason = "vLLM is not installed here; install it, or set engine.type=vllm and engine.python to an interpreter with it"
     elif world.size > world.local_size:
         reason = "vLLM servers of a run are on one machine; on several, set hardware.ray"

@@ -137,8 +137,12 @@ BASE = ["environment.type=bandit", "hardware.ray=auto"]
             "there is no critic with weights of its own",
         ),
         (["hardware.dedicated.reference=1"], "there is no KL penalty with a fixed reference model"),
+        (
+            ["engine.type=vllm", "engine.weight_transfer=nccl"],
+            "engine.weight_transfer: nccl does not work with hardware.ray",
+        ),
     ],
 )
-def test_a_model_that_a_run_does_not_have_is_refused(words, said):
+def test_a_placement_that_a_run_does_not_have_is_refused(words, said):
     with pytest.raises(InputError, match=said):
         refuse_placement(load_recipe([], [*BASE, *words], "rl"))

@@ -33,8 +33,10 @@ from posttrain.planning.workers import (
     placed_recipe,
     refuse_placement,
 )
+from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.tables import show_line
 
 THREADS = 32
 """Number of environments that one worker steps concurrently."""
@@ -55,6 +57,9 @@ def launch(recipe: Recipe, resume: bool, overwrite: bool, console: Console) -> N
     assert placed.hardware.ray is not None
     with connected(placed.hardware.ray, placed.hardware) as ray:
         run = ClusterRun(placed, resume, overwrite, console, ray)
+        if run.gpus and isinstance(getattr(placed, "engine", None), LocalEngineRecipe):
+            reason = "it is not chosen by device on a cluster; with engine.type=vllm, decoding uses CUDA graphs"
+            show_line(console, f"engine.type is local: {reason}")
         try:
             run.run()
         finally:

@@ -458,7 +458,7 @@ def _close(
 
 
 def refuse_transfer(recipe: VllmEngineRecipe, policy: Policy) -> None:
-    """Raises InputError if the way of sending weights requires a policy on a GPU or an unsharded policy."""
+    """Raises InputError if the way of sending weights does not work for this policy and these servers."""
     if recipe.weight_transfer == "ipc" and policy.device.type != "cuda":
         raise InputError(
             "engine.weight_transfer: ipc needs the policy on a GPU, and here it is in CPU memory (as the engines of Ray keep it); "
@@ -468,6 +468,21 @@ def refuse_transfer(recipe: VllmEngineRecipe, policy: Policy) -> None:
         raise InputError(
             f"engine.weight_transfer: {recipe.weight_transfer} needs whole weights in one process; use files, or set "
             "hardware.processes=1"
+        )
+    if policy.device.type != "cuda" or recipe.urls:
+        return
+    learner = policy.device.index or 0
+    first = 0 if recipe.mode == "in_process" else recipe.first_device
+    beside = first <= learner < first + recipe.replicas * recipe.tensor_parallel
+    if recipe.weight_transfer == "ipc" and not beside:
+        raise InputError(
+            f"engine.weight_transfer: ipc needs the server on the learner's GPU {learner}; set engine.first_device={learner}, or "
+            "use nccl"
+        )
+    if recipe.weight_transfer == "nccl" and beside:
+        raise InputError(
+            f"engine.weight_transfer: nccl needs the servers on other GPUs than the learner's, {learner}; set "
+            f"engine.first_device={learner + 1}, or use files"
         )
 
 

@@ -536,10 +536,17 @@ class LaunchedServerReplica(ServerReplica):
         # Temporary files of vLLM are removed with the folder.
         variables |= {"PYTHONPATH": str(package), _TOKEN: self._token, "TMPDIR": str(temporary)}
         variables |= process_environment(self.settings) | preloaded_libraries(self.python)
-        seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        chosen = [seen[device] if device < len(seen) else str(device) for device in self.devices]
-        if self.devices and (seen or Path("/dev/nvidiactl").exists()):
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is None and self.devices and Path("/dev/nvidiactl").exists():
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices))
+        elif visible and self.devices:
+            seen = [name for name in visible.split(",") if name]
+            if max(self.devices) >= len(seen):
+                raise InputError(
+                    f"{self.name} needs the visible GPU {max(self.devices)}, and CUDA_VISIBLE_DEVICES={visible} has {len(seen)}, from "
+                    "0 on; lower engine.first_device, engine.servers or engine.tensor_parallel, or make more GPUs visible"
+                )
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(seen[device] for device in self.devices)
         return variables
 
     def _log_tail(self) -> str:
