@@ -197,8 +197,8 @@ def main() -> None:
     peers = Peers(vllm_side.find_python(chosen.vllm_python), llama_side.find_server(chosen.llama_server))
     notes = []
     if not chosen.sides and (emulated := emulates_bfloat16()):
-        names = [name for name in names if "bfloat16" not in name]
-        notes.append(emulated)
+        names = [name for name in names if "bfloat16" not in name or name.startswith(OURS)]
+        notes.append(f"except on the side of {OURS}, {emulated}")
     for peer, absent in peers.missing().items():
         if any(peer in name for name in names):
             names = [name for name in names if peer not in name]
@@ -211,6 +211,10 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     dtypes = {name.rpartition(" ")[2] for name in names}
     limits = {dtype: measure_limits(getattr(torch, dtype)) for dtype in ("float32", "bfloat16") if dtype in dtypes}
+    if "bfloat16" in limits and emulates_bfloat16():
+        # Weights in bfloat16 can be multiplied in float32.
+        products = measure_limits(torch.float32).products
+        limits["bfloat16"] = Limits(products, limits["bfloat16"].reading)
     rows, workers = [], {}
     # Sleeping workers outlive a parent that is ended without closing them.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
