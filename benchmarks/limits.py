@@ -1,18 +1,22 @@
 """What this machine can do at most: matrix products and reading of memory, measured.
 
-The products have the shapes of training (many rows) and of decoding (a row per request), in float32 and bfloat16.
+The products have the shapes of training (many rows) and of decoding (a row per request), in float32 and bfloat16: torch's,
+oneDNN's with packed weights, and those of the engine, which are one of these or its own.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from harness.models import MODELS, model_directory
 from harness.table import show
-from harness.timing import available_threads, middle, seconds_of
+from harness.timing import available_threads, seconds_of
 
+from posttrain.engines.local.cpu.linear import OneDnnProduct, packed_product
+from posttrain.models.cpu.backend import onednn_multiplies
 from posttrain.planning.memory import ModelSizes
 from posttrain.planning.model_sizes import model_sizes
 from posttrain.planning.work import Tokens, forward_flops, read_weights, rows_of
@@ -35,6 +39,32 @@ def product_speed(rows: int, inner: int, columns: int, dtype: torch.dtype, repea
     count = max(1, round(2e8 / (2 * rows * inner * columns)))
     spent = seconds_of(lambda: [torch.nn.functional.linear(left, weights) for _ in range(count)], repeats, 2)
     return 2 * rows * inner * columns * count / min(spent)
+
+
+def layers_speed(
+    rows: int, inner: int, columns: int, dtype: torch.dtype, of: Callable[[torch.Tensor], Callable[[torch.Tensor], Any]]
+) -> float:
+    """FLOP/s as in `product_speed` of the products that `of` makes of weights, which come from memory as in a model of
+    many layers.
+    """
+    work, size = 2 * rows * inner * columns, inner * columns * dtype.itemsize
+    layers = round(max(1, min(2**27 / size, 1e10 / work)))
+    left = torch.randn(rows, inner).to(dtype)
+    products = [of(torch.randn(columns, inner).to(dtype)) for _ in range(layers)]
+    return work * layers / min(seconds_of(lambda: [product(left) for product in products], 5, 1))
+
+
+def _linear(weights: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+    return partial(torch.nn.functional.linear, weight=weights)
+
+
+def _of_onednn(weights: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+    return partial(OneDnnProduct(weights, None), then="none")
+
+
+def _of_the_engine(weights: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+    product = packed_product(weights, None)
+    return _linear(weights) if product is None else lambda x: product(x, "none", None)
 
 
 def reading_speed(size: int = 1 << 29) -> float:
@@ -109,13 +139,12 @@ def main() -> None:
     for name, *shape in [("peak: square product", *[chosen.side] * 3), *shapes]:
         row: dict[str, Any] = {"product": name, "shape": " x ".join(map(str, shape))}
         for dtype, label in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
-            speed = middle([product_speed(*shape, dtype, repeats=3) for _ in range(3)])
-            seconds = 2 * shape[0] * shape[1] * shape[2] / speed
-            row[f"{label} GFLOP/s"] = speed / 1e9
-            row[f"{label} weights GB/s"] = shape[1] * shape[2] * dtype.itemsize / seconds / 1e9
+            for way, of in (("torch", _linear), ("oneDNN", _of_onednn), ("engine", _of_the_engine)):
+                known = way != "oneDNN" or onednn_multiplies(dtype)
+                row[f"{way} {label}"] = layers_speed(*shape, dtype, of) / 1e9 if known else None
         rows.append(row)
     notes = [
-        f"reading memory: {reading / 1e9:.1f} GB/s; weights that stay in the caches are read faster",
+        f"products in GFLOP/s; reading memory: {reading / 1e9:.1f} GB/s",
         f"{chosen.model}: {forward_flops(sizes, Tokens(1, 0, 1)) / 2:,.0f} parameters multiply each token; {chosen.threads} threads",
     ]
     show("Limits of the machine", rows, notes, chosen.json)
