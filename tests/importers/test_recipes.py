@@ -68,7 +68,7 @@ def test_the_recipes_of_the_games():
     for command in commands:
         game = next(name for name in ("bandit", "sokoban", "frozen") if name in command.text.split("train.sh ")[1])
         recipe = f"ragen/{game.replace('frozen', 'frozen_lake')}{'_sft' if command.stage == 'sft' else ''}"
-        listed = {"name", "engine.slots"}
+        listed = {"name"}
         listed |= {"model.path"} if "0.5B" not in command.text else set()
         listed |= {"environment.format.thinking"} if "no_think_rl=True" in command.text else set()
         listed |= {"hardware.processes"} if "n_gpus=2" in command.text else set()
