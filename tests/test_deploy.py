@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from posttrain.cli.main import main
+
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 
@@ -44,6 +46,31 @@ def test_the_extras_of_the_image_exist():
     assert {extra for line in named for extra in line.split(",")} <= set(project["optional-dependencies"])
 
 
+GPU_EXTRAS = {"vllm", "cuda", "liger"}
+"""vLLM, 8-bit AdamW and 4-bit models, and Liger's kernels."""
+
+
+def test_what_is_installed_for_a_gpu_has_what_only_gpus_use():
+    page = (ROOT / "docs" / "how-to" / "gpu.md").read_text()
+    setup = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())["setup"]
+    installed = [
+        *re.findall(r"EXTRAS=([\w,]+) \.$", DOCKERFILE, re.MULTILINE),
+        *re.findall(r'-e "\.\[([\w,]+)\]"', page + setup),
+    ]
+    assert len(installed) == 3
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extras in installed:
+        assert GPU_EXTRAS <= set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert "docker run --rm --gpus all --shm-size=" in DOCKERFILE
+
+
+def test_the_image_for_processors_takes_torch_without_cuda():
+    torch = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"][0]
+    assert "ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu\n" in DOCKERFILE
+    assert f'--index-url "${{TORCH_INDEX}}" "{torch}";' in DOCKERFILE
+    assert "--build-arg TORCH_INDEX= " in DOCKERFILE  # for CUDA
+
+
 def test_the_container_does_not_run_as_root():
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["1000"]
 
@@ -59,15 +86,26 @@ def test_the_dockerfile_passes_hadolint():
 # -- schedulers --------------------------------------------------------------------------------------------------------------
 
 
-def make_torchrun(folder: Path) -> None:
+START = f'exec {sys.executable} -m torch.distributed.run "$@"'
+PRINT = 'printf "%s\\n" "$@"'
+
+
+def make_torchrun(folder: Path, script: str = START) -> None:
     """The environment that the scripts expect at `folder`, with this interpreter."""
     folder.mkdir(parents=True, exist_ok=True)
     torchrun = folder / "torchrun"
-    torchrun.write_text(f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    torchrun.write_text(f"#!/bin/bash\n{script}\n")
     torchrun.chmod(0o755)
 
 
-def run_under_slurm(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def words_for_posttrain(printed: str) -> list[str]:
+    """The words after `-m posttrain.cli.main` of a torchrun that prints what it is given."""
+    words = printed.splitlines()
+    assert words.count("posttrain.cli.main") == 1
+    return words[words.index("posttrain.cli.main") + 1 :]
+
+
+def run_under_slurm(tmp_path: Path, *words: str, torchrun: str = START) -> subprocess.CompletedProcess[str]:
     """Run deploy/slurm.sh with two processes on this machine; stand-ins for Slurm's commands start what they are given."""
     for name, script in (("srun", 'exec "$@"'), ("scontrol", "echo localhost")):
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -76,7 +114,7 @@ def run_under_slurm(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[
         free.bind(("", 0))
         port = free.getsockname()[1]
     variables = {"SLURM_JOB_NODELIST": "one", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "7"}
-    make_torchrun(tmp_path / "bin")
+    make_torchrun(tmp_path / "bin", torchrun)
     path = f"{tmp_path}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", str(ROOT / "deploy" / "slurm.sh"), *words],
@@ -114,6 +152,16 @@ def test_a_dry_run_under_slurm_is_printed_once(tiny_model, tmp_path):
     assert shown.stdout.count("groups x") == 1
 
 
+def test_the_command_of_the_slurm_script_is_planned(tiny_model, tmp_path, monkeypatch, capsys):
+    recipe = [f"{ROOT}/recipes/ragen/bandit.yaml", f"model.path={tiny_model}", "steps=3"]
+    shown = run_under_slurm(tmp_path, "runs/mine", "rl", *recipe, torchrun=PRINT)
+    assert shown.returncode == 0, shown.stderr
+    words = words_for_posttrain(shown.stdout)
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--dry-run"]) == 0
+    assert "rl in runs/mine" in capsys.readouterr().out
+
+
 def test_the_slurm_script_explains_how_it_is_used():
     shown = subprocess.run(["bash", str(ROOT / "deploy" / "slurm.sh"), "runs/mine"], capture_output=True, text=True)
     assert shown.returncode == 2
@@ -127,6 +175,35 @@ def test_the_skypilot_task_is_complete_and_its_scripts_are_valid():
     for part in ("setup", "run"):
         checked = subprocess.run(["bash", "-n"], input=task[part], capture_output=True, text=True)
         assert checked.returncode == 0, checked.stderr
+
+
+def words_of_skypilot(tmp_path: Path, **variables: str) -> list[str]:
+    task = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())
+    make_torchrun(tmp_path / ".venv" / "bin", PRINT)
+    given = {**os.environ, **task["envs"], "SKYPILOT_NUM_GPUS_PER_NODE": "1", **variables}
+    done = subprocess.run(["bash", "-c", task["run"]], env=given, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return words_for_posttrain(done.stdout)
+
+
+def test_the_command_of_the_skypilot_task_is_planned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert main([*words_of_skypilot(tmp_path), "--dry-run", "--overwrite"]) == 0
+    shown = capsys.readouterr().out
+    assert "rl in runs/sky" in shown
+    assert "20 steps: " in shown
+    mine = words_of_skypilot(tmp_path, RECIPE="mine.yaml", OVERRIDES="")
+    assert mine == ["rl", "mine.yaml", "model.path=Qwen/Qwen3-0.6B", "name=sky", "runs=runs"]
+    (tmp_path / "runs" / "sky" / "checkpoints" / "step_000001").mkdir(parents=True)
+    assert words_of_skypilot(tmp_path) == ["rl", "--resume", "runs/sky"]
+
+
+def test_the_first_run_of_the_page_is_short_and_planned(monkeypatch, capsys):
+    page = (ROOT / "docs" / "how-to" / "gpu.md").read_text()
+    (command,) = re.findall(r"^posttrain (rl .*)$", page, re.MULTILINE)
+    monkeypatch.chdir(ROOT)
+    assert main([*command.split(), "--dry-run", "--on", "h100"]) == 0
+    assert "20 steps: " in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -81,7 +81,8 @@ def recipe_of(job: Episodes, slots: int, tokens_per_batch: int, lora: bool) -> R
         "rollout.episodes_per_group": job.size,
         "rollout.tokens_per_turn": int(job.answer),
         "rollout.tokens_per_episode": int(job.prompt + job.answer),
-        "engine.slots": slots,
+        "engine.type": "vllm",  # engines with CUDA graphs
+        "engine.max_num_seqs": slots,
         "engine.tokens_per_forward": 16_384,
         "learner.tokens_per_batch": tokens_per_batch,
         "credit.type": "grpo",

@@ -1,6 +1,7 @@
 """The memory per process that `--dry-run` shows."""
 
 from posttrain.planning.memory import ModelSizes, memory_estimate, process_memory
+from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.supervised import SftRecipe
 
 SIZES = ModelSizes(
@@ -40,3 +41,14 @@ def test_adapters_and_offload():
     assert found["weights"] == (2 * 1000 + 4 * adapters) / 2
     away, _ = rows("bfloat16", processes=2, offload="all")
     assert [away[what] for what in ("weights", "gradients", "AdamW state")] == [0, 0, 0]
+
+
+def test_a_sharded_reference_model_stays_on_the_gpus_unless_everything_is_offloaded():
+    def reference(*hardware):
+        keys = ["kl.coefficient=0.1", "model.dtype=bfloat16", *(f"hardware.{key}" for key in hardware)]
+        return process_memory(load_recipe([], keys, "rl"), SIZES)["reference model"][0]
+
+    for offload in ("none", "rollouts", "optimizer"):
+        assert reference("processes=2", f"offload={offload}") == 1000, offload
+    assert reference("processes=2", "offload=all") == reference("offload=all") == 0
+    assert reference("offload=rollouts") == reference("offload=optimizer") == 0

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
-from posttrain.planning.devices import DEVICES, Device, device_of
+from posttrain.planning.devices import DEVICES, HOST_COPIES, HOST_COPY, Device, device_of
 from posttrain.planning.dry_run import duration, show_plan
 from posttrain.planning.memory import ModelSizes, memory_estimate
 from posttrain.planning.phases import (
@@ -56,6 +56,34 @@ def test_every_computation_has_a_phase():
     assert names(rows, stage="sft") == names(rows, stage="reward") == LEARNED
     assert names(rows, stage="dpo") == ["reference log-probabilities", *LEARNED]
     assert names(rows, "loss.type=simpo", stage="dpo") == LEARNED
+
+
+def test_vllm_receives_the_weights_on_one_gpu_too():
+    sent = "weights to the engines"
+    assert names("engine.type=vllm") == [*SAMPLED, *LEARNED, sent]
+    assert names("engine.type=vllm", stage="evaluate") == [sent, *SAMPLED]
+
+    def seconds(*changes):
+        return step_phases(recipe_of("engine.type=vllm", *changes), SIZES, H200)[-1].seconds
+
+    files = 2 * SIZES.parameters * HOST_COPIES / HOST_COPY
+    assert seconds() == pytest.approx(files)
+    assert 0 < seconds("engine.weight_transfer=ipc") < files / 100
+    assert 0 < seconds("model.lora.rank=8", "engine.adapters=adapter_only") < files / 50
+
+
+def test_engines_without_cuda_graphs_launch_every_kernel():
+    job = Episodes(8, 8, 100, 50, 50)
+
+    def sampling(*changes, device=H200, **placed):
+        phases = step_phases(recipe_of(*changes), SIZES, device, Placement(**placed), job)
+        return next(phase.seconds for phase in phases if phase.what == "sampling")
+
+    assert sampling(engines=1) == sampling() > 2 * sampling("engine.type=vllm")
+    eager = ("engine.type=vllm", "engine.enforce_eager=true")
+    assert sampling(*eager) == sampling(*eager, engines=1) > 1.5 * sampling("engine.type=vllm", engines=1)
+    cpu = DEVICES["epyc-zen5-2"]
+    assert sampling(*eager, device=cpu) == sampling("engine.type=vllm", device=cpu)
 
 
 def test_lengths_that_a_recipe_leaves_open_are_at_their_limits():

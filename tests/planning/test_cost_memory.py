@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.planning.memory import ModelSizes, engine_memory, memory_estimate, peak_memory, trained_parameters
+from posttrain.planning.devices import DEVICES
+from posttrain.planning.memory import (
+    ModelSizes,
+    at_a_time,
+    engine_memory,
+    memory_estimate,
+    peak_memory,
+    trained_parameters,
+)
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.recipe.compose import load_recipe
 
@@ -55,10 +63,42 @@ def test_a_colocated_engine_sleeps_while_the_learner_learns():
     placed = Placement(2, 2, engines=2)
     rows = sizes_of(memory_estimate(recipe_of(), SIZES, placed))
     engine = rows["weights of the engine"] + rows["key/value cache, at most"]
-    passing = rows["activations, roughly"] + rows["logits"] + rows["gathered temporarily"]
+    passing = rows["activations, roughly"] + rows["logits"] + rows["gathered temporarily"] + rows["gradients"]
+    passing += rows["float32 masters and their gradients"] // 2
     assert peak_memory(recipe_of(), SIZES, placed) == (sum(rows.values()) - engine, sum(rows.values()) - passing)
     beside = Placement(2, 2, engines=2, colocated=False)
     assert peak_memory(recipe_of(), SIZES, beside) == (sum(rows.values()) - engine, engine)
+
+
+def test_what_rollouts_offload_of_sharded_state():
+    """FSDP's shards are the masters, so they stay, and each device keeps its share of the reference model."""
+    recipe = recipe_of("kl.coefficient=0.1", "hardware.offload=rollouts")
+    alone, shared = Placement(), Placement(2, 2)
+    rows = [memory_estimate(recipe, SIZES, placed) for placed in (alone, shared)]
+    assert [sizes_of(row)["reference model"] for row in rows] == [0, 1000]
+    sampling = [at_a_time(recipe, row, {}, placed)[1] for row, placed in zip(rows, (alone, shared), strict=True)]
+    assert "AdamW state" not in sampling[0] | sampling[1]
+    assert [held.get("float32 masters and their gradients") for held in sampling] == [None, 2000]
+
+
+def test_vllm_takes_its_share_of_a_known_gpu_and_none_where_it_runs_elsewhere():
+    def engine(*words, device=DEVICES["h100"]):
+        recipe = load_recipe([], ["engine.type=vllm", "model.dtype=bfloat16", *words], "rl")
+        return sizes_of(memory_estimate(recipe, SIZES, device=device))
+
+    assert engine()["weights of the engine"] + engine()["key/value cache"] == 40e9
+    assert engine("engine.gpu_memory_utilization=0.25")["key/value cache"] == 20e9 - 2000
+    assert engine("engine.cache_gigabytes=2")["key/value cache"] == 2 * 2**30
+    assert "key/value cache, at most" in engine(device=None)
+    for elsewhere in ("engine.urls=[http://a:1]", "engine.first_device=1"):
+        assert not {"weights of the engine", "key/value cache"} & set(engine(elsewhere)), elsewhere
+
+
+def test_rollouts_ahead_in_one_process_are_beside_the_learner():
+    recipe = recipe_of("rollout.async_rollouts=1")
+    rows = memory_estimate(recipe, SIZES)
+    learning, sampling = at_a_time(recipe, rows, engine_memory(recipe, SIZES), ALONE)
+    assert learning == sampling == sizes_of(rows)
 
 
 def test_a_reward_model_has_a_scalar_head_in_place_of_the_output_projection():

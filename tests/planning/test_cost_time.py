@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.errors import InputError
-from posttrain.planning.devices import DEVICES, HOP, HOST_COPIES, HOST_COPY, SYNC, Device
+from posttrain.planning.devices import DEVICES, HOP, HOST_COPIES, HOST_COPIES_RAY, HOST_COPY, SYNC, Device
 from posttrain.planning.memory import ModelSizes, layer_activations
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.planning.times import (
@@ -124,8 +124,9 @@ def test_optimizer_and_weights():
     apart = Placement(4, 4, engines=1, colocated=False)
     assert transfer_seconds(SIZES, LINKS, apart, 2, "nccl") == pytest.approx(2 * 2000 / (5 * SYNC))
     assert transfer_seconds(SIZES, LINKS, apart, 2, "ipc") == pytest.approx(4 * 2 * 2000 / 1e30)
-    assert transfer_seconds(SIZES, LINKS, ALONE, 2) == 0
-    assert transfer_seconds(SIZES, LINKS, apart, 2) == pytest.approx(HOST_COPIES * 2 * 2000 / HOST_COPY)
+    assert transfer_seconds(SIZES, READING, apart, 2, "nccl") == pytest.approx(2 * 2000 / HOST_COPY)
+    assert transfer_seconds(SIZES, LINKS, ALONE, 2) == pytest.approx(HOST_COPIES * 2 * 2000 / HOST_COPY)
+    assert transfer_seconds(SIZES, LINKS, apart, 2) == pytest.approx(HOST_COPIES_RAY * 2 * 2000 / HOST_COPY)
 
 
 SIZED = st.builds(

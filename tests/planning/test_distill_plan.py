@@ -45,12 +45,13 @@ def test_memory_of_distributions_by_candidates_or_vocabulary():
 
 
 def test_the_teacher_has_a_phase_unless_it_is_on_servers():
-    def phases(teacher):
-        return [phase.what for phase in step_phases(recipe(teacher), SIZES, device_of("h200"))]
+    def phases(teacher, **keys):
+        return [phase.what for phase in step_phases(recipe(teacher, **keys), SIZES, device_of("h200"))]
 
     here = phases({"path": "packaged:smollm2-135m"})
     assert here == ["reading prompts", "sampling", "teacher", "forward and backward passes", "optimizer"]
     assert phases({"urls": ["http://a/v1"]}) == [what for what in here if what != "teacher"]
+    assert phases({"path": "packaged:smollm2-135m"}, engine={"type": "vllm"}) == [*here, "weights to the engines"]
 
 
 def test_a_teacher_in_the_reward_is_planned_too():

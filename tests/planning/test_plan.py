@@ -442,6 +442,22 @@ def test_defaults_give_no_warning(stage, needed, tmp_path):
     assert recipe_warnings(load_recipe([str(tmp_path / "r.yaml")], [], stage)) == []
 
 
+def planned_on(device, *words):
+    console = Console(file=StringIO(), width=300)
+    show_plan(recipe_of("model.path=Qwen/Qwen3-1.7B", *words), published_sizes("Qwen3-1.7B"), console, device)
+    return console.file.getvalue()
+
+
+def test_activations_and_a_sleeping_engine_are_not_added_up():
+    fits = planned_on(DEVICES["h100"], "engine.type=vllm")
+    assert "the most at one time, while sampling" in fits
+    assert "the run needs an estimated" not in fits
+    more = planned_on(DEVICES["h100"], "engine.type=vllm", "engine.gpu_memory_utilization=0.9")
+    assert "it fits with hardware.offload=rollouts\n" in more
+    rollouts = ["engine.gpu_memory_utilization=0.9", "hardware.offload=rollouts"]
+    assert "the run needs an estimated" not in planned_on(DEVICES["h100"], "engine.type=vllm", *rollouts)
+
+
 def test_the_default_sft_of_a_4b_model_says_what_makes_it_fit_on_an_h100():
     recipe = recipe_of("model.path=Qwen/Qwen3-4B", "data.train=a.jsonl", stage="sft")
     shown = Console(file=StringIO(), width=300)

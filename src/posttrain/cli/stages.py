@@ -3,6 +3,7 @@
 import difflib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -81,6 +82,8 @@ def run(
             return
         sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
         console = Console()
+        if resume is None:
+            recipe = with_planned_engine(recipe, device, console)
         show_plan(recipe, sizes, console, device, full)
         show_precision(recipe, console)
         if resume is None and not overwrite:
@@ -90,6 +93,30 @@ def run(
             console.print("\nadd --full for the whole recipe and the parts of the estimates", highlight=False)
         return
     VERBS[stage](*sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
+
+
+def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Console") -> "Recipe":
+    """The recipe with the engine that the run would use on this machine. With `--on` a GPU, prints that the plan counts the
+    local engine if the engine depends on what is installed there.
+    """
+    from posttrain.errors import InputError
+    from posttrain.recipe.stages import DistillRecipe, GenerateRecipe, RlRecipe
+    from posttrain.runs.tables import show_line
+    from posttrain.training.stage import with_engine
+
+    if not isinstance(recipe, RlRecipe | DistillRecipe | GenerateRecipe) or recipe.remote is not None:
+        return recipe
+    chosen: Recipe = recipe
+    with suppress(InputError):  # `model.device: cuda` without a GPU, in a plan for another machine
+        chosen = with_engine(recipe, console)
+    if chosen is not recipe and isinstance(chosen, RlRecipe | DistillRecipe) and chosen.hardware.ray is None:
+        # The run starts a server for each of its processes, and this process is alone.
+        engine = chosen.engine.model_copy(update={"servers": chosen.hardware.processes})
+        return chosen.model_copy(update={"engine": engine})
+    if chosen is recipe and device is not None and device.is_gpu and "engine" not in recipe.model_fields_set:
+        line = "engine.type is local in this plan; with vLLM installed, a run on a GPU uses vLLM, which engine.type=vllm plans"
+        show_line(console, line)
+    return chosen
 
 
 def show_precision(recipe: "Recipe", console: "Console") -> None:
@@ -401,10 +428,11 @@ def _plan_pipeline(
             start[stage.name] = start[stage.upstream] if stage.upstream else model_sizes(stage.recipe.model.path)
             if stage in chosen:
                 console.rule(f"stage {stage.name}")
-                show_plan(stage.recipe, start[stage.name], console, device, full)
-                show_precision(stage.recipe, console)
+                planned_recipe = with_planned_engine(stage.recipe, device, console)
+                show_plan(planned_recipe, start[stage.name], console, device, full)
+                show_precision(planned_recipe, console)
                 try:
-                    show_checks(_with_paths(stage.recipe, converted), console, made)
+                    show_checks(_with_paths(planned_recipe, converted), console, made)
                 except InputError as error:
                     said = _replaced(str(error), {place: folder for folder, place in converted.items()})
                     problems += [f"stage {stage.name}: {sentence}" for sentence in said.splitlines()]

@@ -27,9 +27,11 @@ GPU_LAUNCH = 20e-6
 """Assumed seconds per layer and decoding step: about ten kernels in a CUDA graph."""
 GPU_LAUNCH_EAGER = 100e-6
 """Assumed seconds per layer and decoding step if Python launches each kernel (`enforce_eager`)."""
-HOST_COPIES = 5
-"""Copies of every weight that goes from a learner to a vLLM engine on a Ray cluster: down to CPU memory, into the object
-store, out of it, into a file, and up to the engine."""
+HOST_COPIES = 3
+"""Copies of every weight that goes from a learner to a vLLM engine on one machine: down to CPU memory, into a file in shared
+memory, and up to the engine."""
+HOST_COPIES_RAY = 5
+"""Copies on a Ray cluster: down to CPU memory, into the object store, out of it, into a file, and up to the engine."""
 HOST_COPY = 4e9
 """Assumed bytes/s of each of them."""
 GPU_KERNELS_LOCAL = 20

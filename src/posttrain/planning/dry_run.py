@@ -12,8 +12,16 @@ from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import task_split
 from posttrain.errors import InputError
 from posttrain.planning.devices import DEVICES, Device
-from posttrain.planning.memory import ModelSizes, memory_estimate, process_memory, with_dtypes
+from posttrain.planning.memory import (
+    ModelSizes,
+    at_a_time,
+    engine_memory,
+    memory_estimate,
+    process_memory,
+    with_dtypes,
+)
 from posttrain.planning.phases import Phase, evaluation_phases, plain, step_phases, total_seconds
+from posttrain.planning.placement import Placement
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.model import LoraRecipe
@@ -167,10 +175,10 @@ def _model(recipe: Recipe, sizes: ModelSizes | None) -> str:
 
 def _show_totals(recipe: Recipe, counted: Recipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:
     """Print the sums of memory and time in a few words."""
-    rows = _memory_rows(with_dtypes(recipe, device), sizes)
-    largest = sorted(rows, key=lambda what: -rows[what][0])[:2]
-    parts = ", ".join(f"{what} {_bytes(rows[what][0])}" for what in largest)
-    total = _bytes(sum(count for count, _ in rows.values()))
+    rows, _ = _at_peak(with_dtypes(recipe, device), sizes, device)
+    largest = sorted(rows, key=lambda what: -rows[what])[:2]
+    parts = ", ".join(f"{what} {_bytes(rows[what])}" for what in largest)
+    total = _bytes(sum(rows.values()))
     each = " per process" if _is_divided(recipe) else ""
     show_line(console, f"about {total}{each}, the most for {parts}", 2)
     console.print("\n[bold]time[/bold]")
@@ -436,18 +444,38 @@ def _is_divided(recipe: Recipe) -> bool:
     return isinstance(recipe, Learned) and (recipe.hardware.processes > 1 or recipe.hardware.offload == "all")
 
 
-def _memory_rows(recipe: Recipe, sizes: ModelSizes) -> Mapping[str, tuple[int, str]]:
-    return process_memory(recipe, sizes) if _is_divided(recipe) else memory_estimate(recipe, sizes)  # type: ignore[arg-type]
+def _memory_rows(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> Mapping[str, tuple[int, str]]:
+    if _is_divided(recipe):
+        return process_memory(recipe, sizes, device)  # type: ignore[arg-type]
+    return memory_estimate(recipe, sizes, device=device)
+
+
+def _at_peak(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> tuple[Mapping[str, int], str]:
+    """The items that are on the device at the same time when they need the most memory, and when that is. A CPU keeps the
+    cache of the engine and the memory of activations.
+    """
+    rows = _memory_rows(recipe, sizes, device)
+    engine = engine_memory(recipe, sizes, device=device)
+    if device is None or not device.is_gpu or not engine:
+        return {what: count for what, (count, _) in rows.items()}, ""
+    count = recipe.hardware.processes if isinstance(recipe, Learned) else 1
+    learning, sampling = at_a_time(recipe, rows, engine, Placement(devices=count, shard=count))
+    if learning == sampling:
+        return learning, ""
+    both = ((learning, "while learning"), (sampling, "while sampling"))
+    return max(both, key=lambda moment: sum(moment[0].values()))
 
 
 def _too_large(recipe: Recipe, sizes: ModelSizes | None, device: Device | None) -> list[str]:
     """A sentence if the run needs more memory than the device has; otherwise empty."""
     if recipe.remote is not None or sizes is None or device is None or device.memory is None:
         return []
-    together = _together(recipe, sizes)
+    together = _together(recipe, sizes, device)
     if together <= device.memory:
         return []
-    fitting = next((keys for keys, changed in _smaller(recipe) if _together(changed, sizes) <= device.memory), None)
+    fitting = next(
+        (keys for keys, changed in _smaller(recipe) if _together(changed, sizes, device) <= device.memory), None
+    )
     remedy = (
         f"it fits with {fitting}" if fitting is not None else "no setting makes it fit; divide it (hardware.processes)"
     )
@@ -456,8 +484,8 @@ def _too_large(recipe: Recipe, sizes: ModelSizes | None, device: Device | None) 
     ]
 
 
-def _together(recipe: Recipe, sizes: ModelSizes) -> int:
-    return sum(count for count, _ in _memory_rows(recipe, sizes).values())
+def _together(recipe: Recipe, sizes: ModelSizes, device: Device) -> int:
+    return sum(_at_peak(recipe, sizes, device)[0].values())
 
 
 def _smaller(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
@@ -467,6 +495,7 @@ def _smaller(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     checkpointed = recipe.model.model_copy(update={"gradient_checkpointing": True})
     adapters = recipe.model.lora or LoraRecipe()
     adapted = checkpointed.model_copy(update={"lora": adapters})
+    sleeping = recipe.hardware.model_copy(update={"offload": "rollouts"})
     offloaded = recipe.hardware.model_copy(update={"offload": "optimizer"})
     everything = recipe.hardware.model_copy(update={"offload": "all"})
     eight = {"optimizer": recipe.optimizer.model_copy(update={"type": "adamw_8bit"})}
@@ -475,6 +504,9 @@ def _smaller(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     if recipe.hardware.processes == 1 and recipe.hardware.offload == "none":
         yield "optimizer.type=adamw_8bit", recipe.model_copy(update=eight)
         yield f"{shown} optimizer.type=adamw_8bit", recipe.model_copy(update={"model": checkpointed, **eight})
+    keeps_state = recipe.hardware.offload == "none" and recipe.optimizer.type == "adamw"
+    if isinstance(recipe, RlRecipe | DistillRecipe) and keeps_state and not recipe.rollout.async_rollouts:
+        yield "hardware.offload=rollouts", recipe.model_copy(update={"hardware": sleeping})
     for name, hardware in (("optimizer", offloaded), ("all", everything)):
         yield (
             f"{shown} hardware.offload={name}",
@@ -484,13 +516,15 @@ def _smaller(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 
 def _memory_table(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> Table:
-    apart, rows = _is_divided(recipe), _memory_rows(recipe, sizes)
+    apart, rows = _is_divided(recipe), _memory_rows(recipe, sizes, device)
     table = Table("what", "memory", "counted as", box=None, show_header=False)
     for what, (count, how) in rows.items():
         table.add_row(f"  {what}", _bytes(count), how)
-    together, said = sum(count for count, _ in rows.values()), "an estimate"
+    present, when = _at_peak(recipe, sizes, device)
+    together, said = sum(present.values()), "an estimate"
     if device is not None and device.memory is not None and together > device.memory:
         said += f"; {device.name} has {_bytes(int(device.memory))}"
+    said += f"; the most at one time, {when}" if when else ""
     each = "per process" if apart else "total"
     table.add_row(f"  [bold]{each}[/bold]", _bytes(together), said)
     table.columns[1].justify = "right"

@@ -3,6 +3,7 @@
 Not covered: the overhead of torch and the operating system (about 0.5 GiB), and fragmentation.
 """
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from posttrain.errors import InputError
@@ -52,7 +53,9 @@ def with_dtypes(recipe: R, device: Device | None) -> R:
     return copy
 
 
-def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:
+def memory_estimate(
+    recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE, device: Device | None = None
+) -> dict[str, tuple[int, str]]:
     """Item -> (bytes on one learner device, how they are counted).
 
     Activations are a rough estimate. The other items are sums of tensor sizes. Separate engines are not included; see
@@ -67,22 +70,36 @@ def memory_estimate(recipe: Recipe, sizes: ModelSizes, placement: Placement = AL
         size = round(_FOUR_BITS * packed) + width * (count - packed)
         rows["weights"] = (size, f"{packed:,} parameters of 4 bits, {count - packed:,} of {width} bytes")
     if not isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):
-        rows |= _training(recipe, sizes, width)
+        rows |= _training(recipe, sizes, width, placement)
     rows = _divided(rows, sizes, placement, width)
     if isinstance(recipe, RlRecipe) and recipe.rollout.async_rollouts:
         rows |= _ahead(recipe, sizes, width, placement)
-    if placement.colocated:
-        rows |= engine_memory(recipe, sizes, placement)
+    if placement.colocated and not _on_further_gpus(recipe, placement):
+        rows |= engine_memory(recipe, sizes, placement, device)
     return rows
 
 
-def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE) -> dict[str, tuple[int, str]]:
-    """Item -> (bytes on one engine device, how they are counted): the engine's own weights, if any, and a full KV cache."""
+def _on_further_gpus(recipe: Recipe, placement: Placement) -> bool:
+    """Whether the vLLM servers of a run without Ray start on GPUs after those of the learner."""
+    engine = getattr(recipe, "engine", None)
+    return not placement.engines and isinstance(engine, VllmEngineRecipe) and engine.first_device >= placement.devices
+
+
+def engine_memory(
+    recipe: Recipe, sizes: ModelSizes, placement: Placement = ALONE, device: Device | None = None
+) -> dict[str, tuple[int, str]]:
+    """Item -> (bytes on one engine device, how they are counted): the engine's own weights, if any, and a full KV cache.
+
+    On a GPU, vLLM takes its share of the memory of `device` for both, and answers that do not fit are queued. Servers at
+    `engine.urls` count as 0.
+    """
     if isinstance(recipe, DpoRecipe | RewardRecipe | HarnessRecipe):
         return {}
     if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
         return {}
     assert isinstance(recipe.engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model needs no local memory"
+    if getattr(recipe.engine, "urls", None):
+        return {}
     width = weight_width(recipe.model)
     rows = {}
     if placement.engines or isinstance(recipe.engine, VllmEngineRecipe):
@@ -93,6 +110,12 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
     if isinstance(recipe.engine, VllmEngineRecipe) and recipe.engine.cache_gigabytes is not None:
         size = int(recipe.engine.cache_gigabytes * 2**30)
         return rows | {"key/value cache": (size, f"engine.cache_gigabytes {recipe.engine.cache_gigabytes:g}")}
+    memory = device.memory if device is not None and device.is_gpu else None
+    if isinstance(recipe.engine, VllmEngineRecipe) and device is not None and memory is not None:
+        share = recipe.engine.gpu_memory_utilization
+        size = max(0, round(share * memory) - rows["weights of the engine"][0])
+        how = f"engine.gpu_memory_utilization {share:g} of {device.name}, less the weights of the engine"
+        return rows | {"key/value cache": (size, how)}
     how = f"engine.slots {slots} x rollout.tokens_per_episode {tokens} x {cache:,} bytes"
     if isinstance(recipe.engine, VllmEngineRecipe):
         how = (
@@ -106,18 +129,38 @@ def engine_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement = ALON
     return rows
 
 
-def peak_memory(recipe: Recipe, sizes: ModelSizes, placement: Placement) -> tuple[int, int]:
-    """Bytes on one learner device as (while learning, while sampling).
+def peak_memory(
+    recipe: Recipe, sizes: ModelSizes, placement: Placement, device: Device | None = None
+) -> tuple[int, int]:
+    """Bytes on one learner device of `device` as (while learning, while sampling)."""
+    engine = engine_memory(recipe, sizes, placement, device)
+    rows = memory_estimate(recipe, sizes, placement, device)
+    learning, sampling = at_a_time(recipe, rows, engine, placement)
+    if not placement.colocated:
+        sampling = {what: count for what, (count, _) in engine.items()}
+    return sum(learning.values()), sum(sampling.values())
 
-    A colocated engine releases its weights and cache while the learner runs. Activations are freed before sampling.
+
+def at_a_time(
+    recipe: Recipe, rows: Mapping[str, tuple[int, str]], engine: Mapping[str, Any], placement: Placement
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The items of `rows` on a GPU as (while learning, while sampling), in bytes.
+
+    An engine in `rows` frees its weights and cache while the learner runs, and activations and gradients are freed before
+    sampling. With `hardware.offload: rollouts` the optimizer's state then leaves as well, but sharded masters stay: they are
+    the weights. Asynchronous rollouts in the learner's process run at the same time as learning.
     """
-    engine = engine_memory(recipe, sizes, placement)
-    rows = {what: count for what, (count, _) in memory_estimate(recipe, sizes, placement).items() if what not in engine}
-    passing = sum(rows.get(what, 0) for what in ("activations, roughly", "logits", "gathered temporarily"))
-    if isinstance(recipe, RlRecipe) and recipe.hardware.offload == "rollouts":
-        passing += sum(rows.get(what, 0) for what in _OFFLOADED)
-    learning, sampling = sum(rows.values()), sum(count for count, _ in engine.values())
-    return learning, sampling + (learning - passing if placement.colocated else 0)
+    counts = {what: count for what, (count, _) in rows.items()}
+    if isinstance(recipe, RlRecipe) and recipe.rollout.async_rollouts and not placement.engines:
+        return counts, counts
+    freed = set(_PASSING)
+    if isinstance(recipe, RlRecipe | DistillRecipe) and recipe.hardware.offload == "rollouts":
+        freed |= {"AdamW state"} if placement.shard > 1 else set(_OFFLOADED)
+    learning = {what: count for what, count in counts.items() if what not in engine and what != _UNSHARDED}
+    sampling = {what: count for what, count in counts.items() if what not in freed}
+    if _MASTERS in sampling:
+        sampling[_MASTERS] //= 2
+    return learning, sampling
 
 
 def weight_width(model: ModelRecipe) -> int:
@@ -131,10 +174,11 @@ def cache_bytes(sizes: ModelSizes, width: int, tensor: int = 1) -> int:
     return 2 * sizes.layers * heads * sizes.head_size * width
 
 
+_MASTERS = "float32 masters and their gradients"
 _DIVIDED = (
     "weights",
     "gradients",
-    "float32 masters and their gradients",
+    _MASTERS,
     "AdamW state",
     "reference model",
     "reward model",
@@ -143,7 +187,10 @@ _DIVIDED = (
     "language model for entropies",
 )
 """Items that sharding divides. Activations and logits depend on the number of tokens on each device."""
-_OFFLOADED = ("float32 masters and their gradients", "AdamW state")
+_OFFLOADED = (_MASTERS, "AdamW state")
+_PASSING = ("activations, roughly", "logits", "gathered temporarily", "gradients", "whole gradients")
+"""Items that exist from the first pass of an update to its optimizer step."""
+_UNSHARDED = "unsharded weights while sampling"
 
 
 def _divided(
@@ -165,15 +212,15 @@ def _divided(
     return {**shared, "gathered temporarily": (gathered, how)}
 
 
-def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[int, str]]:
+def _training(recipe: Recipe, sizes: ModelSizes, width: int, placement: Placement) -> dict[str, tuple[int, str]]:
     assert not isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe)
     trained = trained_parameters(recipe.model, sizes, scorer=isinstance(recipe, RewardRecipe))
     rows = {"gradients": (width * trained, f"{trained:,} trained parameters of {width} bytes")}
     if width == 2:
-        rows["float32 masters and their gradients"] = (8 * trained, "trained parameters x 8 bytes")
+        rows[_MASTERS] = (8 * trained, "trained parameters x 8 bytes")
     offloads = recipe.hardware.offload == "optimizer"
     if offloads:
-        rows["float32 masters and their gradients"] = (0, "in CPU memory (hardware.offload)")
+        rows[_MASTERS] = (0, "in CPU memory (hardware.offload)")
         rows["AdamW state"] = (0, "in CPU memory (hardware.offload)")
     elif recipe.optimizer.type == "adamw_8bit":
         rows["AdamW state"] = (_eight_bit(trained), "two 8-bit numbers for each trained parameter, and a scale for 256")
@@ -184,7 +231,8 @@ def _training(recipe: Recipe, sizes: ModelSizes, width: int) -> dict[str, tuple[
         assert isinstance(recipe, DpoRecipe | RlRecipe)
         if recipe.model.lora is None:
             rows["reference model"] = _reference(recipe, sizes, width, trained)
-            if recipe.hardware.offload in ("optimizer", "rollouts"):
+            # Sharded models are moved by FSDP alone, with `all`; see `process_memory`.
+            if recipe.hardware.offload in ("optimizer", "rollouts") and placement.shard == 1:
                 rows["reference model"] = (0, "in CPU memory, and on the device when there are no gradients")
         else:
             rows["reference model"] = (0, "the policy with adapters disabled")
@@ -355,16 +403,18 @@ def layer_activations(sizes: ModelSizes) -> int:
 
 
 def process_memory(
-    recipe: RlRecipe | DistillRecipe | SftRecipe | DpoRecipe | RewardRecipe, sizes: ModelSizes
+    recipe: RlRecipe | DistillRecipe | SftRecipe | DpoRecipe | RewardRecipe,
+    sizes: ModelSizes,
+    device: Device | None = None,
 ) -> dict[str, tuple[int, str]]:
     """Item -> (bytes on the device of one of `hardware.processes` processes, how they are counted)."""
     hardware, width = recipe.hardware, weight_width(recipe.model)
     scorer = isinstance(recipe, RewardRecipe)
     count, trained = hardware.processes, trained_parameters(recipe.model, sizes, scorer)
     parameters = sizes.scorer_parameters if scorer else sizes.parameters
-    rows = memory_estimate(recipe, sizes, Placement(devices=count, shard=count))
+    rows = memory_estimate(recipe, sizes, Placement(devices=count, shard=count), device)
     over = f", over {count} processes"
-    for what in ("gradients", "float32 masters and their gradients"):
+    for what in ("gradients", _MASTERS):
         rows.pop(what, None)
     frozen = 0 if recipe.model.lora is None else parameters
     shares = (
@@ -376,7 +426,7 @@ def process_memory(
     if hardware.offload == "optimizer":
         rows["AdamW state"] = (0, "in CPU memory (hardware.offload)")
     if hardware.offload == "all":
-        for what in ("weights", "gradients", "AdamW state"):
+        for what in [what for what in _DIVIDED if what in rows]:
             _, how = rows[what]
             rows[what] = (0, f"offloaded: {how}")
     if not hardware.reduces_per_forward and count > 1:
@@ -396,5 +446,5 @@ def process_memory(
     plays = not isinstance(recipe, DpoRecipe | RewardRecipe) and recipe.environment is not None
     if plays and isinstance(recipe.engine, LocalEngineRecipe):  # type: ignore[union-attr]
         whole = width * sizes.parameters
-        rows["unsharded weights while sampling"] = (whole, "for the engine in this process; activations are freed")
+        rows[_UNSHARDED] = (whole, "for the engine in this process; activations are freed")
     return rows

@@ -6,7 +6,7 @@ Unknown lengths are taken at their limits: episodes and rows have their maximum 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from posttrain.planning.devices import GPU_LAUNCH_LOCAL, Device
+from posttrain.planning.devices import GPU_LAUNCH_EAGER, GPU_LAUNCH_LOCAL, Device
 from posttrain.planning.memory import ModelSizes, teacher_sizes, trained_parameters
 from posttrain.planning.placement import ALONE, Placement
 from posttrain.planning.times import (
@@ -21,7 +21,7 @@ from posttrain.planning.times import (
 from posttrain.planning.work import Episodes, Tokens, rows_of
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.credit import TokenBaselineCredit
-from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
+from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe, WeightTransfer
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.stages import (
@@ -93,7 +93,8 @@ def evaluation_phases(
     """Phases of one evaluation on held-out seeds, with episodes of maximum length. Empty without an environment."""
     if evaluated_environment(recipe) is None or recipe.remote is not None:
         return []
-    return _sampling(recipe.engine, recipe.model, sizes, device, placement, evaluated_at_most(recipe))
+    sent = _weights(recipe.engine, recipe.model, sizes, device, placement)
+    return sent + _sampling(recipe.engine, recipe.model, sizes, device, placement, evaluated_at_most(recipe))
 
 
 def plain(sizes: ModelSizes) -> bool:
@@ -170,8 +171,7 @@ def _sampling(
 ) -> list[Phase]:
     assert isinstance(engine, LocalEngineRecipe | VllmEngineRecipe), "a remote model has no local phases"
     width, engines, tensor = _width(model.dtype, device), max(1, placement.engines), placement.tensor
-    if isinstance(engine, LocalEngineRecipe) and device.is_gpu and not placement.engines:
-        device = replace(device, launch=max(device.launch, GPU_LAUNCH_LOCAL))
+    device = _launching(engine, device)
     share, prompts = episodes.share(engines), episodes.prefilled
     read = prefill_seconds(sizes, device, share.prefilled, width, tensor, engine.tokens_per_forward)
     if placement.async_rollouts:
@@ -185,6 +185,31 @@ def _sampling(
         Phase("reading prompts", read, devices, f"{prompts.count:,.0f} tokens", True, prompts.count),
         Phase("sampling", sampled, devices, answers, True, episodes.count * episodes.answer),
     ]
+
+
+def _launching(engine: LocalEngineRecipe | VllmEngineRecipe, device: Device) -> Device:
+    """The device with the seconds that `engine` takes to launch the kernels of a layer. `Device.launch` of a GPU is that of
+    CUDA graphs."""
+    if not device.is_gpu:
+        return device
+    if isinstance(engine, LocalEngineRecipe):
+        return replace(device, launch=max(device.launch, GPU_LAUNCH_LOCAL))
+    return replace(device, launch=max(device.launch, GPU_LAUNCH_EAGER)) if engine.enforce_eager else device
+
+
+def _weights(
+    engine: object, model: ModelRecipe, sizes: ModelSizes, device: Device, placement: Placement
+) -> list[Phase]:
+    """Sending new weights to engines; empty if the engine samples with the learner's."""
+    if not placement.engines and not isinstance(engine, VllmEngineRecipe):
+        return []
+    how: WeightTransfer = "files"
+    count = sizes.parameters
+    if isinstance(engine, VllmEngineRecipe):
+        how = engine.weight_transfer
+        count = trained_parameters(model, sizes) if engine.adapters == "adapter_only" else count
+    sent = transfer_seconds(replace(sizes, parameters=count), device, placement, _width(model.dtype, device), how)
+    return [Phase("weights to the engines", sent, placement.all_devices, f"{count:,} parameters")]
 
 
 def _rl(
@@ -217,11 +242,7 @@ def _rl(
     phases += _learning(
         recipe.model, sizes, device, placement, tokens, learner.tokens_per_batch, updates, learner.epochs_per_step
     )
-    if placement.engines:
-        how = recipe.engine.weight_transfer if isinstance(recipe.engine, VllmEngineRecipe) else "files"
-        sent = transfer_seconds(sizes, device, placement, width, how)
-        phases.append(Phase("weights to the engines", sent, placement.all_devices, f"{sizes.parameters:,} parameters"))
-    return phases
+    return phases + _weights(recipe.engine, recipe.model, sizes, device, placement)
 
 
 def _teacher(
@@ -239,14 +260,15 @@ def _teacher(
 def _distill(
     recipe: DistillRecipe, sizes: ModelSizes, device: Device, placement: Placement, episodes: Episodes
 ) -> list[Phase]:
-    """Sampling, the teacher's forward passes, and learning."""
+    """Sampling, the teacher's forward passes, learning, and new weights for the engine."""
     learner, tokens = recipe.learner, episodes.learned
     phases = _sampling(recipe.engine, recipe.model, sizes, device, placement, episodes)
     phases += _teacher(recipe.teacher, recipe.model, sizes, device, placement, tokens)
     updates = learner.updates_per_step * learner.epochs_per_step
-    return phases + _learning(
+    phases += _learning(
         recipe.model, sizes, device, placement, tokens, learner.tokens_per_batch, updates, learner.epochs_per_step
     )
+    return phases + _weights(recipe.engine, recipe.model, sizes, device, placement)
 
 
 def _critic(recipe: RlRecipe, sizes: ModelSizes, device: Device, placement: Placement, tokens: Tokens) -> list[Phase]:

@@ -6,7 +6,7 @@ the policy. All other phases are sequential.
 
 from dataclasses import replace
 
-from posttrain.planning.devices import GPU_LAUNCH_EAGER, Device
+from posttrain.planning.devices import Device
 from posttrain.planning.memory import ModelSizes, engine_memory, memory_estimate, peak_memory, weight_width, with_dtypes
 from posttrain.planning.phases import Phase, episodes_at_most, rows_at_most, step_phases
 from posttrain.planning.placement import ALONE, Placement
@@ -22,7 +22,6 @@ from posttrain.planning.workers import (
     engine_count,
     reward_count,
 )
-from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.units import (
     CompatibleCredit,
@@ -77,8 +76,6 @@ def placed_phases(
 ) -> list[Phase]:
     """The phases of one step. Concurrent phases are merged into one with the duration of the longest."""
     recipe, placement = with_dtypes(recipe, device), placement_of(recipe, devices)
-    if devices and getattr(getattr(recipe, "engine", None), "enforce_eager", None):
-        device = replace(device, launch=GPU_LAUNCH_EAGER)
     if not isinstance(recipe, RlRecipe):
         return step_phases(recipe, sizes, device, placement, rows=rows or rows_at_most(recipe))
     played = episodes or episodes_at_most(recipe)
@@ -163,8 +160,7 @@ def memory_of(
 ) -> dict[str, tuple[int, int]]:
     """Role -> bytes on one of its devices as (while learning, while sampling).
 
-    A colocated engine on GPUs counts toward the learner. On CPUs, an engine process has its own weights and cache. vLLM uses
-    at most `gpu_memory_utilization` of `device`; answers that do not fit are queued.
+    A colocated engine on GPUs counts toward the learner. On CPUs, an engine process has its own weights and cache.
     """
     recipe, placement = with_dtypes(recipe, device), placement_of(recipe, devices)
     apart, copies = recipe.hardware.dedicated, reward_count(recipe)
@@ -177,16 +173,12 @@ def memory_of(
         )
         if gone
     ]
-    rows = memory_estimate(recipe, sizes, placement)
+    rows = memory_estimate(recipe, sizes, placement, device)
     saved = sum(rows[what][0] for what in moved if what in rows)
-    engine = sum(count for count, _ in engine_memory(recipe, sizes, placement).values())
-    learning, sampling = peak_memory(recipe, sizes, placement)
+    engine = sum(count for count, _ in engine_memory(recipe, sizes, placement, device).values())
+    learning, sampling = peak_memory(recipe, sizes, placement, device)
     if not devices and placement.engines:
         sampling = learning
-    vllm = getattr(recipe, "engine", None)
-    if isinstance(vllm, VllmEngineRecipe) and device is not None and device.memory is not None:
-        saved_cache = max(0, engine - round(vllm.gpu_memory_utilization * device.memory))
-        engine, sampling = engine - saved_cache, sampling - (saved_cache if placement.colocated else 0)
     of_roles = {LEARNER: (learning - saved, (sampling if placement.colocated else learning) - saved)}
     if placement.engines and not (devices and placement.colocated):
         of_roles[ENGINE] = (engine, engine)

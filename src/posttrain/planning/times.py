@@ -6,7 +6,7 @@ CPU, metrics and file output dominate the step time of a very small model.
 
 import math
 
-from posttrain.planning.devices import HOP, HOST_COPIES, HOST_COPY, SYNC, Device
+from posttrain.planning.devices import HOP, HOST_COPIES, HOST_COPIES_RAY, HOST_COPY, SYNC, Device
 from posttrain.planning.memory import ModelSizes, cache_bytes, layer_activations
 from posttrain.planning.placement import Placement
 from posttrain.planning.work import (
@@ -164,14 +164,15 @@ def optimizer_seconds(trained: int, device: Device, placement: Placement, width:
 def transfer_seconds(
     sizes: ModelSizes, device: Device, placement: Placement, width: int, how: WeightTransfer = "files"
 ) -> float:
-    """Seconds to send new weights to the engines by `engine.weight_transfer`. 0 if the engine uses the learner's weights.
+    """Seconds to send new weights by `engine.weight_transfer` to engines that have a copy of them.
 
-    `files`: copies through CPU memory. `ipc`: the learner packs a buffer on the GPU and the engine copies from it, two reads and
-    two writes of every weight. `nccl`: a broadcast over the network.
+    `files`: copies through CPU memory, fewer without Ray (no `placement.engines`). `ipc`: the learner packs a buffer on the
+    GPU and the engine copies from it, two reads and two writes of every weight. `nccl`: a broadcast over the network; between
+    CPUs, gloo counts as one copy.
     """
-    if not placement.engines or device.network is None:
-        return 0.0
     sent = width * sizes.parameters
     if how == "ipc":
         return 4 * sent / device.reading
-    return HOST_COPIES * sent / HOST_COPY if how == "files" else sent / (device.network * SYNC)
+    if how == "files":
+        return (HOST_COPIES_RAY if placement.engines else HOST_COPIES) * sent / HOST_COPY
+    return sent / (HOST_COPY if device.network is None else device.network * SYNC)

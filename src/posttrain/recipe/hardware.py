@@ -61,7 +61,7 @@ class HardwareRecipe(BaseConfig):
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer after its forward pass and gather them again for the backward pass: less memory, 50% more communication."""
     offload: Literal["none", "rollouts", "optimizer", "all"] = "none"
-    """What is kept in CPU memory instead of a GPU's. `rollouts`: float32 masters and moments, but only while episodes are sampled, and the reference model between its passes; for `rl` and `distill`. `optimizer`: float32 masters, their gradients and the moments, with AdamW on the CPU, and the reference model between its passes; during rollouts the GPU then holds only the weights of the policy. `all`: also weights, one layer of which is on the GPU at a time. Settings other than `none` are an error on a CPU."""
+    """What is kept in CPU memory instead of a GPU's. `rollouts`: float32 masters and moments, but only while episodes are sampled, and the reference model between its passes; for `rl` and `distill`. `optimizer`: float32 masters, their gradients and the moments, with AdamW on the CPU, and the reference model between its passes; during rollouts the GPU then holds only the weights of the policy. `all`: also weights, one layer of which is on the GPU at a time. With several processes, each GPU keeps its share of the reference model and, with `rollouts`, of the masters, which are its weights. Settings other than `none` are an error on a CPU."""
     ray: str | None = None
     """Ray cluster to run on. `auto` connects to the cluster on this machine, or starts one; otherwise an address (`host:port` or `ray://host:port`). Null: run without Ray."""
     cpus: float = Field(1.0, gt=0)

@@ -112,7 +112,9 @@ class Optimizer:
         return self.recipe.learning_rate * learning_rate_factor(self.recipe, self.updates, self.total_updates)
 
     def sleep(self) -> None:
-        """With `hardware.offload: rollouts`, move masters and moments to CPU memory until `wake`."""
+        """With `hardware.offload: rollouts`, move masters and moments to CPU memory until `wake`. Sharded masters are the
+        weights and stay on the device.
+        """
         if current_world().hardware.offload == "rollouts":
             self._move(torch.device("cpu"))
 
