@@ -1,7 +1,7 @@
 """Everything that matters on one GPU as one table: first what it has to pass, then what it reaches.
 
-    python benchmarks/gpu.py --minutes 25 --json out.json   from a bare checkout: torch, transformers and numpy are enough
-    python benchmarks/gpu.py --minutes 25 --json out.json   again: parts with rows in the file are not run again
+    python benchmarks/gpu.py --minutes 30 --json out.json   from a bare checkout: torch, transformers and numpy are enough
+    python benchmarks/gpu.py --minutes 30 --json out.json   again: parts with rows in the file are not run again
     python benchmarks/gpu.py --device cpu --tiny            the same code in seconds
     python benchmarks/gpu.py --parts sft-4B,decode-4B
 
