@@ -1,13 +1,15 @@
 """Everything that matters on one GPU as one table: first what it has to pass, then what it reaches.
 
-    python benchmarks/gpu.py --minutes 25 --json out.json   from a bare checkout: torch, transformers and numpy are enough
-    python benchmarks/gpu.py --minutes 25 --json out.json   again: parts with rows in the file are not run again
+    python benchmarks/gpu.py --minutes 30 --json out.json   from a bare checkout: torch, transformers and numpy are enough
+    python benchmarks/gpu.py --minutes 30 --json out.json   again: parts with rows in the file are not run again
     python benchmarks/gpu.py --device cpu --tiny            the same code in seconds
     python benchmarks/gpu.py --parts sft-4B,decode-4B
 
 Every part runs in a separate process with a time limit, so what fails, hangs or breaks the device is one line of
-the table and the others go on; rows that a part had finished are kept. The column `check` has the verdicts of
-`accelerator/checks.py`. Parts for more GPUs than the machine has are not run, and say so.
+the table and the others go on; rows that a part had finished are kept, and all processes that it started end with it.
+The column `check` has the verdicts of `accelerator/checks.py`. Parts for more GPUs or packages than the machine has
+are not run, and say so. The exit status is 1 if a check FAILED or no part gave a number, and 2 if `--json` has rows of
+another device.
 
 - SFT: whole optimizer steps on rows of lognormal length; MFU = FLOPs / (seconds x peak). FLOPs are 6 per parameter of
   the layers (embedding left out) and token, 6 per parameter of the output projection and trained token, and
@@ -20,12 +22,17 @@ the table and the others go on; rows that a part had finished are kept. The colu
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +40,11 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 
 from accelerator.bare import use_stand_in  # noqa: E402
-from accelerator.checks import judged  # noqa: E402
-from accelerator.rows import Row, table  # noqa: E402
+from accelerator.checks import FAILED, judged  # noqa: E402
+from accelerator.processes import adopted_orphans, descendants, end  # noqa: E402
+from accelerator.rows import Row, ratios, table  # noqa: E402
 
-MINUTES = 25.0
+MINUTES = 30.0
 """For all parts together."""
 BUDGETS = {
     "device": 30,
@@ -51,6 +59,7 @@ BUDGETS = {
     "run-vllm": 200,
     "server-killed-4B": 200,
     "offload-4B": 80,
+    "offload-8B": 180,
     "gpus-2": 120,
     "ray-8": 200,
     "ray-gspo-8": 240,
@@ -59,10 +68,12 @@ BUDGETS = {
     "decode-0.5B": 55,
     "rl-0.5B": 65,
     "sft-1.5B": 45,
-    "trl-0.5B": 60,
-    "trl-grpo-0.5B": 90,
+    "trl-0.5B": 100,
+    "trl-grpo-0.5B": 120,
 }
 """Maximum seconds of each part, the start of its process included, in the order in which they run."""
+RUNS = ("run-vllm", "run-killed", "server-killed-4B", "offload-8B")
+"""Parts that run the command line on one GPU."""
 MORE_GPUS = ("gpus-2", "ray-8", "ray-gspo-8")
 """Parts that are not run on one GPU. The others fit into `MINUTES`."""
 NAN = float("nan")
@@ -70,7 +81,8 @@ NAN = float("nan")
 
 def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | None, budget: float) -> Iterator[Row]:
     """The rows of one part, in this process. The part `limits` hands its numbers on in the case of its rows."""
-    until = time.monotonic() + 0.6 * budget
+    begun = time.monotonic()
+    until = begun + 0.6 * budget
     use_stand_in()
     import torch
     from accelerator import agreement, decoding, measuring, parity, reinforcement, training, trl_grpo, trl_side
@@ -105,6 +117,8 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
         yield from training.log_probabilities(shapes["1.5B"], device, 64 if tiny else 8192, until)
     elif part == "sft":
         size, _, fused = size.partition("-")
+        if fused == "liger":
+            require_liger(device.type)
         yield from training.supervised_that_fits(shapes[size], device, known, until, fused=fused or "own")
     elif part == "decode":
         prompt, tokens, flights = (8, 6, (1, 4)) if tiny else (128, 128, decoding.IN_FLIGHT)
@@ -112,57 +126,66 @@ def measure(name: str, device_name: str, tiny: bool, limits: dict[str, float] | 
     elif part == "rl":
         groups, members, prompt, tokens = (2, 2, 6, 6) if tiny else (8, 16, 256, 256)
         yield from reinforcement.learning(shapes[size], device, until, groups, members, prompt, tokens)
-    elif name in ("run-vllm", "run-killed", "server-killed-4B", *MORE_GPUS):
-        yield from whole_run(name, device.type, tiny, budget)
+    elif name in (*RUNS, *MORE_GPUS):
+        # The run must end, and its files must be removed, before this process is stopped.
+        yield from whole_run(name, device.type, tiny, begun + budget - min(20.0, 0.15 * budget))
     elif part == "offload":
         yield from training.offloaded(shapes[size], device, known, until)
     elif name.startswith("trl-grpo"):
         groups, members, prompt, tokens, steps = (2, 2, 6, 6, 3) if tiny else (8, 16, 256, 256, 3)
         yield from trl_grpo.trl_grpo(shapes["0.5B"], device, groups, members, prompt, tokens, steps)
     elif part == "trl":
-        rows, batch = (2_000, 2) if tiny else (150_000, 16)
-        yield from trl_side.trl_supervised(shapes[size], device, rows, batch)
+        rows, batch = (12_000, 2) if tiny else (300_000, 16)
+        yield from trl_side.trl_supervised(shapes[size], device, rows, batch, until)
     else:
         raise ValueError(f"there is no part {name!r}; there is {', '.join(BUDGETS)}")
 
 
-def whole_run(name: str, device: str, tiny: bool, budget: float) -> Iterator[Row]:
-    """The rows of a part that runs the command line, on tiny models of the processor or random ones of published shapes."""
+def require_liger(device: str) -> None:
+    """Raise the error that reports the part as not run if Liger's kernels are not available."""
+    from accelerator.runs import Missing
+
+    if device != "cuda":
+        raise Missing("Liger's kernels need a GPU")
+    if find_spec("liger_kernel") is None:
+        raise ModuleNotFoundError(name="liger-kernel")
+
+
+def whole_run(name: str, device: str, tiny: bool, ends: float) -> Iterator[Row]:
+    """The rows of a part that runs the command line, on tiny models of the processor or random ones of published shapes.
+
+    Its runs must end at `ends` of `time.monotonic`.
+    """
     from accelerator import runs
-    from accelerator.shapes import SHAPES
+    from accelerator.shapes import SHAPES, TINY
 
     small = "made:small"
     if name == "run-killed":
-        yield from runs.run_killed(small if tiny else "packaged:smollm2-135m", [], device, budget)
+        yield from runs.run_killed(small if tiny else "packaged:smollm2-135m", [], device, ends)
     elif name == "gpus-2":
         if not tiny:
             runs.require_gpus(2)
-        yield from runs.processes(small if tiny else "packaged:smollm2-135m", device, 2, budget)
+        yield from runs.processes(small if tiny else "packaged:smollm2-135m", device, 2, ends)
     elif name == "ray-8":
         if not tiny:
             runs.require_gpus(8)
-        # As published for PPO, but for the reward model: 2 learners, 2 engines, 2 GPUs of the critic, 1 of the reference.
-        words = ["credit.type=gae", "kl.coefficient=0.01", "hardware.dedicated.reference=1"]
-        words += ["hardware.dedicated.critic=1"] if tiny else ["engine.type=vllm", "hardware.dedicated.critic=2"]
-        words += (
-            [] if tiny else ["hardware.processes=2", "hardware.engines.count=2", "hardware.engines.colocated=false"]
-        )
-        yield from runs.on_ray(small if tiny else SHAPES["4B"], words, device, budget)
-    elif tiny and name != "run-vllm":
-        raise runs.Missing("it needs vLLM on a GPU")
-    elif name == "ray-gspo-8":
-        runs.require_gpus(8)
-        words = ["engine.type=vllm", "loss.type=gspo", "hardware.processes=8"]
-        words += ["hardware.engines.count=2", "hardware.engines.devices=4"]
-        yield from runs.on_ray(SHAPES["4B"], words, device, budget)
+        yield from runs.ppo_on_ray((TINY if tiny else SHAPES)["4B"], tiny, device, ends)
+    elif name == "run-vllm" and tiny:
+        yield from runs.reinforcement_run(small, ["engine.type=local"], device, ends)
+    elif tiny or device != "cuda":
+        raise runs.Missing("it needs a GPU")
+    elif name == "offload-8B":
+        yield from runs.offloaded_run(SHAPES["8B"], 3, ends)
     else:
-        if not tiny:
-            import vllm  # noqa: F401 (a missing package is one line of the table)
-        if name == "server-killed-4B":
-            yield from runs.server_killed(SHAPES["4B"], budget)
+        runs.require_gpus(8 if name == "ray-gspo-8" else 1)
+        import vllm  # noqa: F401 (a missing package is one line of the table)
+
+        if name == "ray-gspo-8":
+            yield from runs.gspo_on_ray(SHAPES["4B"], ends)
+        elif name == "server-killed-4B":
+            yield from runs.server_killed(SHAPES["4B"], ends)
         else:
-            words = ["engine.type=local"] if tiny else ["engine.type=vllm"]
-            yield from runs.reinforcement_run(small if tiny else SHAPES["1.5B"], words, device, budget)
+            yield from runs.reinforcement_run(SHAPES["1.5B"], ["engine.type=vllm"], device, ends)
 
 
 def attempt(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
@@ -181,31 +204,71 @@ def attempt(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
 
 
 def in_a_process(name: str, chosen: argparse.Namespace, limits: dict[str, float] | None, budget: float) -> list[Row]:
-    """The rows of a part that runs in a separate process for at most `budget` seconds."""
+    """The rows of a part that runs in a separate process for at most `budget` seconds.
+
+    On return, all processes that the part started have ended, and its temporary files are removed.
+    """
     command = [sys.executable, str(Path(__file__).resolve()), "--part", name, "--device", chosen.device]
     command += ["--budget", str(budget), *(["--tiny"] if chosen.tiny else [])]
     command += ["--limits", json.dumps(limits)] if limits else []
-    stopped = False
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=budget, check=False)
-        output, code = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as expired:
-        output, code, stopped = expired.stdout or b"", 0, True
-    rows = [Row(**json.loads(line)) for line in output.decode().splitlines() if line.startswith('{"part"')]
-    if stopped:
+    others = descendants(os.getpid())
+    code = None
+    # A short name: Ray and vLLM make sockets below it, whose paths have at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder, adopted_orphans():
+        output = Path(folder, "rows")
+        with output.open("wb") as file:
+            environment = {**os.environ, "TMPDIR": folder}
+            process = subprocess.Popen(command, stdout=file, env=environment, start_new_session=True)
+        try:
+            code = process.wait(budget)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            end(process, others)
+        lines = output.read_text(encoding="utf-8").splitlines()
+    rows = [Row(**json.loads(line)) for line in lines if line.startswith('{"part"') and line.endswith("}")]
+    if code is None:
         rows.append(Row(name, "", NAN, "", note=f"stopped after {budget:.0f} s"))
     elif code:
         rows.append(Row(name, "", NAN, "", note=f"its process ended with code {code}"))
     return rows
 
 
-def earlier(file: Path | None) -> dict[str, list[Row]]:
-    """The rows of parts that an earlier call wrote to `file`, without parts that failed."""
-    if file is None or not file.is_file():
-        return {}
-    parts = json.loads(file.read_text(encoding="utf-8"))
-    read = {part: [Row(**row) for row in rows] for part, rows in parts.items()}
-    return {part: rows for part, rows in read.items() if all(row.value == row.value for row in rows)}
+def device_of(chosen: argparse.Namespace) -> str:
+    """The device that the rows describe, and whether the models are tiny."""
+    name = "a processor"
+    if chosen.device != "cpu":
+        code = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else 'a processor')"
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+        name = done.stdout.strip() or "an unknown device"
+    return f"{name} with tiny models" if chosen.tiny else name
+
+
+class Results:
+    """The rows of all parts, stored in a file if there is one. Parts that failed in an earlier call are not read."""
+
+    def __init__(self, file: Path | None, device: str) -> None:
+        """ValueError if `file` has rows of another device."""
+        self.file = file
+        self.parts: dict[str, list[Row]] = {}
+        self.document: dict[str, Any] = {"device": device, "calls": []}
+        if file is not None and file.is_file():
+            self.document = json.loads(file.read_text(encoding="utf-8"))
+            found = self.document.get("device", "an unknown device")
+            if found != device:
+                raise ValueError(f"{file} has rows of {found}, and this is {device}; name another file with --json")
+            read = {part: [Row(**row) for row in rows] for part, rows in self.document["parts"].items()}
+            self.parts = {part: rows for part, rows in read.items() if all(row.value == row.value for row in rows)}
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self.document["calls"].append({"date": now, "versions": versions()})
+
+    def add(self, part: str, rows: list[Row]) -> None:
+        self.parts[part] = rows
+        if self.file is not None:
+            kept = {name: [asdict(row) for row in found] for name, found in self.parts.items()}
+            compared = [asdict(row) for row in ratios(self.parts)]
+            document = {**self.document, "parts": kept, "ratios": compared}
+            self.file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def limits_of(rows: list[Row]) -> dict[str, float] | None:
@@ -215,7 +278,7 @@ def limits_of(rows: list[Row]) -> dict[str, float] | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts and print the table; 1 where none of them gave a number."""
+    """Run the parts and print the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--tiny", action="store_true", help="the same code on tiny models")
@@ -241,7 +304,12 @@ def main(arguments: list[str] | None = None) -> int:
     if "limits" not in names:
         names.insert(0, "limits")
     begun = time.monotonic()
-    done = earlier(chosen.json)
+    try:
+        results = Results(chosen.json, device_of(chosen))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    done = results.parts
     for name in names:
         if name in done:
             continue
@@ -250,33 +318,36 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}: not run, the time is over", file=sys.stderr, flush=True)
             continue
         started = time.monotonic()
-        done[name] = judged(
-            name, in_a_process(name, chosen, limits_of(done.get("limits", [])), min(BUDGETS[name], left))
-        )
+        found = in_a_process(name, chosen, limits_of(done.get("limits", [])), min(BUDGETS[name], left))
+        results.add(name, judged(name, found, chosen.tiny))
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-        if chosen.json:
-            kept = {part: [asdict(row) for row in found] for part, found in done.items()}
-            chosen.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     rows = [
         row for name in names for row in done.get(name, [Row(name, "", NAN, "", note="not run: the time was over")])
     ]
-    print(table(rows))
-    print(f"\n{time.monotonic() - begun:.0f} s; {versions()}")
-    return int(all(row.value != row.value for row in rows))
+    print(table([*rows, *ratios(done)]))
+    used = ", ".join(f"{package} {version}" for package, version in versions().items())
+    print(f"\n{time.monotonic() - begun:.0f} s; {used}")
+    return int(all(row.value != row.value for row in rows) or any(row.check.startswith(FAILED) for row in rows))
 
 
-def versions() -> str:
-    """Of what was measured with, without importing it."""
+def versions() -> dict[str, str]:
+    """Versions of the packages that the results depend on, without importing them."""
     from importlib import metadata
 
-    found: dict[str, Any] = {}
-    for package in ("torch", "transformers", "triton", "trl"):
+    found = {}
+    for package in ("torch", "transformers", "triton", "vllm", "ray", "trl", "liger-kernel", "bitsandbytes"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
-    return ", ".join(f"{package} {version}" for package, version in found.items())
+    return found
+
+
+def stop(number: int, frame: Any) -> None:
+    """Handler of SIGTERM: an exception, so that `finally` blocks kill runs and remove files."""
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop)
     sys.exit(main())

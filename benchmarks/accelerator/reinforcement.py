@@ -10,7 +10,7 @@ from accelerator.decoding import answers, engine_of, random_prompts
 from accelerator.measuring import finish
 from accelerator.rows import Row
 from accelerator.shapes import Shape
-from accelerator.training import Training
+from accelerator.training import Setting, Training
 from posttrain.engines.protocol import Completion
 from posttrain.episode import Stream
 from posttrain.losses.policy import policy_loss
@@ -47,7 +47,7 @@ def learning(
     Scoring is a pass of the learner over the answers without gradient, as a reference model or a judge of ratios
     needs it. `mismatch` is the mean distance of its log-probabilities from those of the engine, in nats.
     """
-    training = Training(shape, device, shape.tokens_per_batch)
+    training = Training(shape, device, Setting(shape.tokens_per_batch))
     engine = engine_of(training.policy, groups * members)
     took: dict[str, float] = {}
     apart = 0.0
@@ -71,7 +71,7 @@ def learning(
     total, count = sum(took.values()), groups * members
     parts = ", ".join(f"{name} {value:.2f} s" for name, value in took.items())
     case = f"{shape.name}, {groups} groups of {members}, {prompt} + {tokens} tokens"
-    yield Row("RL step", case, count / total, "samples/s", note=f"{parts}; mismatch {apart:.4f} nats")
+    yield Row("RL step", case, count / total, "samples/s", note=f"local engine; {parts}; mismatch {apart:.4f} nats")
 
 
 def _now(device: torch.device) -> float:

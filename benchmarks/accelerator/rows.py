@@ -1,8 +1,13 @@
 """What a part hands back, and the one table of all of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+PLAN = "of the plan"
+"""Unit of a measured peak of memory over the planned one."""
+WEIGHTS = "weights to the engines"
+"""Case of the time of sending them."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,22 @@ def table(rows: Sequence[Row]) -> str:
         "| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) + " |" for line in cells
     ]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+PEERS = {"sft-0.5B": "trl-0.5B", "rl-0.5B": "trl-grpo-0.5B"}
+"""Our part -> the part that does the same work with TRL."""
+
+
+def ratios(parts: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """For each pair in `PEERS` that was measured: our rate divided by that of TRL's best setting."""
+    found = []
+    for ours, theirs in PEERS.items():
+        mine, peers = ([row for row in parts.get(name, ()) if row.unit.endswith("/s")] for name in (ours, theirs))
+        if mine and peers:
+            best = max(peers, key=lambda row: row.value)
+            note = f"ours: {mine[0].case}, {mine[0].note.partition(';')[0]}; TRL's best: {best.case}, {best.note}"
+            found.append(Row("ratio", f"{ours} over TRL's best", mine[0].value / best.value, "times", note=note))
+    return found
 
 
 def rounded(value: float) -> str:

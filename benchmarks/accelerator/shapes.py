@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from posttrain.models.attention import use_packed_attention
-from posttrain.models.policy import Policy
+from posttrain.models.policy import Policy, checkpoint_layers
 from posttrain.recipe.model import ModelRecipe
 
 
@@ -24,6 +24,8 @@ class Shape:
     key_heads: int
     head_size: int
     vocabulary: int = 151_936
+    tied: bool = True
+    """Whether the output projection is the embedding."""
     tokens_per_batch: int = 16_384
     """Tokens in one forward pass of training that fit beside weights, masters and moments on a GPU of 140 GB."""
 
@@ -37,6 +39,11 @@ class Shape:
     def head(self) -> int:
         """Parameters of the output projection."""
         return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters of matrices, the embedding included."""
+        return self.body + self.head * (1 if self.tied else 2)
 
     def training_flops(self, lengths: Sequence[int], trained: int) -> float:
         """Floating-point operations of a forward and backward pass over streams of `lengths` tokens.
@@ -66,9 +73,10 @@ SHAPES = {
         Shape("0.5B", "qwen2", 896, 4864, 24, 14, 2, 64, tokens_per_batch=32_768),
         Shape("1.5B", "qwen2", 1536, 8960, 28, 12, 2, 128),
         Shape("4B", "qwen3", 2560, 9728, 36, 32, 8, 128, tokens_per_batch=4096),
+        Shape("8B", "qwen3", 4096, 12_288, 36, 32, 8, 128, tied=False),
     )
 }
-"""As Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-4B; all tie the output projection to the embedding."""
+"""As Qwen2.5-0.5B, Qwen2.5-1.5B, Qwen3-4B and Qwen3-8B."""
 TINY = {
     shape.name: shape
     for shape in (
@@ -80,9 +88,25 @@ TINY = {
 """The same code in no time."""
 
 
-def random_model(shape: Shape, device: torch.device, packed: bool = True) -> Any:
+def random_model(shape: Shape, device: torch.device, packed: bool = True, attention: str = "sdpa") -> Any:
     """A causal language model in bfloat16 (float32 on a processor); `packed`: it attends through layouts."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    model = _random(AutoModelForCausalLM, shape, device, attention)
+    if packed:
+        use_packed_attention(model)
+    return model
+
+
+def random_scorer(shape: Shape, device: torch.device) -> Any:
+    """A reward model, which makes one number of a sequence."""
+    from transformers import AutoModelForSequenceClassification
+
+    return _random(AutoModelForSequenceClassification, shape, device, "sdpa", num_labels=1)
+
+
+def _random(kind: Any, shape: Shape, device: torch.device, attention: str, **more: Any) -> Any:
+    from transformers import AutoConfig
 
     config = AutoConfig.for_model(
         shape.family,
@@ -94,29 +118,30 @@ def random_model(shape: Shape, device: torch.device, packed: bool = True) -> Any
         num_key_value_heads=shape.key_heads,
         head_dim=shape.head_size,
         max_position_embeddings=8192,
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape.tied,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
+        **more,
     )
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    if packed:
-        use_packed_attention(model)
+        model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
     return model.to(device).eval()
 
 
 class RandomPolicy(Policy):
     """A policy without files: random weights, no tokenizer, no token that ends an answer."""
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
-        self.recipe = ModelRecipe()
+    def __init__(self, shape: Shape, device: torch.device, checkpointing: bool = False) -> None:
+        self.recipe = ModelRecipe(gradient_checkpointing=checkpointing)
         self.seed = 0
         self.tokenizer = None
         self.end_tokens = frozenset()
         self.model = random_model(shape, device)
+        if checkpointing:
+            checkpoint_layers(self.model)
         self.version = 0
         self.sharded = None
         self._reference = None

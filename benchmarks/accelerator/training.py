@@ -3,14 +3,16 @@
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from accelerator.measuring import Limits, data_sheet, peak_memory, seconds
-from accelerator.rows import Row
+from accelerator.rows import PLAN, Row
 from accelerator.shapes import RandomPolicy, Shape
 from posttrain.distributed import world
 from posttrain.episode import Stream
@@ -28,6 +30,73 @@ MICRO_BATCHES = 4
 """Forward passes for one optimizer step."""
 CHUNK = 2048
 """Positions whose logits exist at one time."""
+FRAGMENTS = 2**30
+"""Bytes lost to fragmentation, which plans do not count."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How an update fits into the device's memory."""
+
+    tokens: int
+    """In one forward pass."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    checkpointing: bool = False
+    offload: Literal["none", "optimizer"] = "none"
+
+    def __str__(self) -> str:
+        words = [f"{self.tokens:,} tokens a pass"]
+        words += ["8-bit AdamW"] if self.optimizer == "adamw_8bit" else []
+        words += ["gradient checkpointing"] if self.checkpointing else []
+        words += ["AdamW in CPU memory"] if self.offload == "optimizer" else []
+        return ", ".join(words)
+
+
+def settings_of(shape: Shape, device: torch.device) -> list[Setting]:
+    """Settings to try in this order until one fits into the device's memory."""
+    most = shape.tokens_per_batch
+    if device.type != "cuda":
+        return [Setting(most)]
+    halves = [most]
+    while halves[-1] > 1024:
+        halves.append(halves[-1] // 2)
+    found = [*(Setting(tokens) for tokens in halves), Setting(most, checkpointing=True)]
+    if find_spec("bitsandbytes") is not None:
+        found += [Setting(tokens, "adamw_8bit") for tokens in halves]
+        found.append(Setting(most, "adamw_8bit", checkpointing=True))
+    found += [Setting(tokens, offload="optimizer") for tokens in halves]
+    return [*found, Setting(most, checkpointing=True, offload="optimizer")]
+
+
+def planned_bytes(shape: Shape, setting: Setting) -> float:
+    """The peak that `--dry-run` plans for the update of a bfloat16 model."""
+    from posttrain.planning.memory import peak_memory as planned
+    from posttrain.planning.model_sizes import ModelSizes
+    from posttrain.planning.placement import ALONE
+    from posttrain.recipe.model import ModelRecipe
+    from posttrain.recipe.stages import SftRecipe
+
+    sizes = ModelSizes(
+        parameters=shape.parameters,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        heads=shape.heads,
+        key_value_heads=shape.key_heads,
+        head_size=shape.head_size,
+        vocabulary=shape.vocabulary,
+        tied=shape.tied,
+        head_norms=shape.family == "qwen3",
+    )
+    settings: Any = {"environment": {"type": "bandit"}}
+    recipe = SftRecipe(
+        model=ModelRecipe(dtype="bfloat16", gradient_checkpointing=setting.checkpointing),
+        optimizer=OptimizerRecipe(type=setting.optimizer),
+        learner=LearnerRecipe(tokens_per_batch=setting.tokens, logits_per_chunk=CHUNK),
+        hardware=HardwareRecipe(offload=setting.offload),
+        **settings,
+    )
+    return float(planned(recipe, sizes, ALONE)[0])
 
 
 class TokenLoss:
@@ -74,18 +143,18 @@ def row_lengths(tokens: int, longest: int, seed: int) -> list[int]:
 class Training:
     """Optimizer steps of the product's learner on random rows."""
 
-    def __init__(self, shape: Shape, device: torch.device, tokens_per_batch: int) -> None:
+    def __init__(self, shape: Shape, device: torch.device, setting: Setting) -> None:
         self.shape = shape
-        self.policy = RandomPolicy(shape, device)
-        recipe = LearnerRecipe(tokens_per_batch=tokens_per_batch, logits_per_chunk=CHUNK)
+        self.policy = RandomPolicy(shape, device, setting.checkpointing)
+        recipe = LearnerRecipe(tokens_per_batch=setting.tokens, logits_per_chunk=CHUNK)
         self.learner: Any = Updater(
             self.policy,
-            Optimizer(self.policy.trainable(), OptimizerRecipe(), 1000),
+            Optimizer(self.policy.trainable(), OptimizerRecipe(type=setting.optimizer), 1000),
             recipe,
             token_forward(self.policy, recipe),
         )
         # A little less than the budgets together, so that rows fit into as many forward passes.
-        lengths = row_lengths(int(0.95 * MICRO_BATCHES * tokens_per_batch), min(4096, tokens_per_batch // 2), 0)
+        lengths = row_lengths(int(0.95 * MICRO_BATCHES * setting.tokens), min(4096, setting.tokens // 2), 0)
         self.samples = samples_of(lengths, 0.3, shape.vocabulary, 0)
         self.tokens = sum(lengths)
         self.flops = shape.training_flops(lengths, sum(sample.sampled_tokens for sample in self.samples))
@@ -97,53 +166,67 @@ class Training:
 
 
 def supervised(
-    shape: Shape, device: torch.device, limits: Limits, until: float, tokens_per_batch: int, fused: str = "own"
+    shape: Shape, device: torch.device, limits: Limits, until: float, setting: Setting, fused: str = "own"
 ) -> Iterator[Row]:
     """Whole optimizer steps: packing, forward and backward passes, clipping, AdamW on float32 masters.
 
     `fused`: as `model.fused`, `own` without Liger's kernels. The rows come without padding, so every token is real.
     """
-    training = Training(shape, device, tokens_per_batch)
-    use_fused_layers(training.policy.model, fused)  # type: ignore[arg-type]
-    training.update()  # makes the moments
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    peak = held + peak_memory(training.update, device)
-    step = seconds(training.update, device, until, warmup=0)
+    with _offloading(setting.offload):
+        training = Training(shape, device, setting)
+        use_fused_layers(training.policy.model, fused)  # type: ignore[arg-type]
+        training.update()  # allocates what later updates reuse
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        peak = held + peak_memory(training.update, device)
+        step = seconds(training.update, device, until, warmup=0)
     rate = training.flops / step
     sheet = data_sheet(device)
     note = f"{rate / 1e12:.0f} TFLOP/s, {rate / limits.products:.0%} of the measured product, layers: {fused}"
-    case = f"{shape.name}, {tokens_per_batch:,} tokens a pass"
     share = rate / (limits.products if np.isnan(sheet) else sheet)
-    yield Row("SFT", case, training.tokens / step, "tokens/s", share, peak, note)
+    yield Row("SFT", f"{shape.name}, {setting}", training.tokens / step, "tokens/s", share, peak, note)
+    if device.type == "cuda":
+        plan = planned_bytes(shape, setting)
+        note = f"planned {plan / 2**30:.1f} GiB"
+        yield Row("SFT", f"{shape.name}, peak memory", peak / plan, PLAN, memory=peak, note=note)
+
+
+@contextmanager
+def _offloading(offload: Literal["none", "optimizer"]) -> Iterator[None]:
+    """Context manager in which `hardware.offload` has this value."""
+    outer = world._state["world"]
+    if offload != "none":
+        world._state["world"] = world.World(HardwareRecipe(offload=offload))
+    try:
+        yield
+    finally:
+        world._state["world"] = outer
 
 
 def offloaded(shape: Shape, device: torch.device, limits: Limits, until: float) -> Iterator[Row]:
     """`supervised` with masters, gradients and moments in CPU memory: 16 bytes per parameter there."""
-    outer = world._state["world"]
-    world._state["world"] = world.World(HardwareRecipe(offload="optimizer"))
-    try:
-        for row in supervised(shape, device, limits, until, shape.tokens_per_batch // 2):
-            yield replace(row, case=f"{row.case}, AdamW in CPU memory")
-    finally:
-        world._state["world"] = outer
+    yield from supervised(shape, device, limits, until, Setting(shape.tokens_per_batch // 2, offload="optimizer"))
 
 
 def supervised_that_fits(
     shape: Shape, device: torch.device, limits: Limits, until: float, fused: str = "own"
 ) -> Iterator[Row]:
-    """`supervised`, with half the tokens in a pass each time that the memory does not suffice."""
-    tokens = shape.tokens_per_batch
-    while True:
+    """`supervised` with the first setting that fits into the device's memory. Settings whose plans do not are skipped."""
+    least = ""
+    for setting in settings_of(shape, device):
+        if device.type == "cuda":
+            # Frees the model of the previous setting, which did not fit.
+            gc.collect()
+            torch.cuda.empty_cache()
+            if planned_bytes(shape, setting) > torch.cuda.mem_get_info(device)[0] - FRAGMENTS:
+                continue
+        least = str(setting)
         try:
-            yield from supervised(shape, device, limits, until, tokens, fused)
+            yield from supervised(shape, device, limits, until, setting, fused)
             return
         except torch.OutOfMemoryError:
-            if tokens <= 1024 or time.monotonic() > until:
-                raise
-        # Outside the handler, whose traceback holds the model that did not fit.
-        gc.collect()
-        torch.cuda.empty_cache()
-        tokens //= 2
+            if time.monotonic() > until:
+                break
+    raise RuntimeError(f"no setting fits into the memory; the last one tried: {least or 'none, by their plans'}")
 
 
 def log_probabilities(shape: Shape, device: torch.device, positions: int, until: float) -> Iterator[Row]:

@@ -18,6 +18,7 @@ def trl_grpo(
 ) -> Iterator[Row]:
     """Samples per second of `GRPOTrainer` steps after the first, generation and update together."""
     from datasets import Dataset
+    from transformers import AutoModelForCausalLM
     from transformers.trainer_callback import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -37,7 +38,12 @@ def trl_grpo(
 
     with_vllm = device.type == "cuda" and find_spec("vllm") is not None
     with tempfile.TemporaryDirectory() as folder:
-        model = random_model(shape, device, packed=False)
+        # TRL's vLLM reads model and tokenizer from the directory that the model was loaded from.
+        source = f"{folder}/model"
+        random_model(shape, device, packed=False).save_pretrained(source)
+        tokenizer.save_pretrained(source)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
         # TRL generates until an end token, which random weights would draw early.
         model.generation_config.eos_token_id = None
         settings = GRPOConfig(

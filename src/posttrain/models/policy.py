@@ -83,13 +83,7 @@ class TrainedModel:
                 for parameter in (p for p in self.model.parameters() if p.requires_grad):
                     parameter.data = parameter.data.to(dtype)
         if recipe.gradient_checkpointing:
-            inner = transformer(self.model)
-            # The method has two names in the supported versions of transformers.
-            enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
-            inner.enable_input_require_grads()
-            for layer in _checkpointed_layers(inner):
-                layer._gradient_checkpointing_func = partial(_checkpoint_in_evaluation_mode, layer)
+            checkpoint_layers(self.model)
         self.sharded = self.shard(self.model, trained)
 
     def load(self) -> torch.nn.Module:
@@ -274,6 +268,17 @@ class TrainedModel:
         whole: Any = merged.merge_and_unload()  # type: ignore[operator]
         whole.config = transformer(self.model).config
         return whole
+
+
+def checkpoint_layers(model: torch.nn.Module) -> None:
+    """Make `model` recompute the activations of its layers in backward passes: `model.gradient_checkpointing`."""
+    inner = transformer(model)
+    # The method has two names in the supported versions of transformers.
+    enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    inner.enable_input_require_grads()
+    for layer in _checkpointed_layers(inner):
+        layer._gradient_checkpointing_func = partial(_checkpoint_in_evaluation_mode, layer)
 
 
 def _checkpointed_layers(model: torch.nn.Module) -> list[Any]:
