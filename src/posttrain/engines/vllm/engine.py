@@ -481,7 +481,7 @@ def refuse_transfer(recipe: VllmEngineRecipe, policy: Policy) -> None:
         )
     if recipe.weight_transfer == "nccl" and beside:
         raise InputError(
-            f"engine.weight_transfer: nccl needs the servers on other GPUs than the learner's, {learner}; set "
+            f"engine.weight_transfer: nccl needs servers that do not use the learner's GPU {learner}; set "
             f"engine.first_device={learner + 1}, or use files"
         )
 
