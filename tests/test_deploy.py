@@ -64,11 +64,11 @@ def test_what_is_installed_for_a_gpu_has_what_only_gpus_use():
     assert "docker run --rm --gpus all --shm-size=" in DOCKERFILE
 
 
-def test_the_image_for_processors_takes_torch_without_cuda():
+def test_the_image_for_processors_takes_torch_from_the_given_index():
     torch = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"][0]
-    assert "ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu\n" in DOCKERFILE
+    assert "ARG TORCH_INDEX=\n" in DOCKERFILE
     assert f'--index-url "${{TORCH_INDEX}}" "{torch}";' in DOCKERFILE
-    assert "--build-arg TORCH_INDEX= " in DOCKERFILE  # for CUDA
+    assert "posttrain --build-arg TORCH_INDEX=<" in DOCKERFILE
 
 
 def test_the_container_does_not_run_as_root():
