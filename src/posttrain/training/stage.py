@@ -154,7 +154,8 @@ def with_engine(recipe: Recipe, console: Console) -> Recipe:
     settings: list[str] = []
     if "engine" in recipe.model_fields_set:
         if isinstance(recipe.engine, LocalEngineRecipe):
-            settings = [f"engine.{key}" for key, value in recipe.engine if value != getattr(LocalEngineRecipe(), key)]
+            default = LocalEngineRecipe()
+            settings = [f"engine.{key}" for key, value in recipe.engine if value != getattr(default, key)]
         if not settings:
             return recipe
     from posttrain.models.load import resolve_device

@@ -358,7 +358,7 @@ class LocalEngine:
             if not sequence.future.done():
                 sequence.future.set_exception(RunError(f"the engine failed: {type(error).__name__}: {error}"))
         self._waiting, self._running = [], []
-        self._slots = Slots(self.recipe.slots)
+        self._slots = Slots(self.capacity)
 
     def _step(self) -> None:
         """Admit requests, run one forward pass, sample, and return finished completions."""

@@ -28,8 +28,7 @@ page is read unnecessarily.
 """
 SOURCE = Path(__file__).with_name("kernel.cpp")
 HEADER = Path(__file__).with_name("vectors.h")
-# Vectorizing a dot product requires reordering of sums. The rest of -ffast-math is left out, because it would change
-# how
+# Vectorizing a dot product requires reordering of sums. The rest of -ffast-math is left out, because it would change how
 # the whole process treats denormal numbers.
 FLAGS = [
     "-O3",

@@ -1,5 +1,5 @@
-// Products of few rows with packed weights, in float32 arithmetic, for processors without AVX-512. There oneDNN reaches half the
-// speed for the rows of decoding, and neither it nor torch multiplies in bfloat16 faster than an eighth of float32.
+// Products with packed weights, in float32 arithmetic, for processors without AVX-512. There oneDNN is slower at the few rows of
+// decoding, and torch multiplies in bfloat16 at a fraction of the speed of float32, oneDNN not at all.
 //
 // A panel holds the weights of COLUMNS outputs, input by input, so that it is read in order. In bfloat16, the weights of two
 // inputs are the lower and upper halves of a 32-bit word, and TYPE_BF16 is 1. A sum adds its products in the order of the
