@@ -66,9 +66,13 @@ def test_a_precision_counts_as_multiplied_only_where_a_product_works(error, monk
     assert backend.onednn_multiplies.__wrapped__(torch.float32) is (error is None)
 
 
-def test_the_vendor_of_the_processor_selects_onednn(tmp_path, monkeypatch):
-    for vendor, expected in (("AuthenticAMD", True), ("GenuineIntel", False)):
-        file = tmp_path / vendor
-        file.write_text(f"vendor_id\t: {vendor}\n")
-        monkeypatch.setattr(backend, "PROCESSORS", file)
-        assert backend.prefers_onednn.__wrapped__() is (expected and torch.backends.mkl.is_available())
+@pytest.mark.parametrize(
+    ("vendor", "capability", "expected"),
+    [("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False), ("GenuineIntel", "AVX512", False)],
+)
+def test_the_processor_selects_onednn(tmp_path, monkeypatch, vendor, capability, expected):
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr(backend, "PROCESSORS", file)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert backend.prefers_onednn.__wrapped__() is (expected and torch.backends.mkl.is_available())

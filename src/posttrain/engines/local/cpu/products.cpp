@@ -10,15 +10,33 @@
 #include "vectors.h"
 
 constexpr int COLUMNS = 2 * LANES;
-constexpr int ROWS = 6;  // 6 x 2 sums, 2 weights and an input fit into 16 registers
+constexpr int LINE = 64;  // bytes of a cache line, which the weights of one input fill, or of two in bfloat16
+constexpr int ROWS = TYPE_BF16 ? 4 : 6;  // of a tile: 6 x 2 sums, 2 weights and an input fit into 16 registers
 constexpr int TILES = 8;  // of rows, per panel and thread at a time: their inputs stay in the cache
-constexpr int AHEAD = 512;  // numbers by which weights are fetched ahead
 
 enum Then { NOTHING, SILU, TIMES, PLUS };
 
-// The sums of COUNT rows of x [COUNT, inputs] and a panel.
-template <int COUNT, typename Panel>
-static inline void multiply(const float* x, const Panel* panel, int64_t inputs, floats sums[ROWS][2]) {
+// sum + a x b. The compiler would add the products of two inputs first, which takes three instructions instead of two, or read
+// weights again for every row.
+static inline floats add_product(floats sum, floats a, floats b) {
+    asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+}
+
+// What a tile fetches from memory while it computes: `step` bytes per cache line of its own weights.
+struct Ahead {
+    const char* place;
+    int64_t step;
+
+    void fetch() {
+        __builtin_prefetch(place);
+        place += step;
+    }
+};
+
+// The sums of COUNT rows of x [COUNT, inputs] and a panel. Not inlined, so that all registers are for its loop.
+template <int COUNT>
+__attribute__((noinline)) static void multiply(const float* x, const number* panel, int64_t inputs, Ahead ahead, floats sums[][2]) {
     floats mine[COUNT][2];
 #pragma GCC unroll 8
     for (int r = 0; r < COUNT; r++) mine[r][0] = mine[r][1] = floats{};
@@ -26,52 +44,39 @@ static inline void multiply(const float* x, const Panel* panel, int64_t inputs, 
 #pragma GCC unroll 8
         for (int r = 0; r < COUNT; r++) {
             const floats factor = floats{} + x[r * inputs + input];
-            mine[r][0] += factor * first;
-            mine[r][1] += factor * second;
+            mine[r][0] = add_product(mine[r][0], factor, first);
+            mine[r][1] = add_product(mine[r][1], factor, second);
         }
     };
-    if constexpr (sizeof(Panel) == 2) {
-        for (int64_t input = 0; input < inputs; input += 2, panel += 2 * COLUMNS) {
-            __builtin_prefetch(panel + AHEAD);
-            floats first[2], second[2];
-            load(panel, first);
-            load(panel + COLUMNS, second);
-            add(input, first[0], second[0]);
-            add(input + 1, first[1], second[1]);
-        }
-    } else {
-        for (int64_t input = 0; input < inputs; input++, panel += COLUMNS) {
-            __builtin_prefetch(panel + AHEAD);
-            add(input, load(panel), load(panel + LANES));
-        }
+#if TYPE_BF16
+    for (int64_t input = 0; input < inputs; input += 2, panel += 2 * COLUMNS) {
+        ahead.fetch();
+        add(input, lower(panel), lower(panel + COLUMNS));
+        asm("" : "+r"(panel));  // reads the weights again, since there are no registers to keep them
+        add(input + 1, upper(panel), upper(panel + COLUMNS));
     }
+#else
+    for (int64_t input = 0; input < inputs; input++, panel += COLUMNS) {
+        ahead.fetch();
+        add(input, load(panel), load(panel + LANES));
+    }
+#endif
     for (int r = 0; r < COUNT; r++)
         for (int half = 0; half < 2; half++) sums[r][half] = mine[r][half];
 }
 
-template <typename Panel>
-static inline void multiply_rows(int64_t count, const float* x, const Panel* panel, int64_t inputs, floats sums[ROWS][2]) {
+static inline void multiply_rows(int64_t count, const float* x, const number* panel, int64_t inputs, Ahead ahead, floats sums[][2]) {
     switch (count) {
-        case 1: return multiply<1>(x, panel, inputs, sums);
-        case 2: return multiply<2>(x, panel, inputs, sums);
-        case 3: return multiply<3>(x, panel, inputs, sums);
-        case 4: return multiply<4>(x, panel, inputs, sums);
-        case 5: return multiply<5>(x, panel, inputs, sums);
-        default: return multiply<6>(x, panel, inputs, sums);
+        case 1: return multiply<1>(x, panel, inputs, ahead, sums);
+        case 2: return multiply<2>(x, panel, inputs, ahead, sums);
+        case 3: return multiply<3>(x, panel, inputs, ahead, sums);
+        case 4: return multiply<4>(x, panel, inputs, ahead, sums);
+#if !TYPE_BF16
+        case 5: return multiply<5>(x, panel, inputs, ahead, sums);
+        case 6: return multiply<6>(x, panel, inputs, ahead, sums);
+#endif
     }
 }
-
-#if TYPE_BF16
-// The panel in float32, which many rows multiply by faster.
-static inline void widen(const number* panel, int64_t inputs, float* wide) {
-    for (int64_t input = 0; input < inputs; input += 2, panel += 2 * COLUMNS, wide += 2 * COLUMNS)
-        for (int half = 0; half < 2; half++) {
-            floats pair[2];
-            load(panel + half * COLUMNS, pair);
-            for (int next = 0; next < 2; next++) std::memcpy(wide + next * COLUMNS + half * LANES, pair + next, sizeof *pair);
-        }
-}
-#endif
 
 static inline floats silu(floats x) {
     const floats small = exponential(x < 0 ? x : -x);
@@ -110,8 +115,6 @@ extern "C" int columns() { return COLUMNS; }
 extern "C" void multiply(const number* x, const number* panels, const float* bias, const number* other, number* out,
                          int64_t rows, int64_t inputs, int64_t outputs, int then, int threads) {
     const Ending ending{bias, Then(then), other, out, outputs};
-    const int64_t count = (outputs + COLUMNS - 1) / COLUMNS, tiles = (rows + ROWS - 1) / ROWS;
-    const int64_t blocks = (tiles + TILES - 1) / TILES;
 #if TYPE_BF16
     const std::unique_ptr<float[]> in_float32(new float[rows * inputs]);
     for (int64_t i = 0; i < rows * inputs; i++) {
@@ -119,36 +122,27 @@ extern "C" void multiply(const number* x, const number* panels, const float* bia
         std::memcpy(&in_float32[i], &bits, sizeof bits);
     }
     const float* const from = in_float32.get();
-    const bool widens = tiles > 2 * blocks;
 #else
     const float* const from = x;
 #endif
-#pragma omp parallel num_threads(threads)
-    {
-#if TYPE_BF16
-        const std::unique_ptr<float[]> wide(new float[widens ? inputs * COLUMNS : 0]);
-#endif
-        // Dynamic: a thread whose processor is busy with something else does less.
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < count * blocks; item++) {
-            const int64_t block = item / count, column = item % count * COLUMNS;
-            const number* panel = panels + column * inputs;
-#if TYPE_BF16
-            if (widens) widen(panel, inputs, wide.get());
-#endif
-            for (int64_t tile = tiles * block / blocks; tile < tiles * (block + 1) / blocks; tile++) {
-                const int64_t first = rows * tile / tiles, some = rows * (tile + 1) / tiles - first;
-                floats sums[ROWS][2];
-#if TYPE_BF16
-                if (widens)
-                    multiply_rows(some, from + first * inputs, wide.get(), inputs, sums);
-                else
-#endif
-                    multiply_rows(some, from + first * inputs, panel, inputs, sums);
-                for (int64_t r = 0; r < some; r++)
-                    for (int half = 0; half < 2; half++)
-                        ending.write(sums[r][half], first + r, column + half * LANES);
-            }
+    const int64_t count = (outputs + COLUMNS - 1) / COLUMNS, tiles = (rows + ROWS - 1) / ROWS;
+    const int64_t blocks = (tiles + TILES - 1) / TILES;
+    // Dynamic: a thread whose processor is busy with something else does less.
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t item = 0; item < count * blocks; item++) {
+        const int64_t block = item / count, column = item % count * COLUMNS;
+        const int64_t begin = tiles * block / blocks, end = tiles * (block + 1) / blocks;
+        const number* panel = panels + column * inputs;
+        for (int64_t tile = begin; tile < end; tile++) {
+            const int64_t first = rows * tile / tiles, some = rows * (tile + 1) / tiles - first;
+            // Every tile fetches its share of the panel that this thread probably has next, so that memory is never idle.
+            const int64_t size = inputs * COLUMNS * sizeof(number);
+            const char* const next = (const char*)panel + threads * size;
+            floats sums[ROWS][2];
+            multiply_rows(some, from + first * inputs, panel, inputs,
+                          {next + size * (tile - begin) / (end - begin), LINE / (end - begin)}, sums);
+            for (int64_t r = 0; r < some; r++)
+                for (int half = 0; half < 2; half++) ending.write(sums[r][half], first + r, column + half * LANES);
         }
     }
 }

@@ -26,11 +26,16 @@ static inline floats load(const float* from) {
 // of 32-bit words: a float32 is a bfloat16 with 16 more bits. `load_lanes` and `store_lanes` keep the order of LANES numbers.
 #if TYPE_BF16
 typedef uint16_t number;
-static inline void load(const number* from, floats* to) {
+static inline words load_pairs(const number* from) {
     words pairs;
     std::memcpy(&pairs, from, sizeof pairs);
-    to[0] = (floats)(pairs << 16);
-    to[1] = (floats)(pairs & 0xffff0000u);
+    return pairs;
+}
+static inline floats lower(const number* from) { return (floats)(load_pairs(from) << 16); }
+static inline floats upper(const number* from) { return (floats)(load_pairs(from) & 0xffff0000u); }
+static inline void load(const number* from, floats* to) {
+    to[0] = lower(from);
+    to[1] = upper(from);
 }
 static inline words rounded(floats x) {  // to nearest, ties to even
     words bits = (words)x;
