@@ -28,6 +28,7 @@ ROWS: dict[Stage, Callable[[Any, int], list[dict[str, Any]]]] = {
 }
 CLASSES = {
     "products of projections": r"^kernel multiply$|aten::(addmm|mm|addmm_|linear|_weight_int8pack_mm)$|mkldnn|onednn|_linear_pointwise",
+    "all layers of the engine's model in one call": r"^kernel layers$",
     "products in attention": r"aten::(bmm|baddbmm|baddbmm_|matmul)$",
     "attention over the cache, norms and rotary positions in the compiled kernel": r"^kernel ",
     "softmax, exponentials, reductions": r"aten::_?(softmax|log_softmax|softmax_backward_data|log_softmax_backward_data|logsumexp|exp_?|log_?|sum|mean|amax|max|argmax|cumsum|norm|linalg_vector_norm|var)\b",

@@ -122,11 +122,30 @@ def test_without_packed_products_the_modules_own_weights_are_used(monkeypatch):
         assert (mine - theirs).abs().max() < 2e-5
 
 
-def compiled_product(weight, bias):
-    library = compiled("products", SOURCE, [f"-DTYPE_BF16={TYPES[weight.dtype]}"])
+def compiled_products(dtype):
+    library = compiled("products", SOURCE, [f"-DTYPE_BF16={TYPES[dtype]}"])
     if library is None:
         pytest.skip("there is no C++ compiler")
-    return CompiledProduct(ctypes.CDLL(str(library)), weight, bias)
+    return ctypes.CDLL(str(library))
+
+
+def compiled_product(weight, bias):
+    return CompiledProduct(compiled_products(weight.dtype), weight, bias)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_all_layers_in_one_call_compute_the_same_bits_as_one_by_one(name, dtype, monkeypatch):
+    monkeypatch.setattr("posttrain.engines.local.cpu.linear.product_library", compiled_products)
+    decoder = decoder_of(made(name, dtype))
+    if decoder._layers[0].kernel is None:
+        assert decoder._compiled is None
+        return
+    together = passes(decoder, dtype)
+    assert decoder._compiled is not None
+    decoder._compiled = None
+    for mine, theirs in zip(together, passes(decoder, dtype), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def onednn_product(weight, bias):

@@ -288,12 +288,12 @@ class CompiledAttention:
         stops = np.concatenate([np.arange(s.start + 1, s.start + s.count + 1) for s in segments])
         firsts = np.zeros_like(stops) if window is None else np.maximum(0, stops - window)
         of_tokens = np.repeat(of_segments, [s.count for s in segments], axis=0)
-        self._rows = torch.from_numpy(np.column_stack([of_tokens, firsts, stops]))
+        self.rows = torch.from_numpy(np.column_stack([of_tokens, firsts, stops]))
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scaling: float) -> torch.Tensor:
         # Some models compute queries head by head.
         rows = rows if rows[0].is_contiguous() else rows.contiguous()
-        return self._kernel.attend(rows, keys, values, self._rows, scaling)
+        return self._kernel.attend(rows, keys, values, self.rows, scaling)
 
 
 class TorchDecodingAttention:
@@ -448,9 +448,8 @@ class CachedLayout:
         """
         queries = heads.shape[1] - 2 * kv_heads
         key, value = heads[:, queries : queries + kv_heads], heads[:, queries + kv_heads :]
-        if self._first_rows is None:
-            self._first_rows = self._rows_of(kv_heads)[::kv_heads].contiguous()
-        kernel.rotate_and_store(heads, angles, norms, epsilon, self.cache.layer(layer, key), self._first_rows)
+        rows = self.first_rows(kv_heads)
+        kernel.rotate_and_store(heads, angles, norms, epsilon, self.cache.layer(layer, key), rows)
         return self._attention(layer, heads[:, :queries], key, value, scaling, window)
 
     def _attention(
@@ -485,6 +484,18 @@ class CachedLayout:
                 seen_keys, seen_values = (self.cache.tokens(store, segment.slot, seen) for store in (keys, values))
             outputs.append(self._prefill(queries, seen_keys, seen_values, scaling, window).transpose(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def first_rows(self, kv_heads: int) -> torch.Tensor:
+        """`rows` of `DecodingKernel.rotate_and_store` for all tokens and `kv_heads` key heads."""
+        if self._first_rows is None:
+            self._first_rows = self._rows_of(kv_heads)[::kv_heads].contiguous()
+        return self._first_rows
+
+    def kernel_rows(self, kernel: DecodingKernel, window: int | None) -> torch.Tensor:
+        """`rows` of `DecodingKernel.attend` for all tokens but those of `longer` prompts."""
+        attention = self._paged_attention(kernel, self.singles + self.short, window)
+        assert isinstance(attention, CompiledAttention)
+        return attention.rows
 
     def _rows_of(self, heads: int) -> torch.Tensor:
         if heads not in self._rows:

@@ -13,6 +13,7 @@ from torch.nn.functional import rms_norm
 
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import decoding_kernel
+from posttrain.engines.local.cpu.layers import CompiledLayer, CompiledLayers
 from posttrain.engines.local.cpu.linear import SamplingLinear
 from posttrain.models.cpu.backend import rotate
 from posttrain.models.cuda.four_bit import is_four_bit
@@ -78,12 +79,15 @@ class StreamlinedDecoder:
         self._embed = body.embed_tokens
         self._rotary = body.rotary_emb
         self._layers = [_Layer(layer, inner.config) for layer in body.layers]
+        self._compiled = _compiled(self._layers)
         self._norm = body.norm
         self._head = _sampling_head(inner.get_output_embeddings())
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         x = self._embed(ids)
         cos, sin = (part[0] for part in self._rotary(x[None], positions[None]))
+        if self._compiled is not None and not layout.longer:
+            return _normed(self._norm, self._compiled(x, cos, sin, layout))
         for layer in self._layers:
             x = layer(x, cos, sin, layout)
         return _normed(self._norm, x)
@@ -150,6 +154,16 @@ class _Layer:
         inputs = self._normed(self.between, x)
         return self.down.plus(self.up.times(inputs, self.gate.silu(inputs)), x)
 
+    @property
+    def compiled(self) -> CompiledLayer | None:
+        """The layer for `CompiledLayers`; None if it needs other operations than the compiled ones."""
+        linears = (self.project, self.combine, self.gate, self.up, self.down)
+        products = [linear.compiled for linear in linears if linear.compiled is not None]
+        if self.kernel is None or len(products) < len(linears) or self.before.weight.shape[-1] % 32:
+            return None
+        weights = (self.before.weight, self.between.weight, self.norms, products)
+        return CompiledLayer(self.index, *weights, self.scaling, self.window)
+
     def _attend(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         rotated = heads[:, : self.queries + self.keys]
         if self.head_norms is not None:
@@ -164,6 +178,14 @@ class _Layer:
         if self.kernel is not None and x.shape[-1] % 32 == 0:
             return self.kernel.normalize(x, norm.weight, norm.variance_epsilon)
         return _normed(norm, x)
+
+
+def _compiled(layers: Sequence[_Layer]) -> CompiledLayers | None:
+    """All layers as one call; None if one needs other operations than the compiled ones."""
+    one, compiled = layers[0], [layer.compiled for layer in layers]
+    if one.kernel is None or None in compiled:
+        return None
+    return CompiledLayers([layer for layer in compiled if layer], one.kernel, one.keys, one.head, one.epsilon)
 
 
 def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:

@@ -190,3 +190,42 @@ extern "C" void attend(const number* queries, int64_t stride, const number* keys
         }
     }
 }
+
+struct Product {
+    const number* panels;
+    const float* bias;
+    int64_t inputs, outputs;
+};
+
+struct Layer {
+    const number *before, *between;        // weights of the norms before attention and before the MLP
+    const number *query_norm, *key_norm;  // or null
+    Product project, combine, gate, up, down;
+    number *keys, *values;
+    const Row* rows;
+    float scaling;
+};
+
+// Layers of attention and a gated MLP, each with a norm before it and a residual around it, over x [tokens, hidden] in place.
+// `places` are the `rows` of rotate_and_store. Scratch memory: normal [tokens, hidden], heads [tokens, outputs of `project`],
+// attended [tokens, inputs of `combine`], inner [tokens, outputs of `up`].
+extern "C" void run(const Layer* layers, int64_t count, Multiply* multiply, number* x, const number* cosines, const number* sines,
+                    const int64_t* places, number* normal, number* heads, number* attended, number* inner, int64_t tokens,
+                    int64_t kv_heads, int64_t slots, float epsilon, int threads) {
+    for (const Layer* layer = layers; layer < layers + count; layer++) {
+        auto product = [&](const Product& weights, const number* from, Then then, number* to) {
+            multiply(from, weights.panels, weights.bias, to, to, tokens, weights.inputs, weights.outputs, then, threads);
+        };
+        const int64_t hidden = layer->project.inputs, width = layer->project.outputs;
+        normalize(x, layer->before, normal, tokens, hidden, epsilon, threads);
+        product(layer->project, normal, NOTHING, heads);
+        rotate_and_store(heads, cosines, sines, layer->query_norm, layer->key_norm, epsilon, layer->keys, layer->values, places,
+                         tokens, width / HEAD - 2 * kv_heads, kv_heads, threads);
+        attend(heads, width, layer->keys, layer->values, attended, layer->rows, tokens, kv_heads, slots, layer->scaling, threads);
+        product(layer->combine, attended, PLUS, x);
+        normalize(x, layer->between, normal, tokens, hidden, epsilon, threads);
+        product(layer->gate, normal, SILU, inner);
+        product(layer->up, normal, TIMES, inner);
+        product(layer->down, inner, PLUS, x);
+    }
+}

@@ -69,7 +69,7 @@ class DecodingKernel:
     """The compiled functions for one head size, group size and dtype."""
 
     def __init__(self, library: Path) -> None:
-        loaded = ctypes.CDLL(str(library))
+        loaded = self.library = ctypes.CDLL(str(library))
         pointer, size, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
         self._attend, self._normalize, self._store = loaded.attend, loaded.normalize, loaded.rotate_and_store
         self._attend.argtypes = [pointer, size, *[pointer] * 4, *[size] * 3, number, threads]

@@ -53,30 +53,31 @@ class CompiledProduct:
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._multiply = library.multiply
-        self._multiply.argtypes, self._multiply.restype = [*[pointer] * 5, *[size] * 3, number, number], None
-        self._outputs, columns = len(weight), library.columns()
+        self.multiply = library.multiply
+        self.multiply.argtypes, self.multiply.restype = [*[pointer] * 5, *[size] * 3, number, number], None
+        self.outputs, self.inputs = weight.shape
+        columns = library.columns()
         panels = pad(weight, (0, 0, 0, -len(weight) % columns)).unflatten(0, (-1, columns))
         if weight.dtype == torch.bfloat16:
             panels = panels.unflatten(2, (-1, 2)).transpose(1, 2)
         else:
             panels = panels.transpose(1, 2)
-        self._panels = panels.contiguous()
-        self._bias = None if bias is None else pad(bias.float(), (0, -len(weight) % columns))
+        self.panels = panels.contiguous()
+        self.bias = None if bias is None else pad(bias.float(), (0, -len(weight) % columns))
 
     @named("multiply")
     def __call__(self, x: torch.Tensor, then: str, other: torch.Tensor | None = None) -> torch.Tensor:
         x = x.contiguous()
         other = None if other is None else other.contiguous()
-        out = x.new_empty(len(x), self._outputs)
-        self._multiply(
+        out = x.new_empty(len(x), self.outputs)
+        self.multiply(
             x.data_ptr(),
-            self._panels.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
+            self.panels.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
             None if other is None else other.data_ptr(),
             out.data_ptr(),
             *x.shape,
-            self._outputs,
+            self.outputs,
             self.THEN.index(then),
             torch.get_num_threads(),
         )
@@ -132,6 +133,11 @@ class SamplingLinear:
         self._bias = _joined_bias(bases)
         self._packed = packed_product(torch.cat(weights) if len(weights) > 1 else weights[0], self._bias)
         self._weights: Sequence[torch.Tensor] = weights if self._packed is None else []
+
+    @property
+    def compiled(self) -> CompiledProduct | None:
+        """The compiled product, if that is all that this module computes."""
+        return self._packed if isinstance(self._packed, CompiledProduct) and not self._adapters else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The product [T, out] for `x` [T, in]."""

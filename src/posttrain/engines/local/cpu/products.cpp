@@ -14,8 +14,6 @@ constexpr int LINE = 64;  // bytes of a cache line, which the weights of one inp
 constexpr int ROWS = TYPE_BF16 ? 4 : 6;  // of a tile: 6 x 2 sums, 2 weights and an input fit into 16 registers
 constexpr int TILES = 8;  // of rows, per panel and thread at a time: their inputs stay in the cache
 
-enum Then { NOTHING, SILU, TIMES, PLUS };
-
 // sum + a x b. The compiler would add the products of two inputs first, which takes three instructions instead of two, or read
 // weights again for every row.
 static inline floats add_product(floats sum, floats a, floats b) {
@@ -111,7 +109,7 @@ struct Ending {
 extern "C" int columns() { return COLUMNS; }
 
 // out [rows, outputs] = x [rows, inputs] times the weights, plus `bias` [outputs, padded to whole panels] if it is given, then
-// `then` with other [rows, outputs]. In bfloat16, `inputs` is even.
+// `then` with other [rows, outputs], which may be `out`. In bfloat16, `inputs` is even.
 extern "C" void multiply(const number* x, const number* panels, const float* bias, const number* other, number* out,
                          int64_t rows, int64_t inputs, int64_t outputs, int then, int threads) {
     const Ending ending{bias, Then(then), other, out, outputs};

@@ -1,5 +1,5 @@
 // Vectors of the width of the processor's registers, in float32, and their conversion from and to the type of the numbers in
-// memory: bfloat16 if the macro TYPE_BF16 is 1, float32 if it is 0.
+// memory: bfloat16 if the macro TYPE_BF16 is 1, float32 if it is 0. Also the declaration of a product with packed weights.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -80,3 +80,10 @@ static inline floats exponential(floats x) {
     p = p * r * r + r + 1.0f;
     return p * (floats)((whole + 127) << 23);
 }
+
+// What follows a product: nothing, SiLU, or a product or sum with other numbers.
+enum Then { NOTHING, SILU, TIMES, PLUS };
+
+// `multiply` of products.cpp.
+typedef void Multiply(const number* x, const number* panels, const float* bias, const number* other, number* out, int64_t rows,
+                      int64_t inputs, int64_t outputs, int then, int threads);
