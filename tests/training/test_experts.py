@@ -16,6 +16,7 @@ from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.data import SourceRecipe
 from posttrain.rollout.store import episodes_file, read_episodes
 from posttrain.runs.metrics import read_metrics
+from posttrain.training.evaluators import EpisodeEvaluator
 from posttrain.training.experts import SETTINGS_COLUMN, expert_episodes, settings_text, settings_warnings
 
 
@@ -138,7 +139,7 @@ def test_the_random_traces_of_a_seed_take_each_action_once(tiny_model):
         load_recipe([], ["environment.type=bandit", "experts.per_seed=2"], "sft")
 
 
-def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_path, capsys):
+def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_path, capsys, monkeypatch):
     """Where everything that the episodes depend on is the same, the next run takes the rates of the run that made its model."""
     words = [
         "environment.type=bandit",
@@ -158,9 +159,16 @@ def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_pa
         return {line["policy"]: line for line in lines if "policy" in line}
 
     capsys.readouterr()
+    steps = []
+    play = EpisodeEvaluator.curve
+    monkeypatch.setattr(
+        EpisodeEvaluator, "curve", lambda self, step, played: steps.append(step) or play(self, step, played)
+    )
     for name, change, played in (("b", "seed=0", 1), ("c", "seed=1", 2), ("d", "rollout.tokens_per_turn=3", 2)):
+        steps.clear()
         assert main(["rl", *made, change, f"name={name}"]) == 0
         assert capsys.readouterr().out.count("playing 3 held-out episodes") == played, change
+        assert steps == [0, 1][2 - played :], change
     assert main(["rl", *made, "evaluation.start=false", "name=e"]) == 0
     assert "with the initial model" not in capsys.readouterr().out
     assert "trained" in rows("e")
@@ -168,3 +176,17 @@ def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_pa
     assert {key: rows("b")["start of this run"][key] for key in ("success", "return", "n")} == {
         key: rows("a")["trained"][key] for key in ("success", "return", "n")
     }
+
+    def of_curve(name, step):
+        lines = read_metrics(tmp_path / name / "metrics.jsonl")
+        line = next(x for x in lines if x["kind"] == "evaluation" and x["step"] == step)
+        return {key: value for key, value in line.items() if key not in ("step", "time/run")}
+
+    def sampled(name, step):
+        stored = read_episodes(episodes_file(tmp_path / name / "episodes", step, "evaluation")).episodes
+        return [(e.seed, turn.answer, turn.reward) for e in stored for turn in e.turns]
+
+    # The model of `a` is that of its only step.
+    step = rows("a")["trained"]["best_step"]
+    assert of_curve("b", 0) == of_curve("a", step)
+    assert sampled("b", 0) == sampled("a", step)

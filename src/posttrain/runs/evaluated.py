@@ -1,6 +1,7 @@
 """Checkpoints that were evaluated by separate runs (`posttrain evaluate`), as evaluations of their training run."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from posttrain.errors import PosttrainError
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import StageRecipe
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.metrics import read_metrics
+from posttrain.runs.metrics import RESERVED, read_metrics
 from posttrain.runs.panels import Line
 
 _CHECKPOINT = re.compile(r"step_(\d+)")
@@ -110,8 +111,21 @@ _SAME = {
 """Keys of a recipe that final episodes depend on -> function that selects the relevant part of the value."""
 
 
-def start_values(recipe: StageRecipe) -> dict[str, Any] | None:
-    """The final values of the initial model of a training run of `recipe`, if the run that trained it measured them.
+@dataclass(frozen=True)
+class StartValues:
+    """Values of an initial model that the run that trained it has measured."""
+
+    final: dict[str, Any]
+    """On the final data."""
+    curve: dict[str, Any]
+    """On the data of the learning curve; empty if that run did not measure them."""
+    run: RunDirectory
+    step: int
+    """The step of that run whose model it is."""
+
+
+def start_values(recipe: StageRecipe) -> StartValues | None:
+    """The values of the initial model of a training run of `recipe`, if the run that trained it measured them.
 
     That run must have played the same held-out episodes with the same settings, and its files must be unchanged.
     Otherwise None, and the episodes must be played.
@@ -130,9 +144,21 @@ def start_values(recipe: StageRecipe) -> dict[str, Any] | None:
     settings = [_final_settings(each) for each in (recipe, earlier)]
     if None in settings or settings[0] != settings[1]:
         return None
-    finals = [line for line in _lines(run) if line["kind"] == "final" and "best_step" in line and "episodes" in line]
-    about_the_run = ("step", "kind", "time/run", "policy", "best_step", "chosen")
-    return {key: value for key, value in finals[-1].items() if key not in about_the_run} if finals else None
+    lines = _lines(run)
+    finals = [line for line in lines if line["kind"] == "final" and "best_step" in line and "episodes" in line]
+    if not finals:
+        return None
+    step = finals[-1]["best_step"]
+    curve = [line for line in lines if line["kind"] == "evaluation" and line["step"] == step]
+    final, *at_step = (_without_run(line) for line in (finals[-1], *curve))
+    return StartValues(final, at_step[-1] if at_step else {}, RunDirectory.open(run), step)
+
+
+def _without_run(line: Line) -> dict[str, Any]:
+    """The values of a line of metrics as they were measured, without what it says about its run."""
+    about_the_run = (*RESERVED, "policy", "best_step", "chosen")
+    values = {key: value for key, value in line.items() if key not in about_the_run}
+    return values | {key: math.nan for key in line.get("nonfinite", ()) if values.get(key) is None}
 
 
 def _final_settings(recipe: StageRecipe) -> dict[str, Any] | None:

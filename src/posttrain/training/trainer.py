@@ -25,8 +25,9 @@ from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
 from posttrain.recipe.run import CheckpointRecipe, ExportedStep, GuardRecipe, SinkName
 from posttrain.recipe.stages import DistillRecipe, DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
-from posttrain.rollout.store import remove_episodes_after
+from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, write_episodes
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.evaluated import StartValues
 from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, take_events
 from posttrain.runs.storage import free_space, share_equal_files
 from posttrain.runs.tables import START, TRAINED, UNIMPROVED
@@ -145,7 +146,7 @@ class Trainer(Generic[Output]):
         remote: Mapping[str, RemoteState] | None = None,
         warnings: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
-        start: Mapping[str, Any] | None = None,
+        start: StartValues | None = None,
     ) -> None:
         """Create a trainer.
 
@@ -159,7 +160,7 @@ class Trainer(Generic[Output]):
             remote: the same for tensors in other processes, by name.
             warnings: sentences for the user, reported before the first step.
             callbacks: called after each step, evaluation and rollout.
-            start: values of the model on the final data before training, if an earlier run has measured them.
+            start: values of the model before training, if the run that trained it has measured them.
         """
         self.settings = settings
         self.run = run
@@ -308,7 +309,7 @@ class Trainer(Generic[Output]):
             self.progress.message(
                 "the result of the initial model on these episodes is taken from the run that trained it"
             )
-            values = dict(self.start)
+            values = self.start.final
         if values:
             self._log.write(0, "baseline", {"policy": START, **values})
 
@@ -366,7 +367,9 @@ class Trainer(Generic[Output]):
     def _evaluate(self) -> bool:
         values: dict[str, Any] = {}
         with self.phase("evaluation"):
-            for evaluator in self.evaluators:
+            if self.step == 0 and self.start is not None:
+                values |= self._copy_evaluation(self.start)
+            for evaluator in self.evaluators if not values else ():
                 values |= evaluator.curve(self.step, self.progress.played)
         value = self.best_by(values) if self.best_by is not None else 0.0
         improved = self.best_by is not None and (self.best is None or value > self.best.value)
@@ -380,6 +383,14 @@ class Trainer(Generic[Output]):
             self._remember()
         self._call(lambda callback: callback.on_evaluation(self.step, values))
         return improved
+
+    def _copy_evaluation(self, start: StartValues) -> dict[str, Any]:
+        """Copy the episodes of `start.curve`, and return its values; empty if that run has not stored them."""
+        file = episodes_file(start.run.episodes, start.step, "evaluation")
+        if not start.curve or not file.is_file():
+            return {}
+        write_episodes(self.run.episodes, 0, "evaluation", read_episodes(file).episodes)
+        return start.curve
 
     def _call(self, function: Callable[[Callback], None]) -> None:
         for callback in self.callbacks if self._world.is_rank0 else ():

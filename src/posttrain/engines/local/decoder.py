@@ -156,7 +156,7 @@ class _Layer:
 
     @property
     def compiled(self) -> CompiledLayer | None:
-        """The layer for `CompiledLayers`; None if it needs other operations than the compiled ones."""
+        """The layer for `CompiledLayers`; None if one of its operations is not compiled."""
         linears = (self.project, self.combine, self.gate, self.up, self.down)
         products = [linear.compiled for linear in linears if linear.compiled is not None]
         if self.kernel is None or len(products) < len(linears) or self.before.weight.shape[-1] % 32:
@@ -181,7 +181,7 @@ class _Layer:
 
 
 def _compiled(layers: Sequence[_Layer]) -> CompiledLayers | None:
-    """All layers as one call; None if one needs other operations than the compiled ones."""
+    """All layers as one call; None if an operation of a layer is not compiled."""
     one, compiled = layers[0], [layer.compiled for layer in layers]
     if one.kernel is None or None in compiled:
         return None
