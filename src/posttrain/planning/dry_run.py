@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeGuard
 
 from rich.console import Console
 from rich.table import Table
@@ -440,13 +441,13 @@ def _remote(recipe: EvaluateRecipe, tasks: TaskSplit | None) -> list[str]:
     ]
 
 
-def _is_divided(recipe: Recipe) -> bool:
+def _is_divided(recipe: Recipe) -> TypeGuard[Learned]:
     return isinstance(recipe, Learned) and (recipe.hardware.processes > 1 or recipe.hardware.offload == "all")
 
 
 def _memory_rows(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> Mapping[str, tuple[int, str]]:
     if _is_divided(recipe):
-        return process_memory(recipe, sizes, device)  # type: ignore[arg-type]
+        return process_memory(recipe, sizes, device)
     return memory_estimate(recipe, sizes, device=device)
 
 
