@@ -46,10 +46,21 @@ def adopted_orphans() -> Iterator[None]:
 
 
 def kill(pids: Collection[int]) -> None:
-    """Send SIGKILL to all processes that still exist."""
+    """Send SIGKILL to all processes that still exist, and wait up to `GRACE` seconds until they have ended."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
+    ends = time.monotonic() + GRACE
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < ends:
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs. False for one that has ended but whose parent has not read its exit status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def end(process: "subprocess.Popen[bytes]", others: set[int]) -> None:

@@ -204,11 +204,14 @@ def server_killed(folder: Path, shape: Shape, ends: float) -> Iterator[Row]:
 
 @with_folder
 def run_killed(folder: Path, model: str, words: list[str], device: str, ends: float) -> Iterator[Row]:
-    """A run of `sft` that is killed after the second update and resumed, against one that is not: losses of its updates."""
+    """A run of `sft` with deterministic kernels that is killed after the second update and resumed, against one that is
+    not: losses of its updates.
+    """
     losses = []
     for name in ("whole", "killed"):
         (folder / name).mkdir()
         shape = ["environment.type=bandit", "steps=5", "rows_per_update=8", "checkpoint.every=1", *QUIET]
+        shape += ["hardware.deterministic=true"]
         with Run(["sft"], folder / name, _halfway(ends) if name == "whole" else ends) as run:
             run.start(f"model.path={model}", f"model.device={device}", *words, *shape)
             if name == "killed":

@@ -19,6 +19,7 @@ import gpu
 from accelerator import runs
 from accelerator.bare import BaseModel, _field
 from accelerator.measuring import Limits
+from accelerator.processes import is_alive
 from accelerator.rows import PLAN, WEIGHTS, Row, ratios, table
 from accelerator.shapes import SHAPES, TINY, RandomPolicy, random_model
 from accelerator.training import Setting, planned_bytes, samples_of, settings_of, supervised
@@ -86,6 +87,12 @@ def test_runs_pass_by_mismatch_even_memory_and_time_of_the_weights():
     assert verdict("ray-gspo-8", weights, steps) == "passed"
     assert verdict("ray-gspo-8", replace(weights, value=3.1), steps) == "FAILED"
     assert verdict("ray-8", weights, replace(steps, value=2.0)) == "FAILED"
+
+
+def test_a_killed_run_has_to_end_with_the_same_bits():
+    losses = Row("run", "losses", 0.0, "relative")
+    assert verdict("run-killed", losses) == "passed"
+    assert verdict("run-killed", replace(losses, value=1e-9)) == "FAILED"
 
 
 def test_decoding_passes_by_its_share_at_32_in_flight():
@@ -190,13 +197,6 @@ try:
 finally:
     (folder / "cleaned").touch()
 """
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from posttrain.distributed.world import join_world
 from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.engines.local.cuda import KeyValueRows
 from posttrain.engines.local.engine import LocalEngine, page_bytes
@@ -15,6 +16,7 @@ from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.planning.devices import GPU_KERNELS_LOCAL
 from posttrain.recipe.engines import VllmEngineRecipe
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from tests.cuda_fake import made
 from tests.engines.test_vllm_engine import Made
@@ -60,6 +62,24 @@ def test_a_decoded_token_waits_for_its_number_alone(device, thin_model, name):
     waits, kernels = per_token(device, engine, **sampling)
     assert waits <= most, device.syncs
     assert kernels <= 145, device.kernels
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}])
+def test_deterministic_kernels_sample_without_sums_that_torch_refuses(device, thin_model, sampling):
+    """torch refuses `cumsum` of floating-point numbers then; that of integers, one per pass of `top_p`, is exact."""
+    with join_world(HardwareRecipe(deterministic=True)):
+        assert torch.are_deterministic_algorithms_enabled()
+        engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
+        engine.load_weights(1)
+        device.reset()
+        sampled(engine, 5, **sampling)
+    assert device.kernels["cumsum"] == (5 if sampling else 0)
+    with join_world(HardwareRecipe()):
+        assert not torch.are_deterministic_algorithms_enabled()
+        engine.load_weights(1)
+        device.reset()
+        sampled(engine, 5, **sampling)
+    assert device.kernels["cumsum"] == (20 if sampling else 10)
 
 
 def test_kernels_per_layer_of_a_decoded_token(device, thin_model, tmp_path):

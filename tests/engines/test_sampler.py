@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from posttrain.engines.local import cuda
 from posttrain.engines.local.decoder import sample, truncate
 from posttrain.recipe.rollout import SamplingRecipe
 
@@ -84,3 +85,12 @@ def test_a_sampled_token_is_always_a_kept_token(weights, draw, top_k, top_p, min
 def test_logits_that_are_not_finite_are_an_error():
     with pytest.raises(FloatingPointError):
         sample(torch.tensor([[float("nan"), 0.0]]), [SamplingRecipe()], [0.5])
+
+
+@given(rows=st.integers(1, 3), count=st.integers(1, 300), seed=st.integers(0, 2**31))
+def test_running_sums_by_products_are_running_sums(rows, count, seed):
+    values = torch.rand(rows, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "TERMS", 8)  # 300 numbers are blocks of blocks of blocks
+        found = cuda._by_products(values)
+    torch.testing.assert_close(found, values.cumsum(-1), rtol=1e-13, atol=0)

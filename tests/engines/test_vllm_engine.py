@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +23,15 @@ from posttrain.cli.main import main
 from posttrain.engines.factory import open_inference_engine
 from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.engine import VllmEngine, open_vllm
-from posttrain.engines.vllm.host import Host
-from posttrain.engines.vllm.replicas import EngineDied, EngineRefused, LaunchedServerReplica, http_request
+from posttrain.engines.vllm.replicas import (
+    EngineDied,
+    EngineRefused,
+    LaunchedServerReplica,
+    ServerReplica,
+    http_request,
+)
 from posttrain.engines.vllm.server import TOKEN, Server
-from posttrain.engines.vllm.settings import Settings, engine_arguments
+from posttrain.engines.vllm.settings import Settings, engine_arguments, process_environment
 from posttrain.engines.vllm.weights import WeightStore, buckets
 from posttrain.errors import InputError, RunError
 from posttrain.models.cuda.memory import release_cached_memory
@@ -530,32 +536,12 @@ def test_the_extra_installs_the_minor_version_that_is_tested():
     assert f'"vllm>={minor},<{following}"' in (root / "docs" / "how-to" / "vllm.md").read_text()
 
 
-class MadeAsyncEngine:
-    """Samples 5, 6, 7, in one output per token or in one output at the end, as the parameters say."""
-
-    def __init__(self):
-        self.outputs = 0
-
-    async def generate(self, prompt, parameters, name, lora_request=None):
-        parts = [[5, 6, 7]] if parameters.output_kind == "final" else [[5], [6], [7]]
-        for part in parts:
-            self.outputs += 1
-            logprobs = [{token: SimpleNamespace(logprob=-0.5)} for token in part]
-            output = SimpleNamespace(token_ids=part, logprobs=logprobs)
-            yield SimpleNamespace(num_cached_tokens=2, outputs=[output], finished=part[-1] == 7)
-
-
-@pytest.mark.parametrize(("stream", "outputs"), [(False, 1), (True, 3)])
-def test_answers_return_whole_where_weights_change_between_requests_alone(stream, outputs, monkeypatch):
-    kinds = SimpleNamespace(DELTA="delta", FINAL_ONLY="final")
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **keys: SimpleNamespace(**keys)))
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", SimpleNamespace(RequestOutputKind=kinds))
-    engine = MadeAsyncEngine()
-    host = Host(Settings("m", stream=stream), engine, has_gpu=True)
-    host.version = 4
-    job = {"prompt_ids": [1, 2, 3], "seed": 0, "max_tokens": 8, "end_tokens": [7], "stop_strings": []}
-    found = asyncio.run(host.generate(job | SamplingRecipe().model_dump()))
-    assert found["ids"] == [5, 6, 7]
-    assert found["versions"] == [4, 4, 4]
-    assert (found["stop_reason"], found["reused"]) == ("end_token", 2)
-    assert engine.outputs == outputs
+def test_a_deterministic_run_needs_a_deterministic_server():
+    assert process_environment(Settings("m", deterministic=True))["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in process_environment(Settings("m"))
+    wanted = Settings("m", deterministic=True, max_model_len=64)
+    server = ServerReplica("the server", "http://127.0.0.1:1", None, 1.0, same_machine=False, required=wanted)
+    running = asdict(wanted)
+    server._check_settings(running)
+    with pytest.raises(RunError, match="started without --deterministic"):
+        server._check_settings(running | {"deterministic": False})

@@ -191,6 +191,7 @@ def join_world(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World
         raise InputError(
             "hardware.offload moves state from a GPU to CPU memory, but the device here is a CPU; remove it"
         )
+    use_deterministic_kernels(hardware, device)
     if not world.sharded:
         _state["world"] = world
         try:
@@ -238,6 +239,25 @@ def single_process() -> Iterator[World]:
 def threads_per_process(requested: int | None) -> int | None:
     """CPU threads of this process: its share of `requested` threads of the machine; None keeps torch's default."""
     return None if requested is None else max(1, requested // current_world().local_size)
+
+
+def use_deterministic_kernels(hardware: HardwareRecipe, device: str) -> None:
+    """On a GPU, use only kernels that add in a fixed order in this process from now on, or any, as `hardware` says.
+
+    Call it before the first product there: cuBLAS reads its setting once. An operation without such a kernel raises
+    RuntimeError. See https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    if not _on_gpu(device):
+        return
+    import torch
+
+    if hardware.deterministic:
+        # cuBLAS needs workspaces of a fixed size, whatever is in flight.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # By default torch also fills new memory, which no kernel here reads before it is written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if hardware.deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(hardware.deterministic)
 
 
 def _on_gpu(device: str) -> bool:

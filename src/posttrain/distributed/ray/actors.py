@@ -20,7 +20,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.data.tools import ParsedAnswer
 from posttrain.distributed.ray.monitor import HeartbeatSender
 from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
-from posttrain.distributed.world import current_world
+from posttrain.distributed.world import current_world, use_deterministic_kernels
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.environments.protocol import Action, Environment, Observation, Step
 from posttrain.episode import Episode
@@ -256,6 +256,7 @@ class EngineWorker(Worker):
         from posttrain.models.policy import Policy
 
         self.recipe = recipe_from(document)
+        use_deterministic_kernels(self.recipe.hardware, self.recipe.model.device)
         self.policy = Policy(staged_model(self.recipe), self.recipe.seed)
         self.engine = self._open()
         self.heartbeat.extra_progress = lambda: sum(vars(self.engine.counters).values())
@@ -381,6 +382,7 @@ class RewardWorker(Worker):
         from posttrain.training.reward_scorer import RewardScorer
 
         recipe = recipe_from(document)
+        use_deterministic_kernels(recipe.hardware, recipe.model.device)
         self.scorer = RewardScorer(recipe.reward, PolicyFiles(recipe.model), recipe.model.device)  # type: ignore[arg-type]
 
     def statistics(self) -> tuple[float, float]:

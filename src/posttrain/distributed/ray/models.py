@@ -17,7 +17,7 @@ import numpy as np
 
 from posttrain.distributed.ray.actors import PolicyFiles, Worker, recipe_from
 from posttrain.distributed.ray.worker_group import StateLost, WorkerClient, WorkerDied
-from posttrain.distributed.world import current_world
+from posttrain.distributed.world import current_world, join_world, use_deterministic_kernels
 from posttrain.training.updater import Sample, Totals
 
 T = TypeVar("T")
@@ -54,6 +54,7 @@ class ReferenceWorker(Worker):
         from posttrain.training.objectives import token_forward
 
         self.recipe = recipe_from(document)
+        use_deterministic_kernels(self.recipe.hardware, self.recipe.model.device)
         policy = Policy(self.recipe.model, self.recipe.seed, trained=False)
         self._forward = token_forward(policy, self.recipe.learner, self.recipe.rollout.sampling.temperature)
 
@@ -83,7 +84,6 @@ class CriticWorker(Worker):
 
     def open(self, processes: int, variables: dict[str, str], updates: int, stored_statistics: bool) -> int:
         """Load the critic as one of `processes` ranks; returns the bytes of its checkpoint on this rank."""
-        from posttrain.distributed.world import join_world
         from posttrain.training.critic import open_critic
 
         recipe = self.recipe

@@ -1,4 +1,5 @@
-"""The key/value cache on a GPU, and one call of the variable-length flash kernel for all sequences of a forward pass.
+"""The local engine on a GPU: the key/value cache, one call of the variable-length flash kernel for all sequences of a
+forward pass, and running sums for sampling.
 
 A slot is contiguous, so the kernel reads the keys of each sequence in place, for any length. Prompts and decoding
 sequences are attended together. PyTorch's kernel does not support page tables without FlashAttention 3.
@@ -14,6 +15,9 @@ from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.errors import RunError
 from posttrain.models.cuda.attention import Kernel, Spans, flash
 from posttrain.models.forward import upload
+
+TERMS = 256
+"""Numbers that `running_sum` adds by one product."""
 
 
 class KeyValueRows(KeyValuePages):
@@ -110,3 +114,26 @@ def cached_spans(segments: Sequence[Segment], tokens_per_slot: int, device: torc
         gathered=None,
         keys_seen=upload(np.array(seen, dtype=np.int32), device),
     )
+
+
+def running_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sums [..., N] of the first 1 to N numbers of each row of `values` [..., N], which are floating-point numbers.
+
+    torch has no deterministic kernel for it on a GPU, so it is computed there by products with triangular matrices of
+    ones: within blocks, and over the sums of the blocks before.
+    """
+    if not (values.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return values.cumsum(-1)
+    return _by_products(values)
+
+
+def _by_products(values: torch.Tensor) -> torch.Tensor:
+    count = values.shape[-1]
+    width = min(count, TERMS)
+    whole = -(-count // width) * width
+    blocks = torch.nn.functional.pad(values, (0, whole - count)).unflatten(-1, (-1, width))
+    sums = blocks @ torch.ones(width, width, dtype=values.dtype, device=values.device).triu()
+    if whole > width:
+        ends = sums[..., -1]
+        sums = sums + (_by_products(ends) - ends)[..., None]
+    return sums.flatten(-2)[..., :count]

@@ -15,6 +15,7 @@ from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.layers import CompiledLayer, CompiledLayers
 from posttrain.engines.local.cpu.linear import SamplingLinear
+from posttrain.engines.local.cuda import running_sum
 from posttrain.models.cpu.backend import rotate
 from posttrain.models.cuda.four_bit import is_four_bit
 from posttrain.models.forward import Float32Head, float32_product, hidden_states, logits_of, transformer, upload
@@ -238,7 +239,7 @@ def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     rows, vocabulary = weights.shape
     whole = -(-vocabulary // BLOCK) * BLOCK
     blocks = torch.nn.functional.pad(weights, (0, whole - vocabulary)).view(rows, -1, BLOCK)
-    ends = blocks.sum(-1).double().cumsum(-1)
+    ends = running_sum(blocks.sum(-1).double())
     total = ends[:, -1:]
     points = upload(torch.tensor(list(draws), dtype=torch.float64), weights.device)[:, None] * total
     # Rounding must not raise a point to the total, which lies beyond the last token with weight.
@@ -246,7 +247,7 @@ def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     block = torch.searchsorted(ends, points, right=True)
     before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
     inside = blocks[torch.arange(rows, device=weights.device), block[:, 0]].double()
-    index = torch.searchsorted(inside.cumsum(-1), points - before, right=True)
+    index = torch.searchsorted(running_sum(inside), points - before, right=True)
     # Nor may it lie beyond the last such token of the block, because block sums are rounded to float32.
     last = BLOCK - 1 - (inside > 0).flip(-1).int().argmax(-1, keepdim=True)
     return (block * BLOCK + torch.minimum(index, last))[:, 0]
@@ -276,7 +277,7 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
     while True:
         ordered = probabilities.topk(width, sorted=True).values
         ranked = ordered * (torch.arange(width, device=ordered.device)[None] < ranks)
-        running = ranked.cumsum(-1)
+        running = running_sum(ranked)
         in_ranks = torch.where(ranks < vocabulary, running[:, -1:], total)
         # A row is settled if its last candidate lies beyond top-k or top-p.
         settled = (ranks <= width) | (running[:, -1:] >= nuclei * in_ranks)

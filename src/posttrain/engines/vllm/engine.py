@@ -540,6 +540,7 @@ def settings_of(
         logprobs="raw" if raw else "processed",
         adapter_rank=policy.recipe.lora.rank if recipe.adapters == "adapter_only" and policy.recipe.lora else 0,
         trust_remote_code=policy.recipe.trust_remote_code,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
         threads=recipe.threads or 0,
     )
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 GIB = 2**30
+STREAM_INTERVAL = 8
+"""Tokens per message of a streamed answer, if none is needed for each."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Settings:
     """Return tokens as they are sampled, so that each gets the version of its weights. If false, only complete answers
     are returned, which suffices if weights change only between requests.
     """
+    deterministic: bool = False
+    """Sample each request independently of those in the same pass; on GPUs from the H100 on."""
     threads: int = 0
     """On a CPU: number of unbound threads; 0: one thread bound to each core."""
 
@@ -64,6 +68,9 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
         "generation_config": "vllm",
         "enable_log_requests": False,
         "disable_log_stats": True,
+        # Of answers with stop strings, which are streamed: vLLM's front end cannot keep up with every token. Tokens after
+        # the string are left out.
+        "stream_interval": 1 if settings.stream else STREAM_INTERVAL,
     }
     if settings.max_model_len:
         arguments["max_model_len"] = settings.max_model_len
@@ -104,6 +111,8 @@ def engine_arguments(settings: Settings, has_gpu: bool) -> dict[str, Any]:
 def process_environment(settings: Settings) -> dict[str, str]:
     """Environment variables that vLLM reads on import."""
     variables = {"VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if settings.deterministic:
+        variables["VLLM_BATCH_INVARIANT"] = "1"
     if settings.threads:
         # Bound threads of several engines would wait for each other on the same cores.
         return variables | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
