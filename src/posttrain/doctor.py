@@ -35,7 +35,7 @@ DEMO_MODEL = "packaged:smollm2-135m"
 DEMO_LAKE: dict[str, Any] = {"slippery": False, "observation": "local", "max_turns": 6}
 DEMO_TOKENS, DEMO_EPISODES, DEMO_EVALUATED = 11_750, 1_280, 592
 """Amounts of work in `demo/pipeline`: its warm-up, its training episodes, and its evaluation episodes."""
-DEMO_RL_MINUTES = 5.0
+DEMO_RL_MINUTES = 4.0
 """Its `max_minutes`."""
 SEEDS, GROUP = range(4), 8
 """Episodes of the measurement: tasks, and episodes of each."""
