@@ -30,9 +30,13 @@ if compgen -G "$run/checkpoints/step_*" > /dev/null; then
 else
     words=("$stage" "$@" "name=$(basename "$run")" "runs=$(dirname "$run")")
 fi
+gpus=${SLURM_GPUS_ON_NODE:-1}
+# torchrun would set 1. AdamW in CPU memory (hardware.offload) needs all cores.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK > gpus ? SLURM_CPUS_PER_TASK / gpus : 1))}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
-# Slurm sends SIGTERM to every process 180 s before the time limit; the run then saves a checkpoint and ends.
-srun "${VENV:-.venv}/bin/torchrun" --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" \
+# Slurm sends SIGTERM to every process 180 s before the time limit; the run then saves a checkpoint and ends. torchrun
+# would kill it after 30 s.
+srun "${VENV:-.venv}/bin/torchrun" --nnodes "$SLURM_NNODES" --nproc-per-node "$gpus" --shutdown-timeout 170 \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:${PORT:-29500}" \
     -m posttrain.cli.main "${words[@]}"

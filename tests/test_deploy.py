@@ -1,14 +1,18 @@
 """The files under deploy/ name what exists, and the Slurm script starts runs. Building the image needs Docker."""
 
+import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -105,8 +109,8 @@ def words_for_posttrain(printed: str) -> list[str]:
     return words[words.index("posttrain.cli.main") + 1 :]
 
 
-def run_under_slurm(tmp_path: Path, *words: str, torchrun: str = START) -> subprocess.CompletedProcess[str]:
-    """Run deploy/slurm.sh with two processes on this machine; stand-ins for Slurm's commands start what they are given."""
+def start_under_slurm(tmp_path: Path, *words: str, torchrun: str = START) -> "subprocess.Popen[str]":
+    """Start deploy/slurm.sh with two processes on this machine; stand-ins for Slurm's commands start what they are given."""
     for name, script in (("srun", 'exec "$@"'), ("scontrol", "echo localhost")):
         (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
         (tmp_path / name).chmod(0o755)
@@ -114,15 +118,23 @@ def run_under_slurm(tmp_path: Path, *words: str, torchrun: str = START) -> subpr
         free.bind(("", 0))
         port = free.getsockname()[1]
     variables = {"SLURM_JOB_NODELIST": "one", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "7"}
+    variables["SLURM_CPUS_PER_TASK"] = "2"
     make_torchrun(tmp_path / "bin", torchrun)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    return subprocess.run(
+    return subprocess.Popen(
         ["bash", str(ROOT / "deploy" / "slurm.sh"), *words],
         env={**os.environ, **variables, "PATH": path, "VENV": str(tmp_path), "PORT": str(port)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
+
+
+def run_under_slurm(tmp_path: Path, *words: str, torchrun: str = START) -> subprocess.CompletedProcess[str]:
+    """As `start_under_slurm`, to the end."""
+    started = start_under_slurm(tmp_path, *words, torchrun=torchrun)
+    output, errors = started.communicate(timeout=300)
+    return subprocess.CompletedProcess(started.args, started.returncode, output, errors)
 
 
 @pytest.mark.slow
@@ -141,6 +153,26 @@ def test_the_slurm_script_starts_a_run_and_then_continues_it(tiny_model, tmp_pat
     second = run_under_slurm(tmp_path, str(run), "rl", *short)
     assert second.returncode == 0, second.stderr[-2000:]
     assert "step 1 of 1" in second.stdout + second.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_to_every_process_before_the_time_limit_leaves_a_checkpoint(tiny_model, tmp_path):
+    """As Slurm sends it: torchrun gets it, too, and passes it on, so that every learner gets it twice."""
+    run = tmp_path / "runs" / "mine"
+    words = ["environment.type=bandit", f"model.path={tiny_model}", "rollout.groups_per_step=2", "steps=100000"]
+    words += ["rollout.tokens_per_turn=8", "evaluation.every=0", "checkpoint.every=100000"]
+    started = start_under_slurm(tmp_path, str(run), "rl", *words)
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count('"kind": "train"') < 3:
+        assert started.poll() is None, started.communicate()
+        time.sleep(0.1)
+    for process in psutil.Process(started.pid).children(recursive=True):
+        process.send_signal(signal.SIGTERM)
+    output, errors = started.communicate(timeout=120)
+    assert started.returncode != 0
+    assert "stopped by SIGTERM after step" in output + errors, errors[-3000:]
+    step = max(json.loads(line)["step"] for line in metrics.read_text().splitlines() if '"kind": "train"' in line)
+    assert (run / "checkpoints" / f"step_{step:06d}").is_dir()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ Every process runs the same stage on the same recipe. Decisions that concern all
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -367,8 +368,13 @@ class Interrupted(KeyboardInterrupt):
     """The run was asked to stop. A KeyboardInterrupt, so that asyncio propagates it."""
 
 
+REPEATED = 5.0
+"""Seconds within which a further SIGTERM is the same request."""
+
+
 class Interrupts:
-    """Turns SIGINT and SIGTERM into `Interrupted`, deferred inside `critical()`. A second signal is not deferred.
+    """Turns SIGINT and SIGTERM into `Interrupted`, deferred inside `critical()`. A second signal is not deferred, except
+    a SIGTERM within `REPEATED` seconds: batch systems signal every process, and launchers pass the signal on.
 
     Several processes stop together: a signal to any of them is deferred until all of them reach the end of a critical
     block, because none of them can continue or save without the others.
@@ -379,6 +385,7 @@ class Interrupts:
         self._together = self._world.size > 1
         self._critical = False
         self._requested: int | None = None
+        self._terminated = -REPEATED
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupts":
@@ -405,6 +412,10 @@ class Interrupts:
             raise Interrupted(signal.Signals(requested).name)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            before, self._terminated = self._terminated, time.monotonic()
+            if self._terminated - before < REPEATED:
+                return
         if (self._critical or self._together) and self._requested is None:
             self._requested = number
             return
