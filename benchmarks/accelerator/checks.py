@@ -75,8 +75,8 @@ CHECKS = {
         lambda rows: rows[-1].value == 3 and all(row.value < 3 for row in _of_case(rows, WEIGHTS)),
     ),
     "run-killed": Check(
-        "the same losses as a run that was not killed, with deterministic kernels",
-        lambda rows: all(row.value == 0 for row in rows),
+        "losses within 1% of a run that was not killed, and the same ones with deterministic kernels",
+        lambda rows: len(rows) == 2 and rows[0].value < 0.01 and rows[1].value == 0,
     ),
     "log-probabilities": NUMBERS,
     "decode-0.5B": NUMBERS,

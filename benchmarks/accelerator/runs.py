@@ -204,23 +204,29 @@ def server_killed(folder: Path, shape: Shape, ends: float) -> Iterator[Row]:
 
 @with_folder
 def run_killed(folder: Path, model: str, words: list[str], device: str, ends: float) -> Iterator[Row]:
-    """A run of `sft` with deterministic kernels that is killed after the second update and resumed, against one that is
-    not: losses of its updates.
+    """A run of `sft` that is killed after the second update and resumed, against one that is not: losses of its updates.
+
+    First with all kernels, then with deterministic ones.
     """
-    losses = []
-    for name in ("whole", "killed"):
-        (folder / name).mkdir()
-        shape = ["environment.type=bandit", "steps=5", "rows_per_update=8", "checkpoint.every=1", *QUIET]
-        shape += ["hardware.deterministic=true"]
-        with Run(["sft"], folder / name, _halfway(ends) if name == "whole" else ends) as run:
-            run.start(f"model.path={model}", f"model.device={device}", *words, *shape)
-            if name == "killed":
-                run.until(2)
-                run.kill()
-                run.start()
-            losses.append([step["loss/nll"] for step in run.wait()])
-    apart = max(abs(one / other - 1) for one, other in zip(*losses, strict=True))
-    yield Row("run", "losses of a killed and resumed run", apart, "relative", note=" ".join(words))
+    shape = [f"model.path={model}", f"model.device={device}", *words, *QUIET]
+    shape += ["environment.type=bandit", "steps=5", "rows_per_update=8", "checkpoint.every=1"]
+    for kernels in ("false", "true"):
+        losses = []
+        for name in ("whole", "killed"):
+            place = folder / f"{name}-{kernels}"
+            place.mkdir()
+            with Run(["sft"], place, ends) as run:
+                run.start(*shape, f"hardware.deterministic={kernels}")
+                if name == "killed":
+                    run.until(2)
+                    run.kill()
+                    if len(run.lines("train")) == 5:
+                        raise RuntimeError("the run ended before it was killed")
+                    run.start()
+                losses.append([step["loss/nll"] for step in run.wait()])
+        apart = max(abs(one / other - 1) for one, other in zip(*losses, strict=True))
+        note = " ".join([*words, f"hardware.deterministic={kernels}"])
+        yield Row("run", "losses of a killed and resumed run", apart, "relative", note=note)
 
 
 @with_folder

@@ -90,9 +90,11 @@ def test_runs_pass_by_mismatch_even_memory_and_time_of_the_weights():
 
 
 def test_a_killed_run_has_to_end_with_the_same_bits():
-    losses = Row("run", "losses", 0.0, "relative")
-    assert verdict("run-killed", losses) == "passed"
-    assert verdict("run-killed", replace(losses, value=1e-9)) == "FAILED"
+    plain, exact = Row("run", "losses", 0.009, "relative"), Row("run", "losses", 0.0, "relative")
+    assert verdict("run-killed", plain, exact) == "passed"
+    assert verdict("run-killed", plain, replace(exact, value=1e-9)) == "FAILED"
+    assert verdict("run-killed", replace(plain, value=0.011), exact) == "FAILED"
+    assert verdict("run-killed", exact) == "FAILED"
 
 
 def test_decoding_passes_by_its_share_at_32_in_flight():

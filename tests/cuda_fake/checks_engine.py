@@ -11,7 +11,7 @@ from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.engines.local.cuda import KeyValueRows
 from posttrain.engines.local.engine import LocalEngine, page_bytes
 from posttrain.engines.protocol import Request
-from posttrain.engines.vllm.engine import VllmEngine
+from posttrain.engines.vllm.engine import VllmEngine, settings_of
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.planning.devices import GPU_KERNELS_LOCAL
@@ -67,9 +67,12 @@ def test_a_decoded_token_waits_for_its_number_alone(device, thin_model, name):
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}])
 def test_deterministic_kernels_sample_without_sums_that_torch_refuses(device, thin_model, sampling):
     """torch refuses `cumsum` of floating-point numbers then; that of integers, one per pass of `top_p`, is exact."""
+    policy = Policy(made.recipe(thin_model))
+    assert not settings_of(policy, VllmEngineRecipe()).deterministic
     with join_world(HardwareRecipe(deterministic=True)):
         assert torch.are_deterministic_algorithms_enabled()
-        engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
+        assert settings_of(policy, VllmEngineRecipe()).deterministic
+        engine = LocalEngine(policy, slots=4)
         engine.load_weights(1)
         device.reset()
         sampled(engine, 5, **sampling)

@@ -1,11 +1,13 @@
 """Every objective on a fake GPU: forward pass, backward pass and optimizer step, with ceilings on waits and kernels."""
 
+import os
 import sys
 
 import numpy as np
 import pytest
 import torch
 
+from posttrain.distributed.world import join_world
 from posttrain.errors import InputError
 from posttrain.losses.distillation import TeacherScores
 from posttrain.models import fused_layers
@@ -13,6 +15,7 @@ from posttrain.models.critic import Critic, SharedCritic
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.distill import JsdLoss, ReverseKlLoss
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.loss import (
     ApoDownLoss,
     ApoZeroLoss,
@@ -121,6 +124,22 @@ def test_terms_of_the_policy_loss(device, policy, objective):
 def test_supervised(device, policy, loss):
     objective = SupervisedObjective(SftLossRecipe(type=loss))
     assert waits_per_batch(device, made.policy_updater(policy), objective) == (2, 0), device.syncs
+
+
+REFUSED = {"cumsum", "put_", "kthvalue", "median", "nll_loss2d_forward", "_embedding_bag"}
+"""Operations that torch refuses on a GPU with deterministic kernels, for floating-point numbers at least."""
+
+
+def test_updates_with_deterministic_kernels(device, policy):
+    with join_world(HardwareRecipe(deterministic=True)):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        learner = made.policy_updater(policy)
+        device.reset()
+        made.updated(learner, made.samples(2), PolicyObjective(PpoLoss(), kl=KlRecipe(coefficient=0.1)))
+        made.updated(learner, made.samples(2), SupervisedObjective(SftLossRecipe()))
+        assert not REFUSED & set(device.kernels)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 PAIRS = [DpoLoss(), CdpoLoss(), IpoLoss(), SimpoLoss(), OrpoLoss(), ApoZeroLoss(), ApoDownLoss(), BcoLoss()]

@@ -172,6 +172,12 @@ def join_world(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World
     `device` is the recipe's `model.device`. Raises InputError for settings that do not match the processes. If an error
     leaves the block on several ranks, one rank raises it and the others raise `AlreadyReported`.
     """
+    with _kernels(hardware, device), _joined(hardware, device) as world:
+        yield world
+
+
+@contextmanager
+def _joined(hardware: HardwareRecipe, device: str) -> Iterator[World]:
     if is_launched():
         size = int(os.environ["WORLD_SIZE"])
         if hardware.processes not in (1, size):
@@ -192,7 +198,6 @@ def join_world(hardware: HardwareRecipe, device: str = "auto") -> Iterator[World
         raise InputError(
             "hardware.offload moves state from a GPU to CPU memory, but the device here is a CPU; remove it"
         )
-    use_deterministic_kernels(hardware, device)
     if not world.sharded:
         _state["world"] = world
         try:
@@ -243,22 +248,36 @@ def threads_per_process(requested: int | None) -> int | None:
 
 
 def use_deterministic_kernels(hardware: HardwareRecipe, device: str) -> None:
-    """On a GPU, use only kernels that add in a fixed order in this process from now on, or any, as `hardware` says.
+    """With `hardware.deterministic`, use only kernels on a GPU that add in a fixed order in this process from now on.
 
     Call it before the first product there: cuBLAS reads its setting once. An operation without such a kernel raises
     RuntimeError. See https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
-    if not _on_gpu(device):
+    if not (hardware.deterministic and _on_gpu(device)):
         return
     import torch
 
-    if hardware.deterministic:
-        # cuBLAS needs workspaces of a fixed size, whatever is in flight.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # By default torch also fills new memory, which no kernel here reads before it is written.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if hardware.deterministic != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(hardware.deterministic)
+    # cuBLAS needs workspaces of a fixed size, whatever is in flight.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # By default torch also fills new memory, which no kernel here reads before it is written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def _kernels(hardware: HardwareRecipe, device: str) -> Iterator[None]:
+    """`use_deterministic_kernels` inside the block only."""
+    if not (hardware.deterministic and _on_gpu(device)):
+        yield
+        return
+    import torch
+
+    before = torch.are_deterministic_algorithms_enabled()
+    use_deterministic_kernels(hardware, device)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _on_gpu(device: str) -> bool:

@@ -22,7 +22,7 @@ from posttrain.planning.memory import (
     with_dtypes,
 )
 from posttrain.planning.phases import Phase, evaluation_phases, plain, step_phases, total_seconds
-from posttrain.planning.placement import Placement
+from posttrain.planning.placement import ALONE, Placement
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.model import LoraRecipe
@@ -52,14 +52,17 @@ from posttrain.runs.tables import show_line
 
 
 def show_times(recipe: Recipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:
-    """Print the estimated time of each phase of a step on one `device`, or the reason why there is no estimate."""
+    """Print the estimated time of each phase of a step, or the reason why there is no estimate.
+
+    `device` is that of each process.
+    """
     console.print("\n[bold]time[/bold]")
     if device is None:
         names = ", ".join(DEVICES)
         said = f"no estimate without a device: pass --on with one of {names}, or a file of measured limits"
     elif not plain(sizes):
         said = "no estimate: the model is not a plain decoder"
-    elif not (phases := step_phases(recipe, sizes, device)):
+    elif not (phases := step_phases(recipe, sizes, device, _placement(recipe, device))):
         said = "no estimate: the number of rows is unknown until they are read"
     else:
         console.print(_table(recipe, sizes, device, phases))
@@ -67,6 +70,8 @@ def show_times(recipe: Recipe, sizes: ModelSizes, device: Device | None, console
             "Upper bounds: rows and episodes have their maximum length. Environments, judges, files and start-up are not "
             "included. docs/results/scaling.md describes the model and compares it with measurements"
         )
+        if _reads_weights_from_host(recipe):
+            said += ". The copies of weights from CPU memory (hardware.offload: all) are not included, either"
     show_line(console, said, 2)
 
 
@@ -75,14 +80,17 @@ def _table(recipe: Recipe, sizes: ModelSizes, device: Device, phases: list[Phase
     for phase in phases:
         rate = f", {phase.tokens / phase.seconds:,.0f} a second" if phase.tokens else ""
         table.add_row(f"  {phase.what}", duration(phase.seconds), phase.how + rate)
-    step, said = total_seconds(phases), f"an estimate for one {device.name}"
+    placement = _placement(recipe, device)
+    step, said = total_seconds(phases), f"an estimate for {_counted_devices(placement, device)}"
     if isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):
         table.add_row("  [bold]total[/bold]", duration(step), said)
     else:
         unit = "a step" if isinstance(recipe, RlRecipe | DistillRecipe) else "an update"
         steps = f", {recipe.steps:,} of them {duration(recipe.steps * step)}" if recipe.steps else ""
         table.add_row(f"  [bold]{unit}[/bold]", duration(step), said + steps)
-        if not isinstance(recipe, DpoRecipe | RewardRecipe) and (played := evaluation_phases(recipe, sizes, device)):
+        if not isinstance(recipe, DpoRecipe | RewardRecipe) and (
+            played := evaluation_phases(recipe, sizes, device, placement)
+        ):
             table.add_row("  an evaluation", duration(total_seconds(played)), played[-1].how)
     table.columns[1].justify = "right"
     return table
@@ -183,7 +191,9 @@ def _show_totals(recipe: Recipe, counted: Recipe, sizes: ModelSizes, device: Dev
     each = " per process" if _is_divided(recipe) else ""
     show_line(console, f"about {total}{each}, the most for {parts}", 2)
     console.print("\n[bold]time[/bold]")
-    phases = step_phases(counted, sizes, device) if device is not None and plain(sizes) else []
+    phases: list[Phase] = []
+    if device is not None and plain(sizes):
+        phases = step_phases(counted, sizes, device, _placement(recipe, device))
     if not phases:
         names = ", ".join(DEVICES)
         said = f"unknown without a device: add --on with one of {names}" if device is None else "unknown, see --full"
@@ -191,9 +201,26 @@ def _show_totals(recipe: Recipe, counted: Recipe, sizes: ModelSizes, device: Dev
         assert device is not None
         steps = getattr(recipe, "steps", None)
         one = total_seconds(phases)
-        said = f"at most {duration(one)} a step on {device.name}"
+        bound = "more than" if _reads_weights_from_host(recipe) else "at most"
+        said = f"{bound} {duration(one)} a step on {_counted_devices(_placement(recipe, device), device)}"
         said += f", {duration(one * steps)} for {steps:,} {_plural('step', steps)}" if steps else ""
     show_line(console, said, 2)
+
+
+def _placement(recipe: Recipe, device: Device) -> Placement:
+    """The recipe's processes and offloading on GPUs. The processes of a CPU share it."""
+    if not (device.is_gpu and isinstance(recipe, Learned)):
+        return ALONE
+    count = recipe.hardware.processes
+    return Placement(devices=count, shard=count, offloaded=recipe.hardware.offload in ("optimizer", "all"))
+
+
+def _counted_devices(placement: Placement, device: Device) -> str:
+    return device.name if placement.devices == 1 else f"{placement.devices} x {device.name}"
+
+
+def _reads_weights_from_host(recipe: Recipe) -> bool:
+    return isinstance(recipe, Learned) and recipe.hardware.offload == "all"
 
 
 def _processes(recipe: Learned) -> str:

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.engines import refuse_lone_adapters
-from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, refuse_overlap
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
@@ -80,6 +80,7 @@ class DistillRecipe(SampledRecipe):
     def _parts_fit(self):
         rollout, learner = self.rollout, self.learner
         refuse_lone_adapters(self.engine, self.model)
+        refuse_unfit_hardware(self.hardware, self.model, [self.optimizer], self.engine)
         refuse_overlap({"seeds": self.seeds}, self.environment, self.evaluation)
         refuse_other_temperature(self.teacher, rollout.sampling.temperature)
         if rollout.sampling.temperature == 0:

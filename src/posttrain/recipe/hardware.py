@@ -1,10 +1,12 @@
 """Hardware of a run: the number of learner processes and, on a Ray cluster, the placement of all other workers."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.model import ModelRecipe, OptimizerRecipe
 
 
 class EnginePlacement(BaseConfig):
@@ -63,7 +65,7 @@ class HardwareRecipe(BaseConfig):
     offload: Literal["none", "rollouts", "optimizer", "all"] = "none"
     """What is kept in CPU memory instead of a GPU's. `rollouts`: float32 masters and moments, but only while episodes are sampled, and the reference model between its passes; for `rl` and `distill`. `optimizer`: float32 masters, their gradients and the moments, with AdamW on the CPU, and the reference model between its passes; during rollouts the GPU then holds only the weights of the policy. `all`: also weights, one layer of which is on the GPU at a time. With several processes, each GPU keeps its share of the reference model and, with `rollouts`, of the masters, which are its weights. Settings other than `none` are an error on a CPU."""
     deterministic: bool = False
-    """Use only kernels on a GPU that add in a fixed order: a resumed run then computes the same bits, more slowly. vLLM samples each answer independently of the others (VLLM_BATCH_INVARIANT, from the H100 on); answers of the local engine may depend on those sampled at the same time. No effect on a CPU, where resumed runs always compute the same bits."""
+    """Use only kernels on a GPU that add in a fixed order: a resumed run of one process then computes the same bits, more slowly. vLLM samples each answer independently of the others (VLLM_BATCH_INVARIANT, from the H100 on); answers of the local engine may depend on those sampled at the same time. No effect on a CPU, where resumed runs always compute the same bits."""
     ray: str | None = None
     """Ray cluster to run on. `auto` connects to the cluster on this machine, or starts one; otherwise an address (`host:port` or `ray://host:port`). Null: run without Ray."""
     cpus: float = Field(1.0, gt=0)
@@ -91,3 +93,24 @@ class HardwareRecipe(BaseConfig):
         if self.ray is None and given:
             raise ValueError(f"`hardware.{given[0]}` has no effect without a Ray cluster; add `hardware.ray: auto`")
         return self
+
+
+def refuse_unfit_hardware(
+    hardware: HardwareRecipe, model: ModelRecipe, optimizers: Sequence[OptimizerRecipe], engine: Any = None
+) -> None:
+    """Raises ValueError for keys of other sections that do not work with `hardware`."""
+    if hardware.offload != "none" and any(optimizer.type == "adamw_8bit" for optimizer in optimizers):
+        raise ValueError(
+            "`optimizer.type: adamw_8bit` keeps its state on the GPU, and `hardware.offload` moves it to CPU memory; use `adamw`, or "
+            "remove `hardware.offload`"
+        )
+    if model.load_in_4bit and (hardware.processes > 1 or hardware.offload == "all"):
+        raise ValueError(
+            "`model.load_in_4bit` is for one process without `hardware.offload: all`; remove it, or set `hardware.processes` "
+            "to 1"
+        )
+    if hardware.deterministic and getattr(engine, "weight_transfer", "files") == "nccl":
+        raise ValueError(
+            "with `hardware.deterministic`, vLLM sets up its communication in another way than the learner, and "
+            "`engine.weight_transfer: nccl` would hang; use `ipc` or `files`"
+        )

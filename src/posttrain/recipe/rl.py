@@ -21,7 +21,7 @@ from posttrain.recipe.credit import (
 )
 from posttrain.recipe.data import PtxRecipe
 from posttrain.recipe.engines import has_truncated_logprobs, refuse_lone_adapters
-from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
 from posttrain.recipe.loss import ADAPTERS_OFF, EntropyRecipe, KlRecipe, LossRecipe, PpoLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
 from posttrain.recipe.rollout import EvaluationRecipe, refuse_ahead, refuse_overlap
@@ -245,6 +245,8 @@ class RlRecipe(SampledRecipe):
                 f"`critic.updates_before_policy` ({self.critic.updates_before_policy}) leaves the policy none of the run's "
                 f"{updates} updates; lower it or raise `steps`"
             )
+        optimizers = [self.optimizer, self.critic.optimizer] if self.has_critic else [self.optimizer]
+        refuse_unfit_hardware(self.hardware, self.model, optimizers, self.engine)
         refuse_ahead(
             self.rollout,
             self.learner,

@@ -8,7 +8,7 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.data import DataRecipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe, refuse_lone_adapters
-from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
 from posttrain.recipe.loss import (
     ADAPTERS_OFF,
     BcoLoss,
@@ -84,6 +84,11 @@ class _Rows(StageRecipe):
     export: ExportedStep = "best"
     """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one."""
     hardware: HardwareRecipe = HardwareRecipe()
+
+    @model_validator(mode="after")
+    def _hardware_fits(self):
+        refuse_unfit_hardware(self.hardware, self.model, [self.optimizer], getattr(self, "engine", None))
+        return self
 
 
 class SftRecipe(_Rows):

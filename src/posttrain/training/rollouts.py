@@ -21,6 +21,7 @@ from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError
 from posttrain.evaluation.summary import environment_scores, reports_success
+from posttrain.models.cuda.memory import release_cached_memory
 from posttrain.models.policy import Policy
 from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.components import EnvironmentRecipe
@@ -122,6 +123,9 @@ class RolloutManager:
         with self.lock:
             for optimizer in self.sleepers:
                 optimizer.sleep()
+            # An engine of rank 0 wakes up on the GPUs of all processes, which have to leave it memory first.
+            release_cached_memory(self.policy.device)
+            current_world().barrier()
             self.engine.load_weights(self.policy.version)
             worker = RolloutWorker(
                 engine=self.engine,

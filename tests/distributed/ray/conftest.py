@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.distributed.ray.connection import OWNED
+
 CORES = 2
 """Of the first machine of the cluster."""
 
@@ -31,6 +33,8 @@ def cluster(tmp_path_factory):
             "num_cpus": CORES,
             "include_dashboard": False,
             "object_store_memory": 100 * 2**20,
+            # Runs of other tests start clusters of their own beside this one.
+            "resources": {OWNED: 1},
             "temp_dir": folder,
         },
     )

@@ -71,3 +71,25 @@ def test_an_engine_of_vllm_stages_weights_in_cpu_memory():
     keys += ["engine.type=vllm", "model.load_in_4bit=true", "model.lora.rank=4", "model.fused=liger"]
     staged = staged_model(load_recipe([], keys, "rl"))
     assert (staged.load_in_4bit, staged.fused) == (False, "auto")
+
+
+@pytest.mark.parametrize("kind", ["EngineWorker", "ReferenceWorker", "RewardWorker"])
+def test_workers_with_a_model_use_the_kernels_of_the_recipe(kind, monkeypatch, tmp_path):
+    ray = pytest.importorskip("ray", reason="needs the package ray: pip install 'posttrain[ray]'")
+    from posttrain.distributed.ray import actors, models
+
+    class Chosen(Exception):
+        pass
+
+    def chosen(hardware, device):
+        assert hardware.deterministic
+        raise Chosen
+
+    monkeypatch.setattr(ray, "get_actor", lambda name: None)
+    monkeypatch.setattr(actors, "HeartbeatSender", lambda *arguments: None)
+    for module in (actors, models):
+        monkeypatch.setattr(module, "use_deterministic_kernels", chosen)
+    keys = ["environment.type=bandit", "hardware.ray=auto", "hardware.deterministic=true"]
+    worker = getattr(models if kind == "ReferenceWorker" else actors, kind)
+    with pytest.raises(Chosen):
+        worker(load_recipe([], keys, "rl").model_dump_json(), "a", "monitor", 1.0, str(tmp_path), None)

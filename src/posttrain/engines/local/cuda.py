@@ -136,4 +136,4 @@ def _by_products(values: torch.Tensor) -> torch.Tensor:
     if whole > width:
         ends = sums[..., -1]
         sums = sums + (_by_products(ends) - ends)[..., None]
-    return sums.flatten(-2)[..., :count]
+    return sums.flatten(-2)[..., :count].contiguous()

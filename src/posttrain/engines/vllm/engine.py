@@ -116,7 +116,9 @@ class VllmEngine:
         # Also closes the replicas when the engine is garbage-collected and when the process exits.
         self._closing = weakref.finalize(self, _close, list(replicas), self._store, self._loop, thread)
         try:
-            self._start()
+            release_cached_memory(policy.device)
+            # The other processes wait before they allocate more, because vLLM checks the memory of their GPUs, too.
+            current_world().on_rank0(self._start)
         except BaseException:
             self.close()
             raise
@@ -131,7 +133,6 @@ class VllmEngine:
         begun = time.monotonic()
         names = ", ".join(state.replica.name for state in self._replicas)
         print(f"waiting for {names}; starting vLLM takes about a minute", file=sys.stderr, flush=True)
-        release_cached_memory(self.policy.device)
         self._run(self._on_replicas(lambda state: state.replica.start()))
         self.sleep()
         print(f"vLLM is ready after {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
