@@ -111,6 +111,6 @@ def refuse_unfit_hardware(
         )
     if hardware.deterministic and getattr(engine, "weight_transfer", "files") == "nccl":
         raise ValueError(
-            "with `hardware.deterministic`, vLLM sets up its communication in another way than the learner, and "
+            "with `hardware.deterministic`, vLLM sets up its communication differently from the learner, and "
             "`engine.weight_transfer: nccl` would hang; use `ipc` or `files`"
         )
