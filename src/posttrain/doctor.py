@@ -1,14 +1,19 @@
 """Facts about this machine, the defaults that posttrain selects on it, possible speed-ups, and a measured speed."""
 
+import math
 import os
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from posttrain.errors import PosttrainError
+import numpy as np
+
+from posttrain.episode import Advantages, Episode
+from posttrain.errors import PosttrainError, RunError
 from posttrain.runs.directory import describe_machine
 
 T = TypeVar("T")
@@ -37,8 +42,9 @@ DEMO_TOKENS, DEMO_EPISODES, DEMO_EVALUATED = 11_750, 1_280, 592
 """Amounts of work in `demo/pipeline`: its warm-up, its training episodes, and its evaluation episodes."""
 DEMO_RL_MINUTES = 4.0
 """Its `max_minutes`."""
-SEEDS, GROUP = range(4), 8
-"""Episodes of the measurement: tasks, and episodes of each."""
+TURNS, GROUP = DEMO_LAKE["max_turns"], 8
+MANY, FEW = (32, TURNS), (16, 2)
+"""Measured episodes in flight and their turns: on fast and on slow machines."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +52,17 @@ class Speed:
     """A measurement of sampling and training on the demo's task."""
 
     dtype: str
+    threads: int
+    in_flight: int
+    """Episodes that were sampled at a time."""
+    turns: int
+    """Turns of these episodes. Rates are for episodes of `TURNS` turns; with fewer, they are extrapolated."""
     episodes: float
-    """Episodes per second, sampled with 32 in flight."""
+    """Sampled episodes per second."""
     tokens: float
-    """Tokens per second of an update."""
+    """Tokens per second of an update in which every sampled token has credit."""
     updated: float
-    """Episodes per second of an update."""
+    """Episodes per second of that update."""
 
     def demo_minutes(self) -> float:
         """Estimated duration of `demo/pipeline` in minutes, excluding the loading of models."""
@@ -153,42 +164,92 @@ def remedies() -> Iterator[str]:
 
 
 def measure(model: str = DEMO_MODEL, seconds: float = 5.0) -> Speed:
-    """Sample and train on the demo's task for `seconds` each, after a warm-up. InputError if the model is not
-    installed.
+    """Sample and train on the demo's task for about `seconds` each, with the threads that a run would use.
+
+    A slow machine takes longer than `seconds`: the least work is two turns of 16 episodes, and two updates on two of
+    them.
+
+    Raises:
+        InputError: the model is not installed.
+        RunError: the optimizer skipped an update, whose time would be meaningless.
     """
+    import torch
+
+    from posttrain.models.cpu.threads import busy_processors, threads_beside
+    from posttrain.models.load import resolve_device
+
+    every = torch.get_num_threads()
+    try:
+        if resolve_device("auto").type == "cpu":
+            torch.set_num_threads(threads_beside(busy_processors()) or every)
+        return _measured(model, seconds)
+    finally:
+        torch.set_num_threads(every)
+
+
+def _measured(model: str, seconds: float) -> Speed:
+    import torch
+
     import posttrain
-    from posttrain.models.packing import row_length
 
     policy = posttrain.Policy(model, dtype="auto")
     engine = posttrain.LocalEngine(policy)
-    lake = posttrain.make_env("frozen_lake", **DEMO_LAKE)
     learner = posttrain.Learner(policy, learning_rate=1e-9)
 
-    def play(seeds: range, step: int, group: int = GROUP) -> list[Any]:
+    def play(episodes: int, turns: int, step: int) -> list[Episode]:
+        lake = posttrain.make_env("frozen_lake", **DEMO_LAKE | {"max_turns": turns})
+        tasks, group = range(max(1, episodes // GROUP)), min(episodes, GROUP)
         return posttrain.rollout(
-            engine, lake, seeds, episodes_per_group=group, max_tokens=12, tokens_per_episode=600, step=step
+            engine, lake, tasks, episodes_per_group=group, max_tokens=12, tokens_per_episode=600, step=step
         )
 
-    def update(episodes: list[Any]) -> None:
-        for episode in episodes:
-            episode.turns[-1].reward += float(episode.index % 2)  # every group has different returns
-        learner.update(episodes, posttrain.advantages(episodes, "rloo"))
+    def update(episodes: list[Episode]) -> None:
+        metrics = learner.update(episodes, every_token(episodes))
+        if metrics["optimizer/skipped"] or "optimizer/no_signal" in metrics:
+            raise RunError(f"the optimizer skipped the measured update ({metrics}); report this output as a bug")
 
-    update(play(range(1), 0, 2))
-    played, sampling = timed(lambda step: play(SEEDS, step), seconds)
-    batch = played[-1]
-    updates, updating = timed(lambda step: update(batch), seconds)
-    tokens = sum(
-        row_length([stream.ids for episode in batch if episode.group == group for stream in episode.streams])
-        for group in {episode.group for episode in batch}
-    )
-    dtype = str(next(policy.model.parameters()).dtype).removeprefix("torch.")
+    play(2, 1, 0)  # compiles the kernel and allocates the cache
+    size = FEW
+    played, sampling = timed(lambda step: play(*size, step), 0)
+    if sampling * math.prod(MANY) / math.prod(FEW) <= seconds:
+        size = MANY
+        played, sampling = timed(lambda step: play(*size, step), seconds)
+    batch = played[-1][:2]
+    update(batch)  # allocates the optimizer's state
+    updates, updating = timed(lambda _: update(batch), 0)
+    if updating < seconds:
+        batch = played[-1][: max(2, int(2 * seconds / updating))]
+        updates, updating = timed(lambda _: update(batch), seconds)
     return Speed(
-        dtype,
-        episodes=sum(map(len, played)) / sampling,
-        tokens=tokens * len(updates) / updating,
-        updated=len(batch) * len(updates) / updating,
+        str(next(policy.model.parameters()).dtype).removeprefix("torch."),
+        torch.get_num_threads(),
+        *size,
+        episodes=sum(map(_whole_episodes, played)) / sampling,
+        tokens=computed_tokens(batch) * len(updates) / updating,
+        updated=_whole_episodes(batch) * len(updates) / updating,
     )
+
+
+def every_token(episodes: list[Episode]) -> Advantages:
+    """Credit for every sampled token. The optimizer skips tokens without credit, which would look like a fast update.
+
+    Untrained models have nearly equal returns, so their advantages are 0.
+    """
+    return Advantages([[stream.sampled.astype(np.float32) for stream in episode.streams] for episode in episodes])
+
+
+def computed_tokens(episodes: list[Episode]) -> int:
+    """Tokens of an update on `episodes`: those that the episodes of a group share are computed once."""
+    from posttrain.models.packing import row_length
+
+    return sum(
+        row_length([stream.ids for episode in episodes if episode.group == group for stream in episode.streams])
+        for group in {episode.group for episode in episodes}
+    )
+
+
+def _whole_episodes(episodes: list[Episode]) -> float:
+    return sum(len(episode.turns) for episode in episodes) / TURNS
 
 
 def timed(work: Callable[[int], T], seconds: float) -> tuple[list[T], float]:
@@ -200,12 +261,21 @@ def timed(work: Callable[[int], T], seconds: float) -> tuple[list[T], float]:
     return results, time.perf_counter() - began
 
 
-def report(speed: bool = True) -> Iterator[str]:
-    """Yield the lines of `posttrain doctor` as soon as they are available."""
-    yield from ("Machine", *_lines(machine()), "", "posttrain selects", *_lines(choices()), "", "Faster")
-    yield from [f"  - {sentence}" for sentence in remedies()] or ["  no suggestions"]
+def report(speed: bool = True, announce: Callable[[str], None] = lambda _: None) -> Iterator[str]:
+    """Yield the lines of `posttrain doctor` as soon as they are available.
+
+    `announce` is called with a line about the measurement before it starts.
+    """
+    yield from ("Machine", *_lines(machine()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        chosen = _lines(choices())
+    yield from ("", "posttrain selects", *chosen, "", "Faster")
+    sentences = dict.fromkeys([*remedies(), *(str(warning.message) for warning in caught)])
+    yield from [f"  - {sentence}" for sentence in sentences] or ["  no suggestions"]
     if speed:
         yield from ("", "Speed")
+        announce("  measuring for about 10 seconds after loading the model, longer on a slow machine ...")
         yield from (f"  {line}" for line in _speed_lines())
 
 
@@ -214,9 +284,11 @@ def _speed_lines() -> list[str]:
         found = measure()
     except PosttrainError as error:
         return [f"not measured: {error}"]
+    threads = f"{found.threads} thread{'s' * (found.threads != 1)}"
+    basis = "" if found.turns == TURNS else f", extrapolated from episodes of {found.turns} turns"
     return [
-        f"{DEMO_MODEL} in {found.dtype}: {found.episodes:.2f} episodes of FrozenLake sampled per second with 32 in flight; "
-        f"updates at {found.tokens:,.0f} tokens per second",
+        f"{DEMO_MODEL} in {found.dtype} with {threads}: {found.episodes:.2g} episodes of FrozenLake with {TURNS} turns "
+        f"sampled per second with {found.in_flight} in flight{basis}; updates at {found.tokens:,.0f} tokens per second",
         f"expected time of `posttrain pipeline demo/pipeline`: about {found.demo_minutes():.0f} minutes at this speed",
     ]
 
