@@ -9,6 +9,7 @@ import torch
 import posttrain
 from posttrain import doctor
 from posttrain.cli.main import main
+from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.episode import RewardStreams
 from posttrain.errors import RunError
 from posttrain.training.learner import Learner
@@ -32,20 +33,82 @@ def test_it_names_the_machine_and_the_choices(capsys, monkeypatch):
     assert "Speed" not in printed
 
 
+def test_a_variable_that_posttrain_sets_is_marked(monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", posttrain.SPIN_COUNT)
+    assert "GOMP_SPINCOUNT=1000 (posttrain's default)" in dict(doctor.machine())["variables"]
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert "posttrain's default" not in dict(doctor.machine())["variables"]
+
+
+def test_a_compiler_that_does_not_exist_gives_one_remedy_and_no_warning(monkeypatch, recwarn):
+    monkeypatch.setenv("CXX", "nosuchcompiler")
+    monkeypatch.setattr("posttrain.models.load.resolve_device", lambda name: torch.device("cpu"))
+    decoding_kernel.cache_clear()
+    try:
+        lines = list(doctor.report(speed=False))
+    finally:
+        decoding_kernel.cache_clear()
+    assert [line for line in lines if "C++ compiler" in line] == ["  C++ compiler        none"]
+    assert sum("unset CXX, or install it" in line for line in lines) == 1
+    assert not [warning for warning in recwarn if "CXX" in str(warning.message)]
+
+
+def test_hidden_vector_units_have_a_remedy(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(doctor, "vector_units", lambda: ["avx2"])
+    monkeypatch.setattr("posttrain.models.load.resolve_device", lambda name: torch.device("cpu"))
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    assert "ATEN_CPU_CAPABILITY" not in " ".join(doctor.remedies())
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    assert "unset ATEN_CPU_CAPABILITY" in " ".join(doctor.remedies())
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert "ATEN_CPU_CAPABILITY" not in " ".join(doctor.remedies())
+
+
+def test_busy_processes_are_named(monkeypatch, tmp_path):
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def write(pid, name, seconds):
+        (tmp_path / str(pid)).mkdir(exist_ok=True)
+        times = f"{int(seconds * ticks)} 0"
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) R 1 1 1 0 -1 0 0 0 0 0 {times} 0 0 20 0 1\n")
+
+    def later(seconds):
+        for pid, name, used in (
+            (7, "some (job", 10.5),
+            (8, "cc1plus", 11.0),
+            (9, "idle", 5.0),
+            (os.getpid(), "me", 3.0),
+        ):
+            write(pid, name, used)
+
+    for pid, name, used in ((7, "some (job", 10.0), (8, "cc1plus", 10.0), (9, "idle", 5.0), (os.getpid(), "me", 1.0)):
+        write(pid, name, used)
+    monkeypatch.setattr(doctor.time, "sleep", later)
+    assert doctor.busy_processes(tmp_path, 1.0) == ["cc1plus (8)", "some (job (7)"]
+    assert doctor.busy_processes(tmp_path / "none", 1.0) == []
+
+
 def test_remedies_follow_from_the_machine(monkeypatch):
     monkeypatch.setattr("posttrain.engines.local.cpu.kernel.compiler", lambda: None)
     monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: True)
     monkeypatch.setattr("posttrain.models.cpu.threads.busy_processors", lambda: 2.0)
     monkeypatch.setattr(doctor, "memory", lambda: (2**33, 2**30))
+    monkeypatch.setattr(doctor, "busy_processes", lambda: ["cc1plus (8)"])
     sentences = " ".join(doctor.remedies())
-    for text in ("install a C++ compiler", "model.dtype=auto", "end the other 2 busy threads", "1.0 GiB are left"):
+    for text in (
+        "install a C++ compiler",
+        "model.dtype=auto",
+        "end other busy processes: cc1plus (8)",
+        "1.0 GiB are left",
+    ):
         assert text in sentences
     monkeypatch.setattr("posttrain.engines.local.cpu.kernel.compiler", lambda: "g++")
     monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: False)
     monkeypatch.setattr("posttrain.models.cpu.threads.busy_processors", lambda: 0.0)
     monkeypatch.setattr(doctor, "memory", lambda: (2**33, 2**33))
     rest = " ".join(doctor.remedies())
-    for text in ("compiler", "dtype", "busy threads", "are left"):
+    for text in ("compiler", "dtype", "busy processes", "are left"):
         assert text not in rest
 
 

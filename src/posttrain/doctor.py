@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from posttrain import SPIN_COUNT
 from posttrain.episode import Advantages, Episode
 from posttrain.errors import PosttrainError, RunError
 from posttrain.runs.directory import describe_machine
@@ -34,9 +35,11 @@ VECTORS = (
 """Processor flags that determine which kernels are used."""
 VARIABLES = (
     "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
-    "POSTTRAIN_KERNEL", "CUDA_VISIBLE_DEVICES",
+    "POSTTRAIN_KERNEL", "CXX", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 DEMO_MODEL = "packaged:smollm2-135m"
+DEMO_HEADS = 64, 3
+"""Its head size and query heads per key head. The measurement uses the kernel of these sizes."""
 DEMO_LAKE: dict[str, Any] = {"slippery": False, "observation": "local", "max_turns": 6}
 DEMO_TOKENS, DEMO_EPISODES, DEMO_EVALUATED = 11_750, 1_280, 592
 """Amounts of work in `demo/pipeline`: its warm-up, its training episodes, and its evaluation episodes."""
@@ -97,7 +100,8 @@ def machine() -> Iterator[tuple[str, str]]:
     command = compiler()
     yield "C++ compiler", f"{command} ({_first_line([command, '--version'])})" if command else "none"
     if given := [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]:
-        yield "variables", " ".join(given)
+        default = f"GOMP_SPINCOUNT={SPIN_COUNT}"
+        yield "variables", " ".join(f"{one} (posttrain's default)" if one == default else one for one in given)
 
 
 def choices() -> Iterator[tuple[str, str]]:
@@ -112,6 +116,7 @@ def choices() -> Iterator[tuple[str, str]]:
     device = resolve_device("auto")
     yield "model.device", str(device)
     names = [str(resolve_dtype(dtype, device)).removeprefix("torch.") for dtype in (None, "auto")]
+    demo = resolve_dtype("auto", device)
     native = "has" if has_bfloat16(device) else "has no"
     yield "model.dtype", f"{names[0]}; {names[1]} with `auto` (the device {native} bfloat16 instructions)"
     if device.type == "cpu":
@@ -120,9 +125,9 @@ def choices() -> Iterator[tuple[str, str]]:
             "float32 products",
             "oneDNN" if prefers_onednn() else "MKL" if torch.backends.mkl.is_available() else "torch",
         )
-        if not decoding_kernel(torch.float32, 64, 1):
+        if not decoding_kernel(demo, *DEMO_HEADS):
             kernels = "attention by torch, since no kernel could be compiled"
-        elif product_library(torch.float32):
+        elif product_library(demo):
             kernels = "attention and products by compiled kernels"
         else:
             kernels = "attention by a compiled kernel"
@@ -138,26 +143,29 @@ def remedies() -> Iterator[str]:
     import torch
 
     from posttrain.engines.local.cpu.kernel import compiler
-    from posttrain.models.cpu.threads import busy_processors
+    from posttrain.models.cpu.threads import busy_processors, usable_processors
     from posttrain.models.load import has_bfloat16, resolve_device
     from posttrain.training.stage import unused_gpu
 
     device = resolve_device("auto")
     yield from unused_gpu("auto")
     if device.type == "cpu":
-        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        allowed = usable_processors()
         if has_bfloat16(device):
             yield "set model.dtype=auto for bfloat16, which this processor computes about twice as fast as float32"
-        if compiler() is None:
+        if compiler() is None and not os.environ.get("CXX"):  # `compiled` warns if CXX names none
             yield "install a C++ compiler (g++ or clang++) for the decoding kernel"
         if os.environ.get("POSTTRAIN_KERNEL") == "0":
             yield "unset POSTTRAIN_KERNEL to use the decoding kernel"
-        if torch.get_num_threads() < allowed:
+        if "OMP_NUM_THREADS" in os.environ and torch.get_num_threads() < allowed:
             yield f"unset OMP_NUM_THREADS to use {allowed} processors instead of {torch.get_num_threads()}"
         if os.environ.get("OMP_WAIT_POLICY"):
             yield "unset OMP_WAIT_POLICY: its values are slower beside other processes (active) or alone (passive)"
-    if (busy := busy_processors()) >= 1:
-        yield f"end the other {busy:.0f} busy threads of this machine"
+        best = {"DEFAULT": "avx2", "AVX2": "avx512f"}.get(torch.backends.cpu.get_cpu_capability())
+        if os.environ.get("ATEN_CPU_CAPABILITY") and best in vector_units():
+            yield f"unset ATEN_CPU_CAPABILITY: torch and posttrain's compiled products do without {best} because of it"
+    if busy_processors() >= 1:
+        yield f"end other busy processes: {', '.join(busy_processes()[:5]) or '`top` lists them'}"
     total, free = memory()
     if total and free < 3 * 2**30:
         yield f"free memory: {free / 2**30:.1f} GiB are left, and the demo needs about 3 GiB"
@@ -317,6 +325,28 @@ def memory(file: Path = Path("/proc/meminfo")) -> tuple[int, int]:
     except (OSError, ValueError, IndexError):
         return 0, 0
     return sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
+
+
+def busy_processes(folder: Path = Path("/proc"), seconds: float = 0.3) -> list[str]:
+    """Names and ids of other processes that use a tenth of a processor or more, the busiest first. Empty if unknown."""
+    before = _processor_seconds(folder)
+    time.sleep(seconds)
+    used = {key: now - before.get(key, now) for key, now in _processor_seconds(folder).items()}
+    ranked = sorted((key for key in used if used[key] >= seconds / 10), key=lambda key: -used[key])
+    return [f"{name} ({pid})" for pid, name in ranked if pid != os.getpid()]
+
+
+def _processor_seconds(folder: Path) -> dict[tuple[int, str], float]:
+    """Processor time by id and name of the processes in `folder`, such as `/proc`."""
+    found = {}
+    for file in folder.glob("[0-9]*/stat"):
+        try:
+            name, _, numbers = file.read_text().partition("(")[2].rpartition(")")
+            user, system = numbers.split()[11:13]
+        except (OSError, ValueError):  # the process has ended
+            continue
+        found[int(file.parent.name), name] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def _gpus() -> str:
