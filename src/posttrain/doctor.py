@@ -47,7 +47,8 @@ DEMO_RL_MINUTES = 4.0
 """Its `max_minutes`."""
 TURNS, GROUP = DEMO_LAKE["max_turns"], 8
 MANY, FEW = (32, TURNS), (16, 2)
-"""Measured episodes in flight and their turns: on fast and on slow machines."""
+"""Measured episodes in flight and their turns: on fast and on slow machines. On a Zen 3, both gave the same processor
+time per turn within 7%, because the longer contexts of later turns offset the larger products."""
 
 
 @dataclass(frozen=True)
