@@ -149,6 +149,10 @@ def test_a_failing_compiler_gives_a_warning_and_a_missing_one_does_not(tmp_path,
     try:
         with pytest.warns(UserWarning, match="no such option.*POSTTRAIN_KERNEL=0"):
             assert decoding_kernel(torch.float32, SIZE, GROUPS) is None
+        monkeypatch.setenv("CXX", "nosuchcompiler")
+        decoding_kernel.cache_clear()
+        with pytest.warns(UserWarning, match="CXX=nosuchcompiler is not a command.*unset CXX, or install it"):
+            assert decoding_kernel(torch.float32, SIZE, GROUPS) is None
         monkeypatch.delenv("CXX")
         monkeypatch.setattr(kernel.shutil, "which", lambda name: None)
         decoding_kernel.cache_clear()

@@ -40,6 +40,7 @@ def test_other_busy_processes_are_counted(monkeypatch, tmp_path):
 def two_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -59,6 +60,20 @@ def test_fewer_threads_are_used_only_where_processors_are_busy_and_fewer_are_fas
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads.threads_beside(5.0) is None
     assert len(asked) == 2
+
+
+def test_a_process_with_some_of_the_processors_compares_if_any_other_thread_is_busy(two_threads, monkeypatch):
+    asked = []
+    monkeypatch.setattr(threads, "faster", lambda fewer, every: asked.append((fewer, every)) or True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert threads.usable_processors() == 2
+    assert threads.threads_beside(0.0) is None
+    assert threads.threads_beside(1.0) == 1
+    assert threads.threads_beside(40.0) == 1
+    assert asked == [(1, 2), (1, 2)]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert threads.threads_beside(40.0) is None
+    assert threads.threads_beside(63.0) == 1
 
 
 def test_the_comparison_prefers_the_faster_number(monkeypatch):

@@ -1,5 +1,6 @@
 """`posttrain doctor`."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -10,8 +11,8 @@ def doctor(
 ) -> None:
     """Describe this machine, what posttrain selects on it and what would make it faster, and measure its speed.
 
-    The measurement samples and trains SmolLM2-135M on the task of the demo for about 10 seconds after loading it, and
-    estimates the time of the demo. Add the output to bug reports.
+    The measurement samples and trains SmolLM2-135M on the task of the demo for about 10 seconds after loading it,
+    longer on a slow machine, and estimates the time of the demo. Add the output to bug reports.
 
     Examples:
 
@@ -21,5 +22,5 @@ def doctor(
     """
     from posttrain.doctor import report
 
-    for line in report(speed=not quick):
+    for line in report(speed=not quick, announce=partial(typer.echo, err=True)):
         typer.echo(line)

@@ -37,14 +37,22 @@ def busy_processors() -> float:
     return float(median(counts))
 
 
+def usable_processors() -> int:
+    """The number of logical processors that this process may use: fewer than the machine has in some containers."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def threads_beside(busy: float) -> int | None:
     """The number of threads to use while `busy` other threads run; None keeps torch's number.
 
     If not enough processors are free, a short computation is timed alternately with all threads and with one for each
     free processor. OMP_NUM_THREADS, if set, is kept.
+
+    `busy` counts the whole machine. If this process may use only some of its processors, the busy threads may be on
+    these or on others, so all are subtracted, and the comparison decides.
     """
     every = torch.get_num_threads()
-    free = max(1, int((os.cpu_count() or 1) - busy))
+    free = max(1, int(usable_processors() - busy))
     if free >= every or "OMP_NUM_THREADS" in os.environ:
         return None
     try:

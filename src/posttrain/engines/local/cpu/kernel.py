@@ -163,10 +163,18 @@ def decoding_kernel(dtype: torch.dtype, head: int, groups: int) -> DecodingKerne
 def compiled(name: str, source: Path, macros: Sequence[str]) -> Path | None:
     """The library of `source` for this processor.
 
-    Returns None if there is no compiler, and warns if compilation fails. `POSTTRAIN_KERNEL=0` disables compiled kernels.
+    Returns None if there is no compiler, and warns if CXX names none or compilation fails. `POSTTRAIN_KERNEL=0` disables
+    compiled kernels.
     """
+    if os.environ.get("POSTTRAIN_KERNEL") == "0":
+        return None
     command = compiler()
-    if command is None or os.environ.get("POSTTRAIN_KERNEL") == "0":
+    if command is None:
+        if chosen := os.environ.get("CXX"):
+            warnings.warn(
+                f"CXX={chosen} is not a command, so no kernels are compiled and sampling is slower; unset CXX, or install it",
+                stacklevel=3,
+            )
         return None
     try:
         return build(name, source, [command, *FLAGS, *macros], HEADER.read_text() + _processor())
@@ -181,8 +189,10 @@ def compiled(name: str, source: Path, macros: Sequence[str]) -> Path | None:
 
 
 def compiler() -> str | None:
-    """The C++ compiler of this machine; None if there is none."""
-    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    """The C++ compiler that CXX names, or of this machine; None if there is none."""
+    if chosen := os.environ.get("CXX"):
+        return shutil.which(chosen)
+    return shutil.which("g++") or shutil.which("clang++")
 
 
 def build(name: str, source: Path, command: list[str], depends_on: str) -> Path:
