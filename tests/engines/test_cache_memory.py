@@ -173,5 +173,5 @@ def test_a_limit_below_the_longest_sequence_is_refused_before_any_request(tiny_p
     ):
         LocalEngine(tiny_policy, max_context=PAGE + 1, cache_bytes=2 * page - 1)
     LocalEngine(tiny_policy, cache_bytes=page)
-    with pytest.raises(InputError, match="engine.cache_bytes is 1,000, but"):
+    with pytest.raises(InputError, match=r"engine.cache_bytes is 1,000, but"):
         LocalEngine(tiny_policy, cache_bytes=1000)
