@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from harness.models import MODELS, model_directory
+from harness.options import numbers
 from harness.table import show
 from harness.timing import available_threads, in_turn, middle, ratio, run_side
 
@@ -20,7 +21,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="qwen3", help="SmolLM2-135M or a small random Qwen3")
     parser.add_argument("--waits", default="0,0.2,0.5", help="seconds of an environment call, separated by commas")
     parser.add_argument(
-        "--async-rollouts", default="0,1,2", help="values of rollout.async_rollouts, separated by commas"
+        "--async-rollouts",
+        type=numbers(0),
+        default="0,1,2",
+        help="values of rollout.async_rollouts, separated by commas",
     )
     parser.add_argument("--rule", default="finish", help="rollout.on_new_weights")
     parser.add_argument(
@@ -37,7 +41,7 @@ def main() -> None:
     """Run the sides in turn and print the table."""
     chosen = options()
     model = str(model_directory(chosen.model))
-    counts = [int(count) for count in chosen.async_rollouts.split(",")]
+    counts = chosen.async_rollouts
 
     def run(async_rollouts: int, wait: float, number: int) -> dict[str, Any]:
         job = {

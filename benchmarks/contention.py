@@ -18,6 +18,7 @@ from typing import Any
 
 from harness.data import chat_rows, prompt_rows, write_rows
 from harness.models import MODELS, model_directory
+from harness.options import number, numbers, seconds
 from harness.table import show
 from harness.timing import available_threads, in_turn, middle, run_side
 
@@ -60,7 +61,7 @@ def main() -> None:
         def run(part: str, waiting: str, count: int, number: int) -> dict[str, Any]:
             job = {"part": part, "model": str(model), "rows": str(files[part]), "seconds": chosen.seconds}
             with busy(count):
-                return run_side("sides.contention_worker", job, available_threads(), WAITING[waiting])
+                return run_side("sides.contention_worker", job, available_threads(), WAITING[waiting], chosen.limit)
 
         sides = {
             (part, waiting, count): partial(run, part, waiting, count)
@@ -69,19 +70,28 @@ def main() -> None:
             for waiting in WAITING
         }
         load = os.getloadavg()[0]
-        found = in_turn({" ".join(map(str, side)): call for side, call in sides.items()}, chosen.rounds)
-    show("Beside busy processes", table(list(sides), found), notes(chosen, load), chosen.json)
+        found = in_turn({_name(side): call for side, call in sides.items()}, chosen.rounds)
+    slow = [name for name in map(_name, sides) if name not in found]
+    show("Beside busy processes", table(list(sides), found), notes(chosen, load, slow), chosen.json)
+
+
+def _name(side: tuple[str, str, int]) -> str:
+    return " ".join(map(str, side))
 
 
 def table(sides: list[tuple[str, str, int]], found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A row per part, waiting and number of busy processes. The quiet speed is that of the same side without any."""
+    """A row per part, waiting and number of busy processes, without sides that were left out. The quiet speed is that of
+    the same side without busy processes.
+    """
     rows = []
     for side in sides:
         part, waiting, count = side
-        outcomes = found[" ".join(map(str, side))]
+        if _name(side) not in found:
+            continue
+        outcomes = found[_name(side)]
         for name in ("tokens/s", *(["sampled/s"] if part == "rl" else [])):
             speed = middle([outcome[name] for outcome in outcomes])
-            quiet = middle([outcome[name] for outcome in found.get(f"{part} {waiting} 0", [])])
+            quiet = middle([outcome[name] for outcome in found.get(_name((part, waiting, 0)), [])])
             share = 1 / (1 + count / available_threads())
             rows.append(
                 {
@@ -99,8 +109,13 @@ def table(sides: list[tuple[str, str, int]], found: dict[str, list[dict[str, Any
     return rows
 
 
-def notes(chosen: argparse.Namespace, load: float) -> list[str]:
+def notes(chosen: argparse.Namespace, load: float, slow: list[str]) -> list[str]:
     return [
+        *(
+            [f"left out, because a round took more than {chosen.limit:g} s (--limit): {', '.join(slow)}"]
+            if slow
+            else []
+        ),
         f"{chosen.model}, float32, medians of {chosen.rounds} rounds in turn of {chosen.seconds:.0f} s each after the first step",
         f"load average before the rounds: {load:.1f}; figures are exact only where it is near 0",
         "before: libgomp's default waiting on all processors; after: posttrain's defaults; engine: sampled tokens over the time of rollouts",
@@ -111,16 +126,28 @@ def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="qwen3", help="SmolLM2-135M or a small random Qwen3")
-    parser.add_argument("--busy", default="0,1,3", help="numbers of busy processes, separated by commas")
+    parser.add_argument(
+        "--busy",
+        type=numbers(0),
+        default="0,1,3",
+        help="numbers of busy processes, separated by commas; 0 is always measured",
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="sft, rl (with the engine)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="seconds that a side is measured")
-    parser.add_argument("--rounds", type=int, default=3, help="times that every side runs")
+    parser.add_argument("--seconds", type=seconds, default=10.0, help="seconds that a side is measured")
+    parser.add_argument("--rounds", type=number(1), default=3, help="times that every side runs")
+    parser.add_argument(
+        "--limit",
+        type=seconds,
+        default=120.0,
+        help="seconds of a round, its start included, after which a side is left out",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     chosen = parser.parse_args()
-    chosen.busy = [int(count) for count in chosen.busy.split(",")]
-    chosen.parts = chosen.parts.split(",")
-    if not set(chosen.parts) <= set(PARTS):
-        parser.error(f"--parts: choose from {', '.join(PARTS)}")
+    # Shares are of the quiet speed.
+    chosen.busy = list(dict.fromkeys([0, *chosen.busy]))
+    chosen.parts = [part.strip() for part in chosen.parts.split(",")]
+    if unknown := [part for part in chosen.parts if part not in PARTS]:
+        parser.error(f"--parts: there is no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
     return chosen
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from harness.models import MODELS, emulates_bfloat16, model_directory
+from harness.options import named_sides, number, numbers, seconds
 from harness.table import show
 from harness.timing import available_threads, in_turn, middle, ratio
 from limits import Limits, job_bound, measure_limits
@@ -160,20 +161,29 @@ def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="SmolLM2-135M or a small random Qwen3")
-    parser.add_argument("--in-flight", default="1,8,32,128", help="requests in flight, separated by commas")
-    parser.add_argument("--groups", default="1,8", help="requests that share a prompt, separated by commas")
-    parser.add_argument("--requests", type=int, help="requests of a job (default: 2 for each in flight, at least 4)")
-    parser.add_argument("--rounds", type=int, default=3, help="times that every side runs, besides a warm-up")
-    parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads of a side")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds of a job after which a side is left out")
+    parser.add_argument(
+        "--in-flight", type=numbers(1), default="1,8,32,128", help="requests in flight, separated by commas"
+    )
+    parser.add_argument(
+        "--groups", type=numbers(1), default="1,8", help="requests that share a prompt, separated by commas"
+    )
+    parser.add_argument(
+        "--requests", type=number(1), help="requests of a job (default: 2 for each in flight, at least 4)"
+    )
+    parser.add_argument("--rounds", type=number(1), default=3, help="times that every side runs, besides a warm-up")
+    parser.add_argument("--threads", type=number(1), default=available_threads(), help="processor threads of a side")
+    parser.add_argument("--limit", type=seconds, default=120.0, help="seconds of a job after which a side is left out")
     parser.add_argument("--sides", help="run those whose name holds one of these words, separated by commas")
     parser.add_argument("--vllm-python", metavar="FILE", help="the interpreter that has vLLM")
     parser.add_argument("--llama-server", metavar="FILE", help="llama.cpp's server")
     parser.add_argument("--vllm-compiled", action="store_true", help="let vLLM compile the model first")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     chosen = parser.parse_args()
-    chosen.in_flight = [int(number) for number in chosen.in_flight.split(",")]
-    chosen.groups = [int(number) for number in chosen.groups.split(",")]
+    if not points(chosen):
+        parser.error(
+            f"--groups: a group of {min(chosen.groups)} or more is larger than the {max(chosen.in_flight)} requests in flight; "
+            "lower --groups or raise --in-flight"
+        )
     return chosen
 
 
@@ -183,7 +193,37 @@ def points(chosen: argparse.Namespace) -> list[Point]:
         Point(in_flight, group, chosen.requests or max(4, 2 * in_flight))
         for in_flight in chosen.in_flight
         for group in chosen.groups
-        if group <= max(1, in_flight)
+        if group <= in_flight
+    ]
+
+
+def sides_to_run(given: str | None, peers: Peers) -> tuple[list[str], list[str]]:
+    """The sides of --sides that can run here, and why others are left out. SystemExit with a sentence if none is left."""
+    names, notes = named_sides(given, SIDES), []
+    if given is None and (emulated := emulates_bfloat16()):
+        names = [name for name in names if "bfloat16" not in name or name.startswith(OURS)]
+        notes.append(f"except on the side of {OURS}, {emulated}")
+    for peer, absent in peers.missing().items():
+        if any(peer in name for name in names):
+            names = [name for name in names if peer not in name]
+            notes.append(absent)
+    if not names:
+        raise SystemExit(f"--sides: none of these sides can run here: {'; '.join(notes)}")
+    return names, notes
+
+
+def notes_of_limits(limits: dict[str, Limits]) -> list[str]:
+    """What the bounds of the table's sides are computed with."""
+    if not limits:
+        return []
+    (reading,) = {limit.reading for limit in limits.values()}
+    speeds = {dtype: f"{limit.products / 1e9:,.0f} GFLOP/s" for dtype, limit in limits.items()}
+    if "bfloat16" in limits and emulates_bfloat16():
+        speeds["bfloat16"] += " (products in float32, because this processor has no instructions for bfloat16)"
+    return [
+        f"limits: reading {reading / 1e9:.1f} GB/s; products of {', of '.join(map(' '.join, speeds.items()))}",
+        "of the bound: least seconds of the job by these limits (every distinct prompt once, then full decoding steps) over "
+        "seconds taken; a kernel that multiplies faster than torch's products of square matrices can exceed 1",
     ]
 
 
@@ -192,29 +232,15 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     chosen = options()
-    words = [word.strip() for word in (chosen.sides or "").split(",")]
-    names = [side for side in SIDES if any(word in side for word in words)]
     peers = Peers(vllm_side.find_python(chosen.vllm_python), llama_side.find_server(chosen.llama_server))
-    notes = []
-    if not chosen.sides and (emulated := emulates_bfloat16()):
-        names = [name for name in names if "bfloat16" not in name or name.startswith(OURS)]
-        notes.append(f"except on the side of {OURS}, {emulated}")
-    for peer, absent in peers.missing().items():
-        if any(peer in name for name in names):
-            names = [name for name in names if peer not in name]
-            notes.append(absent)
-            print(absent, file=sys.stderr)
-    if not names:
-        raise SystemExit(f"--sides: there is no side called {chosen.sides} to run; there is {', '.join(SIDES)}")
+    names, notes = sides_to_run(chosen.sides, peers)
+    for note in notes:
+        print(note, file=sys.stderr)
     model = model_directory(chosen.model)
     tokenizer, sizes = AutoTokenizer.from_pretrained(model), model_sizes(str(model))
     torch.set_num_threads(chosen.threads)
     dtypes = {name.rpartition(" ")[2] for name in names}
-    limits = {dtype: measure_limits(getattr(torch, dtype)) for dtype in ("float32", "bfloat16") if dtype in dtypes}
-    if "bfloat16" in limits and emulates_bfloat16():
-        # Weights in bfloat16 can be multiplied in float32.
-        products = measure_limits(torch.float32).products
-        limits["bfloat16"] = Limits(products, limits["bfloat16"].reading)
+    limits = measure_limits([dtype for dtype in ("float32", "bfloat16") if dtype in dtypes])
     rows, workers = [], {}
     # Sleeping workers outlive a parent that is ended without closing them.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -239,12 +265,9 @@ def main() -> None:
         f"{chosen.requests or 'twice as many requests as are in flight, at least 4'}; tokens/s count sampled tokens over the whole job, prompts included",
         "per processor s: sampled tokens per second of processor time, which other processes on the machine change least",
         "x generate, x vLLM, x llama.cpp: against the fastest of their formats, of llama.cpp of those with 16 bits; first token: median of a burst of as many as are in flight",
-        *(
-            f"{dtype}: products {limit.products / 1e9:,.0f} GFLOP/s, reading {limit.reading / 1e9:.1f} GB/s"
-            for dtype, limit in limits.items()
-        ),
-        "of the bound: least seconds of the job by these limits (every distinct prompt once, then full decoding steps) over seconds taken",
-        "peak GB adds up a side's processes; vLLM's holds a key/value cache of 2 GiB",
+        *notes_of_limits(limits),
+        "peak GB adds up a side's processes"
+        + ("; vLLM's holds a key/value cache of 2 GiB" if any(VLLM in name for name in workers) else ""),
         "versions: " + ", ".join(f"{name} {worker.version}" for name, worker in workers.items()),
     ]
     show("Generation", rows, notes, chosen.json)

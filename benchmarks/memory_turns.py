@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from harness.options import named_sides, numbers
 from harness.table import show
 from harness.timing import in_turn, middle
 
@@ -54,7 +55,9 @@ def files(notes: int) -> dict[str, str]:
 def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--workers", default="1,2", help="workers of the interpreter, separated by commas")
+    parser.add_argument(
+        "--workers", type=numbers(1), default="1,2", help="workers of the interpreter, separated by commas"
+    )
     parser.add_argument("--players", type=int, default=4, help="episodes that are played at once")
     parser.add_argument("--turns", type=int, default=500, help="turns of each player")
     parser.add_argument("--notes", type=int, default=20, help="notes of people in a vault")
@@ -135,15 +138,8 @@ def _processor_seconds() -> float:
 def main() -> None:
     """Run the sides in turn and print the table."""
     chosen = options()
-    words = [word.strip() for word in (chosen.sides or "").split(",")]
-    kinds = [kind for kind in SIDES if any(word in kind for word in words)]
-    if not kinds:
-        raise SystemExit(f"--sides: there is no side called {chosen.sides}; there is {' | '.join(SIDES)}")
-    sides = {
-        (kind, workers): partial(play, kind, workers, chosen)
-        for kind in kinds
-        for workers in [int(count) for count in chosen.workers.split(",")]
-    }
+    kinds = named_sides(chosen.sides, SIDES)
+    sides = {(kind, workers): partial(play, kind, workers, chosen) for kind in kinds for workers in chosen.workers}
     found = in_turn({f"{kind}, {workers} workers": side for (kind, workers), side in sides.items()}, chosen.rounds)
     rows = []
     for (kind, workers), outcomes in zip(sides, found.values(), strict=True):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from harness.options import numbers
 from harness.table import show
 from harness.timing import in_turn, middle
 
@@ -25,7 +26,9 @@ def main() -> None:
     """Measure the sides in turn for each step and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="directory of a run of reinforcement learning with stored episodes")
-    parser.add_argument("--steps", default="1", help="steps whose episodes are taken, separated by commas")
+    parser.add_argument(
+        "--steps", type=numbers(1), default="1", help="steps whose episodes are taken, separated by commas"
+    )
     parser.add_argument("--model", default="packaged:smollm2-135m", help="of the family that sampled the episodes")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=None)
@@ -36,7 +39,7 @@ def main() -> None:
     policy = Policy(ModelRecipe(path=chosen.model, dtype=chosen.dtype, threads=chosen.threads))
     result = posttrain.Result.open(chosen.run)
     rows = []
-    for step in map(int, chosen.steps.split(",")):
+    for step in chosen.steps:
         samples = samples_of_episodes(result.episodes(step), step)
         packed = pack(samples, chosen.tokens_per_batch)
         sides = {

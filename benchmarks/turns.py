@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from harness.models import MODELS, emulates_bfloat16, model_directory
+from harness.options import named_sides, number, numbers, seconds
 from harness.table import show
 from harness.timing import available_threads, in_turn, middle, ratio, run_side
 
@@ -20,14 +21,16 @@ def options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="SmolLM2-135M or a small random Qwen3")
-    parser.add_argument("--turns", default="4,8", help="turns of an episode, separated by commas")
-    parser.add_argument("--episodes", type=int, default=16, help="episodes, all in flight")
-    parser.add_argument("--group", type=int, default=8, help="episodes of one group, with the same prompt")
-    parser.add_argument("--answer", type=int, default=24, help="median tokens of an answer")
-    parser.add_argument("--size", type=int, default=6, help="rows and columns of the drawing that answers an answer")
-    parser.add_argument("--rounds", type=int, default=3, help="times that every side runs")
-    parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads of a side")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a side is left out")
+    parser.add_argument("--turns", type=numbers(1), default="4,8", help="turns of an episode, separated by commas")
+    parser.add_argument("--episodes", type=number(1), default=16, help="episodes, all in flight")
+    parser.add_argument("--group", type=number(1), default=8, help="episodes of one group, with the same prompt")
+    parser.add_argument("--answer", type=number(1), default=24, help="median tokens of an answer")
+    parser.add_argument(
+        "--size", type=number(1), default=6, help="rows and columns of the drawing that answers an answer"
+    )
+    parser.add_argument("--rounds", type=number(1), default=3, help="times that every side runs")
+    parser.add_argument("--threads", type=number(1), default=available_threads(), help="processor threads of a side")
+    parser.add_argument("--limit", type=seconds, default=120.0, help="seconds after which a side is left out")
     parser.add_argument("--sides", help="run those whose name holds one of these words, separated by commas")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     return parser.parse_args()
@@ -36,10 +39,7 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Run the sides in turn and print the table."""
     chosen = options()
-    words = [word.strip() for word in (chosen.sides or "").split(",")]
-    names = [side for side in SIDES if any(word in side for word in words)]
-    if not names:
-        raise SystemExit(f"--sides: there is no side called {chosen.sides}; there is {', '.join(SIDES)}")
+    names = named_sides(chosen.sides, SIDES)
     emulated = None if chosen.sides else emulates_bfloat16()
     if emulated:
         names = [side for side in names if "bfloat16" not in side]
@@ -59,7 +59,7 @@ def main() -> None:
         return run_side("sides.turns_worker", job, chosen.threads, limit=chosen.limit)
 
     rows = []
-    for turns in [int(turns) for turns in chosen.turns.split(",")]:
+    for turns in chosen.turns:
         found = in_turn({side: partial(run, side, turns) for side in names}, chosen.rounds)
         speeds = {side: [o["sampled"] / o["seconds"] for o in outcomes] for side, outcomes in found.items()}
         theirs = max((side for side in found if "generate" in side), key=lambda side: middle(speeds[side]), default="")

@@ -29,7 +29,7 @@ def in_turn(
     In a round every side runs once, so that what changes on the machine meanwhile meets all of them; every other round
     goes through them backwards. A side gets the number of the round, which is below 0 in the `warmup` rounds before,
     whose outcomes are dropped. `say` gets a line of progress after each run (stderr by default). A side that raises
-    `OverLimit` is left out from then on, with a line that says so; RuntimeError if none is left.
+    `OverLimit` is left out from then on, with a line that says so; SystemExit with a sentence if none is left.
     """
     say = say or _say
     sides = dict(sides)
@@ -44,7 +44,7 @@ def in_turn(
                 say(f"{name} is left out: {over}; raise --limit to run it")
                 del sides[name], found[name]
                 if not found:
-                    raise RuntimeError("every side is over the limit; raise --limit") from over
+                    raise SystemExit("every side is over the limit; raise --limit") from over
                 continue
             if number >= 0:
                 found[name].append(outcome)

@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.data import write_rows
 from harness.models import MODELS, emulates_bfloat16, model_directory
+from harness.options import named_sides, seconds
 from harness.timing import available_threads, in_turn, middle, ratio, run_side
 
 from learners.job import KL, WEIGHTS, Job, Side, Stage
@@ -38,7 +39,7 @@ def options(description: str | None, sizes: dict[str, Size], group: int = 1) -> 
     parser.add_argument("--rows", type=int, help="rows, pairs or answers of an optimizer step")
     if group > 1:
         parser.add_argument("--group", type=int, default=group, help="answers to one prompt")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a side is left out")
+    parser.add_argument("--limit", type=seconds, default=120.0, help="seconds after which a side is left out")
     parser.add_argument("--sides", help="run those whose name holds one of these words, separated by commas")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     chosen = parser.parse_args()
@@ -70,10 +71,8 @@ def compare(
 
     notes: list[str] = []
     if chosen.sides:
-        words = [word.strip() for word in chosen.sides.split(",")]
-        sides = [side for side in sides if any(word in side.name for word in words)]
-        if not sides:
-            raise SystemExit(f"--sides: no side is called {chosen.sides}")
+        names = named_sides(chosen.sides, [side.name for side in sides])
+        sides = [side for side in sides if side.name in names]
     elif emulated := emulates_bfloat16():
         sides = [side for side in sides if side.precision == "float32" or side.system == "posttrain"]
         notes.append(emulated)

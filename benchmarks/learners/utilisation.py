@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from harness.data import PROMPT_SHARE
-from limits import measure_limits
+from limits import measure_products
 
 from learners.job import Side, Stage
 from posttrain.planning.memory import ModelSizes
@@ -45,5 +45,5 @@ class Utilisation:
 
     def _peak(self, dtype: torch.dtype) -> float:
         if dtype not in self._peaks:
-            self._peaks[dtype] = measure_limits(dtype, side=2048).products
+            self._peaks[dtype] = measure_products(dtype, side=2048)
         return self._peaks[dtype]

@@ -221,7 +221,7 @@ def test_a_side_over_its_limit_is_left_out_and_the_others_go_on(harness, tmp_pat
     sides = {"slow": lambda number: timing.run_side("sleeper", {}, 1, limit=0.5), "quick": lambda number: number}
     assert timing.in_turn(sides, rounds=2, say=said.append) == {"quick": [0, 1]}
     assert said[0] == "slow is left out: not done after 0.5 s; raise --limit to run it"
-    with pytest.raises(RuntimeError, match="every side is over the limit"):
+    with pytest.raises(SystemExit, match="every side is over the limit"):
         timing.in_turn({"slow": sides["slow"]}, rounds=1, say=said.append)
 
 

@@ -1,11 +1,13 @@
 """The engine's benchmarks: their arithmetic in closed form, and each script from end to end at tiny size."""
 
+import importlib
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,96 @@ def test_a_shared_prompt_enters_the_bound_once(importable):
     apart = job_bound(model, 2, [[1, 2, n] for n in range(4)], [1] * 4, 4, limits)
     assert shared == pytest.approx(forward_flops(model, Tokens(3, 6, 1)))
     assert apart == pytest.approx(4 * shared)
+
+
+def test_weights_that_are_multiplied_in_float32_share_its_limit(importable, monkeypatch):
+    import limits
+
+    measured, readings = [], []
+
+    def products(dtype, side):
+        measured.append(str(dtype))
+        return float(len(measured))
+
+    def reading(size):
+        readings.append(size)
+        return float(len(readings))
+
+    monkeypatch.setattr(limits, "measure_products", products)
+    monkeypatch.setattr(limits, "reading_speed", reading)
+    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: False)
+    found = limits.measure_limits(["float32", "bfloat16"])
+    assert measured == ["torch.float32"]
+    assert found["float32"] == found["bfloat16"] == limits.Limits(1.0, 1.0)
+    assert limits.measure_limits(["bfloat16"]) == {"bfloat16": limits.Limits(2.0, 2.0)}
+    assert measured == ["torch.float32"] * 2
+    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: True)
+    assert limits.measure_limits(["float32", "bfloat16"])["bfloat16"] == limits.Limits(4.0, 3.0)
+    assert measured[2:] == ["torch.float32", "torch.bfloat16"]
+    assert limits.measure_limits([]) == {}
+
+
+def test_the_notes_give_the_limits_that_the_bounds_are_computed_with(importable, monkeypatch):
+    import generation
+    from limits import Limits
+
+    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: False)
+    found = generation.notes_of_limits({"float32": Limits(80e9, 30e9), "bfloat16": Limits(80e9, 30e9)})
+    assert found[0].startswith(
+        "limits: reading 30.0 GB/s; products of float32 80 GFLOP/s, of bfloat16 80 GFLOP/s (products"
+    )
+    assert generation.notes_of_limits({}) == []
+
+
+WRONG = {
+    "generation --in-flight x": "--in-flight: 'x' is not a whole number of 1 or more",
+    "generation --in-flight 2,0": "--in-flight: '0' is not a whole number of 1 or more",
+    "generation --in-flight 2 --groups 8": "--groups: a group of 8 or more is larger than the 2 requests in flight",
+    "generation --rounds 0": "--rounds: '0' is not a whole number of 1 or more",
+    "generation --limit 0": "--limit: '0' is not a number of seconds above 0",
+    "limits --in-flight x": "--in-flight: 'x' is not a whole number of 1 or more",
+    "limits --in-flight 0": "--in-flight: '0' is not a whole number of 1 or more",
+    "turns --turns 4,,8": "--turns: '' is not a whole number of 1 or more",
+    "async_rollouts --async-rollouts -1": "--async-rollouts",
+    "memory_turns --workers one": "--workers: 'one' is not a whole number of 1 or more",
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_wrong_value_ends_with_a_sentence_before_anything_starts(command, importable, monkeypatch, capsys):
+    name, *words = command.split()
+    script = importlib.import_module(name)
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    with pytest.raises(SystemExit) as ended:
+        script.options()
+    assert ended.value.code == 2
+    assert WRONG[command] in capsys.readouterr().err
+
+
+def test_every_word_of_sides_must_name_one(importable):
+    from harness.options import named_sides
+
+    sides = ("posttrain float32", "posttrain bfloat16", "vLLM float32")
+    assert named_sides(None, sides) == list(sides)
+    assert named_sides("vLLM, bfloat16", sides) == ["posttrain bfloat16", "vLLM float32"]
+    with pytest.raises(SystemExit, match=r"no side has 'nonsense' in its name; the sides are posttrain float32 \|"):
+        named_sides("posttrain,nonsense", sides)
+    with pytest.raises(SystemExit, match="no side has '' in its name"):
+        named_sides("posttrain,", sides)
+
+
+def test_an_engine_that_is_not_installed_says_how_to_get_it(importable):
+    import generation
+
+    nowhere = generation.Peers(None, None)
+    with pytest.raises(
+        SystemExit, match=r"none of these sides can run here: vLLM is left out: .* POSTTRAIN_VLLM_PYTHON"
+    ):
+        generation.sides_to_run("vLLM", nowhere)
+    names, notes = generation.sides_to_run("posttrain float32,vLLM", nowhere)
+    assert names == ["posttrain float32"]
+    assert len(notes) == 1
+    assert notes[0].startswith("vLLM is left out")
 
 
 def test_useful_work_counts_prompts_for_each_answer_and_a_reference(importable):
@@ -266,13 +358,52 @@ def test_turns_are_not_read_twice_by_ours_and_are_by_the_loop(cache):
     assert ours["x lock-step"] == pytest.approx(ours["tokens/s"] / theirs["tokens/s"])
 
 
+@pytest.mark.parametrize("has_bfloat16", [False, True])
+def test_emulated_products_of_torch_are_measured_only_by_name(importable, monkeypatch, has_bfloat16):
+    import limits
+
+    monkeypatch.setattr("posttrain.models.load.has_bfloat16", lambda device: has_bfloat16)
+    names, notes = limits._sides(None)
+    assert {"torch float32", "engine float32", "engine bfloat16"} <= set(names)
+    assert ("torch bfloat16" in names) is has_bfloat16
+    assert any("this processor has no instructions for it" in note for note in notes) is not has_bfloat16
+    assert limits._sides("torch bfloat16")[0] == ["torch bfloat16"]
+
+
+def test_a_measured_product_follows_the_options_and_its_limit(importable):
+    import torch
+    from harness.timing import OverLimit
+    from limits import layers_speed
+
+    def of(weights):
+        calls.append(0)
+        number = len(calls) - 1
+
+        def product(x):
+            calls[number] += 1
+            time.sleep(0.01)
+
+        return product
+
+    for memory, repeats, layers in ((16 << 10, 1, 4), (4 << 10, 3, 1), (1 << 10, 1, 1)):
+        calls = []
+        assert layers_speed((1, 32, 32), torch.float32, of, memory, repeats, limit=60) > 0
+        # One pass that is not counted comes first.
+        assert calls == [1 + repeats] * layers
+    calls = []
+    with pytest.raises(OverLimit, match=r"take more than 0.001 s"):
+        layers_speed((1, 32, 32), torch.float32, of, 4 << 10, 5, limit=0.001)
+    assert calls == [1]
+
+
 @pytest.mark.slow
 def test_limits_are_measured(cache):
     table, printed = run(cache, "limits", "--model=qwen3", "--in-flight=2", "--tokens=32", "--side=128", "--buffer=16")
     assert len(table["rows"]) == 1 + 2 * 4
-    columns = ("torch float32", "torch bfloat16", "engine float32", "engine bfloat16")
+    columns = ("torch float32", "engine float32", "engine bfloat16")
     assert all(row[column] > 0.01 for row in table["rows"] for column in columns)
     assert "reading memory" in printed
+    assert "9 of 9: peak" in printed
 
 
 @pytest.mark.slow

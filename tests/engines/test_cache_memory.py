@@ -12,7 +12,7 @@ from posttrain.engines.local.cache import KeyValuePages
 from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.engines.local.engine import LocalEngine, page_bytes
 from posttrain.engines.protocol import Request
-from posttrain.errors import RunError
+from posttrain.errors import InputError, RunError
 from posttrain.recipe.rollout import SamplingRecipe
 
 HEADS, SIZE = 4, 64
@@ -161,5 +161,17 @@ def test_a_request_that_never_fits_fails_alone(tiny_policy):
     (first, second), _ = answers(engine, [short, long])
     assert len(first.ids) >= 1
     assert isinstance(second, RunError)
-    assert "needs" in str(second)
-    assert "engine.cache_bytes" in str(second)
+    assert f"set engine.cache_bytes to {3 * page_bytes(tiny_policy):,} or more" in str(second)
+
+
+def test_a_limit_below_the_longest_sequence_is_refused_before_any_request(tiny_policy):
+    page = page_bytes(tiny_policy)
+    fits = LocalEngine(tiny_policy, max_context=PAGE + 1, cache_bytes=2 * page)
+    assert len(answers(fits, requests(1, prompt=100, answer=29))[0][0].ids) >= 1
+    with pytest.raises(
+        InputError, match=rf"a sequence of {PAGE + 1} tokens takes {2 * page:,} bytes; set engine.cache"
+    ):
+        LocalEngine(tiny_policy, max_context=PAGE + 1, cache_bytes=2 * page - 1)
+    LocalEngine(tiny_policy, cache_bytes=page)
+    with pytest.raises(InputError, match=r"engine.cache_bytes is 1,000, but"):
+        LocalEngine(tiny_policy, cache_bytes=1000)

@@ -148,6 +148,59 @@ def test_all_layers_in_one_call_compute_the_same_bits_as_one_by_one(name, dtype,
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_float32_norms_beside_bfloat16_matrices_are_computed_without_the_kernel(name, monkeypatch):
+    monkeypatch.setattr("posttrain.engines.local.cpu.linear.product_library", compiled_products)
+    expected = passes(ModuleDecoder(made(name, torch.bfloat16)), torch.bfloat16)
+    model = made(name, torch.bfloat16)
+    for path, module in model.named_modules():
+        if path.endswith("norm"):
+            module.float()
+    decoder = decoder_of(model)
+    # The kernel and the products read memory by pointers, so all weights of a layer must have one dtype.
+    assert decoder._compiled is None
+    assert all(layer.kernel is None for layer in decoder._layers)
+    for mine, theirs in zip(passes(decoder, torch.bfloat16), expected, strict=True):
+        assert (mine - theirs).abs().max() < 0.15
+
+
+@pytest.mark.parametrize(
+    "path", ["model.embed_tokens", "model.layers.1.mlp.down_proj", "model.layers.2.self_attn.q_proj"]
+)
+def test_layers_with_a_matrix_of_another_dtype_are_not_compiled(path, monkeypatch):
+    monkeypatch.setattr("posttrain.engines.local.cpu.linear.product_library", compiled_products)
+    model = made("llama", torch.bfloat16)
+    model.get_submodule(path).float()
+    assert decoder_of(model)._compiled is None
+
+
+def test_a_compiled_product_refuses_an_operand_of_another_dtype():
+    product = compiled_product(torch.zeros(16, 32), None)
+    x = torch.zeros(2, 32)
+    with pytest.raises(TypeError, match=r"the weights are torch.float32, and an operand is torch.bfloat16"):
+        product(x.bfloat16(), "none")
+    with pytest.raises(TypeError, match=r"the weights are torch.float32, and an operand is torch.bfloat16"):
+        product(x, "plus", torch.zeros(2, 16).bfloat16())
+
+
+def test_compiled_layers_keep_their_norms_when_a_parameter_gets_other_data(monkeypatch):
+    monkeypatch.setattr("posttrain.engines.local.cpu.linear.product_library", compiled_products)
+    model = made("qwen3")
+    decoder = decoder_of(model)
+    if decoder._layers[0].kernel is None:
+        pytest.skip("there is no C++ compiler")
+    before = passes(decoder, torch.float32)
+    for path, module in model.named_modules():
+        if "layers" in path and path.endswith("norm"):
+            module.weight.data = torch.full_like(module.weight, 7.0)
+    for layer, arguments in zip(decoder._compiled._layers, decoder._compiled._arguments, strict=True):
+        query, key = layer.head_norms
+        kept = [tensor.data_ptr() for tensor in (layer.before, layer.between, query, key)]
+        assert kept == [arguments.before, arguments.between, arguments.query_norm, arguments.key_norm]
+    for mine, theirs in zip(passes(decoder, torch.float32), before, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def onednn_product(weight, bias):
     if not onednn_multiplies(weight.dtype):
         pytest.skip(f"oneDNN does not multiply in {weight.dtype} on this processor")

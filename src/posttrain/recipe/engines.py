@@ -38,10 +38,10 @@ class LocalEngineRecipe(BaseConfig):
     tokens_per_forward: int = Field(2048, ge=16)
     """Token budget of one forward pass, prefill and decoding together. Longer prompts are prefilled in chunks."""
     cache_bytes: int | None = Field(None, ge=1)
-    """Largest size of the key/value cache in bytes. Null: as much as `slots` sequences need. On a CPU, requests wait until
-    their prompt and longest answer fit; memory is taken page by page as sequences grow, and returned when new weights
-    arrive if it was not used since the last ones. On a GPU, only as many sequences are decoded at the same time as fit
-    with `rollout.tokens_per_episode` tokens each.
+    """Largest size of the key/value cache in bytes, at least that of one sequence of `rollout.tokens_per_episode` tokens.
+    Null: as much as `slots` sequences need. On a CPU, requests wait until their prompt and longest answer fit; memory is
+    taken page by page as sequences grow, and returned when new weights arrive if it was not used since the last ones. On
+    a GPU, only as many sequences are decoded at the same time as fit with `rollout.tokens_per_episode` tokens each.
     """
 
 

@@ -79,7 +79,8 @@ class StreamlinedDecoder:
         body = getattr(inner, inner.base_model_prefix)
         self._embed = body.embed_tokens
         self._rotary = body.rotary_emb
-        self._layers = [_Layer(layer, inner.config) for layer in body.layers]
+        dtype = next(self._embed.parameters()).dtype
+        self._layers = [_Layer(layer, inner.config, dtype) for layer in body.layers]
         self._compiled = _compiled(self._layers)
         self._norm = body.norm
         self._head = _sampling_head(inner.get_output_embeddings())
@@ -110,9 +111,11 @@ def _sampling_head(head: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class _Layer:
-    """One layer: attention and gated MLP, each with a norm before it and a residual around it."""
+    """One layer: attention and gated MLP, each with a norm before it and a residual around it. `dtype`: that of its
+    input.
+    """
 
-    def __init__(self, layer: Any, config: Any) -> None:
+    def __init__(self, layer: Any, config: Any, dtype: torch.dtype) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.index = attention.layer_idx
         self.head = attention.head_dim
@@ -128,8 +131,10 @@ class _Layer:
         width = getattr(attention.q_proj, "base_layer", attention.q_proj).out_features
         self.queries = width // self.head
         self.keys = getattr(attention.k_proj, "base_layer", attention.k_proj).out_features // self.head
-        base = self.before.weight
-        self.kernel = decoding_kernel(base.dtype, self.head, self.queries // self.keys) if base.is_cpu else None
+        weights = _weights(layer)
+        # The kernel gets pointers, so one weight of another dtype would be read beyond its end.
+        fits = all(weight.is_cpu and weight.dtype == dtype for weight in weights)
+        self.kernel = decoding_kernel(dtype, self.head, self.queries // self.keys) if fits else None
         self.combine = SamplingLinear(attention.o_proj)
         self.gate, self.up = SamplingLinear(mlp.gate_proj), SamplingLinear(mlp.up_proj)
         self.down = SamplingLinear(mlp.down_proj)
@@ -162,8 +167,10 @@ class _Layer:
         products = [linear.compiled for linear in linears if linear.compiled is not None]
         if self.kernel is None or len(products) < len(linears) or self.before.weight.shape[-1] % 32:
             return None
-        weights = (self.before.weight, self.between.weight, self.norms, products)
-        return CompiledLayer(self.index, *weights, self.scaling, self.window)
+        # Detached tensors keep their memory when a parameter's `data` is assigned.
+        before, between = self.before.weight.detach(), self.between.weight.detach()
+        norms = self.norms and (self.norms[0].detach(), self.norms[1].detach())
+        return CompiledLayer(self.index, before, between, norms, products, self.scaling, self.window)
 
     def _attend(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         rotated = heads[:, : self.queries + self.keys]
@@ -181,6 +188,16 @@ class _Layer:
         return _normed(norm, x)
 
 
+def _weights(layer: Any) -> list[torch.Tensor]:
+    """The weights of the norms and linear modules of a layer, without adapters."""
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return [getattr(module, "base_layer", module).weight for module in (*norms, *linears)]
+
+
 def _compiled(layers: Sequence[_Layer]) -> CompiledLayers | None:
     """All layers as one call; None if an operation of a layer is not compiled."""
     one, compiled = layers[0], [layer.compiled for layer in layers]
@@ -190,7 +207,8 @@ def _compiled(layers: Sequence[_Layer]) -> CompiledLayers | None:
 
 
 def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    """The norm of `x`, in the dtype of `x`."""
+    return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon).to(x.dtype)
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------

@@ -234,8 +234,9 @@ class LocalEngine:
         self, policy: Policy, recipe: LocalEngineRecipe | None = None, max_context: int | None = None, **settings: Any
     ) -> None:
         """`settings`: keys of the `engine` section by name, instead of `recipe`: `slots`, the sequences held in the
-        key/value cache, and `tokens_per_forward`. `max_context`: longest context in tokens, by default the model's limit;
-        read only for `cache_bytes` on a GPU. InputError if a setting is wrong.
+        key/value cache, and `tokens_per_forward`. `max_context`: longest context in tokens, read only for
+        `cache_bytes`. By default it is the model's limit on a GPU and one page on a CPU, where a longer request that does
+        not fit fails alone. InputError if a setting is wrong or `cache_bytes` does not hold one such sequence.
         """
         recipe = section(LocalEngineRecipe, recipe, **settings)
         if policy.device.type == "cpu":
@@ -254,17 +255,17 @@ class LocalEngine:
         self._page_limit: int | None = None
         """Largest number of pages of the cache, by `cache_bytes`."""
         most_pages = None
-        if recipe.cache_bytes is not None and policy.device.type == "cpu":
-            self._page_limit = recipe.cache_bytes // page_bytes(policy)
-        elif recipe.cache_bytes is not None:
-            context = max_context or transformer(policy.model).config.max_position_embeddings
-            most_pages = -(-context // PAGE)
-            self.capacity = min(recipe.slots, recipe.cache_bytes // (most_pages * page_bytes(policy)))
-            if not self.capacity:
-                raise InputError(
-                    f"engine.cache_bytes is {recipe.cache_bytes:,}, and a sequence of {context:,} tokens needs "
-                    f"{most_pages * page_bytes(policy):,}; raise it, or lower rollout.tokens_per_episode"
-                )
+        if recipe.cache_bytes is not None:
+            longest = PAGE if policy.device.type == "cpu" else transformer(policy.model).config.max_position_embeddings
+            context = max_context or longest
+            pages = -(-context // PAGE)
+            if recipe.cache_bytes < pages * page_bytes(policy):
+                raise InputError(self._too_small(context))
+            if policy.device.type == "cpu":
+                self._page_limit = recipe.cache_bytes // page_bytes(policy)
+            else:
+                most_pages = pages
+                self.capacity = min(recipe.slots, recipe.cache_bytes // (pages * page_bytes(policy)))
         self._cache = (KeyValueRows if self._flash else KeyValuePages)(self.capacity, most_pages)
         self._slots = Slots(self.capacity)
         self._source = policy
@@ -439,7 +440,7 @@ class LocalEngine:
         free = len(self._slots.free)
         for index, sequence in enumerate(self._waiting):
             if self._page_limit is not None and sequence.pages > self._page_limit:
-                sequence.future.set_exception(self._too_long(sequence))
+                sequence.future.set_exception(RunError(self._too_small(len(sequence.tokens))))
                 continue
             if not free or not self._has_pages(sequence):
                 kept_waiting += self._waiting[index:]
@@ -501,11 +502,12 @@ class LocalEngine:
         self._slots[index].ids, self._slots[index].prefix = np.empty(0, dtype=np.int64), None
         self._cache.drop(index)
 
-    def _too_long(self, sequence: _Sequence) -> RunError:
-        size = page_bytes(self.policy)
-        return RunError(
-            f"a request of {len(sequence.tokens):,} tokens, answer included, needs {sequence.pages * size:,} bytes of cache and "
-            f"engine.cache_bytes is {self.recipe.cache_bytes:,}; raise it, or lower rollout.tokens_per_episode"
+    def _too_small(self, tokens: int) -> str:
+        """Why a sequence of `tokens` tokens does not fit `cache_bytes`."""
+        needed = -(-tokens // PAGE) * page_bytes(self.policy)
+        return (
+            f"engine.cache_bytes is {self.recipe.cache_bytes:,}, but the cache of a sequence of {tokens:,} tokens takes "
+            f"{needed:,} bytes; set engine.cache_bytes to {needed:,} or more, or lower rollout.tokens_per_episode"
         )
 
     def _close_gaps(self) -> None:

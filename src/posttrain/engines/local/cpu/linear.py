@@ -67,6 +67,10 @@ class CompiledProduct:
 
     @named("multiply")
     def __call__(self, x: torch.Tensor, then: str, other: torch.Tensor | None = None) -> torch.Tensor:
+        if x.dtype != self.panels.dtype or (other is not None and other.dtype != x.dtype):
+            # The library gets pointers, and would read and write beyond the end of a tensor of another dtype.
+            given = x.dtype if other is None or x.dtype != self.panels.dtype else other.dtype
+            raise TypeError(f"the weights are {self.panels.dtype}, and an operand is {given}; convert it first")
         x = x.contiguous()
         other = None if other is None else other.contiguous()
         out = x.new_empty(len(x), self.outputs)

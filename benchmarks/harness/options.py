@@ -1,0 +1,52 @@
+"""Values of options that several scripts share. A wrong value ends a script with one sentence before it starts."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+
+def number(least: int) -> Callable[[str], int]:
+    """The type of an option for argparse: a whole number, `least` or more."""
+
+    def read(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            found = least - 1
+        if found < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        return found
+
+    return read
+
+
+def numbers(least: int) -> Callable[[str], list[int]]:
+    """The type of an option for argparse: whole numbers separated by commas, each `least` or more, without repetitions."""
+    one = number(least)
+    return lambda text: list(dict.fromkeys(one(word.strip()) for word in text.split(",")))
+
+
+def seconds(text: str) -> float:
+    """The type of an option for argparse: a number of seconds above 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not found > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return found
+
+
+def named_sides(given: str | None, sides: Sequence[str]) -> list[str]:
+    """The `sides` whose name holds one of the words of --sides, separated by commas; all where none are given.
+
+    SystemExit with a sentence if a word is in no name.
+    """
+    if given is None:
+        return list(sides)
+    words = [word.strip() for word in given.split(",")]
+    unknown = [word for word in words if not word or not any(word in side for side in sides)]
+    if unknown:
+        raise SystemExit(
+            f"--sides: no side has {' or '.join(map(repr, unknown))} in its name; the sides are {' | '.join(sides)}"
+        )
+    return [side for side in sides if any(word in side for word in words)]
