@@ -21,7 +21,7 @@ from posttrain.planning.phases import (
     step_phases,
     total_seconds,
 )
-from posttrain.planning.placement import Placement
+from posttrain.planning.placement import ALONE, Placement
 from posttrain.planning.work import Episodes, rows_of
 from posttrain.recipe.compose import load_recipe
 
@@ -172,6 +172,26 @@ def test_dry_run_shows_phases_and_their_sum():
     rows = said(recipe_of("data.train=r.jsonl", stage="dpo"), SIZES, H200)
     assert "an update" in rows
     assert "an evaluation" not in rows
+
+
+def test_dry_run_counts_processes_and_offloading():
+    def step(*keys):
+        found = said(recipe_of("data.train=r.jsonl", "model.dtype=bfloat16", *keys, stage="dpo"), SIZES, H200)
+        (line,) = [line for line in found.splitlines() if "an estimate for" in line and "an update" in line]
+        return " ".join(line.split())
+
+    def planned(placement):
+        recipe = recipe_of("data.train=r.jsonl", "model.dtype=bfloat16", stage="dpo")
+        return duration(total_seconds(step_phases(recipe, SIZES, H200, placement)))
+
+    assert step() == f"an update {planned(ALONE)} an estimate for one h200"
+    eight = Placement(devices=8, shard=8)
+    assert step("hardware.processes=8") == f"an update {planned(eight)} an estimate for 8 h200"
+    offloaded = Placement(offloaded=True)
+    assert step("hardware.offload=optimizer") == f"an update {planned(offloaded)} an estimate for one h200"
+    assert len({planned(ALONE), planned(eight), planned(offloaded)}) == 3
+    everything = said(recipe_of("hardware.offload=all", "model.dtype=bfloat16"), SIZES, H200)
+    assert "copies of weights from CPU memory" in everything
 
 
 def test_dry_run_names_a_device_that_is_too_small():

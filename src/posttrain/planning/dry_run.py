@@ -81,7 +81,7 @@ def _table(recipe: Recipe, sizes: ModelSizes, device: Device, phases: list[Phase
         rate = f", {phase.tokens / phase.seconds:,.0f} a second" if phase.tokens else ""
         table.add_row(f"  {phase.what}", duration(phase.seconds), phase.how + rate)
     placement = _placement(recipe, device)
-    step, said = total_seconds(phases), f"an estimate for {_counted_devices(placement, device)}"
+    step, said = total_seconds(phases), f"an estimate for {_devices(placement)} {device.name}"
     if isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):
         table.add_row("  [bold]total[/bold]", duration(step), said)
     else:
@@ -202,7 +202,7 @@ def _show_totals(recipe: Recipe, counted: Recipe, sizes: ModelSizes, device: Dev
         steps = getattr(recipe, "steps", None)
         one = total_seconds(phases)
         bound = "more than" if _reads_weights_from_host(recipe) else "at most"
-        said = f"{bound} {duration(one)} a step on {_counted_devices(_placement(recipe, device), device)}"
+        said = f"{bound} {duration(one)} a step on {_devices(_placement(recipe, device))} {device.name}"
         said += f", {duration(one * steps)} for {steps:,} {_plural('step', steps)}" if steps else ""
     show_line(console, said, 2)
 
@@ -215,8 +215,8 @@ def _placement(recipe: Recipe, device: Device) -> Placement:
     return Placement(devices=count, shard=count, offloaded=recipe.hardware.offload in ("optimizer", "all"))
 
 
-def _counted_devices(placement: Placement, device: Device) -> str:
-    return device.name if placement.devices == 1 else f"{placement.devices} x {device.name}"
+def _devices(placement: Placement) -> str:
+    return "one" if placement.devices == 1 else str(placement.devices)
 
 
 def _reads_weights_from_host(recipe: Recipe) -> bool:
