@@ -186,9 +186,9 @@ def test_a_killed_command_continues_to_the_same_bytes(folder):
         answered = {(row["id"], row["sample"]) for row in map(json.loads, log.read_text().splitlines()[1:])}
         assert len(answered) >= 7
         before = -1
-        while before != len(chat.asked):  # the server may still be reading requests of the killed process
+        while before != len(chat.asked):  # on a busy machine the server reads requests of the killed process for seconds
             before = len(chat.asked)
-            time.sleep(1)
+            time.sleep(5)
         gate.append("open")
         assert main(command) == 0
         assert len(chat.asked) - before == 30 - len(answered)
