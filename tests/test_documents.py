@@ -186,7 +186,9 @@ def test_a_killed_command_continues_to_the_same_bytes(folder):
         answered = {(row["id"], row["sample"]) for row in map(json.loads, log.read_text().splitlines()[1:])}
         assert len(answered) >= 7
         before = -1
-        while before != len(chat.asked):  # on a busy machine the server reads requests of the killed process for seconds
+        while before != len(
+            chat.asked
+        ):  # on a busy machine the server reads requests of the killed process for seconds
             before = len(chat.asked)
             time.sleep(5)
         gate.append("open")
