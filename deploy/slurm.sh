@@ -32,7 +32,8 @@ else
 fi
 gpus=${SLURM_GPUS_ON_NODE:-1}
 # torchrun would set 1. AdamW in CPU memory (hardware.offload) needs all cores.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_PER_TASK > gpus ? SLURM_CPUS_PER_TASK / gpus : 1))}
+cpus=${SLURM_CPUS_PER_TASK:-$(nproc)}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > gpus ? cpus / gpus : 1))}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 # Slurm sends SIGTERM to every process 180 s before the time limit; the run then saves a checkpoint and ends. torchrun

@@ -139,7 +139,9 @@ def test_updates_with_deterministic_kernels(device, policy):
         made.updated(learner, made.samples(2), PolicyObjective(PpoLoss(), kl=KlRecipe(coefficient=0.1)))
         made.updated(learner, made.samples(2), SupervisedObjective(SftLossRecipe()))
         assert not REFUSED & set(device.kernels)
+        assert not torch.utils.deterministic.fill_uninitialized_memory
     assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 PAIRS = [DpoLoss(), CdpoLoss(), IpoLoss(), SimpoLoss(), OrpoLoss(), ApoZeroLoss(), ApoDownLoss(), BcoLoss()]

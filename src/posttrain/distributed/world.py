@@ -259,8 +259,9 @@ def use_deterministic_kernels(hardware: HardwareRecipe, device: str) -> None:
 
     # cuBLAS needs workspaces of a fixed size, whatever is in flight.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # By default torch also fills new memory, which no kernel here reads before it is written.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # By default torch also fills new memory with NaN, which costs time; nothing reads memory before it is written.
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True)
 
 
@@ -272,12 +273,14 @@ def _kernels(hardware: HardwareRecipe, device: str) -> Iterator[None]:
         return
     import torch
 
-    before = torch.are_deterministic_algorithms_enabled()
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     use_deterministic_kernels(hardware, device)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 def _on_gpu(device: str) -> bool:
