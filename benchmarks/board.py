@@ -38,8 +38,8 @@ Line = dict[str, Any]
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "board"
 MODEL = "packaged:smollm2-135m"
-TASKS = range(2_000_000, 2_000_400)
-"""Seeds of the final tasks."""
+TASKS = 400
+"""Final tasks of an entry."""
 SEEDS = 5
 """Training seeds of a row."""
 
@@ -53,6 +53,14 @@ class Entry:
     """The lower end of the interval must lie above this."""
     of_optimal: bool = False
     """`target` is added to the optimal policy's success."""
+    score: str | None = None
+    """The environment's score that counts, where an answer is more than right or wrong. `target` is then the least gain
+    over the model before RL, on the same tasks.
+    """
+    first_task: int = 2_000_000
+    """Environment seed of the first final task; the others follow."""
+    data: tuple[str, ...] = ()
+    """Words of the `posttrain data` command whose files the recipe reads."""
 
 
 ENTRIES = {
@@ -64,19 +72,27 @@ ENTRIES = {
     "countdown": Entry("countdown: a number from two or three small ones", 0.50),
     "json_answer": Entry("JSON with given keys and types, unseen schemas", 0.95),
     "tools": Entry("shop questions with a lookup tool and a calculator", 0.95),
+    "rationales": Entry(
+        "yes/no procedures for a policy in words, scored by their verifier",
+        0.0,
+        score="score",
+        first_task=1000,
+        data=("rationales", "--out", "data/rationales", "--train", "1000", "--val", "48", "--test", "400"),
+    ),
 }
 
 
-def broken_rules(pipeline: PipelineRecipe) -> list[str]:
-    """What a pipeline does that the board does not allow; empty for a valid entry."""
+def broken_rules(pipeline: PipelineRecipe, entry: Entry) -> list[str]:
+    """What an entry's pipeline does that the board does not allow; empty if nothing."""
     first, last = pipeline.stages[0].recipe, pipeline.stages[-1].recipe
     broken = [] if first.model.path == MODEL else [f"the first stage starts from {first.model.path}, not from {MODEL}"]
     if not isinstance(last, RlRecipe):
         return [*broken, f"the last stage is {last.stage}, not rl"]
     evaluation = last.evaluation
     final = evaluation.final_seeds
-    if (final.start, final.count, evaluation.episodes_per_seed) != (TASKS.start, len(TASKS), 1):
-        broken.append(f"the final tasks are not one episode on each of the seeds {TASKS.start} to {TASKS.stop - 1}")
+    first = entry.first_task
+    if (final.start, final.count, evaluation.episodes_per_seed) != (first, TASKS, 1):
+        broken.append(f"the final tasks are not one episode on each of the seeds {first} to {first + TASKS - 1}")
     if evaluation.sampling.temperature != 1:
         broken.append(f"final episodes are sampled at temperature {evaluation.sampling.temperature}, not 1")
     return broken
@@ -88,6 +104,8 @@ def warm_up(pipeline: PipelineRecipe) -> str:
     if not isinstance(recipe, SftRecipe):
         return "none"
     experts = recipe.experts
+    if experts is None:
+        return f"{recipe.data.max_rows} rows of training data"
     share = f", {experts.random_share:.0%} of moves random" if experts.random_share else ""
     return f"{(experts.seeds.count or 0) * experts.per_seed} traces, {experts.expert}{share}"
 
@@ -97,29 +115,30 @@ def run(name: str, seed: int, threads: int, out: Path) -> Line:
     directory = out / f"{name}-{seed}"
     words = [str(RECIPES / f"{name}.yaml"), f"name={directory.name}", f"runs={out}"]
     words += [f"common.seed={seed}", f"common.model.threads={threads}"]
-    begun = time.monotonic()
+    entry = ENTRIES[name]
+    begun, cpu_seconds = time.monotonic(), 0.0
     with (out / f"{directory.name}.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "posttrain.cli.main", "pipeline", *words, "--overwrite"],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "POSTTRAIN_PLOTS": "0"},
-        )
-        # The processor time of this child alone; another one may run beside it.
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"{name}, training seed {seed}: the pipeline failed; its output is in {log.name}")
-    spent = {"wall_minutes": time.monotonic() - begun, "cpu_minutes": usage.ru_utime + usage.ru_stime}
-    spent["cpu_minutes"] /= 60
-    spent["wall_minutes"] /= 60
+        for command in [("data", *entry.data)] * bool(entry.data) + [("pipeline", *words, "--overwrite")]:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "posttrain.cli.main", *command],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads), "POSTTRAIN_PLOTS": "0"},
+            )
+            # The processor time of this child alone; another one may run beside it.
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode:
+                raise RuntimeError(f"{name}, training seed {seed}: {command[0]} failed; its output is in {log.name}")
+            cpu_seconds += usage.ru_utime + usage.ru_stime
+    spent = {"wall_minutes": (time.monotonic() - begun) / 60, "cpu_minutes": cpu_seconds / 60}
     stages = load_pipeline(words[0], words[1:3]).stages
     line = {
         "entry": name,
         "seed": seed,
         "threads": threads,
         **{key: round(value, 2) for key, value in spent.items()},
-        **outcome([directory / stage.name for stage in stages]),
+        **outcome(entry, [directory / stage.name for stage in stages]),
     }
     for weights in ("checkpoints", "model"):  # gigabytes for each seed; report, metrics and episodes stay
         for folder in directory.glob(f"*/{weights}"):
@@ -127,24 +146,41 @@ def run(name: str, seed: int, threads: int, out: Path) -> Line:
     return line
 
 
-def outcome(stages: Sequence[Path]) -> Line:
-    """The final tables of a pipeline's runs: success by task as a text of 0 and 1, and the success of the other policies."""
+def outcome(entry: Entry, stages: Sequence[Path]) -> Line:
+    """The final tables of a pipeline's runs: results by task, and the success of the other policies.
+
+    Results are a text of 0 and 1 under `success`, or lists of scores under `results` and `results_before`.
+    """
     result = Result.open(stages[-1])
-    # A stage that nothing comes before has played the untrained model first.
-    episodes = result.episodes(split="final")[-len(TASKS) :]
-    if [episode.seed for episode in episodes] != list(TASKS):
+    played = result.episodes(split="final")
+    # Where the stage before has not played these tasks, this stage has played its initial model on them first.
+    before, episodes = played[:-TASKS], played[-TASKS:]
+    if [episode.seed for episode in episodes] != list(range(entry.first_task, entry.first_task + TASKS)):
         raise RuntimeError(f"{stages[-1]}: the final episodes are not those of the board's tasks, in their order")
+    scores = {
+        name: float(np.mean([environment_scores(episode)[name] for episode in episodes]))
+        for name in environment_scores(episodes[0])
+    }
+    if entry.score:
+        before = before or Result.open(stages[-2]).episodes(split="final")[-TASKS:]
+        after, earlier = (
+            [round(environment_scores(episode)[entry.score], 4) for episode in some] for some in (episodes, before)
+        )
+        best = {"before": float(np.mean(earlier)), "random": None, "optimal": 1.0, "scores": scores}
+        return {"results": after, "results_before": earlier, **best}
     rates = {row["policy"]: row["success"] for row in result.evaluation if "success" in row}
     if START not in rates and len(stages) > 1:  # the stage before has played its model on the same tasks
         rates[START] = next(row["success"] for row in Result.open(stages[-2]).evaluation if row["policy"] == TRAINED)
     return {
         "success": "".join(str(int(bool(episode.success))) for episode in episodes),
         **{key: rates.get(policy) for key, policy in (("before", START), ("random", "random"), ("optimal", "optimal"))},
-        "scores": {
-            name: float(np.mean([environment_scores(episode)[name] for episode in episodes]))
-            for name in environment_scores(episodes[0])
-        },
+        "scores": scores,
     }
+
+
+def by_task(line: Line) -> list[float]:
+    """The result of each final task after training."""
+    return line["results"] if "results" in line else [int(one) for one in line["success"]]
 
 
 def tables(lines: Sequence[Line]) -> str:
@@ -154,10 +190,16 @@ def tables(lines: Sequence[Line]) -> str:
         runs = sorted((line for line in lines if line["entry"] == name), key=lambda line: line["seed"])
         if not runs:
             continue
-        found = crossed_mean(np.array([[int(one) for one in line["success"]] for line in runs]))
+        found = crossed_mean(np.array([by_task(line) for line in runs]))
         optimal = runs[0]["optimal"]
         target = entry.target + (optimal if entry.of_optimal else 0)
-        met = "met" if found.low > target else f"missed by {100 * (target - found.low):.1f} points"
+        reach, counted = f"> {target:.0%}", found
+        if entry.score:
+            counted = crossed_mean(
+                np.array([by_task(line) for line in runs]) - [line["results_before"] for line in runs]
+            )
+            reach = f"gain > {target:.0%}, is {counted.value:.1%} [{100 * counted.low:.1f}, {100 * counted.high:.1f}]"
+        met = "met" if counted.low > target else f"missed by {100 * (target - counted.low):.1f} points"
         if len(runs) < SEEDS:
             met = f"open, {len(runs)} of {SEEDS} seeds"
         reached.append(
@@ -167,16 +209,14 @@ def tables(lines: Sequence[Line]) -> str:
                 "before RL": _shares([line["before"] for line in runs]),
                 "after RL": f"**{found.value:.1%}** [{100 * found.low:.1f}, {100 * found.high:.1f}]",
                 "optimal": _share(optimal),
-                "target": f"> {target:.0%}: {met}",
+                "target": f"{reach}: {met}",
             }
         )
         spent.append(
             {
                 "recipe": f"`recipes/board/{name}.yaml`",
                 "imitated first": warm_up(load_pipeline(str(RECIPES / f"{name}.yaml"), [])),
-                "after RL by seed": ", ".join(
-                    f"{100 * np.mean([int(x) for x in line['success']]):.1f}" for line in runs
-                ),
+                "after RL by seed": ", ".join(f"{100 * np.mean(by_task(line)):.1f}" for line in runs),
                 "processor minutes": _middle([line["cpu_minutes"] for line in runs]),
                 "wall minutes": _middle([line["wall_minutes"] for line in runs]),
                 "threads": runs[0]["threads"],
@@ -219,7 +259,7 @@ def main() -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     names = chosen.entries.split(",")
     for name in names:
-        if broken := broken_rules(load_pipeline(str(RECIPES / f"{name}.yaml"), [])):
+        if broken := broken_rules(load_pipeline(str(RECIPES / f"{name}.yaml"), []), ENTRIES[name]):
             parser.error(f"{name} breaks a rule of the board: {'; '.join(broken)}")
     file = chosen.out / "board.jsonl"
     lines = read(file) if file.exists() else []
@@ -239,8 +279,13 @@ def main() -> None:
             lines.append(line)
             with file.open("a") as open_file:
                 open_file.write(json.dumps(line) + "\n")
-            rate = np.mean([int(one) for one in line["success"]])
-            print(line["entry"], line["seed"], f"{rate:.1%}", f"{line['cpu_minutes']} processor minutes", flush=True)
+            print(
+                line["entry"],
+                line["seed"],
+                f"{np.mean(by_task(line)):.1%}",
+                f"{line['cpu_minutes']} processor minutes",
+                flush=True,
+            )
     if lines:
         print(tables(lines), end="")
     if failed:

@@ -74,9 +74,23 @@ ENVIRONMENTS: dict[str, Keys] = {
         "optimizer": {"learning_rate": 1e-3},
         "kl": {"coefficient": 0.02, "estimator": "k2"},
     },
+    # Rooms of three by three cells; their shortest solutions have one to four moves. Only solving is paid.
     "sokoban": {
-        "environment": {"type": "sokoban", "max_turns": 6, "observation": "local"},
+        "environment": {
+            "type": "sokoban",
+            "dim_x": 5,
+            "dim_y": 5,
+            "max_turns": 4,
+            "observation": "local",
+            "step_reward": 0.0,
+            "box_on_reward": 0.0,
+            "box_off_reward": 0.0,
+            "solved_reward": 1.0,
+        },
         "rollout": {"tokens_per_episode": 1000},
+        "credit": {"type": "turn_returns"},
+        "optimizer": {"learning_rate": 1e-3},
+        "kl": {"coefficient": 0.02, "estimator": "k2"},
     },
 }
 CREDITS = ["rloo", "grpo", "dr_grpo", "opo", "remax", "reinforce_pp_baseline", "brpo", "arpo", "reinforce_pp"]

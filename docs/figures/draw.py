@@ -390,6 +390,8 @@ def board(axes: Axes, theme: Theme) -> None:
         of_entry = [line for line in lines if line["entry"] == name]
         for level, color, label in (("random", "faint", "random"), ("optimal", "green", "optimal")):
             value = of_entry[0][level]
+            if value is None:
+                continue
             axes.plot(
                 [place - 0.34, place + 0.34],
                 [value, value],
@@ -400,7 +402,7 @@ def board(axes: Axes, theme: Theme) -> None:
             )
         for number, line in enumerate(of_entry):
             x = place + 0.12 * (number - (len(of_entry) - 1) / 2)
-            after = line["success"].count("1") / len(line["success"])
+            after = np.mean(line["results"] if "results" in line else [int(one) for one in line["success"]])
             axes.annotate(
                 "",
                 (x, after),

@@ -1,5 +1,6 @@
 """The board's rules, the line of a finished run, and the table."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -22,7 +23,7 @@ def load(name, *words):
 
 @pytest.mark.parametrize("name", board.ENTRIES)
 def test_entries_keep_the_rules(name):
-    assert board.broken_rules(load(name)) == []
+    assert board.broken_rules(load(name), board.ENTRIES[name]) == []
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_entries_keep_the_rules(name):
     ],
 )
 def test_other_recipes_break_them(words, what):
-    (broken,) = board.broken_rules(load("bandit", words))
+    (broken,) = board.broken_rules(load("bandit", words), board.ENTRIES["bandit"])
     assert what in broken
 
 
@@ -46,7 +47,7 @@ def test_the_line_of_a_finished_run_and_its_row(tiny_model, tmp_path, monkeypatc
     small = small.replace("groups_per_step: 32", "groups_per_step: 2").replace("count: 400", "count: 40")
     (tmp_path / "bandit.yaml").write_text(small)
     monkeypatch.setattr(board, "RECIPES", tmp_path)
-    monkeypatch.setattr(board, "TASKS", range(2_000_000, 2_000_040))
+    monkeypatch.setattr(board, "TASKS", 40)
     line = board.run("bandit", 3, 1, tmp_path)
     assert (line["entry"], line["seed"], line["random"], line["optimal"]) == ("bandit", 3, 0.5, 1.0)
     assert len(line["success"]) == 40
@@ -73,9 +74,39 @@ def test_the_line_of_a_run_without_a_warm_up(tiny_model, tmp_path, monkeypatch):
     )
     (tmp_path / "json_answer.yaml").write_text(small)
     monkeypatch.setattr(board, "RECIPES", tmp_path)
-    monkeypatch.setattr(board, "TASKS", range(2_000_000, 2_000_040))
+    monkeypatch.setattr(board, "TASKS", 40)
     line = board.run("json_answer", 0, 1, tmp_path)
     assert (line["success"], line["before"], line["optimal"]) == ("0" * 40, 0, 1)
+
+
+@pytest.mark.slow
+def test_an_entry_with_a_score_makes_its_data_and_counts_the_gain(tiny_model, tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    small = (board.RECIPES / "rationales.yaml").read_text().replace("packaged:smollm2-135m", str(tiny_model))
+    for pattern, new in {
+        "data/rationales": str(data),
+        "max_rows: 320": "max_rows: 8",
+        r"\bsteps: 10\b": "steps: 1",
+        "groups_per_step: 8, episodes_per_group: 8, tokens_per_turn: 256, tokens_per_episode: 640": "groups_per_step: 2, "
+        "episodes_per_group: 2, tokens_per_turn: 4",
+        "start: 320, count: 600": "start: 8, count: 8",
+        "max_tokens: 640": "max_tokens: 4096",
+        "start: 920, count: 40": "start: 16, count: 4",
+        "start: 1000, count: 400": "start: 20, count: 10",
+    }.items():
+        assert re.search(pattern, small), pattern
+        small = re.sub(pattern, new, small)
+    (tmp_path / "rationales.yaml").write_text(small)
+    command = ("rationales", "--out", str(data), "--train", "20", "--val", "2", "--test", "10")
+    entry = dataclasses.replace(board.ENTRIES["rationales"], first_task=20, data=command)
+    monkeypatch.setitem(board.ENTRIES, "rationales", entry)
+    monkeypatch.setattr(board, "RECIPES", tmp_path)
+    monkeypatch.setattr(board, "TASKS", 10)
+    line = board.run("rationales", 0, 1, tmp_path)
+    assert (len(line["results"]), len(line["results_before"])) == (10, 10)
+    assert line["before"] == pytest.approx(np.mean(line["results_before"]), abs=1e-4)
+    gained = {**line, "results": [one + 0.1 for one in line["results_before"]], "gflops": 80}
+    assert "gain > 0%, is 10.0% [10.0, 10.0]: met" in board.tables([{**gained, "seed": seed} for seed in range(5)])
 
 
 def test_the_pages_have_the_tables_of_the_stored_lines():
@@ -86,4 +117,4 @@ def test_the_pages_have_the_tables_of_the_stored_lines():
     assert reached in page
     assert spent in page
     for line in lines:
-        assert len(line["success"]) == len(board.TASKS), json.dumps(line)[:80]
+        assert len(board.by_task(line)) == board.TASKS, json.dumps(line)[:80]
