@@ -31,8 +31,10 @@ from posttrain.recipe.compose import section
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.seeds import random_stream
 
-MIN_PENDING_TOKENS = 16
-"""Minimum number of shared prompt tokens that another sequence is computing for a request to wait for them."""
+MIN_PENDING_TOKENS = 4
+"""Minimum number of shared prompt tokens that another sequence is computing for a request to wait for them. It is low
+because all episodes of a group share them: where tasks differ by ten tokens only, a group of eight computes these once.
+"""
 PREFIX_SLACK = 64
 """Number of tokens by which two slots may share more than a known prefix and still count as sharing only this
 prefix.
