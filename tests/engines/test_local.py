@@ -71,6 +71,13 @@ def test_a_prompt_of_a_group_is_computed_once(tiny_policy):
     assert answers[3].ids == fresh.ids
 
 
+def test_groups_whose_prompts_differ_at_their_end_compute_the_difference_once(tiny_policy):
+    engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=8))
+    rules, one, other = prompts(1, length=30)[0], [7] * 8, [9] * 8
+    generate(engine, [Request((*rules, *end), SamplingRecipe(), i, 5) for i, end in enumerate([one, other] * 4)])
+    assert engine.counters.prefilled == 30 + 8 + 8 + 6  # the last token once for each other episode
+
+
 def test_earlier_turns_are_not_computed_again(tiny_policy):
     engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=4))
     prompt = prompts(1, length=30)[0]
