@@ -62,6 +62,11 @@ class Entry:
     data: tuple[str, ...] = ()
     """Words of the `posttrain data` command whose files the recipe reads."""
 
+    @property
+    def tasks(self) -> range:
+        """Environment seeds of the final tasks."""
+        return range(self.first_task, self.first_task + TASKS)
+
 
 ENTRIES = {
     "bandit": Entry("two-armed bandit; the dragon is the high-risk arm", 0.95),
@@ -90,9 +95,9 @@ def broken_rules(pipeline: PipelineRecipe, entry: Entry) -> list[str]:
         return [*broken, f"the last stage is {last.stage}, not rl"]
     evaluation = last.evaluation
     final = evaluation.final_seeds
-    first = entry.first_task
-    if (final.start, final.count, evaluation.episodes_per_seed) != (first, TASKS, 1):
-        broken.append(f"the final tasks are not one episode on each of the seeds {first} to {first + TASKS - 1}")
+    tasks = entry.tasks
+    if (final.start, final.count, evaluation.episodes_per_seed) != (tasks.start, TASKS, 1):
+        broken.append(f"the final tasks are not one episode on each of the seeds {tasks.start} to {tasks.stop - 1}")
     if evaluation.sampling.temperature != 1:
         broken.append(f"final episodes are sampled at temperature {evaluation.sampling.temperature}, not 1")
     return broken
@@ -115,35 +120,40 @@ def run(name: str, seed: int, threads: int, out: Path) -> Line:
     directory = out / f"{name}-{seed}"
     words = [str(RECIPES / f"{name}.yaml"), f"name={directory.name}", f"runs={out}"]
     words += [f"common.seed={seed}", f"common.model.threads={threads}"]
-    entry = ENTRIES[name]
-    begun, cpu_seconds = time.monotonic(), 0.0
+    begun = time.monotonic()
     with (out / f"{directory.name}.log").open("w") as log:
-        for command in [("data", *entry.data)] * bool(entry.data) + [("pipeline", *words, "--overwrite")]:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "posttrain.cli.main", *command],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads), "POSTTRAIN_PLOTS": "0"},
-            )
-            # The processor time of this child alone; another one may run beside it.
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                raise RuntimeError(f"{name}, training seed {seed}: {command[0]} failed; its output is in {log.name}")
-            cpu_seconds += usage.ru_utime + usage.ru_stime
-    spent = {"wall_minutes": (time.monotonic() - begun) / 60, "cpu_minutes": cpu_seconds / 60}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "posttrain.cli.main", "pipeline", *words, "--overwrite"],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "POSTTRAIN_PLOTS": "0"},
+        )
+        # The processor time of this child alone; another one may run beside it.
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{name}, training seed {seed}: the pipeline failed; its output is in {log.name}")
+    spent = {"wall_minutes": time.monotonic() - begun, "cpu_minutes": usage.ru_utime + usage.ru_stime}
+    spent["cpu_minutes"] /= 60
+    spent["wall_minutes"] /= 60
     stages = load_pipeline(words[0], words[1:3]).stages
     line = {
         "entry": name,
         "seed": seed,
         "threads": threads,
         **{key: round(value, 2) for key, value in spent.items()},
-        **outcome(entry, [directory / stage.name for stage in stages]),
+        **outcome(ENTRIES[name], [directory / stage.name for stage in stages]),
     }
     for weights in ("checkpoints", "model"):  # gigabytes for each seed; report, metrics and episodes stay
         for folder in directory.glob(f"*/{weights}"):
             shutil.rmtree(folder)
     return line
+
+
+def make_data(entry: Entry) -> None:
+    """Write the files that the recipe reads, once for all of its seeds, which may run at the same time."""
+    if entry.data:
+        subprocess.run([sys.executable, "-m", "posttrain.cli.main", "data", *entry.data], check=True)
 
 
 def outcome(entry: Entry, stages: Sequence[Path]) -> Line:
@@ -155,7 +165,7 @@ def outcome(entry: Entry, stages: Sequence[Path]) -> Line:
     played = result.episodes(split="final")
     # Where the stage before has not played these tasks, this stage has played its initial model on them first.
     before, episodes = played[:-TASKS], played[-TASKS:]
-    if [episode.seed for episode in episodes] != list(range(entry.first_task, entry.first_task + TASKS)):
+    if [episode.seed for episode in episodes] != list(entry.tasks):
         raise RuntimeError(f"{stages[-1]}: the final episodes are not those of the board's tasks, in their order")
     scores = {
         name: float(np.mean([environment_scores(episode)[name] for episode in episodes]))
@@ -266,6 +276,8 @@ def main() -> None:
     done = {(line["entry"], line["seed"]) for line in lines}
     machine = {"processor": describe_machine()["processor"], "gflops": round(speed() / 1e9)}
     wanted = [(name, seed) for name in names for seed in range(chosen.seeds) if (name, seed) not in done]
+    for name in dict.fromkeys(name for name, _ in wanted):
+        make_data(ENTRIES[name])
     failed = False
     with ThreadPoolExecutor(chosen.jobs) as pool:
         futures = [pool.submit(run, *one, chosen.threads, chosen.out) for one in wanted]

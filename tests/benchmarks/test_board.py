@@ -102,6 +102,7 @@ def test_an_entry_with_a_score_makes_its_data_and_counts_the_gain(tiny_model, tm
     monkeypatch.setitem(board.ENTRIES, "rationales", entry)
     monkeypatch.setattr(board, "RECIPES", tmp_path)
     monkeypatch.setattr(board, "TASKS", 10)
+    board.make_data(entry)
     line = board.run("rationales", 0, 1, tmp_path)
     assert (len(line["results"]), len(line["results_before"])) == (10, 10)
     assert line["before"] == pytest.approx(np.mean(line["results_before"]), abs=1e-4)
