@@ -2,8 +2,8 @@
 
     posttrain benchmark learning --environments word_sort,bandit --seeds 5 --jobs 2 --out runs/learning
 
-Every run starts from `made:small`, which plays like the random policy, and is evaluated on held-out tasks during training
-and at its end. A run's outcome is one line of OUT/results.jsonl; runs that are there are not run again. OUT/learning.md has
+Every run starts from a small model that plays like the random policy, `made_model.small(seed)`, another one for each
+training seed, and is evaluated on held-out tasks during training and at its end. A run's outcome is one line of OUT/results.jsonl; runs that are there are not run again. OUT/learning.md has
 a row per variant, and OUT/learning.svg a panel per variant.
 """
 
@@ -26,7 +26,7 @@ from posttrain.evaluation.statistics import Estimate, bootstrap_mean, interquart
 Keys = dict[str, Any]
 
 COMMON: Keys = {
-    "model": {"path": "made:small", "threads": 1},
+    "model": {"threads": 1},
     "steps": 40,
     "rollout": {"groups_per_step": 16, "episodes_per_group": 8, "tokens_per_turn": 10},
     "credit": {"type": "rloo"},
@@ -172,11 +172,14 @@ def reward_model(out: Path) -> Keys:
 def run(environment: str, variant: str, seed: int, out: Path) -> Keys:
     """Train once. Returns its line of results: curve (step, seconds of training, success), final success, baselines."""
     import posttrain
+    from posttrain.training.made_model import small
 
     folder = out / "runs" / f"{environment}-{variant}-{seed}".replace(" ", "_")
     begun = time.process_time()
     prepared = reward_model(out) if environment == "reward model" else {}
-    keys = merged(COMMON, ENVIRONMENTS[environment], prepared, VARIANTS[variant])
+    # How fast a run learns depends on the model it starts from, so seeds do not share it.
+    start = {"model": {"path": str(small(seed))}}
+    keys = merged(COMMON, start, ENVIRONMENTS[environment], prepared, VARIANTS[variant])
     result = posttrain.rl(**keys, name=folder.name, runs=str(folder.parent), seed=seed, overwrite=True)
     clock = np.cumsum([row["time/step"] for row in result.metrics])
     rates = {row["policy"]: row["success"] for row in result.evaluation}

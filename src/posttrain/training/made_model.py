@@ -46,21 +46,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def small() -> Path:
+def small(seed: int = 0) -> Path:
     """Return the directory of the model, which is trained on first use and stored in the cache directory.
 
     Its name contains a digest of this file and of the environments, so a change to either creates another model.
+    `made:small` is the model of seed 0. A seed gives other initial weights, and processors round differently: what is
+    claimed about learning should hold for several seeds.
     """
     files = [Path(__file__), *sorted(Path(inspect.getfile(Environment)).parent.glob("*.py"))]
     digest = hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=6).hexdigest()
-    directory = cache_directory() / f"made-small-{digest}"
+    directory = cache_directory() / f"made-small-{digest}-{seed}"
     if (directory / "config.json").is_file():
         return directory
     temporary = directory.with_name(f"{directory.name}.writing-{os.getpid()}")
     temporary.mkdir(parents=True, exist_ok=True)
     print("training the model made:small, once; half a minute on an idle core", file=sys.stderr)
     try:
-        _make(temporary)
+        _make(temporary, seed)
         if not directory.exists():
             temporary.rename(directory)
     finally:
@@ -89,7 +91,7 @@ def _random_episode(environment: Environment, seed: int) -> list[Message]:
             return messages
 
 
-def _make(directory: Path) -> None:
+def _make(directory: Path, seed: int) -> None:
     """Write the tokenizer and the trained model."""
     from transformers import AutoModelForCausalLM, LlamaConfig
     from transformers.utils import logging
@@ -102,7 +104,7 @@ def _make(directory: Path) -> None:
         for rows in (_excerpts, lambda messages: [messages])
     ]
     torch_state = torch.random.get_rng_state()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=HIDDEN,
