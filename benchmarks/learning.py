@@ -2,9 +2,9 @@
 
     posttrain benchmark learning --environments word_sort,bandit --seeds 5 --jobs 2 --out runs/learning
 
-Every run starts from a small model that plays like the random policy, `made_model.small(seed)`, another one for each
-training seed, and is evaluated on held-out tasks during training and at its end. A run's outcome is one line of OUT/results.jsonl; runs that are there are not run again. OUT/learning.md has
-a row per variant, and OUT/learning.svg a panel per variant.
+Every run starts from a small model that plays like the random policy, another one for each training seed, and is evaluated
+on held-out tasks during training and at its end. A run's outcome is one line of OUT/results.jsonl; runs that are there are
+not run again. OUT/learning.md has a row per variant, and OUT/learning.svg a panel per variant.
 """
 
 import argparse
@@ -175,10 +175,10 @@ def run(environment: str, variant: str, seed: int, out: Path) -> Keys:
     from posttrain.training.made_model import small
 
     folder = out / "runs" / f"{environment}-{variant}-{seed}".replace(" ", "_")
-    begun = time.process_time()
-    prepared = reward_model(out) if environment == "reward model" else {}
     # How fast a run learns depends on the model it starts from, so seeds do not share it.
     start = {"model": {"path": str(small(seed))}}
+    begun = time.process_time()
+    prepared = reward_model(out) if environment == "reward model" else {}
     keys = merged(COMMON, start, ENVIRONMENTS[environment], prepared, VARIANTS[variant])
     result = posttrain.rl(**keys, name=folder.name, runs=str(folder.parent), seed=seed, overwrite=True)
     clock = np.cumsum([row["time/step"] for row in result.metrics])
