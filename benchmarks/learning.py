@@ -59,13 +59,16 @@ ENVIRONMENTS: dict[str, Keys] = {
         "kl": {"coefficient": 0.5, "estimator": "k2"},
         "evaluation": {"environment": {"type": "word_sort"}, "metric": "success"},
     },
-    # Two by two cells: the smallest lake on which an answer has to depend on the turn before.
+    # Two by two cells: the smallest lake on which an answer has to depend on the turn before. Half of the runs still go the same
+    # way on all lakes after 40 steps, which is right for half of these.
     "firm lake": {
+        "steps": 80,
         "environment": {"type": "frozen_lake", "size": 2, "slippery": False, "max_turns": 2, "observation": "local"},
         "rollout": {"tokens_per_episode": 700},
         "credit": {"type": "turn_returns"},
         "optimizer": {"learning_rate": 1e-3},
         "kl": {"coefficient": 0.02, "estimator": "k2"},
+        "evaluation": {"every": 10},
     },
     "slippery lake": {
         "environment": {"type": "frozen_lake", "size": 2, "slippery": True, "max_turns": 4, "observation": "local"},
