@@ -133,9 +133,10 @@ def run(name: str, seed: int, threads: int, out: Path) -> Line:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"{name}, training seed {seed}: the pipeline failed; its output is in {log.name}")
-    spent = {"wall_minutes": time.monotonic() - begun, "cpu_minutes": usage.ru_utime + usage.ru_stime}
-    spent["cpu_minutes"] /= 60
-    spent["wall_minutes"] /= 60
+    spent = {
+        "wall_minutes": (time.monotonic() - begun) / 60,
+        "cpu_minutes": (usage.ru_utime + usage.ru_stime) / 60,
+    }
     stages = load_pipeline(words[0], words[1:3]).stages
     line = {
         "entry": name,

@@ -260,6 +260,11 @@ COLUMNS = 5
 """Panels beside each other in the figures."""
 
 
+def height_of(lines: list[Keys]) -> float:
+    """Height in inches of the small multiples of one environment."""
+    return 0.4 + 1.3 * math.ceil(len({line["variant"] for line in lines}) / COLUMNS)
+
+
 def small_multiples(axes: Any, lines: list[Keys], curve: str, base: str, text: str) -> None:
     """A panel per variant of one environment in the area of `axes`: held-out success by step, mean and 95% interval over
     seeds in the color `curve`, and the base's mean in the color `base`. Dotted: random and optimal. `text`: color of words.
@@ -308,15 +313,16 @@ def draw(lines: list[Keys], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    environments = list(dict.fromkeys(line["environment"] for line in lines))
-    counts = [len({line["variant"] for line in lines if line["environment"] == name}) for name in environments]
-    heights = [0.4 + 1.3 * math.ceil(count / COLUMNS) for count in counts]
+    by: dict[str, list[Keys]] = defaultdict(list)
+    for line in lines:
+        by[line["environment"]].append(line)
+    heights = [height_of(runs) for runs in by.values()]
     figure, axes = pyplot.subplots(
-        len(environments), 1, squeeze=False, layout="constrained", figsize=(8.4, sum(heights)), height_ratios=heights
+        len(by), 1, squeeze=False, layout="constrained", figsize=(8.4, sum(heights)), height_ratios=heights
     )
-    for axis, name in zip(axes[:, 0], environments, strict=True):
+    for axis, (name, runs) in zip(axes[:, 0], by.items(), strict=True):
         axis.set_title(f"{name}: held-out success by step", fontsize=9, loc="left")
-        small_multiples(axis, [line for line in lines if line["environment"] == name], "#0072B2", "#8a90a0", "black")
+        small_multiples(axis, runs, "#0072B2", "#8a90a0", "black")
     figure.savefig(file)
 
 

@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from benchmarks.learning import small_multiples
+from benchmarks.learning import height_of, small_multiples
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent / "results"
@@ -428,15 +428,15 @@ def board(axes: Axes, theme: Theme) -> None:
     )
 
 
-def learning(environment: str, axes: Axes, theme: Theme) -> None:
+def learning(lines: list[dict[str, Any]], axes: Axes, theme: Theme) -> None:
     """What each type of credit and each policy loss learns from the same base recipe."""
-    lines = [json.loads(line) for line in (RESULTS / "learning.jsonl").read_text(encoding="utf-8").splitlines()]
-    chosen = [line for line in lines if line["environment"] == environment]
-    small_multiples(axes, chosen, theme["blue"], theme["faint"], theme["ink"])
+    small_multiples(axes, lines, theme["blue"], theme["faint"], theme["ink"])
 
 
-for environment, height in (("bandit", 5.6), ("word_sort", 5.6), ("firm lake", 3.0)):
-    figure(f"learning_{environment.replace(' ', '_')}", 8.4, height)(partial(learning, environment))
+LEARNED = [json.loads(line) for line in (RESULTS / "learning.jsonl").read_text(encoding="utf-8").splitlines()]
+for environment in ("bandit", "word_sort", "firm lake"):
+    chosen = [line for line in LEARNED if line["environment"] == environment]
+    figure(f"learning_{environment.replace(' ', '_')}", 8.4, height_of(chosen))(partial(learning, chosen))
 
 
 def draw(folder: Path = FOLDER) -> list[Path]:

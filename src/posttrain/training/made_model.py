@@ -1,6 +1,6 @@
 """A small model that is trained on this machine: `model.path=made:small`.
 
-A decoder of 1.0 million weights is trained from scratch, in half a minute on one core, on episodes of the built-in
+A decoder of 1.1 million weights is trained from scratch, in half a minute on one core, on episodes of the built-in
 games in which every answer is random. It gives answers in the right format with the success rate of the random policy,
 so any improvement was learned in the run that starts from it.
 
