@@ -29,17 +29,24 @@ def test_the_name_resolves_and_an_unknown_one_is_an_error(made):
         resolve_path("made:large")
 
 
-def test_making_it_is_deterministic_and_keeps_the_random_state(made, tmp_path, monkeypatch):
+def test_a_seed_decides_the_weights_and_the_random_state_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(made_model, "PHASES", ((2, 4), (1, 2)))
     monkeypatch.setattr(made_model, "EPISODES", 60)
     torch.manual_seed(3)
     state = torch.random.get_rng_state()
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        made_model._make(tmp_path / name)
+
+    def made_in(cache, seed):
+        monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / cache))
+        directory = made_model.small(seed)
+        return [(directory / name).read_bytes() for name in ("model.safetensors", "tokenizer.json")]
+
+    weights, tokenizer = made_in("one", 0)
+    other_weights, other_tokenizer = made_in("one", 1)
     assert torch.equal(torch.random.get_rng_state(), state)
-    for file in ("model.safetensors", "tokenizer.json"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    assert made_in("two", 0) == [weights, tokenizer]
+    assert made_in("one", 0) == [weights, tokenizer], "the model of another seed was returned"
+    assert other_weights != weights
+    assert other_tokenizer == tokenizer
 
 
 def test_making_it_prints_one_line(tmp_path):
