@@ -4,19 +4,21 @@
     posttrain benchmark board --table docs/results/board.jsonl
 
 An entry is a pipeline in recipes/board/, run in a separate process for each training seed. Its final episodes, on the same
-400 held-out tasks for every seed, become one line of OUT/board.jsonl; lines that are there are not made again. A row's number is
-the mean over training seeds and tasks with an interval over both, and its lower end is what counts. See docs/results/board.md.
+400 held-out tasks for every seed, become one line of OUT/board.jsonl; lines that are there are not made again. After Ctrl-C or
+SIGTERM the same command goes on where the runs stopped. A row's number is the mean over training seeds and tasks with an interval
+over both, and its lower end is what counts. See docs/results/board.md.
 """
 
 import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,28 +117,45 @@ def warm_up(pipeline: PipelineRecipe) -> str:
     return f"{(experts.seeds.count or 0) * experts.per_seed} traces, {experts.expert}{share}"
 
 
+RUNNING: set[int] = set()
+"""Process ids of the pipelines that run now."""
+
+
 def run(name: str, seed: int, threads: int, out: Path) -> Line:
-    """Train one seed of an entry in a separate process. Returns its line of results."""
+    """Train one seed of an entry in a separate process, or go on with one that was stopped. Returns its line of results.
+
+    Raises:
+        RuntimeError: the pipeline failed or was stopped.
+    """
     directory = out / f"{name}-{seed}"
     words = [str(RECIPES / f"{name}.yaml"), f"name={directory.name}", f"runs={out}"]
     words += [f"common.seed={seed}", f"common.model.threads={threads}"]
+    # Minutes of attempts that did not finish. Without them, what a run took cannot be told, so it starts anew.
+    before = out / f"{directory.name}.spent.json"
+    resume = before.exists()
+    spent = json.loads(before.read_text()) if resume else {"wall_minutes": 0.0, "cpu_minutes": 0.0}
+    before.unlink(missing_ok=True)
     begun = time.monotonic()
-    with (out / f"{directory.name}.log").open("w") as log:
+    with (out / f"{directory.name}.log").open("a" if resume else "w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "posttrain.cli.main", "pipeline", *words, "--overwrite"],
+            [sys.executable, "-m", "posttrain.cli.main", "pipeline", *words, *([] if resume else ["--overwrite"])],
             stdout=log,
             stderr=log,
             env={**os.environ, "OMP_NUM_THREADS": str(threads), "POSTTRAIN_PLOTS": "0"},
         )
+        RUNNING.add(process.pid)
         # The processor time of this child alone; another one may run beside it.
         _, status, usage = os.wait4(process.pid, 0)
+        RUNNING.discard(process.pid)
     process.returncode = os.waitstatus_to_exitcode(status)
+    spent["wall_minutes"] += (time.monotonic() - begun) / 60
+    spent["cpu_minutes"] += (usage.ru_utime + usage.ru_stime) / 60
     if process.returncode:
-        raise RuntimeError(f"{name}, training seed {seed}: the pipeline failed; its output is in {log.name}")
-    spent = {
-        "wall_minutes": (time.monotonic() - begun) / 60,
-        "cpu_minutes": (usage.ru_utime + usage.ru_stime) / 60,
-    }
+        before.write_text(json.dumps(spent))
+        raise RuntimeError(
+            f"{name}, training seed {seed}: the pipeline stopped with exit code {process.returncode}; its output is in "
+            f"{log.name}, and the same command resumes it"
+        )
     stages = load_pipeline(words[0], words[1:3]).stages
     line = {
         "entry": name,
@@ -282,9 +301,21 @@ def main() -> None:
     failed = False
     with ThreadPoolExecutor(chosen.jobs) as pool:
         futures = [pool.submit(run, *one, chosen.threads, chosen.out) for one in wanted]
+
+        def stop(number: int, _: Any) -> None:
+            for future in futures:
+                future.cancel()
+            if number == signal.SIGTERM:  # Ctrl-C in a terminal has reached the pipelines already
+                for child in tuple(RUNNING):
+                    os.kill(child, number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
         for future in as_completed(futures):
             try:
                 line = {**future.result(), **machine}
+            except CancelledError:
+                continue
             except RuntimeError as error:
                 failed = True
                 print(error, file=sys.stderr, flush=True)

@@ -2,8 +2,12 @@
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -40,14 +44,26 @@ def test_other_recipes_break_them(words, what):
     assert what in broken
 
 
-def test_the_line_of_a_finished_run_and_its_row(tiny_model, tmp_path, monkeypatch):
+@pytest.fixture
+def bandit_steps(tiny_model, tmp_path, monkeypatch):
+    """Makes the board's bandit a pipeline on a tiny model with this many steps of RL, in a new folder."""
+
+    def make(steps):
+        small = (board.RECIPES / "bandit.yaml").read_text().replace("packaged:smollm2-135m", str(tiny_model))
+        small = small.replace("steps: 20", f"steps: {steps}").replace("count: 64", "count: 4")
+        small = small.replace("count: 32", "count: 4").replace("count: 400", "count: 40")
+        small = small.replace("groups_per_step: 32", "groups_per_step: 2")
+        (tmp_path / "bandit.yaml").write_text(small)
+        monkeypatch.setattr(board, "RECIPES", tmp_path)
+        monkeypatch.setattr(board, "TASKS", 40)
+        return tmp_path
+
+    return make
+
+
+def test_the_line_of_a_finished_run_and_its_row(bandit_steps):
     """A pipeline on a tiny model, in a separate process, as the board runs its entries."""
-    small = (board.RECIPES / "bandit.yaml").read_text().replace("packaged:smollm2-135m", str(tiny_model))
-    small = small.replace("steps: 20", "steps: 1").replace("count: 64", "count: 4").replace("count: 32", "count: 4")
-    small = small.replace("groups_per_step: 32", "groups_per_step: 2").replace("count: 400", "count: 40")
-    (tmp_path / "bandit.yaml").write_text(small)
-    monkeypatch.setattr(board, "RECIPES", tmp_path)
-    monkeypatch.setattr(board, "TASKS", 40)
+    tmp_path = bandit_steps(1)
     line = board.run("bandit", 3, 1, tmp_path)
     assert (line["entry"], line["seed"], line["random"], line["optimal"]) == ("bandit", 3, 0.5, 1.0)
     assert len(line["success"]) == 40
@@ -61,6 +77,28 @@ def test_the_line_of_a_finished_run_and_its_row(tiny_model, tmp_path, monkeypatc
     assert "| 8 traces, random |" in shown
     assert "open, 1 of 5 seeds" in shown
     assert "missed by" in board.tables([{**line, "seed": seed, "gflops": 80} for seed in range(5)])
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_and_its_minutes_are_counted(bandit_steps):
+    out = bandit_steps(200)
+    log, spent = out / "bandit-3.log", out / "bandit-3.spent.json"
+    with ThreadPoolExecutor(1) as pool:
+        stopped = pool.submit(board.run, "bandit", 3, 1, out)
+        while "step 4/200" not in (log.read_text() if log.exists() else ""):
+            assert not stopped.done(), log.read_text()
+            time.sleep(0.1)
+        (child,) = board.RUNNING
+        os.kill(child, signal.SIGTERM)
+        with pytest.raises(RuntimeError, match=r"bandit, training seed 3: .* exit code 130.*resumes it"):
+            stopped.result()
+    earlier = json.loads(spent.read_text())
+    line = board.run("bandit", 3, 1, out)
+    assert "stage rl: resumes (it was interrupted)" in log.read_text()
+    assert log.read_text().count("step 3/200 ") == 1
+    assert len(line["success"]) == 40
+    assert line["cpu_minutes"] > earlier["cpu_minutes"] > 0
+    assert not spent.exists()
 
 
 @pytest.mark.slow
