@@ -4,9 +4,9 @@
     posttrain benchmark board --table docs/results/board.jsonl
 
 An entry is a pipeline in recipes/board/, run in a separate process for each training seed. Its final episodes, on the same
-400 held-out tasks for every seed, become one line of OUT/board.jsonl; lines that are there are not made again. After Ctrl-C or
-SIGTERM the same command goes on where the runs stopped. A row's number is the mean over training seeds and tasks with an interval
-over both, and its lower end is what counts. See docs/results/board.md.
+400 held-out tasks for every seed, become one line of OUT/board.jsonl; lines that are there are not made again. After Ctrl-C
+or SIGTERM, the same command resumes the runs. A row's number is the mean over training seeds and tasks with an interval over
+both, and its lower end is what counts. See docs/results/board.md.
 """
 
 import argparse
@@ -122,7 +122,7 @@ RUNNING: set[int] = set()
 
 
 def run(name: str, seed: int, threads: int, out: Path) -> Line:
-    """Train one seed of an entry in a separate process, or go on with one that was stopped. Returns its line of results.
+    """Train one seed of an entry in a separate process, or resume a stopped one. Returns its line of results.
 
     Raises:
         RuntimeError: the pipeline failed or was stopped.
@@ -130,7 +130,7 @@ def run(name: str, seed: int, threads: int, out: Path) -> Line:
     directory = out / f"{name}-{seed}"
     words = [str(RECIPES / f"{name}.yaml"), f"name={directory.name}", f"runs={out}"]
     words += [f"common.seed={seed}", f"common.model.threads={threads}"]
-    # Minutes of attempts that did not finish. Without them, what a run took cannot be told, so it starts anew.
+    # Minutes of attempts that did not finish. Where they are unknown, the run starts from the beginning.
     before = out / f"{directory.name}.spent.json"
     resume = before.exists()
     spent = json.loads(before.read_text()) if resume else {"wall_minutes": 0.0, "cpu_minutes": 0.0}
