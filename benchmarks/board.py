@@ -110,9 +110,9 @@ def warm_up(pipeline: PipelineRecipe) -> str:
     recipe = pipeline.stages[0].recipe
     if not isinstance(recipe, SftRecipe):
         return "none"
+    if recipe.data is not None:
+        return f"{recipe.data.max_rows or 'all'} rows of training data"
     experts = recipe.experts
-    if experts is None:
-        return f"{recipe.data.max_rows} rows of training data"
     share = f", {experts.random_share:.0%} of moves random" if experts.random_share else ""
     return f"{(experts.seeds.count or 0) * experts.per_seed} traces, {experts.expert}{share}"
 

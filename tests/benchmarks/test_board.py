@@ -30,6 +30,12 @@ def test_entries_keep_the_rules(name):
     assert board.broken_rules(load(name), board.ENTRIES[name]) == []
 
 
+def test_the_table_says_what_is_imitated_first():
+    assert board.warm_up(load("firm_lake")) == "320 traces, optimal, 30% of moves random"
+    assert board.warm_up(load("rationales")) == "320 rows of training data"
+    assert board.warm_up(load("json_answer")) == "none"
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [
