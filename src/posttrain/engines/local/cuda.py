@@ -13,7 +13,7 @@ import torch
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.errors import RunError
-from posttrain.models.cuda.attention import Kernel, Spans, flash
+from posttrain.models.cuda.attention import Kernel, Spans, flash_over_cache
 from posttrain.models.forward import upload
 
 TERMS = 256
@@ -75,7 +75,7 @@ class FlashLayout(CachedLayout):
     """As `CachedLayout`, with segments ordered by slot."""
 
     def __init__(
-        self, cache: KeyValueRows, segments: Sequence[Segment], device: torch.device, kernel: Kernel = flash
+        self, cache: KeyValueRows, segments: Sequence[Segment], device: torch.device, kernel: Kernel = flash_over_cache
     ) -> None:
         self._ordered = sorted(segments, key=lambda s: s.slot)
         super().__init__(cache, self._ordered, device)

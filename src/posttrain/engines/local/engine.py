@@ -24,7 +24,7 @@ from posttrain.engines.protocol import Completion, EngineCounters, Request, Stop
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, RunError
 from posttrain.models.cpu.backend import keep_freed_memory
-from posttrain.models.cuda.attention import supports, supports_cache
+from posttrain.models.cuda.attention import supports
 from posttrain.models.forward import transformer, upload
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
@@ -159,7 +159,7 @@ def _flash_supports(policy: Policy) -> bool:
         return False
     config = transformer(policy.model).config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return supports(policy.device, compute_dtype(next(policy.model.parameters())), size) and supports_cache()
+    return supports(policy.device, compute_dtype(next(policy.model.parameters())), size)
 
 
 def page_bytes(policy: Policy) -> int:

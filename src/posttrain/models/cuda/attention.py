@@ -98,13 +98,6 @@ def use_flash_attention(name: Literal["fa2", "fa3", "fa4"], device: torch.device
         ) from error
 
 
-def supports_cache() -> bool:
-    """Whether this version of PyTorch's kernel accepts spans of keys with unused room at their ends."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "seqused_k" in signature(varlen_attn).parameters
-
-
 def flash(
     spans: Spans, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
 ) -> torch.Tensor:
@@ -113,8 +106,6 @@ def flash(
 
     # The kernel always accepted fewer key heads than query heads; newer versions of the function need a flag for it.
     options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-    if spans.keys_seen is not None:
-        options["seqused_k"] = spans.keys_seen
     out = varlen_attn(
         query,
         key,
@@ -130,6 +121,31 @@ def flash(
     )
     assert isinstance(out, torch.Tensor)
     return out
+
+
+def flash_over_cache(
+    spans: Spans, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+) -> torch.Tensor:
+    """`flash` for spans of keys with unused room at their ends, without a gradient.
+
+    It calls the operation behind `varlen_attn`, because that function has no argument for the room before torch 2.12.
+    """
+    return torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        spans.query_ends,
+        spans.key_ends,
+        spans.longest_query,
+        spans.longest_key,
+        0.0,
+        window is None,
+        False,
+        scale=scaling,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=0,
+        seqused_k=spans.keys_seen,
+    )[0]
 
 
 def attend_spans(
