@@ -2,8 +2,8 @@
 
     posttrain benchmark learning_trl --seeds 5 --out runs/learning_trl
 
-Both sides start from `made:small` and get the same tasks, reward function, algorithm, samples and updates per step, and three
-learning rates; the better one of each side is shown. A run has one thread, and sides take turns.
+Both sides start from the `made:small` of the training seed and get the same tasks, reward function, algorithm, samples and
+updates per step, and three learning rates; the better one of each side is shown. A run has one thread, and sides take turns.
 No task is sampled twice, so the success of a step's samples is that of the policy on tasks it has not seen. Steps are timed from
 the end of set-up. The final models of both sides are evaluated by the same code on held-out tasks.
 A run's outcome is one line of OUT/results.jsonl; runs that are there are not run again.
@@ -30,7 +30,7 @@ GROUPS, GROUP, UPDATES, WARMUP = 16, 8, 2, 10
 """Tasks of a step, answers to each, optimizer updates a step, and updates in which the learning rate rises."""
 TOKENS = 10
 """Of an answer at most."""
-LEARNING_RATES = (5e-4, 1e-3, 2e-3)
+LEARNING_RATES = (2.5e-4, 5e-4, 1e-3)
 SIDES = ("posttrain", "trl")
 SHARE = 0.8
 """Of the optimal policy's success: the level whose samples and seconds are counted."""
@@ -58,7 +58,7 @@ def run(side: str, name: str, learning_rate: float, seed: int, out: Path) -> Lin
     folder = (out / "work").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     train = {"posttrain": _train_posttrain, "trl": _train_trl}[side]
-    successes, seconds = train(name, learning_rate, seed, str(small()), folder)
+    successes, seconds = train(name, learning_rate, seed, str(small(seed)), folder)
     evaluated = posttrain.evaluate(
         name="evaluation",
         runs=str(folder),
