@@ -104,6 +104,7 @@ def flash(
     """The `Kernel` of PyTorch: flash attention 2 (Dao 2023, arXiv 2307.08691)."""
     from torch.nn.attention.varlen import varlen_attn
 
+    assert spans.keys_seen is None, "spans with unused room need flash_over_cache"
     # The kernel always accepted fewer key heads than query heads; newer versions of the function need a flag for it.
     options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     out = varlen_attn(
@@ -128,7 +129,7 @@ def flash_over_cache(
 ) -> torch.Tensor:
     """`flash` for spans of keys with unused room at their ends, without a gradient.
 
-    It calls the operation behind `varlen_attn`, because that function has no argument for the room before torch 2.12.
+    It calls the operation behind `varlen_attn`, because that function has no argument for the room in torch 2.11.
     """
     return torch.ops.aten._flash_attention_forward(
         query,
