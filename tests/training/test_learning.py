@@ -15,8 +15,8 @@ from posttrain.training import made_model
 
 LAKE = {"type": "frozen_lake", "size": 2, "slippery": False, "max_turns": 2, "observation": "local"}
 TASKS = {
-    "bandit": ({"type": "bandit"}, "rloo", 10, 5e-4, 0.0, 0.6),
-    "word_sort": ({"type": "word_sort"}, "grpo", 40, 5e-4, 0.1, 0.35),
+    "bandit": ({"type": "bandit"}, "rloo", 10, 5e-4, 0.0, 0.65),
+    "word_sort": ({"type": "word_sort"}, "grpo", 40, 5e-4, 0.1, 0.4),
     "firm lake": (LAKE, "turn_returns", 30, 1e-3, 0.02, 0.5),
 }
 """Environment, credit, steps, learning rate, weight of the KL penalty, and the success on held-out tasks that must be passed;
