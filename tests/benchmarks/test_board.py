@@ -18,6 +18,7 @@ sys.path.insert(0, str(FOLDER / "benchmarks"))
 
 import board  # noqa: E402
 
+from posttrain.environments.frozen_lake import FrozenLake  # noqa: E402
 from posttrain.recipe.pipeline import load_pipeline  # noqa: E402
 
 
@@ -152,6 +153,21 @@ def test_an_entry_with_a_score_makes_its_data_and_counts_the_gain(tiny_model, tm
     assert line["before"] == pytest.approx(np.mean(line["results_before"]), abs=1e-4)
     gained = {**line, "results": [one + 0.1 for one in line["results_before"]], "gflops": 80}
     assert "gain > 0%, is 10.0% [10.0, 10.0]: met" in board.tables([{**gained, "seed": seed} for seed in range(5)])
+
+
+def test_a_row_is_compared_with_the_optimal_policy_on_the_same_tasks():
+    recipe = load("slippery_lake").stages[-1].recipe
+    tasks = range(2_000_000, 2_000_040)
+    optimal = board.optimal_success(recipe, tasks)
+    assert optimal == board.optimal_success(recipe, tasks)
+    exact = FrozenLake.baselines(recipe.environment, tasks)["optimal"].success
+    assert np.mean([int(one) for one in optimal]) == pytest.approx(exact, abs=0.25)
+    lost = optimal.replace("1", "0", 1)  # one task of forty
+    line = {"entry": "slippery_lake", "success": lost, "success_optimal": optimal, "threads": 1, "gflops": 80}
+    line |= {"cpu_minutes": 1, "wall_minutes": 1, "scores": {}, "random": 0.2, "before": 0.4, "optimal": exact}
+    assert "difference from optimal > -5%, is -2.5% [-7.5, 0.0]: missed by 2.5 points" in board.tables(
+        [{**line, "seed": seed} for seed in range(5)]
+    )
 
 
 def test_the_pages_have_the_tables_of_the_stored_lines():
