@@ -453,8 +453,7 @@ class Trainer(Generic[Output]):
         """Evaluate the exported checkpoint on the final data, and write the model, tables, plots and report."""
         if self.evaluated != self.step:  # a guard or the time limit ended the run early
             self._evaluate()
-            self.save()
-        self.checkpoints.wait()
+            self.save(later=self.settings.checkpoint.asynchronous)
         step, values = self._restore_exported(), dict[str, Any]()
         which, chosen = "last", "the last one"
         if self._exports_best:
@@ -469,6 +468,7 @@ class Trainer(Generic[Output]):
                 [f"no figures are drawn without matplotlib; run `{pip_command('matplotlib')}`, then `posttrain plot`"]
             )
         directory = self.run.path / "model"
+        self.checkpoints.wait()  # not before the evaluation, during which the last checkpoint may be written
         # Files of the model may be hard links to files of a checkpoint.
         self._world.on_rank0(lambda: shutil.rmtree(directory, ignore_errors=True))
         self.model.export(directory)
