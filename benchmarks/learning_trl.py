@@ -1,6 +1,7 @@
 """The same one-shot tasks learned by posttrain and by TRL: success against samples and against wall time, over training seeds.
 
     posttrain benchmark learning_trl --seeds 5 --out runs/learning_trl
+    posttrain benchmark learning_trl --table docs/results/learning_trl.jsonl
 
 Both sides start from the `made:small` of the training seed and get the same tasks, reward function, algorithm, samples and
 updates per step, and three learning rates; the better one of each side is shown. A run has one thread, and sides take turns.
@@ -45,9 +46,11 @@ class Task:
     credit: str
     """`rloo` or `grpo`."""
     steps: int
+    kl: float = 0.0
+    """Coefficient of the KL penalty in the loss, estimated with k3, against the starting model."""
 
 
-TASKS = {"bandit": Task("rloo", 20), "word_sort": Task("grpo", 40)}
+TASKS = {"bandit": Task("rloo", 20), "word_sort": Task("grpo", 60, kl=0.1)}
 
 
 def run(side: str, name: str, learning_rate: float, seed: int, out: Path) -> Line:
@@ -77,7 +80,7 @@ def run(side: str, name: str, learning_rate: float, seed: int, out: Path) -> Lin
         "learning_rate": learning_rate,
         "seed": seed,
         "successes": successes,
-        "seconds": seconds,
+        "seconds": [round(second, 3) for second in seconds],
         "final": model["success"],
         **levels,
     }
@@ -100,6 +103,7 @@ def _train_posttrain(
         rollout={"groups_per_step": GROUPS, "episodes_per_group": GROUP, "tokens_per_turn": TOKENS},
         credit={"type": task.credit},
         loss={"type": "ppo"},
+        kl={"coefficient": task.kl},  # k3 in the loss, as in TRL
         learner={"updates_per_step": UPDATES},
         optimizer={"learning_rate": learning_rate, "warmup_updates": WARMUP},
         evaluation={
@@ -166,7 +170,7 @@ def _train_trl(name: str, learning_rate: float, seed: int, model: str, folder: P
         "num_generations": GROUP,
         "max_completion_length": TOKENS,
         "temperature": 1.0,
-        "beta": 0.0,
+        "beta": task.kl,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
@@ -279,6 +283,10 @@ def draw(lines: list[Line], file: Path) -> None:
     figure.savefig(file)
 
 
+def read(file: Path) -> list[Line]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def main() -> None:
     """Run what is missing and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -287,11 +295,17 @@ def main() -> None:
         "--learning-rates", default=",".join(f"{rate:g}" for rate in LEARNING_RATES), help="comma-separated"
     )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="folder of results.jsonl and the picture")
+    parser.add_argument("--table", type=Path, help="only print the table of this file")
     chosen = parser.parse_args()
+    if chosen.table is not None:
+        show("Learning beside TRL", table(read(chosen.table)))
+        return
+    if chosen.out is None:
+        parser.error("--out is missing")
     chosen.out.mkdir(parents=True, exist_ok=True)
     results = chosen.out / "results.jsonl"
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    lines = read(results) if results.exists() else []
     done = {(line["side"], line["task"], line["learning_rate"], line["seed"]) for line in lines}
     wanted = [
         (side, task, rate, seed)

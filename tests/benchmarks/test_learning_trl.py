@@ -1,0 +1,19 @@
+"""The page has the numbers of the stored runs beside TRL."""
+
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[2]
+sys.path.insert(0, str(FOLDER / "benchmarks"))
+
+import learning_trl  # noqa: E402
+
+
+def test_the_page_has_the_numbers_of_the_stored_runs():
+    lines = learning_trl.read(FOLDER / "docs" / "results" / "learning_trl.jsonl")
+    page = (FOLDER / "docs" / "results" / "learning.md").read_text()
+    rows = learning_trl.table(lines)
+    assert {row["seeds"] for row in rows} == {5}
+    for row in rows:
+        shown = (row["task"], row["side"].replace("trl", "TRL"), row["learning rate"], row["final success"])
+        assert f"| {' | '.join(shown)} | {row['success of all samples']:.1%} |" in page
