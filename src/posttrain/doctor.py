@@ -41,7 +41,7 @@ DEMO_MODEL = "packaged:smollm2-135m"
 DEMO_HEADS = 64, 3
 """Its head size and query heads per key head. The measurement uses the kernel of these sizes."""
 DEMO_LAKE: dict[str, Any] = {"slippery": False, "observation": "local", "max_turns": 6}
-DEMO_TOKENS, DEMO_EPISODES, DEMO_EVALUATED = 11_750, 1_024, 592
+DEMO_TOKENS, DEMO_EPISODES, DEMO_EVALUATED = 9_800, 896, 592
 """Amounts of work in `demo/pipeline`: its warm-up, its training episodes, and its evaluation episodes."""
 DEMO_RL_MINUTES = 4.0
 """Its `max_minutes`."""
