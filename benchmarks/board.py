@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.table import read_lines
 from learning import markdown
 from limits import product_speed
 
@@ -298,7 +299,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="only print the table of this file")
     chosen = parser.parse_args()
     if chosen.table is not None:
-        print(tables(read(chosen.table)), end="")
+        print(tables(read_lines(chosen.table)), end="")
         return
     if chosen.out is None:
         parser.error("--out is missing")
@@ -308,7 +309,7 @@ def main() -> None:
         if broken := broken_rules(load_pipeline(str(RECIPES / f"{name}.yaml"), []), ENTRIES[name]):
             parser.error(f"{name} breaks a rule of the board: {'; '.join(broken)}")
     file = chosen.out / "board.jsonl"
-    lines = read(file) if file.exists() else []
+    lines = read_lines(file) if file.exists() else []
     done = {(line["entry"], line["seed"]) for line in lines}
     machine = {"processor": describe_machine()["processor"], "gflops": round(speed() / 1e9)}
     wanted = [(name, seed) for name in names for seed in range(chosen.seeds) if (name, seed) not in done]
@@ -360,10 +361,6 @@ def speed() -> float:
         return product_speed(1024, 1024, 1024, torch.bfloat16)
     finally:
         torch.set_num_threads(threads)
-
-
-def read(file: Path) -> list[Line]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 if __name__ == "__main__":

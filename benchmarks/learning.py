@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.table import read_lines
 
 from posttrain.errors import PosttrainError
 from posttrain.evaluation.statistics import Estimate, bootstrap_mean, interquartile_mean, probability_of_improvement
@@ -333,11 +334,11 @@ def main() -> None:
     where.add_argument("--table", type=Path, metavar="FILE", help="train nothing; print the table of stored results")
     chosen = parser.parse_args()
     if chosen.table:
-        print(markdown(table([json.loads(line) for line in chosen.table.read_text().splitlines()])), end="")
+        print(markdown(table(read_lines(chosen.table))), end="")
         return
     chosen.out.mkdir(parents=True, exist_ok=True)
     results = chosen.out / "results.jsonl"
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    lines = read_lines(results) if results.exists() else []
     done = {(line["environment"], line["variant"], line["seed"]) for line in lines}
     wanted = [
         (environment, variant, seed)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.table import show
+from harness.table import read_lines, show
 
 from posttrain.evaluation.statistics import bootstrap_mean, interquartile_mean
 
@@ -283,10 +283,6 @@ def draw(lines: list[Line], file: Path) -> None:
     figure.savefig(file)
 
 
-def read(file: Path) -> list[Line]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def main() -> None:
     """Run what is missing and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -299,13 +295,13 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="only print the table of this file")
     chosen = parser.parse_args()
     if chosen.table is not None:
-        show("Learning beside TRL", table(read(chosen.table)))
+        show("Learning beside TRL", table(read_lines(chosen.table)))
         return
     if chosen.out is None:
         parser.error("--out is missing")
     chosen.out.mkdir(parents=True, exist_ok=True)
     results = chosen.out / "results.jsonl"
-    lines = read(results) if results.exists() else []
+    lines = read_lines(results) if results.exists() else []
     done = {(line["side"], line["task"], line["learning_rate"], line["seed"]) for line in lines}
     wanted = [
         (side, task, rate, seed)

@@ -1,4 +1,4 @@
-"""The one table that a benchmark prints, and the same as JSON."""
+"""The one table that a benchmark prints, the same as JSON, and results that are stored as lines."""
 
 import json
 import math
@@ -40,6 +40,11 @@ def show(
     if json_file is not None:
         content = {"title": title, "machine": machine, "rows": [_plain(row) for row in rows], "notes": list(notes)}
         Path(json_file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The stored results of a benchmark, one JSON object per line."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def test_a_row_is_compared_with_the_optimal_policy_on_the_same_tasks():
 
 
 def test_the_pages_have_the_tables_of_the_stored_lines():
-    lines = board.read(FOLDER / "docs" / "results" / "board.jsonl")
+    lines = board.read_lines(FOLDER / "docs" / "results" / "board.jsonl")
     reached, spent = board.tables(lines).split("\n\n")
     assert reached in (FOLDER / "docs" / "results" / "index.md").read_text()
     page = (FOLDER / "docs" / "results" / "board.md").read_text()

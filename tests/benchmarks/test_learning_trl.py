@@ -10,7 +10,7 @@ import learning_trl  # noqa: E402
 
 
 def test_the_page_has_the_numbers_of_the_stored_runs():
-    lines = learning_trl.read(FOLDER / "docs" / "results" / "learning_trl.jsonl")
+    lines = learning_trl.read_lines(FOLDER / "docs" / "results" / "learning_trl.jsonl")
     page = (FOLDER / "docs" / "results" / "learning.md").read_text()
     rows = learning_trl.table(lines)
     assert {row["seeds"] for row in rows} == {5}
