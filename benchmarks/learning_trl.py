@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from harness.table import read_lines, show
 
-from posttrain.evaluation.statistics import bootstrap_mean, interquartile_mean
+from posttrain.evaluation.statistics import bootstrap_mean, interquartile_mean, mean
 
 Line = dict[str, Any]
 
@@ -248,6 +248,31 @@ def table(lines: list[Line]) -> list[Line]:
     return rows
 
 
+def differences(lines: list[Line]) -> list[Line]:
+    """How much more often posttrain succeeds than TRL, over all learning rates, paired by training seed. A row per task."""
+
+    def seed_means(task: str, side: str, key: str) -> np.ndarray:
+        runs = [line for line in lines if (line["task"], line["side"]) == (task, side)]
+        seeds = sorted({line["seed"] for line in runs})
+        return np.array([np.mean([np.mean(line[key]) for line in runs if line["seed"] == seed]) for seed in seeds])
+
+    rows = []
+    for task in dict.fromkeys(line["task"] for line in lines):
+        row: Line = {"task": task}
+        for name, key in (("success of all samples", "successes"), ("final success", "final")):
+            points = mean(100 * (seed_means(task, "posttrain", key) - seed_means(task, "trl", key)))
+            row[name] = f"{points.value:+.1f} [{points.low:.1f}, {points.high:.1f}]"
+            row["seeds"] = points.n
+        rows.append(row)
+    return rows
+
+
+def show_tables(lines: list[Line], json_file: Path | None = None) -> None:
+    """Print both tables, and store the first."""
+    show("Learning beside TRL", table(lines), json_file=json_file)
+    show("posttrain minus TRL, in points, all learning rates, paired by seed", differences(lines))
+
+
 def draw(lines: list[Line], file: Path) -> None:
     """Success against samples and against seconds, a row per task: mean and 95% interval over seeds."""
     import matplotlib
@@ -292,10 +317,10 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder of results.jsonl and the picture")
-    parser.add_argument("--table", type=Path, help="only print the table of this file")
+    parser.add_argument("--table", type=Path, help="only print the tables of this file")
     chosen = parser.parse_args()
     if chosen.table is not None:
-        show("Learning beside TRL", table(read_lines(chosen.table)))
+        show_tables(read_lines(chosen.table))
         return
     if chosen.out is None:
         parser.error("--out is missing")
@@ -319,7 +344,7 @@ def main() -> None:
             with results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(*one, f"final {line['final']:.1%} after {line['seconds'][-1]:.0f} s", flush=True)
-    show("Learning beside TRL", table(lines), json_file=chosen.out / "table.json")
+    show_tables(lines, json_file=chosen.out / "table.json")
     draw(lines, chosen.out / "learning_trl.svg")
 
 

@@ -17,3 +17,5 @@ def test_the_page_has_the_numbers_of_the_stored_runs():
     for row in rows:
         shown = (row["task"], row["side"].replace("trl", "TRL"), row["learning rate"], row["final success"])
         assert f"| {' | '.join(shown)} | {row['success of all samples']:.1%} |" in page
+    for row in learning_trl.differences(lines):
+        assert f"| {row['task']} | {row['success of all samples']} | {row['final success']} |" in page
