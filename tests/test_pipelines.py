@@ -11,6 +11,7 @@ from posttrain.cli.main import main
 from posttrain.data.files import write_rows
 from posttrain.errors import InputError
 from posttrain.pipelines import planned, run_pipeline
+from posttrain.recipe.components import environment_class
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.runs.directory import RunDirectory
 
@@ -303,3 +304,25 @@ def test_the_plan_of_a_conversion_counts_the_rows_and_writes_none(stages, capsys
     assert not Path("runs").exists()
     assert main(["pipeline", "p.yaml", "--dry-run", "--only", "rows", "data=someone/pairs"]) == 0
     assert "train.jsonl: rows of someone/pairs, which is read when the stage runs" in capsys.readouterr().out
+
+
+def test_policies_without_a_model_keep_their_names_in_the_table_of_all_stages(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("p.yaml").write_text(f"""
+name: p
+runs: runs
+common:
+  model: {{path: {tiny_model}}}
+  environment: {{type: memory, prompt: brief, max_turns: 2, worlds: {{notes: 4, facts: [1, 1], filler: [0, 0]}}}}
+  rollout: {{tokens_per_turn: 4}}
+  evaluation: {{final_seeds: {{count: 2}}}}
+stages:
+- {{name: first, stage: evaluate}}
+- {{name: second, stage: evaluate, seed: 1}}
+""")
+    pipeline = load_pipeline("p.yaml", [])
+    run_pipeline(pipeline, console=Console(file=StringIO()))
+    scripted = environment_class("memory").scripted_baselines
+    assert len(scripted) > 1
+    policies = [row.policy for row in module.combined_rows(pipeline)]
+    assert policies == ["random policy", *scripted, "first", "second", "optimal policy"]

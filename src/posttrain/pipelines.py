@@ -18,7 +18,7 @@ from rich.console import Console
 from posttrain.data.convert import convert_files
 from posttrain.errors import InputError
 from posttrain.planning.dry_run import tasks_of
-from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.pipeline import STAGE, ConvertRecipe, PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import LOGGED_IN
@@ -423,8 +423,8 @@ def _to_look_at(pipeline: PipelineRecipe) -> list[str]:
 
 
 def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:
-    """Return rows for the random policy, the model before any stage and after each finished stage, and the optimal
-    policy.
+    """Return rows for the policies without a model, the model before any stage and after each finished stage, and the
+    optimal policy.
 
     Only stages that play the same environment on the same final seeds as the last one are included.
     """
@@ -432,20 +432,22 @@ def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:
     if not finished:
         return []
     last = _environment(finished[-1])
+    assert last is not None
+    before = ("random policy", *environment_class(last[0].type).scripted_baselines)
     rows: list[PolicyRow] = []
     baselines: dict[str, PolicyRow] = {}
     for stage in finished:
         if _environment(stage) != last:
             continue
         for row in read_policies(pipeline.directory / stage.name):
-            if row.policy in ("random policy", "optimal policy"):
+            if row.policy in (*before, "optimal policy"):
                 baselines[row.policy] = row
             elif row.policy != START:
                 name = stage.name if stage.recipe.stage == "evaluate" else f"after {stage.name}"
                 rows.append(replace(row, policy=name))
             elif not rows:
                 rows.append(replace(row, policy=f"after {stage.upstream}" if stage.upstream else UNTRAINED))
-    first = [baselines["random policy"]] if "random policy" in baselines else []
+    first = [baselines[policy] for policy in before if policy in baselines]
     return [*first, *rows, *([baselines["optimal policy"]] if "optimal policy" in baselines else [])]
 
 
