@@ -51,11 +51,12 @@ ENVIRONMENTS: dict[str, Keys] = {
         "credit": {"type": "grpo"},
         "kl": {"coefficient": 0.1, "estimator": "k2"},
     },
-    # The words of word_sort, rewarded by a reward model that has seen pairs of answers; success is the rule's. With a KL
-    # coefficient of 0.1, the policy ends at answers of no form, which the model scores above every right one.
+    # The words of word_sort, rewarded by a reward model that has seen pairs of answers; success is the rule's. It also ranks the
+    # wrong boxes, and `grpo` makes these differences as large as that to the right one.
     "reward model": {
+        "steps": 80,
         "environment": {"type": "text_task"},
-        "credit": {"type": "grpo"},
+        "credit": {"type": "rloo"},
         "optimizer": {"learning_rate": 1e-3},
         "kl": {"coefficient": 0.5, "estimator": "k2"},
         "evaluation": {"environment": {"type": "word_sort"}, "metric": "success"},
@@ -75,7 +76,7 @@ ENVIRONMENTS: dict[str, Keys] = {
         "optimizer": {"learning_rate": 1e-3},
         "kl": {"coefficient": 0.02, "estimator": "k2"},
     },
-    # Rooms of three by three cells; their shortest solutions have one to four moves. Only solving is paid.
+    # Rooms of three by three cells; their shortest solutions have one move or four. Only solving is paid.
     "sokoban": {
         "environment": {
             "type": "sokoban",
@@ -117,6 +118,8 @@ VARIANTS: dict[str, Keys] = {
 }
 SHARE = 0.8
 """Of the optimal policy's success: the level whose time is measured."""
+PIECES = ["<answer>", "</answer>", "red", "green", "blue", "white"]
+"""What answers without the right form are put together from, for the reward model's pairs."""
 
 
 def merged(*parts: Keys) -> Keys:
@@ -132,7 +135,8 @@ def merged(*parts: Keys) -> Keys:
 def reward_model(out: Path) -> Keys:
     """Keys of the environment `reward model`: prompts, and a model trained on pairs of a right and a wrong answer to them.
 
-    Both are made once in `out`.
+    Half of the answers are pieces in random order: a model that has only seen answers of the right form scores others above
+    them. Both are made once in `out`.
     """
     import posttrain
 
@@ -140,12 +144,14 @@ def reward_model(out: Path) -> Keys:
     if not (out / name / "model" / "config.json").exists():
         make, draws = posttrain.make_env("word_sort"), np.random.default_rng(0)
         rows = []
-        for seed in range(200_000, 200_512):
+        for seed in range(200_000, 201_024):
             found: dict[bool, Keys] = {}
             while len(found) < 2:
                 environment = make()
                 messages = list(environment.reset(seed).messages)
                 answer = environment.random_answer(draws.random())
+                if draws.random() < 0.5:
+                    answer = "".join(draws.choice(PIECES, draws.integers(1, 5)))
                 success = environment.step(answer).info["success"]
                 found[success] = {"messages": messages, "answer": [{"role": "assistant", "content": answer}]}
             asked = found[True]["messages"]
@@ -159,7 +165,7 @@ def reward_model(out: Path) -> Keys:
             model={"path": "made:small", "threads": 1},
             # Nothing is held out: rows are divided by their prompts, and a word that was never seen cannot be sorted.
             data={"train": str(pairs), "max_tokens": 128},
-            epochs=4,
+            epochs=6,
             rows_per_update=16,
             optimizer={"learning_rate": 5e-4, "warmup_updates": 10, "schedule": "cosine"},
         )
