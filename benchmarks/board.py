@@ -84,6 +84,8 @@ ENTRIES = {
     "arithmetic": Entry("sums and differences of two numbers, one or two digits", 0.50),
     "json_answer": Entry("JSON with given keys and types, unseen schemas", 0.95),
     "tools": Entry("shop questions with a lookup tool and a calculator", 0.95),
+    # The rule agent succeeds in 73.2% of the final tasks; the target was set when it had reached 74.8% of others.
+    "memory": Entry("memory agent, vaults of four notes, eight kinds of questions", 0.748),
     "rationales": Entry(
         "yes/no procedures for a policy in words, scored by their verifier",
         0.0,
@@ -238,13 +240,13 @@ def tables(lines: Sequence[Line]) -> str:
             continue
         found = crossed_mean(np.array([by_task(line) for line in runs]))
         target = entry.target
-        reach, counted = f"> {target:.0%}", found
+        reach, counted = f"> {100 * target:.3g}%", found
         if entry.score or entry.of_optimal:
             other = "_before" if entry.score else "_optimal"
             counted = crossed_mean(np.array([by_task(line) for line in runs]) - [by_task(line, other) for line in runs])
             measure = "gain" if entry.score else "difference from optimal"
             reach = (
-                f"{measure} > {target:.0%}, is {counted.value:.1%} [{100 * counted.low:.1f}, {100 * counted.high:.1f}]"
+                f"{measure} > {100 * target:.3g}%, is {counted.value:.1%} [{100 * counted.low:.1f}, {100 * counted.high:.1f}]"
             )
         met = "met" if counted.low > target else f"missed by {100 * (target - counted.low):.1f} points"
         if len(runs) < SEEDS:

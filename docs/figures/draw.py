@@ -4,6 +4,7 @@ Curves come from docs/results, credit from posttrain's own functions on one exam
 """
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,12 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from benchmarks.learning import height_of, small_multiples
-
 FOLDER = Path(__file__).resolve().parent
+# The scripts in benchmarks/ import each other by the names of their files.
+sys.path.insert(0, str(FOLDER.parents[1] / "benchmarks"))
+
+from learning import height_of, small_multiples  # noqa: E402
+
 RESULTS = FOLDER.parent / "results"
 THEMES = {
     "light": {
@@ -341,45 +345,6 @@ def plain_axes(axes: Axes, theme: Theme, ticks: Sequence[float]) -> None:
         spine.set_color(theme["faint"])
 
 
-@figure("memory", 8.4, 3.9)
-def memory(axes: Axes, theme: Theme) -> None:
-    """The learning curve of the memory agent beside random, untrained, rule agent and optimal."""
-    curve = json.loads((RESULTS / "curves.json").read_text(encoding="utf-8"))["memory"]
-    plain_axes(axes, theme, (0, 0.25, 0.5, 0.75, 1))
-    axes.fill_between(curve["steps"], curve["low"], curve["high"], color=theme["blue"], alpha=0.22, linewidth=0)
-    axes.plot(curve["steps"], curve["success"], color=theme["blue"], linewidth=2.2, marker="o", markersize=4)
-    lines = (
-        ("optimal", "optimal", "green"),
-        ("rule_agent", "rule agent, no model", "faint"),
-        ("random", "random", "faint"),
-        ("untrained", "the model, untrained", "orange"),
-    )
-    for key, label, color in lines:
-        axes.axhline(curve[key], color=theme[color], linewidth=1.4, linestyle=(0, (5, 3)))
-        axes.text(
-            50.6,
-            curve[key],
-            f" {label} {curve[key]:.1%}",
-            va="center",
-            fontsize=9,
-            color=theme[color if color != "faint" else "ink"],
-            clip_on=False,
-        )
-    axes.annotate(
-        f"after RL {curve['success'][-1]:.1%}",
-        (50, curve["success"][-1]),
-        (44.5, 0.9),
-        fontsize=9.5,
-        color=theme["blue"],
-        ha="center",
-    )
-    axes.text(
-        0.3, curve["low"][0] - 0.07, "after SFT on\nscripted solutions", fontsize=9, color=theme["blue"], va="top"
-    )
-    axes.set_xlim(0, 50)
-    axes.set_xlabel(f"RL steps (success on {curve['n']} held-out tasks, 95% interval)", color=theme["ink"], fontsize=9)
-
-
 @figure("board", 8.4, 3.0)
 def board(axes: Axes, theme: Theme) -> None:
     """Success of each training seed of the board before and after RL."""
@@ -418,7 +383,7 @@ def board(axes: Axes, theme: Theme) -> None:
                 linewidth=0,
                 label="before RL" if not place and not number else None,
             )
-    axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names])
+    axes.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names])
     axes.set_xlim(-0.6, len(names) - 0.4)
     legend = axes.legend(loc="lower right", bbox_to_anchor=(1.01, 0.99), fontsize=8.5, frameon=False, ncols=3)
     for text in legend.get_texts():
