@@ -245,9 +245,7 @@ def tables(lines: Sequence[Line]) -> str:
             other = "_before" if entry.score else "_optimal"
             counted = crossed_mean(np.array([by_task(line) for line in runs]) - [by_task(line, other) for line in runs])
             measure = "gain" if entry.score else "difference from optimal"
-            reach = (
-                f"{measure} > {100 * target:.3g}%, is {counted.value:.1%} [{100 * counted.low:.1f}, {100 * counted.high:.1f}]"
-            )
+            reach = f"{measure} > {100 * target:.3g}%, is {counted.value:.1%} [{100 * counted.low:.1f}, {100 * counted.high:.1f}]"
         met = "met" if counted.low > target else f"missed by {100 * (target - counted.low):.1f} points"
         if len(runs) < SEEDS:
             met = f"open, {len(runs)} of {SEEDS} seeds"
