@@ -51,8 +51,8 @@ ENVIRONMENTS: dict[str, Keys] = {
         "credit": {"type": "grpo"},
         "kl": {"coefficient": 0.1, "estimator": "k2"},
     },
-    # The words of word_sort, rewarded by a reward model that has seen pairs of answers; success is the rule's. It also ranks the
-    # wrong boxes, and `grpo` makes these differences as large as that to the right one.
+    # The words of word_sort, rewarded by a reward model that has seen pairs of answers; success is the rule's. The model also ranks
+    # the wrong boxes: with a KL coefficient of 0.1, the policy ends at the box that is second best for many words.
     "reward model": {
         "steps": 80,
         "environment": {"type": "text_task"},
