@@ -368,12 +368,9 @@ def board(axes: Axes, theme: Theme) -> None:
         for number, line in enumerate(of_entry):
             x = place + 0.12 * (number - (len(of_entry) - 1) / 2)
             after = np.mean(line["results"] if "results" in line else [int(one) for one in line["success"]])
-            axes.annotate(
-                "",
-                (x, after),
-                (x, line["before"]),
-                arrowprops={"arrowstyle": "-|>", "color": theme["blue"], "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0},
-            )
+            # A marker, because the head of an arrow that is shorter than itself would lie below its start.
+            axes.plot([x, x], [line["before"], after], color=theme["blue"], linewidth=1.4)
+            axes.plot([x], [after], marker="^", markersize=5, color=theme["blue"], linewidth=0)
             axes.plot(
                 [x],
                 [line["before"]],
