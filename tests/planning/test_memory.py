@@ -6,7 +6,6 @@ import pytest
 
 from posttrain.errors import InputError
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.warnings import recipe_warnings
 
 ROOT = Path(__file__).parents[2] / "recipes" / "memory"
@@ -56,8 +55,3 @@ def test_fewer_updates_and_a_longer_horizon_give_no_warning():
         published("learner.epochs_per_step=2", "kl.horizon=10000", "loss.clip_low=3e-4", "loss.clip_high=4e-4")
     )
     assert not any("clips" in note or "updates on the same episodes" in note or "kl.horizon" in note for note in found)
-
-
-def test_the_pipeline_for_a_cpu_resolves():
-    stages = load_pipeline(str(ROOT / "pipeline.yaml"), []).stages
-    assert [stage.recipe.stage for stage in stages] == ["sft", "rl"]
