@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.data import chat_rows, prompt_rows, write_rows
 from harness.models import MODELS, model_directory
-from harness.options import number, numbers, seconds
+from harness.options import names, number, numbers, seconds
 from harness.table import show
 from harness.timing import available_threads, in_turn, middle, run_side
 
@@ -132,7 +132,7 @@ def options() -> argparse.Namespace:
         default="0,1,3",
         help="numbers of busy processes, separated by commas; 0 is always measured",
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help="sft, rl (with the engine)")
+    parser.add_argument("--parts", type=names(PARTS), default=",".join(PARTS), help="sft, rl (with the engine)")
     parser.add_argument("--seconds", type=seconds, default=10.0, help="seconds that a side is measured")
     parser.add_argument("--rounds", type=number(1), default=3, help="times that every side runs")
     parser.add_argument(
@@ -145,9 +145,6 @@ def options() -> argparse.Namespace:
     chosen = parser.parse_args()
     # Shares are of the quiet speed.
     chosen.busy = list(dict.fromkeys([0, *chosen.busy]))
-    chosen.parts = [part.strip() for part in chosen.parts.split(",")]
-    if unknown := [part for part in chosen.parts if part not in PARTS]:
-        parser.error(f"--parts: there is no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
     return chosen
 
 

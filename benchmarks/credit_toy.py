@@ -9,6 +9,7 @@ import sys
 from functools import partial
 
 import numpy as np
+from harness.options import names
 from harness.table import show
 from toy.credit import WAYS
 from toy.study import agreement, curve, exact_curve, summary
@@ -23,14 +24,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="answers of a step")
     parser.add_argument("--rate", type=float, default=3.0, help="learning rate on the mean over answers")
     parser.add_argument("--rewards", type=int, default=200, help="random rewards whose best answers are compared")
-    parser.add_argument("--tasks", default=",".join(TASKS), help="kinds of tasks, separated by commas")
+    parser.add_argument(
+        "--tasks", type=names(TASKS), default=",".join(TASKS), help="kinds of tasks, separated by commas"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     chosen = parser.parse_args()
-    kinds = chosen.tasks.split(",")
-    if unknown := set(kinds) - set(TASKS):
-        raise SystemExit(f"--tasks: there is no {', '.join(sorted(unknown))}; there is {', '.join(TASKS)}")
     rows = []
-    for kind in kinds:
+    for kind in chosen.tasks:
         runs = [
             (way.name, way.channel, "yes" if way.right else "no", partial(curve, way, batch=chosen.batch))
             for way in WAYS

@@ -43,6 +43,7 @@ from accelerator.bare import use_stand_in  # noqa: E402
 from accelerator.checks import FAILED, judged  # noqa: E402
 from accelerator.processes import adopted_orphans, descendants, end  # noqa: E402
 from accelerator.rows import Row, ratios, table  # noqa: E402
+from harness.options import names  # noqa: E402
 
 MINUTES = 30.0
 """For all parts together."""
@@ -282,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--tiny", action="store_true", help="the same code on tiny models")
-    parser.add_argument("--parts", default=",".join(BUDGETS), help="some of: %(default)s")
+    parser.add_argument("--parts", type=names(BUDGETS), default=",".join(BUDGETS), help="some of: %(default)s")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together; %(default)s")
     parser.add_argument(
         "--json", type=Path, help="a file for the same rows; parts that have rows in it are not run again"
@@ -297,12 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
         ):
             print(json.dumps(asdict(row)), flush=True)
         return 0
-    names = chosen.parts.split(",")
-    unknown = [name for name in names if name not in BUDGETS]
-    if unknown:
-        parser.error(f"there is no part {unknown[0]}; there is {', '.join(BUDGETS)}")
-    if "limits" not in names:
-        names.insert(0, "limits")
+    parts = chosen.parts if "limits" in chosen.parts else ["limits", *chosen.parts]
     begun = time.monotonic()
     try:
         results = Results(chosen.json, device_of(chosen))
@@ -310,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     done = results.parts
-    for name in names:
+    for name in parts:
         if name in done:
             continue
         left = 60 * chosen.minutes - (time.monotonic() - begun)
@@ -324,7 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
         results.add(name, judged(name, found, chosen.tiny))
         print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     rows = [
-        row for name in names for row in done.get(name, [Row(name, "", NAN, "", note="not run: the time was over")])
+        row for name in parts for row in done.get(name, [Row(name, "", NAN, "", note="not run: the time was over")])
     ]
     print(table([*rows, *ratios(done)]))
     used = ", ".join(f"{package} {version}" for package, version in versions().items())

@@ -14,6 +14,7 @@ import torch
 from growing import engine, learner, memory
 from growing.models import random_policy
 from growing.series import TOLERANCE, Series
+from harness.options import names
 from harness.table import show
 from harness.timing import available_threads
 
@@ -108,19 +109,18 @@ def plot(found: Sequence[Series], file: str) -> None:
 def main() -> None:
     """Evaluator, print the table, and draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, separated by commas")
+    parser.add_argument(
+        "--parts", type=names(PARTS), default=",".join(PARTS), help=f"of {', '.join(PARTS)}, separated by commas"
+    )
     parser.add_argument("--points", type=int, default=5, choices=range(2, 7), help="sizes, each twice the one before")
     parser.add_argument("--steps", type=int, default=1000, help="steps over which memory is watched")
     parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads")
     parser.add_argument("--plot", metavar="FILE", help="also draw the series there")
     parser.add_argument("--json", metavar="FILE", help="also write the table there")
     chosen = parser.parse_args()
-    parts = [part.strip() for part in chosen.parts.split(",")]
-    if unknown := sorted(set(parts) - set(PARTS)):
-        parser.error(f"--parts: there is no part {unknown[0]}; there is {', '.join(PARTS)}")
     torch.set_num_threads(chosen.threads)
     with tempfile.TemporaryDirectory(prefix="posttrain-benchmark-") as place:
-        found = measure(parts, chosen.points, chosen.steps, chosen.threads, Path(place))
+        found = measure(chosen.parts, chosen.points, chosen.steps, chosen.threads, Path(place))
     if chosen.plot:
         plot(found, chosen.plot)
     notes = [

@@ -3,7 +3,7 @@
     posttrain benchmark learning --environments word_sort,bandit --seeds 5 --jobs 2 --out runs/learning
 
 Every run starts from a small model that plays like the random policy, another one for each training seed, and is evaluated
-on held-out tasks during training and at its end. A run's outcome is one line of OUT/results.jsonl; runs that are there are
+on other seeds of the task during training and at its end. A run's outcome is one line of OUT/results.jsonl; runs that are there are
 not run again. OUT/learning.md has a row per variant, and OUT/learning.svg a panel per variant.
 """
 
@@ -19,10 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.table import read_lines
+from harness.options import names
+from harness.table import markdown, read_lines
 
-from posttrain.errors import PosttrainError
-from posttrain.evaluation.statistics import Estimate, bootstrap_mean, interquartile_mean, probability_of_improvement
+from posttrain.errors import InputError, PosttrainError
+from posttrain.evaluation.statistics import (
+    Estimate,
+    bootstrap_mean,
+    interquartile_mean,
+    mean,
+    probability_of_improvement,
+)
 
 Keys = dict[str, Any]
 
@@ -208,17 +215,18 @@ def run(environment: str, variant: str, seed: int, out: Path) -> Keys:
 
 
 def table(lines: list[Keys]) -> list[Keys]:
-    """A row per environment and variant."""
+    """A row per environment and variant. `area - base` is paired by training seed, because both start from the same model."""
     by: dict[str, dict[str, list[Keys]]] = defaultdict(lambda: defaultdict(list))
     for line in sorted(lines, key=lambda line: line["seed"]):
         by[line["environment"]][line["variant"]].append(line)
     rows = []
     for environment, variants in by.items():
         base = [line["final"] for line in variants.get("base", [])]
+        base_areas = {line["seed"]: _area(line) for line in variants.get("base", [])}
         for variant in [name for name in VARIANTS if name in variants]:
             runs = variants[variant]
             final = [line["final"] for line in runs]
-            area = [float(np.mean([success for _, _, success in line["curve"]])) for line in runs]
+            pairs = [_area(line) - base_areas[line["seed"]] for line in runs if line["seed"] in base_areas]
             times = [_time_to(line) for line in runs]
             better = probability_of_improvement([final], [base]) if base and variant != "base" else None
             rows.append(
@@ -228,14 +236,19 @@ def table(lines: list[Keys]) -> list[Keys]:
                     "seeds": len(runs),
                     "final success": _text(interquartile_mean([final])),
                     "worst": f"{min(final):.1%}",
-                    "area": f"{np.mean(area):.1%}",
+                    "area": f"{np.mean([_area(line) for line in runs]):.1%}",
+                    "area - base": _text(mean(pairs)) if pairs and variant != "base" else "–",
                     "better than base": _text(better) if better else "–",
                     f"s to {SHARE:.0%} of optimal": _times(times),
-                    "random": f"{runs[0]['random']:.1%}",
-                    "optimal": f"{runs[0]['optimal']:.1%}",
+                    "random, optimal": f"{runs[0]['random']:.1%}, {runs[0]['optimal']:.1%}",
                 }
             )
     return rows
+
+
+def _area(line: Keys) -> float:
+    """Mean success over the learning curve."""
+    return float(np.mean([success for _, _, success in line["curve"]]))
 
 
 def _time_to(line: Keys) -> float:
@@ -244,19 +257,15 @@ def _time_to(line: Keys) -> float:
 
 
 def _times(times: list[float]) -> str:
-    reached = [seconds for seconds in times if math.isfinite(seconds)]
-    median = f"{np.median(reached):.0f}" if reached else "–"
-    return median if len(reached) == len(times) else f"{median} ({len(reached)} of {len(times)})"
+    """Median over all runs, in which a run that never gets there takes longest."""
+    reached = sum(map(math.isfinite, times))
+    median = sorted(times)[len(times) // 2]
+    shown = f"{median:.0f}" if math.isfinite(median) else "–"
+    return shown if reached == len(times) else f"{shown} ({reached} of {len(times)})"
 
 
 def _text(estimate: Estimate) -> str:
     return f"{estimate.value:.1%} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
-
-
-def markdown(rows: list[Keys]) -> str:
-    head = list(rows[0])
-    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)], *[[str(row[key]) for key in head] for row in rows]]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 COLUMNS = 5
@@ -331,8 +340,10 @@ def draw(lines: list[Keys], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environments", default=",".join(ENVIRONMENTS), help="comma-separated")
-    parser.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
+    parser.add_argument(
+        "--environments", type=names(ENVIRONMENTS), default=",".join(ENVIRONMENTS), help="comma-separated"
+    )
+    parser.add_argument("--variants", type=names(VARIANTS), default=",".join(VARIANTS), help="comma-separated")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, of one thread each")
     where = parser.add_mutually_exclusive_group(required=True)
@@ -349,19 +360,23 @@ def main() -> None:
     wanted = [
         (environment, variant, seed)
         for seed in range(chosen.seeds)
-        for variant in chosen.variants.split(",")
-        for environment in chosen.environments.split(",")
+        for variant in chosen.variants
+        for environment in chosen.environments
         if (environment, variant, seed) not in done
     ]
     if any(environment == "reward model" for environment, _, _ in wanted):
         reward_model(chosen.out)  # once, before several processes need it
+    failed = False
     with ProcessPoolExecutor(chosen.jobs) as pool:
         futures = {pool.submit(run, *one, chosen.out): one for one in wanted}
         for future in as_completed(futures):
             try:
                 line = future.result()
-            except PosttrainError as error:  # such as `maxrl` where returns can be negative
-                print(*futures[future], f"left out: {error}", flush=True)
+            except PosttrainError as error:
+                # A refused recipe, such as one with a key that the environment does not have, is no result; a run that fails is.
+                refused = isinstance(error, InputError)
+                failed |= not refused
+                print(*futures[future], f"{'left out' if refused else 'failed'}: {error}", flush=True)
                 continue
             with results.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -379,6 +394,8 @@ def main() -> None:
     (chosen.out / "learning.md").write_text(text)
     draw(lines, chosen.out / "learning.svg")
     print(text)
+    if failed:
+        sys.exit("a run failed, so a row has fewer seeds; the same command runs it again")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from harness.options import names
 from harness.table import show
 from planned import clusters, topologies
 from planned.measured import RECORDS
@@ -73,18 +74,20 @@ def _cell(value: Any) -> str:
 def main() -> None:
     """Print the chosen tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tables", default=",".join(TABLES), help=f"comma-separated names out of {', '.join(TABLES)}")
+    parser.add_argument(
+        "--tables",
+        type=names(TABLES),
+        default=",".join(TABLES),
+        help=f"comma-separated names out of {', '.join(TABLES)}",
+    )
     parser.add_argument("--markdown", action="store_true", help="as Markdown, for docs/results/scaling_tables.md")
     parser.add_argument(
         "--json", metavar="FILE", help="also write the table to this file; needs a single table in --tables"
     )
     chosen = parser.parse_args()
-    names = [name.strip() for name in chosen.tables.split(",")]
-    if unknown := [name for name in names if name not in TABLES]:
-        parser.error(f"--tables: there is no table {unknown[0]}; choose from {', '.join(TABLES)}")
-    if chosen.json and len(names) > 1:
+    if chosen.json and len(chosen.tables) > 1:
         parser.error("--json: the file holds one table; choose it with --tables")
-    for name in names:
+    for name in chosen.tables:
         title, make = TABLES[name]
         if chosen.markdown:
             print(f"{title}\n\n{markdown(make())}\n")

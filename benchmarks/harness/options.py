@@ -1,7 +1,7 @@
 """Values of options that several scripts share. A wrong value ends a script with one sentence before it starts."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 
 def number(least: int) -> Callable[[str], int]:
@@ -23,6 +23,18 @@ def numbers(least: int) -> Callable[[str], list[int]]:
     """The type of an option for argparse: whole numbers separated by commas, each `least` or more, without repetitions."""
     one = number(least)
     return lambda text: list(dict.fromkeys(one(word.strip()) for word in text.split(",")))
+
+
+def names(known: Collection[str]) -> Callable[[str], list[str]]:
+    """The type of an option for argparse: some of the `known` names, separated by commas, without repetitions."""
+
+    def read(text: str) -> list[str]:
+        found = list(dict.fromkeys(word.strip() for word in text.split(",")))
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; choose from {', '.join(known)}")
+        return found
+
+    return read
 
 
 def seconds(text: str) -> float:

@@ -47,6 +47,13 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`rows` as a table of Markdown; the keys of the first row are the headings, and columns from the third on are to the right."""
+    head = list(rows[0])
+    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)], *[[str(row[key]) for key in head] for row in rows]]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 

@@ -19,7 +19,9 @@ sys.path.insert(0, str(FOLDER / "benchmarks"))
 import board  # noqa: E402
 
 from posttrain.environments.frozen_lake import FrozenLake  # noqa: E402
+from posttrain.environments.protocol import EnvironmentFactory  # noqa: E402
 from posttrain.recipe.pipeline import load_pipeline  # noqa: E402
+from posttrain.recipe.stages import RlRecipe  # noqa: E402
 
 
 def load(name, *words):
@@ -31,6 +33,24 @@ def test_entries_keep_the_rules(name):
     assert board.broken_rules(load(name), board.ENTRIES[name]) == []
 
 
+@pytest.mark.parametrize("name", ["arithmetic", "json_answer"])
+def test_no_final_question_is_asked_in_training(name):
+    asked = set()
+    for stage in load(name).stages:
+        recipe = stage.recipe
+        if isinstance(recipe, RlRecipe):
+            seeds = recipe.seeds.of_generated("seeds")[: recipe.steps * recipe.rollout.groups_per_step]
+            final = recipe.evaluation.environment
+        else:
+            seeds = recipe.experts.seeds.of_generated("experts.seeds")
+        environment = EnvironmentFactory(recipe.environment)()
+        asked.update(environment.reset(seed).messages[-1]["content"] for seed in seeds)
+    held_out = EnvironmentFactory(final)()
+    questions = {held_out.reset(seed).messages[-1]["content"] for seed in board.ENTRIES[name].tasks}
+    assert len(questions) > 0.9 * board.TASKS
+    assert not questions & asked
+
+
 def test_the_table_says_what_is_imitated_first():
     assert board.warm_up(load("firm_lake")) == "320 traces, optimal, 30% of moves random"
     assert board.warm_up(load("rationales")) == "320 rows of training data"
@@ -40,7 +60,7 @@ def test_the_table_says_what_is_imitated_first():
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("common.model.path=made:small", "starts from made:small"),
+        ("common.model.path=made:small", "warm-up starts from made:small"),
         ("common.evaluation.final_seeds.count=200", "final tasks"),
         ("common.evaluation.final_seeds.start=3000000", "final tasks"),
         ("common.evaluation.sampling.temperature=0", "temperature 0"),
@@ -82,8 +102,11 @@ def test_the_line_of_a_finished_run_and_its_row(bandit_steps):
     shown = board.tables([{**line, "gflops": 80}])
     assert f"{np.mean([int(one) for one in line['success']]):.1%}" in shown
     assert "| 8 traces, random |" in shown
-    assert "open, 1 of 5 seeds" in shown
-    assert "missed by" in board.tables([{**line, "seed": seed, "gflops": 80} for seed in range(5)])
+    assert "open, has training seeds 3" in shown
+    row = [{**line, "seed": seed, "gflops": 80} for seed in range(5)]
+    assert "missed by" in board.tables(row)
+    assert "took 121 processor minutes" in board.tables([*row[:4], {**row[4], "cpu_minutes": 121}])
+    assert "open, has training seeds 0, 1, 2, 3, 7" in board.tables([*row[:4], {**row[4], "seed": 7}])
 
 
 @pytest.mark.slow

@@ -289,6 +289,28 @@ def test_reasoning_gym_rewards_its_reference_and_not_a_wrong_answer(gym):
         assert play(task, seed, ["certainly not"])[0].reward < 0.5
 
 
+def test_the_parts_of_reasoning_gym_have_no_question_in_common():
+    """Sums of two digits: 200 questions, which 600 seeds ask again and again."""
+    gym = {"dataset": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
+    asked = {}
+    for part in ("all", "training", "held_out"):
+        task = TextTask(TextTaskRecipe.model_validate({"reasoning_gym": {**gym, "part": part}}))
+        asked[part] = [task.reset(seed).messages[0]["content"] for seed in range(600)]
+        TextTask.validate(task.recipe, range(5))
+    training, held_out = set(asked["training"]), set(asked["held_out"])
+    assert not training & held_out
+    assert 0.1 < len(held_out) / len(training | held_out) < 0.3
+    # A seed whose question is of the part keeps it.
+    kept = [one == other for one, other in zip(asked["all"], asked["training"], strict=True)]
+    assert kept == [one in training for one in asked["all"]]
+
+
+def test_a_part_without_questions_is_an_input_error(monkeypatch):
+    monkeypatch.setattr(text_task, "_is_held_out", lambda question: False)
+    with pytest.raises(InputError, match=r"environment\.reasoning_gym\.part: .* no question of the part `held_out`"):
+        TextTask(TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": "chain_sum", "part": "held_out"}}))
+
+
 @pytest.mark.parametrize("name", ["list_functions", "pool_matrix"])
 def test_a_seed_is_one_task_and_global_random_state_is_unchanged(name):
     recipe = TextTaskRecipe.model_validate({"reasoning_gym": {"dataset": name}})

@@ -135,20 +135,38 @@ def test_interquartile_mean_resamples_within_environments():
     assert spread.low < spread.value < spread.high
 
 
-def test_crossed_mean_resamples_training_seeds_and_tasks():
-    """Where only one of the two differs, the interval is that of resampling it alone; where both do, it is wider than either."""
+def test_crossed_mean_is_over_training_seeds_and_tasks():
+    """Where only one of the two differs, the interval is that of this one alone: a bootstrap of the tasks, Student's of the seeds."""
     draws = np.random.default_rng(0)
-    tasks, seeds = draws.random(50) < 0.7, draws.random(8)
+    tasks, seeds = (draws.random(50) < 0.7).astype(float), draws.random(8)
     over_tasks, over_seeds = crossed_mean(np.tile(tasks, (8, 1))), crossed_mean(np.tile(seeds[:, None], (1, 50)))
-    for found, sample in ((over_tasks, tasks), (over_seeds, seeds)):
-        alone = bootstrap_mean(sample.astype(float).tolist())
-        assert (found.value, found.n) == (pytest.approx(sample.mean()), 8)
+    for found, alone in ((over_tasks, bootstrap_mean(tasks.tolist())), (over_seeds, mean(seeds.tolist()))):
+        assert (found.value, found.n) == (pytest.approx(alone.value), 8)
         assert found.low == pytest.approx(alone.low, abs=0.02)
         assert found.high == pytest.approx(alone.high, abs=0.02)
     both = crossed_mean(0.5 * tasks[None, :] + 0.5 * seeds[:, None])
     assert both.high - both.low > 0.5 * max(over_tasks.high - over_tasks.low, over_seeds.high - over_seeds.low)
+    one = crossed_mean(tasks[None])
+    assert one.low == pytest.approx(bootstrap_mean(tasks.tolist()).low, abs=0.02)
     with pytest.raises(ValueError, match="row per training seed"):
         crossed_mean(np.zeros(3))
+
+
+@pytest.mark.parametrize(("level", "of_seeds", "of_tasks"), [(0.5, 0.4, 1.0), (2.2, 0.05, 1.5), (6.0, 0.7, 0.5)])
+def test_crossed_mean_covers_the_truth_with_five_seeds(level, of_seeds, of_tasks):
+    """Whether seeds or tasks differ more, and near 100%."""
+    draws = np.random.default_rng(0)
+
+    def success(seeds, tasks):
+        return 1 / (1 + np.exp(-level - of_seeds * seeds - of_tasks * tasks))
+
+    truth = success(*draws.standard_normal((2, 200_000))).mean()
+    hits = 0
+    for _ in range(100):
+        chance = success(draws.standard_normal((5, 1)), draws.standard_normal((1, 200)))
+        found = crossed_mean(draws.random((5, 200)) < chance, draws=1000)
+        hits += found.low <= truth <= found.high
+    assert hits >= 90
 
 
 def test_probability_of_improvement_is_mann_whitneys_u():

@@ -41,9 +41,12 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import ColumnsRecipe, TaskSources
 from posttrain.recipe.judge import JudgeRecipe, ReasoningGymRecipe
+from posttrain.seeds import derive_seed
 
 _WRONG = "?"
 """The wrong answer of `validate`."""
+_MAX_DRAWS = 500
+"""Draws of reasoning-gym for one task, until the question is of the wanted part."""
 
 
 class WeightedRewardRecipe(BaseConfig):
@@ -477,6 +480,8 @@ def _require_gym(key: str) -> None:
         )
     try:
         _gym_task(recipe, 0)
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(
             f"environment.reasoning_gym.config: {recipe.dataset} refuses {recipe.config} "
@@ -485,17 +490,32 @@ def _require_gym(key: str) -> None:
 
 
 def _gym_task(recipe: ReasoningGymRecipe, seed: int) -> _Task:
+    """The task of a seed. If its question is not of the part that is asked, further draws for the seed follow."""
     make = require_module("reasoning_gym", "environment.reasoning_gym").create_dataset
-    # Some data sets draw from the global random state (list_functions) or seed it (pool_matrix).
-    with GlobalRandom("reasoning_gym", seed).active():
-        dataset = make(recipe.dataset, seed=seed, size=1, **recipe.config)
-        item = dataset[0]
+    for draw in range(_MAX_DRAWS):
+        number = seed if draw == 0 else derive_seed("reasoning_gym", seed, draw) % 2**31
+        # Some data sets draw from the global random state (list_functions) or seed it (pool_matrix).
+        with GlobalRandom("reasoning_gym", number).active():
+            dataset = make(recipe.dataset, seed=number, size=1, **recipe.config)
+            item = dataset[0]
+        if recipe.part in ("all", "held_out" if _is_held_out(item["question"]) else "training"):
+            break
+    else:
+        raise InputError(
+            f"environment.reasoning_gym.part: {_MAX_DRAWS} draws of {recipe.dataset} with {recipe.config} gave no question of the part "
+            f"`{recipe.part}`; it has too few questions, so leave `part` out"
+        )
     reference = item["answer"]
     messages = [{"role": "user", "content": item["question"]}]
     row = {**item, "label": reference}
     return _Task(
         messages, row, reference, f"{recipe.dataset} seed {seed}", lambda answer: dataset.score_answer(answer, item)
     )
+
+
+def _is_held_out(question: str) -> bool:
+    """Whether a question belongs to the fifth that is held out, the same on every machine."""
+    return derive_seed("held-out question", question) % 5 == 0
 
 
 def _with_references(row: Mapping[str, Any], columns: ColumnsRecipe) -> dict[str, Any]:

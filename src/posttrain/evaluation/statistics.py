@@ -157,19 +157,23 @@ def _middle_mean(values: np.ndarray) -> float:
 def crossed_mean(table: np.ndarray, seed: int = 0, draws: int = 10_000) -> Estimate:
     """Mean of a table [training seeds, tasks] with a 95% interval over both; `n` is the number of training seeds.
 
-    Each draw resamples the training seeds, and the tasks, which all training seeds share (the crossed form of the
-    hierarchical bootstrap; Owen 2007, "The pigeonhole bootstrap", Annals of Applied Statistics 1). Its spread is at
-    least that of either resampling alone, so it errs towards wide intervals.
+    Each draw is the mean of resampled tasks, which all training seeds share, plus Student's t of S - 1 degrees of freedom
+    times the standard error of the S seed means. The seeds are not resampled, because a bootstrap of five is too narrow:
+    where the seeds differ most, a bootstrap over both (Owen 2007, "The pigeonhole bootstrap", Annals of Applied Statistics
+    1) covered the truth in 87 to 90% of simulated tables, this interval in 95%. Noise within a seed counts in both parts,
+    so it errs towards wide intervals. The limits are clipped to the range of the values.
     """
     values = np.asarray(table, dtype=np.float64)
     if values.ndim != 2 or 0 in values.shape:
         raise ValueError(f"the table must have a row per training seed and a column per task, got shape {values.shape}")
     seeds, tasks = values.shape
     generator = random_stream("crossed mean", seed)
-    rows = generator.multinomial(seeds, np.full(seeds, 1 / seeds), size=draws)
     columns = generator.multinomial(tasks, np.full(tasks, 1 / tasks), size=draws)
-    means = ((rows @ values) * columns).sum(1) / (seeds * tasks)
-    low, high = np.quantile(means, [0.025, 0.975])
+    means = columns @ values.mean(0) / tasks
+    if seeds > 1:
+        error = values.mean(1).std(ddof=1) / math.sqrt(seeds)
+        means = means + error * generator.standard_t(seeds - 1, size=draws)
+    low, high = np.clip(np.quantile(means, [0.025, 0.975]), values.min(), values.max())
     return Estimate(float(values.mean()), float(low), float(high), seeds)
 
 

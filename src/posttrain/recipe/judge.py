@@ -119,6 +119,8 @@ class ReasoningGymRecipe(BaseConfig):
     """Name of a data set of reasoning-gym, for example `chain_sum`."""
     config: dict[str, Any] = {}
     """Keys of that data set's configuration, for example `max_terms: 3`."""
+    part: Literal["all", "training", "held_out"] = "all"
+    """Which questions are asked. Other seeds may ask the same question where there are few, so a fifth of all questions, by their text, are `held_out`: set `training` here and `held_out` in `evaluation.environment`."""
 
     @field_validator("config")
     @classmethod
