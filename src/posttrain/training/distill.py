@@ -25,12 +25,13 @@ from posttrain.runs.evaluated import start_values
 from posttrain.seeds import random_stream
 from posttrain.training.distillation import DistillationObjective, distillation_forward
 from posttrain.training.evaluators import EpisodeEvaluator
+from posttrain.training.guards import Guards
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rollouts import RolloutManager, SyncRollouts, TaskOrder, rollout_metrics
 from posttrain.training.rows import FixedRows
 from posttrain.training.tasks import check_tasks, too_long
 from posttrain.training.teacher import WHOLE, Teacher, open_teacher
-from posttrain.training.trainer import Callback, Guards, LoopSettings, Trainer
+from posttrain.training.trainer import Callback, LoopSettings, Trainer
 from posttrain.training.updater import Sample, Totals, Updater, add_totals, means, samples_of_episodes
 
 
@@ -53,7 +54,7 @@ def train(
                 metrics = batch.metrics | means(totals)
                 metrics["tokens/trained"] = float(learner.trained_tokens - tokens)
                 metrics["optimizer/learning_rate"] = learner.optimizer.learning_rate
-                fired = c.guards.check(metrics)
+                fired = c.guards.check(metrics, step)
                 trainer.finish_step(metrics)
                 trainer.warn([*batch.warnings, *learner.take_warnings(), *fired])
             trainer.evaluate_and_save()

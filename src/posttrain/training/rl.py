@@ -30,6 +30,7 @@ from posttrain.seeds import random_stream
 from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
+from posttrain.training.guards import Guards
 from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
@@ -56,7 +57,7 @@ from posttrain.training.rows import FixedRows
 from posttrain.training.tasks import check_tasks, too_long
 from posttrain.training.teacher import Teacher, open_teacher, reverse_kl
 from posttrain.training.token_rules import set_bonus_tokens
-from posttrain.training.trainer import Callback, Checkpointable, Guards, LoopSettings, Trainer
+from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, Trainer
 from posttrain.training.unit_credit import StepCredit, UnitCreditor
 from posttrain.training.updater import Objective, Sample, Totals, Updater, add_totals, means, samples_of_episodes
 
@@ -116,7 +117,7 @@ def train(
                     if c.entropy.used:
                         metrics["entropy/coefficient"] = c.entropy.coefficient
                     c.entropy.update_from(metrics)
-                    fired = c.guards.check(metrics)
+                    fired = c.guards.check(metrics, step)
                     trainer.finish_step(metrics)
                     rollouts.learned(step)
                     trainer.warn([*batch.warnings, *credit.warnings, *c.take_warnings(), *fired])
