@@ -278,39 +278,60 @@ def show_tables(lines: list[Line], json_file: Path | None = None) -> None:
     show("posttrain minus TRL, in points, all learning rates, paired by seed", differences(lines))
 
 
+def panels(axes: Any, lines: list[Line], colors: dict[str, str], faint: str, ink: str) -> None:
+    """Success against samples and against seconds in the area of `axes`, a row per task: mean and 95% interval over seeds.
+
+    `colors`: of the curves, by side. Dotted lines, in the color `faint`: random and optimal. `ink`: color of words.
+    """
+    axes.axis("off")
+    tasks = list(dict.fromkeys(line["task"] for line in lines))
+    for row, task in enumerate(tasks):
+        for column, label in enumerate(("samples", "seconds, one thread")):
+            place = (0.5 * column + 0.06, 1 - (row + 0.72) / len(tasks), 0.42, 0.6 / len(tasks))
+            panel = axes.inset_axes(place)
+            for side in SIDES:
+                runs = best_runs(lines, task, side)
+                points = [
+                    bootstrap_mean(values, draws=500)
+                    for values in zip(*[_smooth(line["successes"]) for line in runs], strict=True)
+                ]
+                samples = [(step + 1) * GROUPS * GROUP for step in range(len(points))]
+                places = np.mean([line["seconds"] for line in runs], axis=0) if column else samples
+                panel.plot(
+                    places, [point.value for point in points], color=colors[side], label=side.replace("trl", "TRL")
+                )
+                low, high = [point.low for point in points], [point.high for point in points]
+                panel.fill_between(places, low, high, color=colors[side], alpha=0.2, linewidth=0)
+            for level in ("random", "optimal"):
+                panel.axhline(runs[0][level], color=faint, linestyle=":", linewidth=1)
+            if column:
+                panel.set_xscale("log")
+                panel.xaxis.set_major_formatter("{x:g}")
+            panel.set_facecolor("none")
+            panel.set_ylim(-0.03, 1.05)
+            panel.set_yticks((0, 0.5, 1), ("0%", "50%", "100%"))
+            panel.set_xlabel(label, fontsize=8, color=ink)
+            panel.set_title(f"{task}: success of the samples", fontsize=9, color=ink, loc="left")
+            panel.tick_params(which="both", colors=ink, labelsize=8, length=3)
+            for name, spine in panel.spines.items():
+                spine.set_visible(name in ("left", "bottom"))
+                spine.set_color(faint)
+            if not (row or column):
+                legend = panel.legend(fontsize=8, frameon=False, loc="lower right")
+                for text in legend.get_texts():
+                    text.set_color(ink)
+
+
 def draw(lines: list[Line], file: Path) -> None:
-    """Success against samples and against seconds, a row per task: mean and 95% interval over seeds."""
+    """The panels in a file."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tasks = list(dict.fromkeys(line["task"] for line in lines))
-    figure, axes = pyplot.subplots(
-        len(tasks), 2, squeeze=False, sharey="row", layout="constrained", figsize=(8, 2.8 * len(tasks))
-    )
-    for row, task in zip(axes, tasks, strict=True):
-        for side, color in zip(SIDES, ("tab:blue", "tab:orange"), strict=True):
-            runs = best_runs(lines, task, side)
-            points = [
-                bootstrap_mean(values, draws=500)
-                for values in zip(*[_smooth(x["successes"]) for x in runs], strict=True)
-            ]
-            samples = [(step + 1) * GROUPS * GROUP for step in range(len(points))]
-            seconds = np.mean([line["seconds"] for line in runs], axis=0)
-            for axis, places in zip(row, (samples, seconds), strict=True):
-                axis.plot(places, [point.value for point in points], color=color, label=side)
-                low, high = [point.low for point in points], [point.high for point in points]
-                axis.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
-        for axis, label in zip(row, ("samples", "seconds, one thread"), strict=True):
-            for level in ("random", "optimal"):
-                axis.axhline(runs[0][level], color="grey", linestyle=":", linewidth=1)
-            axis.set_xlabel(label)
-            axis.set_title(task, fontsize=9)
-        row[1].set_xscale("log")
-        row[0].set_ylabel("success of the samples")
-        row[0].legend(fontsize=8, frameon=False)
-    figure.savefig(file)
+    figure, axes = pyplot.subplots(figsize=(8.4, 2.5 * len({line["task"] for line in lines})))
+    panels(axes, lines, {"posttrain": "tab:blue", "trl": "tab:orange"}, "grey", "black")
+    figure.savefig(file, bbox_inches="tight")
 
 
 def main() -> None:

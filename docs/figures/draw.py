@@ -3,7 +3,6 @@
 Curves come from docs/results, credit from posttrain's own functions on one example episode.
 """
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +21,9 @@ FOLDER = Path(__file__).resolve().parent
 # The scripts in benchmarks/ import each other by the names of their files.
 sys.path.insert(0, str(FOLDER.parents[1] / "benchmarks"))
 
+from harness.table import read_lines  # noqa: E402
 from learning import height_of, small_multiples  # noqa: E402
+from learning_trl import panels  # noqa: E402
 
 RESULTS = FOLDER.parent / "results"
 THEMES = {
@@ -348,7 +349,7 @@ def plain_axes(axes: Axes, theme: Theme, ticks: Sequence[float]) -> None:
 @figure("board", 8.4, 3.0)
 def board(axes: Axes, theme: Theme) -> None:
     """Success of each training seed of the board before and after RL."""
-    lines = [json.loads(line) for line in (RESULTS / "board.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = read_lines(RESULTS / "board.jsonl")
     names = list(dict.fromkeys(line["entry"] for line in lines))
     plain_axes(axes, theme, (0, 0.5, 1))
     for place, name in enumerate(names):
@@ -395,10 +396,17 @@ def learning(lines: list[dict[str, Any]], axes: Axes, theme: Theme) -> None:
     small_multiples(axes, lines, theme["blue"], theme["faint"], theme["ink"])
 
 
-LEARNED = [json.loads(line) for line in (RESULTS / "learning.jsonl").read_text(encoding="utf-8").splitlines()]
-for environment in ("bandit", "word_sort", "firm lake"):
+LEARNED = read_lines(RESULTS / "learning.jsonl")
+for environment in ("bandit", "word_sort", "firm lake", "slippery lake"):
     chosen = [line for line in LEARNED if line["environment"] == environment]
     figure(f"learning_{environment.replace(' ', '_')}", 8.4, height_of(chosen))(partial(learning, chosen))
+
+
+@figure("learning_trl", 8.4, 5.0)
+def learning_trl(axes: Axes, theme: Theme) -> None:
+    """The same tasks learned by posttrain and by TRL."""
+    colors = {"posttrain": theme["blue"], "trl": theme["orange"]}
+    panels(axes, read_lines(RESULTS / "learning_trl.jsonl"), colors, theme["faint"], theme["ink"])
 
 
 def draw(folder: Path = FOLDER) -> list[Path]:
