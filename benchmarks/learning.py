@@ -8,6 +8,7 @@ not run again. OUT/learning.md has a row per variant, and OUT/learning.svg a pan
 """
 
 import argparse
+import hashlib
 import json
 import math
 import shutil
@@ -30,6 +31,7 @@ from posttrain.evaluation.statistics import (
     mean,
     probability_of_improvement,
 )
+from posttrain.runs.directory import describe_machine
 
 Keys = dict[str, Any]
 
@@ -189,10 +191,10 @@ def run(environment: str, variant: str, seed: int, out: Path) -> Keys:
 
     folder = out / "runs" / f"{environment}-{variant}-{seed}".replace(" ", "_")
     # How fast a run learns depends on the model it starts from, so seeds do not share it.
-    start = {"model": {"path": str(small(seed))}}
+    model = small(seed)
     begun = time.process_time()
     prepared = reward_model(out) if environment == "reward model" else {}
-    keys = merged(COMMON, start, ENVIRONMENTS[environment], prepared, VARIANTS[variant])
+    keys = merged(COMMON, {"model": {"path": str(model)}}, ENVIRONMENTS[environment], prepared, VARIANTS[variant])
     result = posttrain.rl(**keys, name=folder.name, runs=str(folder.parent), seed=seed, overwrite=True)
     clock = np.cumsum([row["time/step"] for row in result.metrics])
     rates = {row["policy"]: row["success"] for row in result.evaluation}
@@ -209,6 +211,9 @@ def run(environment: str, variant: str, seed: int, out: Path) -> Keys:
         "random": rates["random"],
         "optimal": rates["optimal"],
         "cpu_seconds": time.process_time() - begun,
+        # Processors round differently, so the same seed makes another model elsewhere.
+        "processor": describe_machine()["processor"],
+        "model": hashlib.blake2b((model / "model.safetensors").read_bytes(), digest_size=6).hexdigest(),
     }
     shutil.rmtree(folder)
     return line
