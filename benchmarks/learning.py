@@ -219,35 +219,47 @@ def run(environment: str, variant: str, seed: int, out: Path) -> Keys:
     return line
 
 
+def sections(lines: list[Keys]) -> list[str]:
+    """Markdown per environment: a heading, the success of the baseline policies and a table with a row per variant."""
+    return [
+        f"### {name}\n\nRandom policy {runs[0]['random']:.1%}, optimal policy {runs[0]['optimal']:.1%}.\n\n{markdown(table(runs))}"
+        for name, runs in by_environment(lines).items()
+    ]
+
+
+def by_environment(lines: list[Keys]) -> dict[str, list[Keys]]:
+    """The lines of each environment."""
+    by: dict[str, list[Keys]] = defaultdict(list)
+    for line in lines:
+        by[line["environment"]].append(line)
+    return by
+
+
 def table(lines: list[Keys]) -> list[Keys]:
-    """A row per environment and variant. `area - base` is paired by training seed, because both start from the same model."""
-    by: dict[str, dict[str, list[Keys]]] = defaultdict(lambda: defaultdict(list))
+    """A row per variant of one environment. `area - base` is paired by training seed: both start from the same model."""
+    variants: dict[str, list[Keys]] = defaultdict(list)
     for line in sorted(lines, key=lambda line: line["seed"]):
-        by[line["environment"]][line["variant"]].append(line)
+        variants[line["variant"]].append(line)
+    base = [line["final"] for line in variants["base"]]
+    base_areas = {line["seed"]: _area(line) for line in variants["base"]}
     rows = []
-    for environment, variants in by.items():
-        base = [line["final"] for line in variants.get("base", [])]
-        base_areas = {line["seed"]: _area(line) for line in variants.get("base", [])}
-        for variant in [name for name in VARIANTS if name in variants]:
-            runs = variants[variant]
-            final = [line["final"] for line in runs]
-            pairs = [_area(line) - base_areas[line["seed"]] for line in runs if line["seed"] in base_areas]
-            times = [_time_to(line) for line in runs]
-            better = probability_of_improvement([final], [base]) if base and variant != "base" else None
-            rows.append(
-                {
-                    "environment": environment,
-                    "variant": variant,
-                    "seeds": len(runs),
-                    "final success": _text(interquartile_mean([final])),
-                    "worst": f"{min(final):.1%}",
-                    "area": f"{np.mean([_area(line) for line in runs]):.1%}",
-                    "area - base": _text(mean(pairs)) if pairs and variant != "base" else "–",
-                    "better than base": _text(better) if better else "–",
-                    f"s to {SHARE:.0%} of optimal": _times(times),
-                    "random, optimal": f"{runs[0]['random']:.1%}, {runs[0]['optimal']:.1%}",
-                }
-            )
+    for variant in [name for name in VARIANTS if variants[name]]:
+        runs = variants[variant]
+        final = [line["final"] for line in runs]
+        pairs = [_area(line) - base_areas[line["seed"]] for line in runs if line["seed"] in base_areas]
+        better = probability_of_improvement([final], [base]) if base and variant != "base" else None
+        rows.append(
+            {
+                "variant": variant,
+                "seeds": len(runs),
+                "final success": _text(interquartile_mean([final])),
+                "worst": f"{min(final):.1%}",
+                "area": f"{np.mean([_area(line) for line in runs]):.1%}",
+                "area - base": _text(mean(pairs)) if pairs and variant != "base" else "–",
+                "better than base": _text(better) if better else "–",
+                f"s to {SHARE:.0%} of optimal": _times([_time_to(line) for line in runs]),
+            }
+        )
     return rows
 
 
@@ -330,9 +342,7 @@ def draw(lines: list[Keys], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    by: dict[str, list[Keys]] = defaultdict(list)
-    for line in lines:
-        by[line["environment"]].append(line)
+    by = by_environment(lines)
     heights = [height_of(runs) for runs in by.values()]
     figure, axes = pyplot.subplots(
         len(by), 1, squeeze=False, layout="constrained", figsize=(8.4, sum(heights)), height_ratios=heights
@@ -356,7 +366,7 @@ def main() -> None:
     where.add_argument("--table", type=Path, metavar="FILE", help="train nothing; print the table of stored results")
     chosen = parser.parse_args()
     if chosen.table:
-        print(markdown(table(read_lines(chosen.table))), end="")
+        print("\n".join(sections(read_lines(chosen.table))), end="")
         return
     chosen.out.mkdir(parents=True, exist_ok=True)
     results = chosen.out / "results.jsonl"
@@ -395,7 +405,7 @@ def main() -> None:
             )
     if not lines:
         sys.exit("no run has finished, so there is no table")
-    text = markdown(table(lines))
+    text = "\n".join(sections(lines))
     (chosen.out / "learning.md").write_text(text)
     draw(lines, chosen.out / "learning.svg")
     print(text)

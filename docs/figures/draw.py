@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parents[1] / "benchmarks"))
 
 from harness.table import read_lines  # noqa: E402
-from learning import height_of, small_multiples  # noqa: E402
+from learning import by_environment, height_of, small_multiples  # noqa: E402
 from learning_trl import panels  # noqa: E402
 
 RESULTS = FOLDER.parent / "results"
@@ -396,9 +396,7 @@ def learning(lines: list[dict[str, Any]], axes: Axes, theme: Theme) -> None:
     small_multiples(axes, lines, theme["blue"], theme["faint"], theme["ink"])
 
 
-LEARNED = read_lines(RESULTS / "learning.jsonl")
-for environment in ("bandit", "word_sort", "firm lake", "slippery lake"):
-    chosen = [line for line in LEARNED if line["environment"] == environment]
+for environment, chosen in by_environment(read_lines(RESULTS / "learning.jsonl")).items():
     figure(f"learning_{environment.replace(' ', '_')}", 8.4, height_of(chosen))(partial(learning, chosen))
 
 
