@@ -14,6 +14,7 @@ settings.load_profile("untimed")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["POSTTRAIN_PLOTS"] = "0"  # figures take most of the time of a small run
 
+FOLDER = Path.cwd()
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -87,6 +88,16 @@ def tiny_policy(tiny_model):
     from posttrain.recipe.model import ModelRecipe
 
     return Policy(ModelRecipe(path=str(tiny_model)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """A test that leaves another current folder fails: later tests may execute the Python files of this folder only."""
+    yield
+    left = Path.cwd()
+    if left != FOLDER:
+        os.chdir(FOLDER)
+        pytest.fail(f"the test has left the current folder {left}")
 
 
 @pytest.fixture(autouse=True)

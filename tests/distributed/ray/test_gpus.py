@@ -87,6 +87,7 @@ def test_workers_with_a_model_use_the_kernels_of_the_recipe(kind, monkeypatch, t
 
     monkeypatch.setattr(ray, "get_actor", lambda name: None)
     monkeypatch.setattr(actors, "HeartbeatSender", lambda *arguments: None)
+    monkeypatch.chdir(tmp_path)  # workers change the current folder
     for module in (actors, models):
         monkeypatch.setattr(module, "use_deterministic_kernels", chosen)
     keys = ["environment.type=bandit", "hardware.ray=auto", "hardware.deterministic=true"]
