@@ -112,6 +112,14 @@ VARIANTS: dict[str, Keys] = {
     **{f"credit {name}": {"credit": {"type": name}} for name in CREDITS},
     # It divides by the mean return of a group, which the penalty for a wrong form can make negative.
     "credit maxrl": {"credit": {"type": "maxrl"}, "environment": {"format": {"penalty": 0.0}}},
+    # In games, failed episodes are longer than others: their tokens outnumber the others' in a mean over tokens.
+    **{
+        f"credit {name} sequence_mean": {
+            "credit": {"type": name},
+            "loss": {"type": "ppo", "aggregation": "sequence_mean"},
+        }
+        for name in ("rloo", "grpo")
+    },
     **{f"loss {name}": {"loss": {"type": name}} for name in LOSSES},
     # Without importance weights, a step has one update.
     **{f"loss {name}": {"loss": {"type": name}, "learner": {"updates_per_step": 1}} for name in ("reinforce", "gpg")},

@@ -35,6 +35,7 @@ MEANINGS = {
     "correction/rejected_streams": "share of streams rejected by `loss.correction`",
     "correction/truncated": "share of tokens whose importance weight was capped",
     "correction/weight": "mean importance weight",
+    "credit/mean_advantage": "mean advantage of sampled tokens, weighted as in the loss, in units of their root mean square",
     "credit/zero_groups": "share of groups in which all episodes have equal returns, so that they give no signal",
     "critic/clipped": "share of values outside of the clip of the value loss",
     "critic/skipped": "critic updates skipped because of a gradient that is not finite",

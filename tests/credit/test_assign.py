@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from posttrain.credit.assign import compute_advantages, reward_streams
+from posttrain.credit.assign import compute_advantages, mean_advantage, reward_streams
 from posttrain.episode import Advantages, Episode, Outcome, RewardStreams, Stream
 from posttrain.errors import RunError
 from posttrain.recipe.credit import CreditRecipe
@@ -97,3 +97,13 @@ def test_a_reward_that_cannot_be_credited_names_its_episode(paid, words):
     one = episode((".s", paid), group=3, index=2)
     with pytest.raises(RunError, match=f"group 3 episode 2 .*{words}"):
         compute_advantages([one], recipe("grpo"), reward_streams([one]))
+
+
+def test_the_mean_advantage_is_below_zero_where_failures_are_longer():
+    """A success of one token, and a failure of three in two streams."""
+    episodes = [episode(("..s", {2: 1.0})), episode(("..s", {}), (".s.s", {}), index=1)]
+    credit = compute_advantages(episodes, recipe("grpo"), reward_streams(episodes))
+    assert mean_advantage(episodes, credit, by_episode=False) == pytest.approx((1 - 3) / 4, abs=1e-5)
+    assert mean_advantage(episodes, credit, by_episode=True) == pytest.approx(0, abs=1e-6)
+    nothing = Advantages([[np.zeros(3, np.float32)]])
+    assert np.isnan(mean_advantage(episodes[:1], nothing, by_episode=False))

@@ -129,6 +129,24 @@ def zero_groups(episodes: Sequence[Episode], advantages: Advantages) -> float:
     return 1 - sum(nonzero.values()) / len(nonzero) if nonzero else math.nan
 
 
+def mean_advantage(episodes: Sequence[Episode], advantages: Advantages, by_episode: bool) -> float:
+    """The mean advantage of a sampled token, divided by their root mean square: from -1 to 1, NaN if all are 0.
+
+    Below 0, updates make sampled tokens less likely on average, including those that all answers have, such as tags and the
+    end. With one credit per episode, this happens where failed episodes are longer than others. `by_episode`: every episode
+    counts the same, as with `loss.aggregation: sequence_mean`; otherwise every token.
+    """
+    first = second = total = 0.0
+    for episode, streams in zip(episodes, advantages.values, strict=True):
+        sampled = [values[stream.sampled] for values, stream in zip(streams, episode.streams, strict=True)]
+        weight = 1 / max(1, sum(map(len, sampled))) if by_episode else 1.0
+        for values in sampled:
+            total += weight * len(values)
+            first += weight * float(values.sum())
+            second += weight * float(np.square(values).sum())
+    return first / math.sqrt(total * second) if second else math.nan
+
+
 def registered_credit(recipe: Credit, episodes: Sequence[Episode], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Advantages from a function registered with `register_credit`: per episode [n] float64, over its sampled tokens.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 
-from posttrain.credit.assign import compute_advantages, zero_groups
+from posttrain.credit.assign import compute_advantages, mean_advantage, zero_groups
 from posttrain.environments.protocol import task_split
 from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.losses.entropy import EntropyController
@@ -107,6 +107,8 @@ def train(
                         totals = c.update(batch.episodes, samples, step)
                     metrics = rollout_metrics(batch) | means(totals) | credit.metrics
                     metrics["credit/zero_groups"] = zero_groups(batch.episodes, credit.advantages)
+                    by_episode = recipe.loss.aggregation == "sequence_mean"
+                    metrics["credit/mean_advantage"] = mean_advantage(batch.episodes, credit.advantages, by_episode)
                     metrics["tokens/trained"] = float(learner.trained_tokens - tokens)
                     metrics["optimizer/learning_rate"] = learner.optimizer.learning_rate
                     if recipe.kl.coefficient > 0:
