@@ -130,7 +130,7 @@ def zero_groups(episodes: Sequence[Episode], advantages: Advantages) -> float:
 
 
 def mean_advantage(episodes: Sequence[Episode], advantages: Advantages, by_episode: bool) -> float:
-    """The mean advantage of a sampled token, divided by their root mean square: from -1 to 1, NaN if all are 0.
+    """The mean advantage of a sampled token, divided by their root mean square: from -1 to 1, 0 if all are 0.
 
     Below 0, updates make sampled tokens less likely on average, including those that all answers have, such as tags and the
     end. With one credit per episode, this happens where failed episodes are longer than others. `by_episode`: every episode
@@ -144,7 +144,7 @@ def mean_advantage(episodes: Sequence[Episode], advantages: Advantages, by_episo
             total += weight * len(values)
             first += weight * float(values.sum())
             second += weight * float(np.square(values).sum())
-    return first / math.sqrt(total * second) if second else math.nan
+    return first / math.sqrt(total * second) if second else 0.0
 
 
 def registered_credit(recipe: Credit, episodes: Sequence[Episode], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:
