@@ -34,13 +34,20 @@ def answers(
     engine: LocalEngine, prompts: Sequence[tuple[int, ...]], tokens: int, sampling: SamplingRecipe, *name: int | str
 ) -> list[Completion]:
     """One answer of `tokens` tokens to each prompt, all in flight together; `name` names the draws."""
+    return all_answers(engine, [(prompt, tokens) for prompt in prompts], sampling, *name)
 
-    async def one(index: int, prompt: tuple[int, ...]) -> Completion:
+
+def all_answers(
+    engine: LocalEngine, asked: Sequence[tuple[tuple[int, ...], int]], sampling: SamplingRecipe, *name: int | str
+) -> list[Completion]:
+    """`answers` to prompts with their own numbers of tokens."""
+
+    async def one(index: int, prompt: tuple[int, ...], tokens: int) -> Completion:
         with engine.episode():
             return await engine.generate(Request(prompt, sampling, derive_seed(*name, index), tokens))
 
     async def together() -> list[Completion]:
-        return list(await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts))))
+        return list(await asyncio.gather(*(one(index, *wanted) for index, wanted in enumerate(asked))))
 
     return asyncio.run(together())
 

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
-from accelerator.decoding import answers, engine_of, random_prompts
+from accelerator.decoding import all_answers, answers, engine_of, random_prompts
+from accelerator.reinforcement import answer_sample
 from accelerator.rows import Row
 from accelerator.shapes import RandomPolicy, Shape, random_model
+from accelerator.training import Setting, Training
 from posttrain.models.attention import RowSegment
 from posttrain.models.forward import logits_of, token_scores
 from posttrain.models.packing import PackedLayout
 from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.training.objectives import logprobs
 
 SEGMENTS = [
     *(RowSegment(0, 70), RowSegment(70, 200, ((0, 70),)), RowSegment(200, 264, ((0, 150),))),
@@ -27,6 +31,7 @@ def parity(shape: Shape, device: torch.device) -> Iterator[Row]:
         yield from _attention(device, size, window=50)
     yield from _scores(shape, device)
     yield from _greedy(shape, device)
+    yield from _many_lengths(shape, device)
 
 
 def _attention(device: torch.device, size: int, window: int | None) -> Iterator[Row]:
@@ -91,3 +96,19 @@ def _greedy(shape: Shape, device: torch.device) -> Iterator[Row]:
         )[:, 24:].tolist()  # fmt: skip
     same = [a == b for one, other in zip(mine, theirs, strict=True) for a, b in zip(one.ids, other, strict=True)]
     yield Row("parity", f"greedy tokens as transformers', {shape.name}", 100 * sum(same) / len(same), "%")
+
+
+def _many_lengths(shape: Shape, device: torch.device) -> Iterator[Row]:
+    """Answers of many lengths: the number of sequences falls while they are decoded, and the cache grows."""
+    training = Training(shape, device, Setting(1024))
+    (prompt,) = random_prompts(1, 150, shape.vocabulary, "lengths")
+    lengths = [(prompt[: 10 + 6 * i], 12 + 8 * ((i * 7) % 24)) for i in range(24)]
+    found = all_answers(engine_of(training.policy, 24), lengths, SamplingRecipe(), "lengths")
+    samples = [
+        answer_sample(asked, answer, 0, i) for i, ((asked, _), answer) in enumerate(zip(lengths, found, strict=True))
+    ]
+    apart = [
+        np.abs(scored - np.array(answer.logprobs)).mean()
+        for scored, answer in zip(logprobs(training.learner, samples), found, strict=True)
+    ]
+    yield Row("parity", f"learner against engine, {shape.name}, the worst of 24 answers", float(max(apart)), "nats")

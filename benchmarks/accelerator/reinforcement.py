@@ -57,7 +57,7 @@ def learning(
         begun = _now(device)
         found = answers(engine, asked, tokens, SamplingRecipe(), "step", step)
         generated = _now(device)
-        samples = [_sample(p, answer, step, i) for i, (p, answer) in enumerate(zip(asked, found, strict=True))]
+        samples = [answer_sample(p, answer, step, i) for i, (p, answer) in enumerate(zip(asked, found, strict=True))]
         scores = logprobs(training.learner, samples)
         scored = _now(device)
         totals = training.learner.update(samples, ClippedLoss())
@@ -79,7 +79,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _sample(prompt: tuple[int, ...], answer: Completion, step: int, index: int) -> Sample:
+def answer_sample(prompt: tuple[int, ...], answer: Completion, step: int, index: int) -> Sample:
     """The answer with a random advantage."""
     ids = np.array([*prompt, *answer.ids], dtype=np.int64)
     sampled = np.arange(len(ids)) >= len(prompt)

@@ -36,7 +36,7 @@ QUICK = argparse.Namespace(device="cpu", tiny=True)
 @pytest.mark.parametrize(
     ("part", "rows"),
     [
-        *(("device", 2), ("limits", 2), ("parity", 6), ("agree-0.5B", 3), ("log-probabilities", 2)),
+        *(("device", 2), ("limits", 2), ("parity", 7), ("agree-0.5B", 3), ("log-probabilities", 2)),
         *(("sft-4B", 1), ("decode-0.5B", 3), ("rl-0.5B", 1), ("offload-4B", 1)),
     ],
 )
@@ -47,8 +47,8 @@ def test_every_part_prints_numbers(part, rows):
     if part in ("sft-4B", "decode-0.5B"):
         assert all(row.share is not None and row.share > 0 for row in found)
     if part == "parity":
-        assert all(row.value < 1e-4 for row in found[:-1])
-        assert found[-1].value == 100
+        assert all(row.value < 1e-4 for row in found if row.unit != "%")
+        assert [row.value for row in found if row.unit == "%"] == [100]
     if part == "agree-0.5B":
         in_float32, in_bfloat16, again = (row.value for row in found)
         assert in_float32 == again == 0, "the same numbers on a processor"
@@ -57,7 +57,9 @@ def test_every_part_prints_numbers(part, rows):
 
 def test_parts_pass_by_their_criteria():
     rows = [Row("parity", "a", 0.001, "relative"), Row("parity", "b", 0.019, "relative"), Row("parity", "c", 90, "%")]
-    assert gpu.judged("parity", rows)[0].check == "passed: distances below 0.02, gradients included"
+    rows.append(Row("parity", "d", 0.049, "nats"))
+    assert gpu.judged("parity", rows)[0].check.startswith("passed: distances below 0.02")
+    assert gpu.judged("parity", [*rows, Row("parity", "e", 0.051, "nats")])[0].check.startswith("FAILED: ")
     assert gpu.judged("parity", [*rows, Row("parity", "d", 0.02, "relative")])[0].check.startswith("FAILED: ")
     assert gpu.judged("parity", [*rows, Row("parity", "", math.nan, "")])[0].check.startswith("FAILED: ")
     assert gpu.judged("trl-0.5B", rows) == rows

@@ -14,7 +14,6 @@ from posttrain.engines.protocol import Request
 from posttrain.engines.vllm.engine import VllmEngine, settings_of
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
-from posttrain.planning.devices import GPU_KERNELS_LOCAL
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.rollout import SamplingRecipe
@@ -90,7 +89,7 @@ def test_kernels_per_layer_of_a_decoded_token(device, thin_model, tmp_path):
     for layers in (1, 2):
         policy = Policy(made.recipe(made.deeper(thin_model, tmp_path / str(layers), layers)))
         counts.append(per_token(device, LocalEngine(policy, slots=4), temperature=0.0)[1])
-    assert counts[1] - counts[0] <= GPU_KERNELS_LOCAL
+    assert counts[1] - counts[0] <= 20
 
 
 def test_kernels_do_not_grow_with_the_context(device, thin_model):

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from posttrain.engines.local import decoder
+from posttrain.engines.local import cuda, decoder
 from posttrain.models import fused_layers
 
 aten = torch.ops.aten
@@ -259,6 +259,7 @@ def fake_cuda() -> Any:
         (torch.utils, "swap_tensors"): _swapped(torch.utils.swap_tensors),
         (fused_layers, "rms_norm"): _fused_norm,
         (decoder, "rms_norm"): _fused_norm,
+        (cuda, "cuda_graph"): lambda run: (run, run()),
     }
     before = {place: getattr(*place) for place in replaced}
     for (owner, name), stub in replaced.items():

@@ -1,11 +1,20 @@
 """The cache of a GPU on a processor: passes over it with a plain kernel against the paged cache."""
 
+import asyncio
+from functools import partial
+
 import pytest
 import torch
 
+from posttrain.engines.local import cuda
+from posttrain.engines.local import engine as engines
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
+from posttrain.engines.local.decoder import ModuleDecoder
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.protocol import Request
 from posttrain.errors import RunError
+from posttrain.recipe.rollout import SamplingRecipe
 
 CPU = torch.device("cpu")
 SLOTS, HEADS, KEY_HEADS, SIZE = 4, 4, 2, 8
@@ -16,7 +25,8 @@ def plain_kernel(spans, query, key, value, scaling, window):
     outputs = []
     for span, seen in enumerate(spans.keys_seen.tolist()):
         assert seen <= spans.longest_key
-        assert spans.key_ends[span] + seen <= spans.key_ends[span + 1], "spans follow each other"
+        begin, end = spans.key_ends[span : span + 2].tolist()
+        assert begin + seen <= end or begin == end, "a span ends before the next one, or that is its copy"
         q = query[spans.query_ends[span] : spans.query_ends[span + 1]]
         k, v = (part[spans.key_ends[span] :][:seen].repeat_interleave(HEADS // KEY_HEADS, 1) for part in (key, value))
         ahead = torch.arange(seen)[None] - (torch.arange(len(q))[:, None] + seen - len(q))
@@ -66,3 +76,71 @@ def test_a_cache_that_does_not_fit_names_what_to_lower(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", full)
     with pytest.raises(RunError, match=r"4 slots with 128 tokens does not fit .*; lower engine.slots"):
         rows.layer(0, like)
+
+
+@pytest.mark.parametrize(
+    ("count", "size"), [(1, 1), (2, 2), (3, 3), (5, 6), (8, 8), (9, 12), (17, 24), (128, 128), (129, 192)]
+)
+def test_sizes_of_recorded_passes(count, size):
+    assert cuda.recorded_size(count) == size
+
+
+def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_policy, monkeypatch):
+    """Requests of many lengths, so that the number of sequences falls and the cache grows while passes are recorded."""
+    recordings, replays = [], []
+
+    def record(run):
+        """As a CUDA graph: the recorded function runs again, and what it returns is written to the same place."""
+        out = run()
+        recordings.append(out)
+
+        def replay():
+            replays.append(len(out))
+            out.copy_(run())
+
+        return replay, out
+
+    def sampled(engine):
+        async def ask():
+            prompts = [tuple(range(5, 12 + 9 * i)) for i in range(7)]
+            requests = [Request(p, SamplingRecipe(), i, 20 + 15 * i) for i, p in enumerate(prompts)]
+            return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+        return [(answer.ids, answer.logprobs) for answer in asyncio.run(ask())]
+
+    monkeypatch.setattr(tiny_policy, "end_tokens", frozenset({-1}))
+    paged = sampled(LocalEngine(tiny_policy, slots=8))
+    monkeypatch.setattr(engines, "FlashLayout", partial(FlashLayout, kernel=plain_kernel))
+    engine = LocalEngine(tiny_policy, slots=8)
+    engine._flash, engine._cache = True, KeyValueRows(8)
+    for version in range(2):
+        engine.load_weights(version)
+        engine._decoder = cuda.RecordedDecoder(ModuleDecoder(tiny_policy.model), record)
+        for (ids, logprobs), (expected, theirs) in zip(sampled(engine), paged, strict=True):
+            assert ids == expected
+            torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(theirs), atol=1e-5, rtol=0)
+        engine.sleep()
+    assert {1, 2, 3, 4, 6} <= set(replays), "passes of these sizes are replayed"
+    assert len(recordings) < 20 < len(replays), "a pass is recorded once for many replays"
+
+
+def test_nothing_is_recorded_with_deterministic_kernels_or_prompts():
+    class Plain:
+        def hidden(self, ids, positions, layout):
+            return ids
+
+    def record(run):
+        raise AssertionError("recorded")
+
+    decoder, rows = cuda.RecordedDecoder(Plain(), record), KeyValueRows(SLOTS)
+    ids = torch.zeros(3, dtype=torch.int64)
+    mixed = FlashLayout(rows, [Segment(0, 0, 2), Segment(1, 5, 1)], CPU, plain_kernel)
+    single = FlashLayout(rows, [Segment(slot, 5, 1) for slot in range(3)], CPU, plain_kernel)
+    for _ in range(2 * cuda.RECORDED_AFTER):
+        decoder.hidden(ids, ids, mixed)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2 * cuda.RECORDED_AFTER):
+            decoder.hidden(ids, ids, single)
+    finally:
+        torch.use_deterministic_algorithms(False)

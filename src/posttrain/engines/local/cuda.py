@@ -1,11 +1,18 @@
 """The local engine on a GPU: the key/value cache, one call of the variable-length flash kernel for all sequences of a
-forward pass, and running sums for sampling.
+forward pass, passes recorded as CUDA graphs, and running sums for sampling.
 
 A slot is contiguous, so the kernel reads the keys of each sequence in place, for any length. Prompts and decoding
 sequences are attended together. PyTorch's kernel does not support page tables without FlashAttention 3.
+
+Decoding a few sequences takes a GPU less time than Python needs to start its kernels, so a pass without prompts is
+recorded once for a number of sequences, and then started as a whole.
 """
 
-from collections.abc import Sequence
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +23,16 @@ from posttrain.errors import RunError
 from posttrain.models.cuda.attention import Kernel, Spans, flash_over_cache
 from posttrain.models.forward import upload
 
+if TYPE_CHECKING:
+    from posttrain.engines.local.decoder import Decoder
+
+Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+"""Records the GPU work of a function without running it. Returns a function that runs this work again, and the tensor to
+which it writes what the recorded function returned.
+"""
+
+RECORDED_AFTER = 4
+"""Passes of a size that run kernel by kernel before it is recorded, so that sizes that are rarely needed are not."""
 TERMS = 256
 """Numbers that `running_sum` adds by one product."""
 
@@ -81,10 +98,40 @@ class FlashLayout(CachedLayout):
         super().__init__(cache, self._ordered, device)
         self._kernel = kernel
         self._spans: Spans | None = None
+        self._row_index: torch.Tensor | None = None
 
     @property
     def segments(self) -> list[Segment]:
         return self._ordered
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every segment is one token."""
+        return len(self.singles) == len(self._ordered)
+
+    def decoding(self, positions: torch.Tensor, slots: torch.Tensor) -> "FlashLayout":
+        """The layout of one token of each of S sequences, at `positions` [S] of `slots` [S], both int64 on the device.
+
+        It reads nothing but these tensors, so that a recorded pass is that of the sequences which they name when it runs.
+        """
+        room = self.cache.pages * PAGE
+        begins, count = slots * room, len(slots)
+        layout = copy.copy(self)
+        layout._row_index = begins + positions
+        layout._spans = Spans(
+            query_ends=torch.arange(count + 1, dtype=torch.int32, device=self.device),
+            key_ends=torch.cat([begins, begins[-1:] + room]).int(),
+            longest_query=1,
+            longest_key=room,
+            gathered=None,
+            keys_seen=(positions + 1).int(),
+        )
+        return layout
+
+    def _rows_of(self, heads: int) -> torch.Tensor:
+        if self._row_index is None:
+            self._row_index = upload(self.cache.rows(self._ordered, heads), self.device)
+        return self._row_index
 
     def _attention(
         self,
@@ -114,6 +161,85 @@ def cached_spans(segments: Sequence[Segment], tokens_per_slot: int, device: torc
         gathered=None,
         keys_seen=upload(np.array(seen, dtype=np.int32), device),
     )
+
+
+# -- recorded passes --------------------------------------------------------------------------------------------------
+
+
+def cuda_graph(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """The `Recorder` of a GPU. Other threads may use the GPU meanwhile, as a checkpoint that is being written does."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = run()
+    return graph.replay, out
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    replay: Callable[[], None]
+    inputs: torch.Tensor
+    """[3, S] int64: ids, positions and slots of the next pass."""
+    out: torch.Tensor
+    """[S, hidden]: what the last pass computed."""
+
+
+class RecordedDecoder:
+    """A decoder whose passes of one token per sequence are recorded, by number of sequences, and replayed.
+
+    Numbers are rounded up to at most half as much again; the last sequence is computed several times then. Nothing is
+    recorded with deterministic kernels, since copies of a sequence write the same place in no fixed order.
+    """
+
+    def __init__(self, decoder: "Decoder", record: Recorder | None = None) -> None:
+        """`record`: `cuda_graph` by default."""
+        self._decoder = decoder
+        self._record = record or cuda_graph
+        self._passes: dict[int, _Recorded] = {}
+        self._uses: Counter[int] = Counter()
+        self._pages = 0
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._decoder.logits(hidden)
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
+        assert isinstance(layout, FlashLayout)
+        if not layout.decodes or torch.are_deterministic_algorithms_enabled():
+            return self._decoder.hidden(ids, positions, layout)
+        if self._pages != layout.cache.pages:
+            # The cache has moved, and recorded passes read its old place.
+            self._pages = layout.cache.pages
+            self._passes.clear()
+        size = recorded_size(len(ids))
+        self._uses[size] += 1
+        if self._uses[size] <= RECORDED_AFTER:
+            return self._decoder.hidden(ids, positions, layout)
+        slots = upload([segment.slot for segment in layout.segments], ids.device)
+        inputs = torch.stack([ids, positions, slots])
+        inputs = torch.cat([inputs, inputs[:, -1:].expand(3, size - len(ids))], dim=1)
+        if size not in self._passes:
+            self._passes[size] = self._recorded(inputs, layout)
+        recorded = self._passes[size]
+        recorded.inputs.copy_(inputs)
+        recorded.replay()
+        return recorded.out[: len(ids)]
+
+    def _recorded(self, inputs: torch.Tensor, layout: FlashLayout) -> _Recorded:
+        ids, positions, slots = inputs
+
+        def run() -> torch.Tensor:
+            return self._decoder.hidden(ids, positions, layout.decoding(positions, slots))
+
+        replay, out = self._record(run)
+        return _Recorded(replay, inputs, out)
+
+
+def recorded_size(count: int) -> int:
+    """The number of sequences for which a pass of `count` is recorded: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
+    step = 1 << max(0, (count - 1).bit_length() - 2)
+    return -(-count // step) * step
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
 
 
 def running_sum(values: torch.Tensor) -> torch.Tensor:

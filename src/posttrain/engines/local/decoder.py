@@ -15,7 +15,7 @@ from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.layers import CompiledLayer, CompiledLayers
 from posttrain.engines.local.cpu.linear import SamplingLinear
-from posttrain.engines.local.cuda import running_sum
+from posttrain.engines.local.cuda import RecordedDecoder, running_sum
 from posttrain.models.cpu.backend import rotate
 from posttrain.models.cuda.four_bit import is_four_bit
 from posttrain.models.forward import Float32Head, float32_product, hidden_states, logits_of, transformer, upload
@@ -45,14 +45,17 @@ class Decoder(Protocol):
         ...
 
 
-def decoder_of(model: torch.nn.Module) -> Decoder:
-    """The fastest decoder for `model`, with its current weights."""
+def decoder_of(model: torch.nn.Module, recorded: bool = False) -> Decoder:
+    """The fastest decoder for `model`, with its current weights; `recorded`: it decodes by CUDA graphs where it can."""
     inner = transformer(model)
     config = inner.config
     known = config.model_type in STREAMLINED and config.hidden_act == "silu"
     if known and is_four_bit(getattr(inner, inner.base_model_prefix).layers[0].self_attn.q_proj):
         known = False  # Only the module multiplies by packed matrices.
-    return StreamlinedDecoder(inner) if known else ModuleDecoder(model)
+    if not known:
+        return ModuleDecoder(model)
+    decoder = StreamlinedDecoder(inner)
+    return RecordedDecoder(decoder) if recorded and not decoder.waits else decoder
 
 
 class ModuleDecoder:
@@ -84,6 +87,11 @@ class StreamlinedDecoder:
         self._compiled = _compiled(self._layers)
         self._norm = body.norm
         self._head = _sampling_head(inner.get_output_embeddings())
+
+    @property
+    def waits(self) -> bool:
+        """Whether a pass waits for the GPU: these rotary positions read the longest one."""
+        return self._rotary.rope_type in ("dynamic", "longrope")
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         x = self._embed(ids)

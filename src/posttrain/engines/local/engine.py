@@ -321,7 +321,10 @@ class LocalEngine:
     def sleep(self) -> None:
         """Reshard gathered weights, and free the cache of a GPU for the learner. A CPU keeps it for the next step."""
         if self._flash:
+            # The next step needs as many pages again.
+            pages = self._cache.pages
             self._cache = KeyValueRows(self.capacity, self._cache.most_pages)
+            self._cache.pages, self._decoder = pages, None
             self._slots.invalidate()
         if self._source.sharded is not None:
             self._decoder = None
@@ -394,7 +397,7 @@ class LocalEngine:
         device = self.policy.device
         with torch.no_grad():
             if self._decoder is None:
-                self._decoder = decoder_of(self._source.model)
+                self._decoder = decoder_of(self._source.model, recorded=self._flash)
             hidden = self._decoder.hidden(upload(ids, device), upload(positions, device), layout)
             self.counters.forwards += 1
             self.counters.cache_bytes = max(self.counters.cache_bytes, self._cache.bytes)
