@@ -91,10 +91,11 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_policy, m
 
     def record(run):
         """As a CUDA graph: the recorded function runs again, and what it returns is written to the same place."""
-        out = run()
+        out, pages = run(), engine._cache.pages
         recordings.append(out)
 
         def replay():
+            assert engine._cache.pages == pages, "a graph reads the place where the cache was when it was recorded"
             replays.append(len(out))
             out.copy_(run())
 
