@@ -1,10 +1,16 @@
 """Reinforcement learning lifts `made:small` far above chance, and an algorithm with a fault in it does not.
 
 The model knows the form of an answer and nothing of the tasks, so all skill comes from rewards. The thresholds lie below
-the worst of `success_after` for seeds 0 to 19 with `made_model.small(seed % 5)`; see docs/results/learning.md.
+the worst of twenty training seeds, which are stored in docs/results/learning_tests.jsonl and made again by
+
+    python -m tests.training.test_learning > docs/results/learning_tests.jsonl
 """
 
+import json
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +27,8 @@ TASKS = {
 }
 """Environment, credit, steps, learning rate, weight of the KL penalty, and the success on held-out tasks that must be passed;
 chance is 50%, 25% and 29%."""
+SEEDS = 20
+MEASURED = Path(__file__).parents[2] / "docs" / "results" / "learning_tests.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +80,14 @@ def mixed_up_ppo(logprobs, batch):
     return ppo(PpoLoss(), logprobs, replace(batch, rollout_logprobs=other, old_logprobs=None))[0]
 
 
+def test_thresholds_are_below_the_worst_of_the_measured_seeds():
+    measured = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    for task, (*_, threshold) in TASKS.items():
+        found = {line["seed"]: line["success"] for line in measured if line["task"] == task}
+        assert sorted(found) == list(range(SEEDS))
+        assert threshold < min(found.values()) - 0.04
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_it_learns_from_rewards_alone(task, made, tmp_path):
     assert success_after(task, "ppo", made, tmp_path) > TASKS[task][-1]
@@ -84,3 +100,16 @@ def test_a_faulty_algorithm_does_not_pass(task, loss, made, tmp_path, monkeypatc
     monkeypatch.setattr(LOSSES, "_kinds", dict(LOSSES._kinds))  # other tests list the registered losses
     posttrain.register_loss(loss.__name__)(loss)
     assert success_after(task, loss.__name__, made, tmp_path) < TASKS[task][-1]
+
+
+def measure(tasks):
+    """Print the success of every task and training seed; starting models differ, too."""
+    for task in tasks:
+        for seed in range(SEEDS):
+            with tempfile.TemporaryDirectory() as folder:
+                success = success_after(task, "ppo", str(made_model.small(seed % 5)), folder, seed)
+            print(json.dumps({"task": task, "seed": seed, "success": success}), flush=True)
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1:] or TASKS)
