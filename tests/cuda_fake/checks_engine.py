@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from posttrain.distributed.world import join_world
+from posttrain.engines.local import cuda
 from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.engines.local.cuda import KeyValueRows
 from posttrain.engines.local.engine import LocalEngine, page_bytes
@@ -82,6 +83,22 @@ def test_deterministic_kernels_sample_without_sums_that_torch_refuses(device, th
         device.reset()
         sampled(engine, 5, **sampling)
     assert device.kernels["cumsum"] == (20 if sampling else 10)
+
+
+def test_a_recorded_pass_does_not_wait(device, thin_model, monkeypatch):
+    waits = []
+
+    def record(run):
+        before = device.sync_count
+        out = run()
+        waits.append(device.sync_count - before)
+        return run, out
+
+    monkeypatch.setattr(cuda, "cuda_graph", record)
+    engine = LocalEngine(Policy(made.recipe(thin_model)), slots=4)
+    engine.load_weights(1)
+    sampled(engine, 2 * cuda.RECORDED_AFTER)
+    assert waits == [0]
 
 
 def test_kernels_per_layer_of_a_decoded_token(device, thin_model, tmp_path):

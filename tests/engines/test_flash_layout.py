@@ -1,6 +1,7 @@
 """The cache of a GPU on a processor: passes over it with a plain kernel against the paged cache."""
 
 import asyncio
+import copy
 from functools import partial
 
 import pytest
@@ -10,10 +11,12 @@ from posttrain.engines.local import cuda
 from posttrain.engines.local import engine as engines
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
-from posttrain.engines.local.decoder import ModuleDecoder
+from posttrain.engines.local.decoder import ModuleDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.errors import RunError
+from posttrain.models.policy import Policy
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 
 CPU = torch.device("cpu")
@@ -85,21 +88,32 @@ def test_sizes_of_recorded_passes(count, size):
     assert cuda.recorded_size(count) == size
 
 
-def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_policy, monkeypatch):
-    """Requests of many lengths, so that the number of sequences falls and the cache grows while passes are recorded."""
+def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, monkeypatch):
+    """Requests of many lengths, so that the number of sequences falls and the cache grows while passes are recorded; then new
+    weights, a cache that was freed and made again, and new weights while it is awake.
+    """
+    policy = Policy(ModelRecipe(path=str(tiny_model)))
+    policy.end_tokens = frozenset({-1})
     recordings, replays = [], []
 
     def record(run):
         """As a CUDA graph: the recorded function runs again, and what it returns is written to the same place."""
-        out, pages = run(), engine._cache.pages
+        out, place = run(), engine._cache.keys[0].data_ptr()
         recordings.append(out)
 
         def replay():
-            assert engine._cache.pages == pages, "a graph reads the place where the cache was when it was recorded"
+            assert engine._cache.keys[0].data_ptr() == place, (
+                "a graph reads the cache that was there when it was recorded"
+            )
             replays.append(len(out))
             out.copy_(run())
 
         return replay, out
+
+    def decoder(model, recorded):
+        """The decoder has copies of the weights, as `StreamlinedDecoder` has."""
+        plain = ModuleDecoder(copy.deepcopy(model))
+        return cuda.RecordedDecoder(plain, record) if recorded else plain
 
     def sampled(engine):
         async def ask():
@@ -109,20 +123,35 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_policy, m
 
         return [(answer.ids, answer.logprobs) for answer in asyncio.run(ask())]
 
-    monkeypatch.setattr(tiny_policy, "end_tokens", frozenset({-1}))
-    paged = sampled(LocalEngine(tiny_policy, slots=8))
-    monkeypatch.setattr(engines, "FlashLayout", partial(FlashLayout, kernel=plain_kernel))
-    engine = LocalEngine(tiny_policy, slots=8)
+    paged, engine = (LocalEngine(policy, slots=8) for _ in range(2))
     engine._flash, engine._cache = True, KeyValueRows(8)
-    for version in range(2):
-        engine.load_weights(version)
-        engine._decoder = cuda.RecordedDecoder(ModuleDecoder(tiny_policy.model), record)
-        for (ids, logprobs), (expected, theirs) in zip(sampled(engine), paged, strict=True):
-            assert ids == expected
+    monkeypatch.setattr(engines, "FlashLayout", partial(FlashLayout, kernel=plain_kernel))
+    for version in range(3):
+        paged.load_weights(version)
+        expected = sampled(paged)
+        with monkeypatch.context() as patch:
+            patch.setattr(engines, "decoder_of", decoder)
+            engine.load_weights(version)
+            found = sampled(engine)
+            if version == 0:
+                engine.sleep()
+                assert [ids for ids, _ in sampled(engine)] == [ids for ids, _ in found]
+        for (ids, logprobs), (their_ids, theirs) in zip(found, expected, strict=True):
+            assert ids == their_ids
             torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(theirs), atol=1e-5, rtol=0)
-        engine.sleep()
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.02)
     assert {1, 2, 3, 4, 6} <= set(replays), "passes of these sizes are replayed"
-    assert len(recordings) < 20 < len(replays), "a pass is recorded once for many replays"
+    assert len(recordings) < 40 < len(replays), "a pass is recorded once for many replays"
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_passes_that_wait_for_the_gpu_are_not_recorded(tiny_model, kind):
+    model = Policy(ModelRecipe(path=str(tiny_model))).model
+    model.model.rotary_emb.rope_type = kind
+    assert isinstance(decoder_of(model, recorded=True), cuda.RecordedDecoder) == (kind == "default")
+    assert not isinstance(decoder_of(model), cuda.RecordedDecoder)
 
 
 def test_nothing_is_recorded_with_deterministic_kernels_or_prompts():

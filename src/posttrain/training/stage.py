@@ -147,7 +147,7 @@ def _threads_of(recipe: Recipe, console: Console) -> int | None:
 def with_engine(recipe: Recipe, console: Console) -> Recipe:
     """The recipe with the engine of this machine's device, if it names none; prints which and why on a GPU.
 
-    On a GPU that is vLLM: its decoding steps are CUDA graphs, and those of the local engine hundreds of launches.
+    On a GPU that is vLLM, which fuses more of a decoding step than the local engine does.
     """
     if not isinstance(recipe, RlRecipe | DistillRecipe | GenerateRecipe):
         return recipe
@@ -179,7 +179,7 @@ def with_engine(recipe: Recipe, console: Console) -> Recipe:
         except ValidationError as error:
             reason = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     kind = "local" if reason else "vllm"
-    reason = reason or "decoding on a GPU needs CUDA graphs, which the local engine does not have"
+    reason = reason or "vLLM is installed; set engine.type=local to sample in this process instead"
     if world.is_rank0:
         show_line(console, f"engine.type is {kind}: {reason}")
     return chosen

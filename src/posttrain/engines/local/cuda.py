@@ -9,6 +9,7 @@ recorded once for a number of sequences, and then started as a whole.
 """
 
 import copy
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -166,10 +167,17 @@ def cached_spans(segments: Sequence[Segment], tokens_per_slot: int, device: torc
 # -- recorded passes --------------------------------------------------------------------------------------------------
 
 
+_RECORDING = threading.Lock()
+
+
 def cuda_graph(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """The `Recorder` of a GPU. Other threads may use the GPU meanwhile, as a checkpoint that is being written does."""
+    """The `Recorder` of a GPU.
+
+    Other threads may start kernels and wait for their own meanwhile. They may not wait for the entire GPU, as the start of
+    another recording does, so there is one at a time.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with _RECORDING, torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = run()
     return graph.replay, out
 
