@@ -105,13 +105,14 @@ ENVIRONMENTS: dict[str, Keys] = {
     },
 }
 CREDITS = ["rloo", "grpo", "dr_grpo", "opo", "remax", "reinforce_pp_baseline", "brpo", "arpo", "reinforce_pp"]
-CREDITS += ["turn_returns", "gigpo", "gae", "bilevel_gae", "optimal_token_baseline"]
+CREDITS += ["reinforce", "turn_returns", "gigpo", "gae", "bilevel_gae", "optimal_token_baseline"]
 LOSSES = ["gspo", "gspo_token", "cispo", "dppo", "sapo", "gmpo"]
 VARIANTS: dict[str, Keys] = {
     "base": {},
     **{f"credit {name}": {"credit": {"type": name}} for name in CREDITS},
     # It divides by the mean return of a group, which the penalty for a wrong form can make negative.
     "credit maxrl": {"credit": {"type": "maxrl"}, "environment": {"format": {"penalty": 0.0}}},
+    "credit pass_at_k": {"credit": {"type": "pass_at_k", "k": 4}},
     # In games, failed episodes are longer than others: their tokens outnumber the others' in a mean over tokens.
     **{
         f"credit {name} sequence_mean": {
@@ -130,6 +131,9 @@ VARIANTS: dict[str, Keys] = {
     "32 x 4 episodes": {"rollout": {"groups_per_step": 32, "episodes_per_group": 4}},
     "entropy 0.003": {"entropy": {"coefficient": 0.003}},
     "entropy 0.02 for KL": {"entropy": {"coefficient": 0.02}, "kl": {"coefficient": 0.0}},
+    "entropy target 0.1": {"entropy": {"target": 0.1, "tokens": "answer"}},
+    "filter dynamic": {"rollout": {"filter": {"type": "dynamic"}}},
+    "filter uncertainty": {"rollout": {"filter": {"type": "uncertainty", "keep": 0.5}}},
     "no KL": {"kl": {"coefficient": 0.0}},
     "KL 0.02": {"kl": {"coefficient": 0.02, "estimator": "k2"}},
 }
