@@ -12,7 +12,6 @@ from posttrain.training.guards import Guards
     ("key", "metric", "threshold", "bad", "good"),
     [
         ("max_zero_groups", "credit/zero_groups", 0.8, 0.9, 0.8),
-        ("min_mean_advantage", "credit/mean_advantage", -0.2, -0.3, -0.2),
         ("min_reward_spread", "reward/group_spread", 0.1, 0.05, 0.1),
         ("min_entropy", "policy/entropy", 0.1, 0.05, 0.1),
         ("max_gradient_norm", "optimizer/gradient_norm", 10.0, math.inf, 10.0),

@@ -51,8 +51,6 @@ class GuardRecipe(BaseConfig):
     """Consecutive steps beyond a threshold before a guard triggers."""
     max_zero_groups: float | None = Field(0.8, ge=0, lt=1)
     """Trigger when the share of groups without credit, because all their episodes have the same return, is above this. Null: off."""
-    min_mean_advantage: float | None = Field(-0.2, ge=-1, le=0)
-    """Trigger when the mean advantage of sampled tokens, in units of their root mean square, is below this. Null: off."""
     min_reward_spread: float | None = Field(None, ge=0)
     """Trigger when the mean standard deviation of returns within groups is below this. Null: off."""
     min_entropy: float | None = Field(None, ge=0)

@@ -27,14 +27,6 @@ _GUARDS = (
         "rollout.sampling.temperature, set rollout.filter.type=dynamic, or choose tasks that sometimes succeed",
     ),
     _Guard(
-        "min_mean_advantage",
-        "credit/mean_advantage",
-        True,
-        "updates make sampled tokens less likely on average, including those of the answers' form, usually because failed "
-        "episodes are longer than others; set loss.aggregation=sequence_mean, or a credit.type with a baseline per turn, such "
-        "as turn_returns",
-    ),
-    _Guard(
         "min_reward_spread",
         "reward/group_spread",
         True,
