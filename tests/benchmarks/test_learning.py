@@ -24,6 +24,8 @@ def test_the_page_has_the_tables_of_the_stored_runs():
     lines = learning.read_lines(FOLDER / "docs" / "results" / "learning.jsonl")
     page = (FOLDER / "docs" / "results" / "learning.md").read_text()
     assert [section for section in learning.sections(lines) if section not in page] == []
+    settings = learning.read_lines(FOLDER / "docs" / "results" / "learning_settings.jsonl")
+    assert learning.markdown(learning.table(settings)) in page
 
 
 def test_the_area_is_compared_by_training_seed():

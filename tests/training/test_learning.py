@@ -6,6 +6,7 @@ the worst of twenty training seeds, which are stored in docs/results/learning_te
     python -m tests.training.test_learning > docs/results/learning_tests.jsonl
 """
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -21,9 +22,9 @@ from posttrain.training import made_model
 
 LAKE = {"type": "frozen_lake", "size": 2, "slippery": False, "max_turns": 2, "observation": "local"}
 TASKS = {
-    "bandit": ({"type": "bandit"}, "rloo", 10, 5e-4, 0.0, 0.65),
-    "word_sort": ({"type": "word_sort"}, "grpo", 40, 5e-4, 0.1, 0.4),
-    "firm lake": (LAKE, "turn_returns", 30, 1e-3, 0.02, 0.5),
+    "bandit": ({"type": "bandit"}, "rloo", 15, 5e-4, 0.0, 0.7),
+    "word_sort": ({"type": "word_sort"}, "optimal_token_baseline", 40, 5e-4, 0.1, 0.4),
+    "firm lake": (LAKE, "reinforce_pp", 30, 1e-3, 0.02, 0.6),
 }
 """Environment, credit, steps, learning rate, weight of the KL penalty, and the success on held-out tasks that must be passed;
 chance is 50%, 25% and 29%."""
@@ -85,7 +86,7 @@ def test_thresholds_are_below_the_worst_of_the_measured_seeds():
     for task, (*_, threshold) in TASKS.items():
         found = {line["seed"]: line["success"] for line in measured if line["task"] == task}
         assert sorted(found) == list(range(SEEDS))
-        assert threshold < min(found.values()) - 0.04
+        assert threshold < min(found.values()) - 0.1
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -106,7 +107,8 @@ def measure(tasks):
     """Print the success of every task and training seed; starting models differ, too."""
     for task in tasks:
         for seed in range(SEEDS):
-            with tempfile.TemporaryDirectory() as folder:
+            # The progress of the run goes to the other stream.
+            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
                 success = success_after(task, "ppo", str(made_model.small(seed % 5)), folder, seed)
             print(json.dumps({"task": task, "seed": seed, "success": success}), flush=True)
 
