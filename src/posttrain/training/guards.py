@@ -56,8 +56,8 @@ _GUARDS = (
 class Guards:
     """Counts, per guard, the consecutive steps beyond its threshold.
 
-    All metrics but the mean advantage are those of Wang et al. 2025, "RAGEN", arXiv 2504.20073: the spread of returns
-    collapses first, then entropy, and gradient spikes mark the steps after which a run does not recover.
+    The metrics are those of Wang et al. 2025, "RAGEN", arXiv 2504.20073: the spread of returns collapses first, then
+    entropy, and gradient spikes mark the steps after which a run does not recover.
     """
 
     def __init__(self, recipe: GuardRecipe) -> None:

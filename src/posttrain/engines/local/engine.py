@@ -321,11 +321,11 @@ class LocalEngine:
     def sleep(self) -> None:
         """Reshard gathered weights, and free the cache of a GPU for the learner. A CPU keeps it for the next step."""
         if self._flash:
-            # The next step needs as many pages again.
-            pages = self._cache.pages
+            tokens = self._cache.pages * PAGE
             self._cache = KeyValueRows(self.capacity, self._cache.most_pages)
-            self._cache.pages, self._decoder = pages, None
+            self._cache.reserve(tokens)  # The next step needs as many again.
             self._slots.invalidate()
+            self._decoder = None  # Its recorded passes read the old cache.
         if self._source.sharded is not None:
             self._decoder = None
             self._source.sharded.release()
