@@ -107,6 +107,28 @@ def test_cached_states_are_dropped_when_weights_change(tiny_policy):
     assert engine.counters.reused == 0
 
 
+def test_the_rows_of_a_pass_do_not_depend_on_what_was_sampled_with_older_weights(tiny_policy, monkeypatch):
+    """The last bit of a product can depend on the row, so a resumed run would otherwise differ from one that was not."""
+    passes, schedule = [], LocalEngine._schedule
+
+    def recorded(engine):
+        layout, rows = schedule(engine)
+        passes.append([sequence.request.seed for sequence, _ in rows])
+        return layout, rows
+
+    monkeypatch.setattr(LocalEngine, "_schedule", recorded)
+    asked = [Request(p, SamplingRecipe(), i, 2 + i) for i, p in enumerate(prompts(7))]
+    used, fresh = (LocalEngine(tiny_policy, LocalEngineRecipe(slots=5)) for _ in range(2))
+    generate(used, [Request(p, SamplingRecipe(), 100 + i, 9 - i) for i, p in enumerate(prompts(6, seed=1))])
+    of_each = []
+    for engine in (used, fresh):
+        passes.clear()
+        engine.load_weights(version=1)
+        generate(engine, asked)
+        of_each.append(list(passes))
+    assert of_each[0] == of_each[1]
+
+
 def test_repeated_prompts_hit_the_cache_even_when_all_slots_are_used(tiny_policy):
     engine = LocalEngine(tiny_policy, LocalEngineRecipe(slots=4))
     requests = [Request(p, GREEDY, i, 1) for i, p in enumerate(prompts(4, length=20))]

@@ -81,9 +81,11 @@ class Slots:
         return [i for i, slot in enumerate(self.slots) if not slot.busy]
 
     def invalidate(self) -> None:
-        """Discard all cached tokens."""
+        """Discard all cached tokens, and the order in which slots were used: it decides which row of a pass a sequence
+        gets, and the last bit of a small product can depend on its row.
+        """
         for slot in self.slots:
-            slot.ids, slot.prefix = np.empty(0, dtype=np.int64), None
+            slot.ids, slot.prefix, slot.last_used = np.empty(0, dtype=np.int64), None, -1
 
     def place(self, prompt: np.ndarray, pending: int) -> Placement | None:
         """The placement that leaves the fewest tokens of `prompt` [T] int64 to compute.
