@@ -294,6 +294,8 @@ def _times(times: list[float]) -> str:
 
 
 def _text(estimate: Estimate) -> str:
+    if estimate.n < 2:  # one training seed says nothing about others
+        return f"{estimate.value:.1%}"
     return f"{estimate.value:.1%} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
 
 
