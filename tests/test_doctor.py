@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,8 +10,9 @@ import posttrain
 from posttrain import doctor
 from posttrain.cli.main import main
 from posttrain.engines.local.cpu.kernel import decoding_kernel
-from posttrain.training import speed
-from posttrain.training.speed import Cost, Speed
+from posttrain.episode import RewardStreams
+from posttrain.errors import RunError
+from posttrain.training.learner import Learner
 
 
 def test_it_names_the_machine_and_the_choices(capsys, monkeypatch):
@@ -118,19 +120,83 @@ def test_vector_units_and_memory_are_read(tmp_path):
     assert doctor.memory(tmp_path / "none") == (0, 0)
 
 
-def test_the_demo_takes_as_many_steps_as_fit():
-    fast = Speed("bfloat16", 2, 32, 6.0, Cost(0.0, 1 / 20), Cost(0.0, 1 / 20), tokens=1000.0)
-    assert doctor.demo_minutes(fast) == pytest.approx((9.8 + 528 / 20 + 896 / 10 + 64 / 20) / 60)
-    slow = Speed("float32", 1, 16, 6.0, Cost(0.0, 0.5), Cost(0.0, 0.5), tokens=100.0)
-    one_step = 128
-    assert doctor.demo_minutes(slow) == pytest.approx((98 + 528 / 2 + one_step) / 60)
+def test_the_demo_takes_its_limit_on_slow_machines():
+    fast = doctor.Speed("bfloat16", 2, 32, 6, episodes=20.0, tokens=1000.0, updated=20.0)
+    assert fast.demo_minutes() == pytest.approx((9.8 + 592 / 20 + 896 / 10) / 60)
+    slow = doctor.Speed("float32", 1, 16, 2, episodes=1.0, tokens=100.0, updated=1.0)
+    assert slow.demo_minutes() == pytest.approx(98 / 60 + 592 / 60 + 4)
+
+
+@pytest.fixture
+def updates(monkeypatch):
+    """The episodes of every update that changed the weights, and whether each of their sampled tokens had credit."""
+    original, done = Learner.update, []
+
+    def update(learner, episodes, credit):
+        version = learner.policy.version
+        metrics = original(learner, episodes, credit)
+        masks = [stream.sampled for episode in episodes for stream in episode.streams]
+        values = [value for streams in credit.values for value in streams]
+        assert all(np.array_equal(value != 0, mask) for value, mask in zip(values, masks, strict=True))
+        assert metrics["optimizer/gradient_norm"] > 0
+        assert learner.policy.version == version + 1
+        done.append(episodes)
+        return metrics
+
+    monkeypatch.setattr(Learner, "update", update)
+    return done
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock[0]`: the seconds that everything appears to take. It is done once."""
+    state = [1.0]
+    monkeypatch.setattr(doctor, "timed", lambda work, seconds: ([work(1)], state[0]))
+    return state
+
+
+def test_speed_is_measured_on_updates_that_train_every_episode(tiny_model, updates):
+    speed = doctor.measure(str(tiny_model), seconds=0.1)
+    assert speed.episodes > 0
+    assert speed.tokens > speed.updated > 0
+    assert len(updates) >= 2
+
+
+def test_a_fast_machine_plays_whole_episodes_and_trains_on_all_of_them(tiny_model, updates, clock):
+    clock[0] = 0.1
+    speed = doctor.measure(str(tiny_model), seconds=2.0)
+    assert (speed.in_flight, speed.turns) == (32, 6)
+    assert len(updates[-1]) == 32
+    assert speed.tokens == pytest.approx(doctor.computed_tokens(updates[-1]) / 0.1)
+    turns = sum(len(episode.turns) for episode in updates[-1])
+    assert speed.updated == pytest.approx(turns / 6 / 0.1)
+
+
+def test_a_slow_machine_plays_few_turns_and_trains_on_two_episodes(tiny_model, updates, clock):
+    clock[0] = 10.0
+    speed = doctor.measure(str(tiny_model), seconds=2.0)
+    assert (speed.in_flight, speed.turns) == (16, 2)
+    assert [len(episodes) for episodes in updates] == [2, 2]
+    turns = sum(len(episode.turns) for episode in updates[-1])
+    assert speed.updated == pytest.approx(turns / 6 / 10)
+    assert speed.episodes <= 16 * 2 / 6 / 10
+
+
+def test_an_update_that_trains_nothing_is_an_error(tiny_model, monkeypatch):
+    monkeypatch.setattr(doctor, "every_token", lambda episodes: posttrain.advantages(episodes, rewards=zeros(episodes)))
+    with pytest.raises(RunError, match="skipped the measured update"):
+        doctor.measure(str(tiny_model), seconds=0.1)
+
+
+def zeros(episodes):
+    return RewardStreams([[np.zeros(len(stream), dtype=np.float32) for stream in e.streams] for e in episodes])
 
 
 def test_the_measurement_uses_the_threads_of_a_run(monkeypatch):
     monkeypatch.setattr("posttrain.models.cpu.threads.busy_processors", lambda: 3.0)
     monkeypatch.setattr("posttrain.models.cpu.threads.threads_beside", lambda busy: 1 if busy == 3.0 else None)
     monkeypatch.setattr("posttrain.models.load.resolve_device", lambda name: torch.device("cpu"))
-    monkeypatch.setattr(speed, "measure_run", lambda recipe, seconds: torch.get_num_threads())
+    monkeypatch.setattr(doctor, "_measured", lambda model, seconds: torch.get_num_threads())
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -145,7 +211,7 @@ def test_the_report_announces_the_measurement_and_names_its_basis(monkeypatch):
 
     def measure():
         seen.append("measured")
-        return Speed("float32", 1, 16, 5.5, Cost(0.0, 2.0), Cost(0.0, 5.0), tokens=31.0)
+        return doctor.Speed("float32", 1, 16, 2, episodes=0.5, tokens=31.0, updated=0.2)
 
     monkeypatch.setattr(doctor, "measure", measure)
     printed = "\n".join(doctor.report(announce=seen.append))
@@ -154,8 +220,7 @@ def test_the_report_announces_the_measurement_and_names_its_basis(monkeypatch):
     assert "measuring" not in printed
     for text in (
         "float32 with 1 thread:",
-        "0.5 episodes of FrozenLake with 5.5 turns",
-        "16 in flight",
+        "16 in flight, extrapolated from episodes of 2 turns",
         "31 tokens per second",
     ):
         assert text in printed

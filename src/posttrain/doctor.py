@@ -1,20 +1,23 @@
 """Facts about this machine, the defaults that posttrain selects on it, possible speed-ups, and a measured speed."""
 
+import math
 import os
 import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
+
+import numpy as np
 
 from posttrain import SPIN_COUNT
-from posttrain.errors import PosttrainError
+from posttrain.episode import Advantages, Episode
+from posttrain.errors import PosttrainError, RunError
 from posttrain.runs.directory import describe_machine
 
-if TYPE_CHECKING:
-    from posttrain.recipe.rl import RlRecipe
-    from posttrain.training.speed import Speed
+T = TypeVar("T")
 
 VECTORS = (
     "avx2",
@@ -37,8 +40,38 @@ VARIABLES = (
 DEMO_MODEL = "packaged:smollm2-135m"
 DEMO_HEADS = 64, 3
 """Its head size and query heads per key head. The measurement uses the kernel of these sizes."""
-DEMO_WARM_UP, DEMO_EVALUATED = 9_800, 528
-"""Amounts of work in `demo/pipeline` besides its RL steps: tokens of its warm-up, episodes of its other evaluations."""
+DEMO_LAKE: dict[str, Any] = {"slippery": False, "observation": "local", "max_turns": 6}
+DEMO_TOKENS, DEMO_EPISODES, DEMO_EVALUATED = 9_800, 896, 592
+"""Amounts of work in `demo/pipeline`: its warm-up, its training episodes, and its evaluation episodes."""
+DEMO_RL_MINUTES = 4.0
+"""Its `max_minutes`."""
+TURNS, GROUP = DEMO_LAKE["max_turns"], 8
+MANY, FEW = (32, TURNS), (16, 2)
+"""Measured episodes in flight and their turns: on fast and on slow machines. On a Zen 3, both gave the same processor
+time per turn within 7%, because the longer contexts of later turns offset the larger products."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A measurement of sampling and training on the demo's task."""
+
+    dtype: str
+    threads: int
+    in_flight: int
+    """Episodes that were sampled at a time."""
+    turns: int
+    """Turns of these episodes. Rates are for episodes of `TURNS` turns; with fewer, they are extrapolated."""
+    episodes: float
+    """Sampled episodes per second."""
+    tokens: float
+    """Tokens per second of an update in which every sampled token has credit."""
+    updated: float
+    """Episodes per second of that update."""
+
+    def demo_minutes(self) -> float:
+        """Estimated duration of `demo/pipeline` in minutes, excluding the loading of models."""
+        learning = DEMO_EPISODES * (1 / self.episodes + 1 / self.updated) / 60
+        return DEMO_TOKENS / self.tokens / 60 + DEMO_EVALUATED / self.episodes / 60 + min(learning, DEMO_RL_MINUTES)
 
 
 def machine() -> Iterator[tuple[str, str]]:
@@ -139,45 +172,102 @@ def remedies() -> Iterator[str]:
         yield f"free memory: {free / 2**30:.1f} GiB are left, and the demo needs about 3 GiB"
 
 
-def demo_recipe(model: str = DEMO_MODEL) -> "RlRecipe":
-    """The recipe of the demo's RL stage, starting from `model`."""
-    from posttrain.recipe.catalogue import shipped
-    from posttrain.recipe.pipeline import load_pipeline
-    from posttrain.recipe.rl import RlRecipe
-
-    pipeline = load_pipeline(f"{shipped('recipes')}/demo/pipeline.yaml", [])
-    recipe = pipeline.stages[-1].recipe
-    assert isinstance(recipe, RlRecipe)
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model})})
-
-
-def measure(model: str = DEMO_MODEL, seconds: float = 5.0) -> "Speed":
+def measure(model: str = DEMO_MODEL, seconds: float = 5.0) -> Speed:
     """Sample and train on the demo's task for about `seconds` each, with the threads that a run would use.
+
+    A slow machine takes longer than `seconds`: the least work is two turns of 16 episodes, and two updates on two of
+    them.
 
     Raises:
         InputError: the model is not installed.
+        RunError: the optimizer skipped an update, whose time would be meaningless.
     """
     import torch
 
     from posttrain.models.cpu.threads import busy_processors, threads_beside
     from posttrain.models.load import resolve_device
-    from posttrain.training.speed import measure_run
 
     every = torch.get_num_threads()
     try:
         if resolve_device("auto").type == "cpu":
             torch.set_num_threads(threads_beside(busy_processors()) or every)
-        return measure_run(demo_recipe(model), seconds)
+        return _measured(model, seconds)
     finally:
         torch.set_num_threads(every)
 
 
-def demo_minutes(speed: "Speed") -> float:
-    """Estimated duration of `demo/pipeline` in minutes, excluding the loading of models."""
-    from posttrain.training.speed import steps_that_fit
+def _measured(model: str, seconds: float) -> Speed:
+    import torch
 
-    _, learning = steps_that_fit(demo_recipe(), speed)
-    return (DEMO_WARM_UP / speed.tokens + speed.sampling.seconds(DEMO_EVALUATED) + learning) / 60
+    import posttrain
+
+    policy = posttrain.Policy(model, dtype="auto")
+    engine = posttrain.LocalEngine(policy)
+    learner = posttrain.Learner(policy, learning_rate=1e-9)
+
+    def play(episodes: int, turns: int, step: int) -> list[Episode]:
+        lake = posttrain.make_env("frozen_lake", **DEMO_LAKE | {"max_turns": turns})
+        tasks, group = range(max(1, episodes // GROUP)), min(episodes, GROUP)
+        return posttrain.rollout(
+            engine, lake, tasks, episodes_per_group=group, max_tokens=12, tokens_per_episode=600, step=step
+        )
+
+    def update(episodes: list[Episode]) -> None:
+        metrics = learner.update(episodes, every_token(episodes))
+        if metrics["optimizer/skipped"] or "optimizer/no_signal" in metrics:
+            raise RunError(f"the optimizer skipped the measured update ({metrics}); report this output as a bug")
+
+    play(2, 1, 0)  # compiles the kernel and allocates the cache
+    size = FEW
+    played, sampling = timed(lambda step: play(*size, step), 0)
+    if sampling * math.prod(MANY) / math.prod(FEW) <= seconds:
+        size = MANY
+        played, sampling = timed(lambda step: play(*size, step), seconds)
+    batch = played[-1][:2]
+    update(batch)  # allocates the optimizer's state
+    updates, updating = timed(lambda _: update(batch), 0)
+    if updating < seconds:
+        batch = played[-1][: max(2, int(2 * seconds / updating))]
+        updates, updating = timed(lambda _: update(batch), seconds)
+    return Speed(
+        str(next(policy.model.parameters()).dtype).removeprefix("torch."),
+        torch.get_num_threads(),
+        *size,
+        episodes=sum(map(_whole_episodes, played)) / sampling,
+        tokens=computed_tokens(batch) * len(updates) / updating,
+        updated=_whole_episodes(batch) * len(updates) / updating,
+    )
+
+
+def every_token(episodes: list[Episode]) -> Advantages:
+    """Credit for every sampled token. The optimizer skips tokens without credit, which would look like a fast update.
+
+    Untrained models have nearly equal returns, so their advantages are 0.
+    """
+    return Advantages([[stream.sampled.astype(np.float32) for stream in episode.streams] for episode in episodes])
+
+
+def computed_tokens(episodes: list[Episode]) -> int:
+    """Tokens of an update on `episodes`: those that the episodes of a group share are computed once."""
+    from posttrain.models.packing import row_length
+
+    return sum(
+        row_length([stream.ids for episode in episodes if episode.group == group for stream in episode.streams])
+        for group in {episode.group for episode in episodes}
+    )
+
+
+def _whole_episodes(episodes: list[Episode]) -> float:
+    return sum(len(episode.turns) for episode in episodes) / TURNS
+
+
+def timed(work: Callable[[int], T], seconds: float) -> tuple[list[T], float]:
+    """The results of `work(1)`, `work(2)`, ... until `seconds` have passed, at least one, and the elapsed seconds."""
+    began = time.perf_counter()
+    results = [work(1)]
+    while time.perf_counter() - began < seconds:
+        results.append(work(len(results) + 1))
+    return results, time.perf_counter() - began
 
 
 def report(speed: bool = True, announce: Callable[[str], None] = lambda _: None) -> Iterator[str]:
@@ -203,12 +293,12 @@ def _speed_lines() -> list[str]:
         found = measure()
     except PosttrainError as error:
         return [f"not measured: {error}"]
-    rate = found.in_flight / found.sampling.seconds(found.in_flight)
     threads = f"{found.threads} thread{'s' * (found.threads != 1)}"
+    basis = "" if found.turns == TURNS else f", extrapolated from episodes of {found.turns} turns"
     return [
-        f"{DEMO_MODEL} in {found.dtype} with {threads}: {rate:.2g} episodes of FrozenLake with {found.turns:.1f} turns "
-        f"sampled per second with {found.in_flight} in flight; updates at {found.tokens:,.0f} tokens per second",
-        f"expected time of `posttrain pipeline demo/pipeline`: about {demo_minutes(found):.0f} minutes at this speed",
+        f"{DEMO_MODEL} in {found.dtype} with {threads}: {found.episodes:.2g} episodes of FrozenLake with {TURNS} turns "
+        f"sampled per second with {found.in_flight} in flight{basis}; updates at {found.tokens:,.0f} tokens per second",
+        f"expected time of `posttrain pipeline demo/pipeline`: about {found.demo_minutes():.0f} minutes at this speed",
     ]
 
 

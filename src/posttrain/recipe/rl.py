@@ -39,8 +39,6 @@ class RlRecipe(SampledRecipe):
     """Reward model whose score is added to the environment's reward. Null: none."""
     agent: AgentRecipe | None = None
     """Program that plays the episodes. Null: the environment is played turn by turn."""
-    fit_steps: bool = False
-    """Before the first step, measure for about five seconds how fast this machine samples and trains the policy, and lower `steps` to what fits into `max_minutes`. The run keeps that number when it is resumed."""
     credit: CreditRecipe = GroupCredit(type="rloo")
     teacher: RewardTeacherRecipe | None = None
     """Teacher whose distance from the policy is subtracted from the reward of each sampled token. Null: none."""
@@ -106,20 +104,6 @@ class RlRecipe(SampledRecipe):
     def _agent_fits(self):
         if self.agent is not None:
             refuse_with_agent(self, self.agent)
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_measured(self):
-        if not self.fit_steps:
-            return self
-        if self.max_minutes is None:
-            raise ValueError("`fit_steps` needs a limit; set `max_minutes`, or remove `fit_steps`")
-        elsewhere = self.hardware.processes > 1 or self.hardware.ray is not None or self.engine.type != "local"
-        if elsewhere or self.agent is not None or self.rollout.async_rollouts:
-            raise ValueError(
-                "`fit_steps` measures one process that samples and trains in turn; remove `hardware.processes`, "
-                "`hardware.ray`, `engine`, `agent` and `rollout.async_rollouts`, or set `fit_steps: false`"
-            )
         return self
 
     @model_validator(mode="after")

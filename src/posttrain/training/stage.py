@@ -144,29 +144,6 @@ def _threads_of(recipe: Recipe, console: Console) -> int | None:
     return threads
 
 
-def with_fitting_steps(recipe: Recipe, resume: bool, console: Console) -> Recipe:
-    """The recipe with the steps that fit into `max_minutes` on this machine, if it has `fit_steps`. Decided once per run."""
-    if not isinstance(recipe, RlRecipe) or not recipe.fit_steps:
-        return recipe
-    if resume:
-        begun = RunDirectory.open(f"{recipe.runs}/{recipe.name}").load_recipe()
-        assert isinstance(begun, RlRecipe)
-        if begun.steps < recipe.steps:
-            show_line(
-                console, f"steps is {begun.steps} instead of {recipe.steps}, as measured when the run began (fit_steps)"
-            )
-        return recipe.model_copy(update={"steps": min(recipe.steps, begun.steps)})
-    from posttrain.training.speed import measure_run, steps_that_fit
-
-    show_line(console, "measuring how fast this machine samples and trains (fit_steps) ...")
-    steps, seconds = steps_that_fit(recipe, measure_run(recipe))
-    fit = f"all {steps} steps fit" if steps == recipe.steps else f"{steps} of {recipe.steps} steps fit"
-    show_line(
-        console, f"{fit} into max_minutes = {recipe.max_minutes:g}: they take about {seconds / 60:.1f} minutes here"
-    )
-    return recipe.model_copy(update={"steps": steps})
-
-
 def with_engine(recipe: Recipe, console: Console) -> Recipe:
     """The recipe with the engine of this machine's device, if it names none; prints which and why on a GPU.
 
@@ -233,7 +210,7 @@ def run_in_process(
         if not resume:
             recipe = with_engine(recipe, console)
         if world.is_single_process:
-            recipe = with_fitting_steps(with_threads(recipe, resume, console), resume, console)
+            recipe = with_threads(recipe, resume, console)
         run = world.on_rank0(opened)
         if resume and not has_state(run):
             world.on_rank0(lambda: _finish_ended(recipe, run, console))
