@@ -359,7 +359,7 @@ def pipeline(
 
     posttrain pipeline demo/pipeline --dry-run
 
-    posttrain pipeline demo/pipeline --from rl stages.rl.steps=50
+    posttrain pipeline demo/pipeline --from rl stages.rl.steps=50 stages.rl.max_minutes=20
     """
     from posttrain.errors import InputError
     from posttrain.recipe.pipeline import load_pipeline
