@@ -109,7 +109,11 @@ def test_format_of_a_rate_without_interval_or_value() -> None:
     assert rate({}, "success") == "-"
 
 
-def test_a_long_evaluation_says_how_far_it_is(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("report", "what"),
+    [(Progress.played, "evaluated"), (Progress.sampled, "sampled"), (Progress.trained, "trained on")],
+)
+def test_a_long_evaluation_or_step_says_how_far_it_is(report, what, monkeypatch) -> None:
     """A line every five seconds in a pipe."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -117,8 +121,8 @@ def test_a_long_evaluation_says_how_far_it_is(monkeypatch) -> None:
     with Progress(9, "tossing", console=Console(file=out, width=40)) as progress:
         for done in range(1, 13):
             now[0] += 1
-            progress.played(done, 12)
-    assert out.getvalue().splitlines()[1:] == ["evaluated 5 of 12", "evaluated 10 of 12"]
+            report(progress, done, 12)
+    assert out.getvalue().splitlines()[1:] == [f"{what} 5 of 12", f"{what} 10 of 12"]
 
 
 def test_if_the_evaluation_is_the_whole_run_its_episodes_move_the_bar():

@@ -220,6 +220,13 @@ def test_a_run_with_a_time_limit_says_once_how_many_steps_fit(tiny_model, tmp_pa
     assert printed.count("all 2 steps left fit in max_minutes = 60") == 1
 
 
+def test_a_step_says_how_far_its_sampling_and_its_updates_are(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("posttrain.runs.metrics.SECONDS_PER_LINE", 0.0)
+    rollout = {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 6, "tokens_per_episode": 100}
+    _, printed = train(tiny_model, tmp_path, steps=1, learner={"tokens_per_batch": 100}, rollout=rollout)
+    assert {"sampled 1 of 6", "sampled 5 of 6", "trained on 1 of 6", "trained on 5 of 6"} <= set(printed.splitlines())
+
+
 def test_a_used_name_is_refused(tiny_model, tmp_path):
     train(tiny_model, tmp_path, steps=1)
     recipe = TypeAdapter(Recipe).validate_python(small.recipe_values(tiny_model, tmp_path))

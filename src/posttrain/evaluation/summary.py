@@ -11,7 +11,7 @@ import numpy as np
 from posttrain.episode import Episode, Outcome
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
 from posttrain.recipe.rollout import SCORES
-from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Played, collect_episodes
+from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Played, collect_episodes, quiet
 
 PASS = "pass@k/"
 """Prefix of the pass@k keys in the metrics log."""
@@ -184,7 +184,7 @@ def evaluate(
     episodes_per_seed: int,
     run_seed: int,
     left_out: frozenset[int] = frozenset(),
-    played: Played = lambda *_: None,
+    played: Played = quiet,
 ) -> tuple[Evaluation, list[Episode]]:
     """Play all `seeds` except those in `left_out`. Returns the summary and the episodes.
 

@@ -267,8 +267,12 @@ Played = Callable[[int, int], None]
 """Called each time an episode ends, with the number of finished episodes and the total."""
 
 
+def quiet(done: int, total: int) -> None:
+    """Report no progress."""
+
+
 def collect_episodes(
-    worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest], played: Played = lambda *_: None
+    worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest], played: Played = quiet
 ) -> list[Episode]:
     """Play and score all episodes; returns them in the order of `requests`.
 

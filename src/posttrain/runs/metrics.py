@@ -255,7 +255,7 @@ class Progress:
 
     Each update prints a line. For a training step, it has success and return, or loss, accuracy and margin, and the
     gradient norm and tokens per second. For an evaluation, it has the results with 95% intervals. On a terminal, a live
-    line below shows the step, the time left and the progress of an evaluation; it is removed at the end. Other output
+    line below shows the step, the time left and the progress within the step or evaluation; it is removed at the end. Other output
     meanwhile must go through `console`. `unit`: the name of a step in the output.
     """
 
@@ -273,7 +273,7 @@ class Progress:
         self.step = start_step
         self.console = console or Console(highlight=False)
         self._first_step = start_step
-        self._played: tuple[int, int] | None = None
+        self._part = ""
         self._printed = 0.0
         self._live: Live | None = None
 
@@ -293,7 +293,7 @@ class Progress:
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
         """Print the values of a training line, or of an evaluation line (`success`, `return`, `validation/...`)."""
-        self.step, self._played = step, None
+        self.step, self._part = step, ""
         head = f"{self.unit} {step}/{self.total_steps}"
         if any(key in values for key in ("success", "return", "validation/loss")):
             self.message("\n".join(self._fitted([head, "evaluation", *_joined(_evaluation_cells(values))])))
@@ -306,12 +306,22 @@ class Progress:
         """Show how many episodes or rows of an evaluation are done; without a terminal, at most one line every five
         seconds.
         """
-        if self.unit == "step":
-            self._played = (done, total) if done < total else None
-        else:  # the run consists only of the evaluation
-            self.step = done
-        if self._live is None and done < total and time.monotonic() - self._printed >= SECONDS_PER_LINE:
-            self._print(f"evaluated {done} of {total}")
+        self._show_part("evaluated", done, total)
+        if self.unit != "step":  # the run consists only of the evaluation
+            self.step, self._part = done, ""
+
+    def sampled(self, done: int, total: int) -> None:
+        """Show how many episodes of the next step are sampled, in the way of `played`."""
+        self._show_part("sampled", done, total)
+
+    def trained(self, done: int, total: int) -> None:
+        """Show on how many samples of the next update the gradient is computed, in the way of `played`."""
+        self._show_part("trained on", done, total)
+
+    def _show_part(self, what: str, done: int, total: int) -> None:
+        self._part = f"{what} {done} of {total}" if done < total else ""
+        if self._live is None and self._part and time.monotonic() - self._printed >= SECONDS_PER_LINE:
+            self._print(self._part)
 
     def message(self, text: str) -> None:
         """Print a line above the live display."""
@@ -347,8 +357,8 @@ class Progress:
     def _display(self) -> Table:
         bar = Table.grid(padding=(0, 1))
         state = [f"{self.unit} {self.step}/{self.total_steps}", f"time left: {self.time_left()}"]
-        if self._played is not None:
-            state.append("evaluated {} of {}".format(*self._played))
+        if self._part:
+            state.append(self._part)
         room = self.console.width - len("  ".join(state)) - 2
         bar.add_row(
             Text(self.title[: max(8, room - 11)], style="bold", no_wrap=True, overflow="ellipsis"),

@@ -44,6 +44,7 @@ def train(
     if resume:
         trainer.resume()
     with trainer.working(console):
+        c.rollouts.manager.played = trainer.progress.sampled
         trainer.begin()
         while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):
             step, tokens = trainer.step + 1, learner.trained_tokens

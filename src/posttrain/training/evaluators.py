@@ -14,15 +14,11 @@ from posttrain.errors import RunError
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import EpisodeWorker, Played
+from posttrain.rollout.driver import EpisodeWorker, Played, quiet
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.tables import EVALUATED, START, TRAINED, PolicyRow, Table, checkpoint_note, policy_tables
 
 T = TypeVar("T")
-
-
-def quiet(done: int, total: int) -> None:
-    """Report no progress."""
 
 
 class Evaluator(Protocol):

@@ -88,6 +88,7 @@ def train(
         trainer.resume()
     rollouts.learned(trainer.step)
     with trainer.working(console):
+        rollouts.manager.played = trainer.progress.sampled
         trainer.begin()
         with rollouts.running(trainer.step + 1):
             while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):

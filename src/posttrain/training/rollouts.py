@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,9 +33,11 @@ from posttrain.rollout.agents.worker import AgentWorker
 from posttrain.rollout.driver import (
     EpisodeRequest,
     EpisodeSharding,
+    Played,
     RolloutWorker,
     Scorer,
     collect_episodes,
+    quiet,
     without_failures,
 )
 from posttrain.rollout.filters import has_signal, most_uncertain
@@ -88,6 +91,8 @@ class RolloutManager:
         """
         self.sleepers: list[Sleeper] = []
         """What leaves the device while episodes are sampled."""
+        self.played: Played = quiet
+        """Called as each episode of a training batch ends, unless another thread samples it."""
         self.policy = policy
         self.environment = EnvironmentFactory(environment)
         self.rollout = rollout
@@ -284,6 +289,7 @@ class Rollouts(Protocol):
 
     phase: str
     """Name of the time of `take` in the metrics."""
+    manager: RolloutManager
 
     def running(self, step: int) -> Any:
         """Context manager inside which batches are sampled, starting with that of `step`."""
@@ -317,7 +323,8 @@ class SyncRollouts:
         begun, counters = time.perf_counter(), replace(engine.counters)
         with self.manager.worker(self.manager.rollout.sampling) as worker:
             loaded = time.perf_counter() - begun
-            batch = collect(worker, self.tasks, step, self.greedy)
+            play = partial(collect_episodes, played=self.manager.played)
+            batch = collect(worker, self.tasks, step, self.greedy, play)
             batch.metrics["time/weights"] = loaded
         work = asdict(engine.counters.since(counters))
         of_ranks = current_world().gather([work])

@@ -11,9 +11,8 @@ from posttrain.data.tokens import TokenRow
 from posttrain.evaluation.statistics import Estimate, bootstrap_ratio, calibration, pair_accuracy, ranking_accuracy
 from posttrain.models.forward import TokenScores
 from posttrain.models.reward import RewardModel
-from posttrain.rollout.driver import Played
+from posttrain.rollout.driver import Played, quiet
 from posttrain.runs.tables import START, TRAINED, Table, checkpoint_note
-from posttrain.training.evaluators import quiet
 from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
 from posttrain.training.updater import Sample, Updater

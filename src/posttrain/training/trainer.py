@@ -260,6 +260,7 @@ class Trainer(Generic[Output]):
         console = console if self._world.is_rank0 else Console(file=StringIO())
         title = f"stage {self.settings.stage}, run {self.settings.name}"
         with self.interrupts, self._log, Progress(self.settings.steps, title, self.step, console) as self.progress:
+            self.learner.computed = self.progress.trained
             try:
                 self._world.on_rank0(self._require_room)
                 self.warn([*self._lost, *([] if self.evaluated >= 0 else self.warnings)])

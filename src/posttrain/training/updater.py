@@ -24,6 +24,7 @@ from posttrain.losses.distillation import TeacherScores
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.packing import prompt_length, row_length, tree_order
 from posttrain.recipe.model import LearnerRecipe
+from posttrain.rollout.driver import Played, quiet
 from posttrain.training.optimizer import Optimizer
 
 # -- samples ----------------------------------------------------------------------------------------------------------
@@ -249,6 +250,8 @@ class Updater(Generic[Output]):
     Attributes:
         skipped_in_a_row: updates in a row that were skipped because a loss or gradient was not finite.
         trained_tokens: tokens of all forward passes so far.
+        computed: called after each micro-batch of an update, with the number of samples computed and of all that have
+            signal.
     """
 
     def __init__(
@@ -275,6 +278,7 @@ class Updater(Generic[Output]):
         self.joint = dict(joint or {})
         self.skipped_in_a_row = 0
         self.trained_tokens = 0
+        self.computed: Played = quiet
         self._keys = [key, *(f"{name}.optimizer" for name in self.joint)]
         self._warnings: list[str] = []
         self._world = current_world()
@@ -296,6 +300,7 @@ class Updater(Generic[Output]):
             return {"optimizer/skipped": (0.0, 1.0), "optimizer/no_signal": (1.0, 1.0)}
         shares = list(self._shares(self._groups([samples[i] for i in signal])))
         parts: list[Any] = []
+        done, total = 0, sum(len(group) for group, _ in shares)
         for number, (group, counts) in enumerate(shares):
             chosen = [samples[signal[i]] for i in group]
             with self.model.training_mode(*self._draw(number)):
@@ -306,6 +311,8 @@ class Updater(Generic[Output]):
             for optimizer in self._optimizers():
                 optimizer.collect()
             parts.append(metrics | {"loss/total": (loss.detach(), 0.0)} if counts else {})
+            done += len(group)
+            self.computed(done, total)
         parts = as_numbers(parts)
         finite_losses = [math.isfinite(part.get("loss/total", (0.0, 0.0))[0]) for part in parts]
         broken = [signal[i] for (group, _), ok in zip(shares, finite_losses, strict=True) if not ok for i in group]
