@@ -255,8 +255,8 @@ class Progress:
 
     Each update prints a line. For a training step, it has success and return, or loss, accuracy and margin, and the
     gradient norm and tokens per second. For an evaluation, it has the results with 95% intervals. On a terminal, a live
-    line below shows the step, the time left and the progress within the step or evaluation; it is removed at the end. Other output
-    meanwhile must go through `console`. `unit`: the name of a step in the output.
+    line below shows the step, the time left and the progress within the step or evaluation; it is removed at the end.
+    Other output meanwhile must go through `console`. `unit`: the name of a step in the output.
     """
 
     def __init__(
