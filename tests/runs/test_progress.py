@@ -111,7 +111,12 @@ def test_format_of_a_rate_without_interval_or_value() -> None:
 
 @pytest.mark.parametrize(
     ("report", "what"),
-    [(Progress.played, "evaluated"), (Progress.sampled, "sampled"), (Progress.trained, "trained on")],
+    [
+        (Progress.played, "evaluated"),
+        (Progress.sampled, "sampled"),
+        (Progress.trained, "trained on"),
+        (Progress.updated, "made update"),
+    ],
 )
 def test_a_long_evaluation_or_step_says_how_far_it_is(report, what, monkeypatch) -> None:
     """A line every five seconds in a pipe."""

@@ -223,8 +223,10 @@ def test_a_run_with_a_time_limit_says_once_how_many_steps_fit(tiny_model, tmp_pa
 def test_a_step_says_how_far_its_sampling_and_its_updates_are(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr("posttrain.runs.metrics.SECONDS_PER_LINE", 0.0)
     rollout = {"groups_per_step": 2, "episodes_per_group": 3, "tokens_per_turn": 6, "tokens_per_episode": 100}
-    _, printed = train(tiny_model, tmp_path, steps=1, learner={"tokens_per_batch": 100}, rollout=rollout)
-    assert {"sampled 1 of 6", "sampled 5 of 6", "trained on 1 of 6", "trained on 5 of 6"} <= set(printed.splitlines())
+    learner = {"tokens_per_batch": 100, "updates_per_step": 2}
+    _, printed = train(tiny_model, tmp_path, steps=1, learner=learner, rollout=rollout)
+    expected = {"sampled 1 of 6", "sampled 5 of 6", "trained on 1 of 3", "trained on 2 of 3", "made update 1 of 2"}
+    assert expected <= set(printed.splitlines())
 
 
 def test_a_used_name_is_refused(tiny_model, tmp_path):

@@ -318,6 +318,10 @@ class Progress:
         """Show on how many samples of the next update the gradient is computed, in the way of `played`."""
         self._show_part("trained on", done, total)
 
+    def updated(self, done: int, total: int) -> None:
+        """Show how many updates of the next step are made, in the way of `played`."""
+        self._show_part("made update", done, total)
+
     def _show_part(self, what: str, done: int, total: int) -> None:
         self._part = f"{what} {done} of {total}" if done < total else ""
         if self._live is None and self._part and time.monotonic() - self._printed >= SECONDS_PER_LINE:

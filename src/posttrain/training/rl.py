@@ -218,6 +218,8 @@ class Components:
             self._set_old_logprobs([s for s, group in zip(samples, groups, strict=True) if group not in first_part])
         totals: Totals = {}
         for number in range(epochs * count):
+            if number > 0:
+                self.trainer.progress.updated(number, epochs * count)
             part = set(order[number % count :: count])
             chosen = [sample for sample, group in zip(samples, groups, strict=True) if group in part]
             warm_up = critic is not None and critic.policy_waits
