@@ -264,7 +264,7 @@ class RolloutWorker(EpisodeWorker[TokenTranscript]):
 
 
 Played = Callable[[int, int], None]
-"""Called each time an episode ends, with the number of finished episodes and the total."""
+"""Called as the parts of some work end, such as the episodes of a step, with the number of finished parts and of all."""
 
 
 def quiet(done: int, total: int) -> None:
