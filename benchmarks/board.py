@@ -32,7 +32,6 @@ from limits import product_speed
 from posttrain.environments.game import play
 from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.evaluation.statistics import crossed_mean
-from posttrain.evaluation.summary import environment_scores
 from posttrain.recipe.pipeline import PipelineRecipe, load_pipeline
 from posttrain.recipe.stages import RlRecipe, SftRecipe
 from posttrain.result import Result
@@ -204,16 +203,14 @@ def outcome(entry: Entry, stages: Sequence[Path]) -> Line:
     if [episode.seed for episode in episodes] != list(entry.tasks):
         raise RuntimeError(f"{stages[-1]}: the final episodes are not those of the board's tasks, in their order")
     # A score of one kind of task is in the episodes of that kind alone.
-    reported = [environment_scores(episode) for episode in episodes]
+    reported = [episode.scores for episode in episodes]
     scores = {
         name: float(np.mean([found[name] for found in reported if name in found]))
         for name in dict.fromkeys(name for found in reported for name in found)
     }
     if entry.score:
         before = before or Result.open(stages[-2]).episodes(split="final")[-TASKS:]
-        after, earlier = (
-            [round(environment_scores(episode)[entry.score], 4) for episode in some] for some in (episodes, before)
-        )
+        after, earlier = ([round(episode.scores[entry.score], 4) for episode in some] for some in (episodes, before))
         best = {"before": float(np.mean(earlier)), "random": None, "optimal": 1.0, "scores": scores}
         return {"results": after, "results_before": earlier, **best}
     rates = {row["policy"]: row["success"] for row in result.evaluation if "success" in row}

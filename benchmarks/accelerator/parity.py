@@ -10,8 +10,8 @@ from accelerator.reinforcement import answer_sample
 from accelerator.rows import Row
 from accelerator.shapes import RandomPolicy, Shape, random_model
 from accelerator.training import Setting, Training
-from posttrain.models.attention import RowSegment
 from posttrain.models.forward import logits_of, token_scores
+from posttrain.models.layers import RowSegment
 from posttrain.models.packing import PackedLayout
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.training.objectives import logprobs

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from posttrain.models.attention import use_packed_attention
+from posttrain.models.layers import use_packed_attention
 from posttrain.models.policy import Policy, checkpoint_layers
 from posttrain.recipe.model import ModelRecipe
 

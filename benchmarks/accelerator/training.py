@@ -18,7 +18,7 @@ from posttrain.distributed import world
 from posttrain.episode import Stream
 from posttrain.losses.policy import nll
 from posttrain.models.forward import TokenScores, logits_of, token_scores
-from posttrain.models.fused_layers import use_fused_layers
+from posttrain.models.layers import use_fused_layers
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream

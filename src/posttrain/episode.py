@@ -1,5 +1,6 @@
 """The data that rollouts produce: streams of tokens, turns, episodes, and credit per token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -113,6 +114,11 @@ class Episode:
         )
 
     @property
+    def scores(self) -> dict[str, float]:
+        """The scores that the environment reports besides the reward, by name."""
+        return dict(self.turns[-1].info.get("scores", {})) if self.turns else {}
+
+    @property
     def sampled_tokens(self) -> int:
         return int(sum(stream.sampled.sum() for stream in self.streams))
 
@@ -121,6 +127,12 @@ class Episode:
         """[n] int32: the version that sampled each sampled token, in order, across streams."""
         parts = [stream.versions[stream.sampled] for stream in self.streams]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+
+
+def reports_success(episodes: Sequence[Episode]) -> bool:
+    """Whether the environment reports success in any episode; True if all episodes failed."""
+    ended = [episode for episode in episodes if episode.outcome is not Outcome.FAILED and episode.turns]
+    return not ended or any("success" in episode.turns[-1].info for episode in ended)
 
 
 PerToken = list[list[np.ndarray]]

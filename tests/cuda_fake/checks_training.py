@@ -10,7 +10,7 @@ import torch
 from posttrain.distributed.world import join_world
 from posttrain.errors import InputError
 from posttrain.losses.distillation import TeacherScores
-from posttrain.models import fused_layers
+from posttrain.models import layers
 from posttrain.models.critic import Critic, SharedCritic
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
@@ -257,8 +257,8 @@ def test_dtypes(device, thin_model, head_dtype):
 def test_kernels_per_layer(device, tmp_path, thin_model):
     """A forward pass, a backward pass and the gradients' way to the masters."""
     counts = []
-    for layers in (1, 2):
-        policy = Policy(made.recipe(made.deeper(thin_model, tmp_path / str(layers), layers)))
+    for count in (1, 2):
+        policy = Policy(made.recipe(made.deeper(thin_model, tmp_path / str(count), count)))
         learner = made.policy_updater(policy)
         device.reset()
         made.updated(learner, made.samples(2), SupervisedObjective())
@@ -296,7 +296,7 @@ def test_choices_of_fused_layers(device, thin_model, fused, monkeypatch):
     for name in ("liger_kernel", "liger_kernel.ops"):
         monkeypatch.setitem(sys.modules, name, fake_liger.ops())
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    for functions in (fused_layers.liger, fused_layers.compiled):
+    for functions in (layers.liger, layers.compiled):
         functions.cache_clear()
     learner = made.policy_updater(Policy(made.recipe(thin_model, fused=fused)))
     device.reset()

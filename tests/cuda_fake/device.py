@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from posttrain.engines.local import cuda, decoder
-from posttrain.models import fused_layers
+from posttrain.models import layers
 
 aten = torch.ops.aten
 HERE = Path(__file__).parent
@@ -257,7 +257,7 @@ def fake_cuda() -> Any:
         (torch.cuda, "current_stream"): lambda: _Stream(device),
         (torch.cuda, "empty_cache"): lambda: None,
         (torch.utils, "swap_tensors"): _swapped(torch.utils.swap_tensors),
-        (fused_layers, "rms_norm"): _fused_norm,
+        (layers, "rms_norm"): _fused_norm,
         (decoder, "rms_norm"): _fused_norm,
         (cuda, "cuda_graph"): lambda run: (run, run()),
     }

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from posttrain.episode import Stream
-from posttrain.models.attention import use_packed_attention
-from posttrain.models.fused_layers import use_fused_layers
+from posttrain.models.layers import use_fused_layers, use_packed_attention
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.training.objectives import token_forward

@@ -29,9 +29,9 @@ from posttrain.engines.local.cpu.linear import (
 from posttrain.engines.local.decoder import ModuleDecoder, StreamlinedDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
-from posttrain.models.attention import use_packed_attention
 from posttrain.models.cpu.backend import onednn_multiplies
 from posttrain.models.forward import use_float32_head
+from posttrain.models.layers import use_packed_attention
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 

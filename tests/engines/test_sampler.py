@@ -92,5 +92,5 @@ def test_running_sums_by_products_are_running_sums(rows, count, seed):
     values = torch.rand(rows, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "TERMS", 8)  # 300 numbers are blocks of blocks of blocks
-        found = cuda._by_products(values)
+        found = cuda.sum_by_products(values)
     torch.testing.assert_close(found, values.cumsum(-1), rtol=1e-13, atol=0)

@@ -34,7 +34,6 @@ from posttrain.engines.vllm.server import TOKEN, Server
 from posttrain.engines.vllm.settings import Settings, engine_arguments, process_environment
 from posttrain.engines.vllm.weights import WeightStore, buckets
 from posttrain.errors import InputError, RunError
-from posttrain.models.cuda.memory import release_cached_memory
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.runs.metrics import take_events
@@ -109,6 +108,9 @@ class MadePolicy:
     def weights(self):
         for name in self.names:
             yield name, torch.full((2**18,), self.number)
+
+    def release_cached_memory(self):
+        pass
 
 
 def opened(replicas, **keys):
@@ -503,22 +505,13 @@ def test_an_engine_sleeps_until_it_gets_weights_and_wakes_into_freed_memory(monk
             events.append("start")
             await super().start()
 
-    monkeypatch.setattr("posttrain.engines.vllm.engine.release_cached_memory", lambda device: events.append("free"))
+    monkeypatch.setattr(MadePolicy, "release_cached_memory", lambda policy: events.append("free"))
     replica = Recorded("a")
     engine = opened([replica])
     assert replica.asleep
     assert events == ["free", "start"]
     engine.load_weights(1)
     assert events[2:] == ["free", "begin", "free", "finish"]
-
-
-def test_cached_memory_is_returned_by_a_gpu_alone(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
-    release_cached_memory(torch.device("cpu"))
-    assert calls == []
-    release_cached_memory(torch.device("cuda"))
-    assert calls == ["emptied"]
 
 
 def test_tensor_parallelism_never_selects_ray():

@@ -144,7 +144,6 @@ def test_memory_of_one_gpu_is_shared_bucket_by_bucket(monkeypatch):
     stream = SimpleNamespace(synchronize=lambda: order.append("synchronized"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: order.append("collected"))
-    monkeypatch.setattr(vllm_engine, "release_cached_memory", lambda device: None)
 
     def shared(buffer):
         order.append("shared")

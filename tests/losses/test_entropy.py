@@ -1,10 +1,10 @@
-"""Entropy control computed by hand: the selected tokens and the updates of the coefficient."""
+"""Entropy control computed by hand: the selected tokens."""
 
 import numpy as np
 import pytest
 
-from posttrain.losses.entropy import EntropyController, clip_cov, covariances, kl_cov, top_entropy
-from posttrain.recipe.loss import ClipCovRecipe, EntropyRecipe, KlCovRecipe
+from posttrain.losses.entropy import clip_cov, covariances, kl_cov, top_entropy
+from posttrain.recipe.loss import ClipCovRecipe, KlCovRecipe
 
 
 def test_the_top_share_by_entropy():
@@ -37,31 +37,3 @@ def test_clip_cov_draws_among_the_tokens_between_its_bounds():
 def test_kl_cov_takes_the_largest():
     assert np.flatnonzero(kl_cov(KlCovRecipe(share=0.5), np.array([1.0, 3.0, 3.0, -5.0]))).tolist() == [1, 2]
     assert np.flatnonzero(kl_cov(KlCovRecipe(), np.array([1.0, 3.0, 3.0]))).tolist() == [1]
-
-
-def test_the_coefficient_follows_the_target():
-    controller = EntropyController(EntropyRecipe(target=1.0, coefficient=0.01, step=0.005, max_coefficient=0.02))
-    assert controller.coefficient == 0.01
-    for entropy, expected in [(0.5, 0.015), (0.9, 0.02), (0.9, 0.02), (1.5, 0.0), (None, 0.0), (0.5, 0.02)]:
-        controller.update(entropy)
-        assert controller.coefficient == pytest.approx(expected)
-    copy = EntropyController(controller.recipe)
-    copy.load_state_dict(controller.state_dict())
-    assert copy.coefficient == controller.coefficient
-
-
-def test_a_fixed_coefficient_stays():
-    controller = EntropyController(EntropyRecipe(coefficient=0.01))
-    controller.update(0.0)
-    assert controller.coefficient == 0.01
-
-
-def test_the_target_is_about_the_tokens_that_get_the_bonus():
-    controller = EntropyController(EntropyRecipe(target=1.0, step=0.1, tokens="answer"))
-    controller.update_from({"policy/entropy": 0.2})
-    assert controller.coefficient == 0.0
-    controller.update_from({"policy/entropy": 2.0, "policy/bonus_entropy": 0.2})
-    assert controller.coefficient == pytest.approx(0.1)
-    of_all = EntropyController(EntropyRecipe(target=1.0, step=0.1))
-    of_all.update_from({"policy/entropy": 0.2})
-    assert of_all.coefficient == pytest.approx(0.1)

@@ -1,4 +1,4 @@
-"""KL estimators, penalties and the controller, by hand."""
+"""KL estimators, and penalties, by hand."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from posttrain.episode import RewardStreams
-from posttrain.losses.kl import KlController, apply_kl_penalty, estimate_kl, kl_metrics
+from posttrain.losses.kl import apply_kl_penalty, estimate_kl, kl_metrics
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.loss import KlRecipe
 from posttrain.recipe.warnings import recipe_warnings
@@ -77,28 +77,3 @@ def test_penalty_is_subtracted_from_copies():
     np.testing.assert_allclose(found.values[0][0], [0.0, 0.95], rtol=1e-6)
     assert found.values[0][0].dtype == np.float32
     assert rewards.values[0][0][1] == 1.0
-
-
-def test_adaptive_coefficient_is_steered_to_the_target():
-    controller = KlController(KlRecipe(coefficient=0.1, target=2.0, horizon=100))
-    controller.update(2.2, 10)
-    assert controller.coefficient == pytest.approx(0.1 * (1 + 0.1 * 0.1))
-    controller.update(50.0, 50)
-    assert controller.coefficient == pytest.approx(0.101 * (1 + 0.2 * 0.5))
-    resumed = KlController(controller.recipe)
-    resumed.load_state_dict(controller.state_dict())
-    resumed.update(0.0, 100_000)
-    assert resumed.coefficient == pytest.approx(0.101 * 1.1 * 0.8)
-
-
-@pytest.mark.parametrize("kl", [None, math.nan])
-def test_without_a_measurement_the_coefficient_is_unchanged(kl):
-    controller = KlController(KlRecipe(coefficient=0.1, target=2.0))
-    controller.update(kl, 10)
-    assert controller.coefficient == 0.1
-
-
-def test_a_fixed_coefficient_stays():
-    controller = KlController(KlRecipe(coefficient=0.1))
-    controller.update(50.0, 10)
-    assert controller.coefficient == 0.1

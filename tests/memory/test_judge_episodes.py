@@ -16,7 +16,7 @@ from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.environments.text_task import TextTask, TextTaskRecipe
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError
-from posttrain.evaluation.summary import environment_scores, summarize
+from posttrain.evaluation.summary import summarize
 from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
@@ -180,7 +180,7 @@ def test_a_judge_that_fails_fails_the_episode_which_is_not_scored(trouble):
         )
     assert episode.outcome is Outcome.FAILED
     assert "JudgeFailure" in episode.failure
-    assert environment_scores(episode) == {}
+    assert episode.scores == {}
     assert not episode.turns[-1].info
     summary = summarize([episode])
     assert (summary.failed, summary.scores) == (1, {})
@@ -194,7 +194,7 @@ def test_a_failed_episode_is_played_again_and_its_failure_was_not_kept(tmp_path)
             _player(recipe, "<reply>x</reply>", "retry"), [EpisodeRequest(0, 0, 0, ("test",))]
         )
         assert episode.outcome is Outcome.TERMINATED
-        assert environment_scores(episode) == {"retrieval": 0.0, "judge": 0.7}
+        assert episode.scores == {"retrieval": 0.0, "judge": 0.7}
         assert summarize([episode]).scores["judge"].value == 0.7
         console = Console(width=300, record=True, file=io.StringIO())
         console.print(view_episode(episode, None))

@@ -1,6 +1,6 @@
 """Layouts of bundles: a prompt, and continuations that see the prompt and themselves."""
 
-from posttrain.models.attention import RowSegment
+from posttrain.models.layers import RowSegment
 from posttrain.models.packing import PackedLayout
 
 

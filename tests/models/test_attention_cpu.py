@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.models.attention import causal_attention
 from posttrain.models.cpu import attention as attention_cpu
+from posttrain.models.layers import causal_attention
 from tests.models.bundles import bundle_layout
 
 WIDTH = 8

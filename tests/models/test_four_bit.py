@@ -55,10 +55,8 @@ def test_settings_that_do_not_fit_are_refused(settings, said):
 
 def test_adapters_alone_learn_and_the_matrices_have_four_bits(policy):
     layer = policy.model.get_base_model().model.layers[0]
-    assert four_bit.is_four_bit(layer.self_attn.q_proj)
-    assert four_bit.is_four_bit(layer.self_attn.k_proj)
-    assert layer.self_attn.k_proj.weight.dtype == torch.uint8
-    assert not four_bit.is_four_bit(policy.model.get_base_model().lm_head)
+    assert layer.self_attn.q_proj.base_layer.weight.dtype == layer.self_attn.k_proj.weight.dtype == torch.uint8
+    assert policy.model.get_base_model().lm_head.weight.dtype == torch.bfloat16
     assert {p.dtype for _, p in policy.trainable()} == {torch.bfloat16}
     ids, sampled = streams_of(1)
     policy.score(ids, sampled, 1.0, 64).logprobs.sum().backward()

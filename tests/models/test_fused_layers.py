@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from posttrain.errors import InputError
-from posttrain.models import fused_layers
-from posttrain.models.fused_layers import resolve_fused, use_fused_layers
+from posttrain.models import layers
+from posttrain.models.layers import resolve_fused, use_fused_layers
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
 from tests.conftest import tiny_config
@@ -36,15 +36,15 @@ def model_with(fused, architecture):
 def liger(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", fake_liger.ops())
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", fake_liger.ops())
-    fused_layers.liger.cache_clear()
+    layers.liger.cache_clear()
     yield
-    fused_layers.liger.cache_clear()
+    layers.liger.cache_clear()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_ligers_functions_get_their_arguments(architecture, liger):
     plain, fused = model_with("liger", architecture)
-    assert {module.functions for module in fused.modules() if hasattr(module, "functions")} == {fused_layers.liger()}
+    assert {module.functions for module in fused.modules() if hasattr(module, "functions")} == {layers.liger()}
     assert_equal(plain, fused)
 
 
@@ -64,11 +64,11 @@ def test_compiled_functions_equal_the_model():
 
 def test_formulas_that_are_compiled_equal_the_model(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    fused_layers.compiled.cache_clear()
+    layers.compiled.cache_clear()
     try:
         assert_equal(*model_with("compiled", "qwen3"))
     finally:
-        fused_layers.compiled.cache_clear()
+        layers.compiled.cache_clear()
 
 
 def test_none_keeps_the_operations_of_transformers(tiny_model):
@@ -79,7 +79,7 @@ def test_none_keeps_the_operations_of_transformers(tiny_model):
 def test_what_auto_selects(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     installed = {"liger_kernel": None}
-    monkeypatch.setattr(fused_layers, "find_spec", installed.get)
+    monkeypatch.setattr(layers, "find_spec", installed.get)
     assert (resolve_fused("auto", cpu), resolve_fused("auto", gpu)) == ("own", "own")
     installed["liger_kernel"] = True
     assert (resolve_fused("auto", cpu), resolve_fused("auto", gpu)) == ("own", "liger")
@@ -89,6 +89,6 @@ def test_what_auto_selects(monkeypatch):
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    fused_layers.liger.cache_clear()
+    layers.liger.cache_clear()
     with pytest.raises(InputError, match=r"model\.fused liger needs the package liger-kernel.*pip install"):
         use_fused_layers(both(tiny_config("llama", 100))[0], "liger")

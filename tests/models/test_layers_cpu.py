@@ -7,11 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-from posttrain.models import fused_layers
-from posttrain.models.attention import use_packed_attention
+from posttrain.models import layers
 from posttrain.models.cpu import backend
 from posttrain.models.forward import hidden_states
-from posttrain.models.fused_layers import use_fused_layers
+from posttrain.models.layers import use_fused_layers, use_packed_attention
 from tests.conftest import tiny_config
 from tests.models.bundles import bundle_layout
 
@@ -51,7 +50,7 @@ def outputs(model, count=23):
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_a_model_of_fused_layers_equals_the_model(architecture):
     plain, fused = both(config_of(architecture))
-    ours = {type(module) for module in fused.modules() if type(module).__module__ == fused_layers.__name__}
+    ours = {type(module) for module in fused.modules() if type(module).__module__ == layers.__name__}
     assert {cls.__name__[-3:] for cls in ours} == {"orm", "MLP", "ion"}
     torch.testing.assert_close(outputs(fused), outputs(plain), atol=1e-5, rtol=0)
     assert fused.state_dict().keys() == plain.state_dict().keys()

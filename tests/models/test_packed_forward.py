@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from posttrain.models.attention import use_packed_attention
 from posttrain.models.forward import hidden_states, token_scores
+from posttrain.models.layers import use_packed_attention
 from tests.conftest import tiny_config
 from tests.models.bundles import bundle_layout
 

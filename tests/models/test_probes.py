@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.models.attention import causal_attention
+from posttrain.models.layers import causal_attention
 from posttrain.models.packing import probed_layout
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from posttrain.models import forward as projection
-from posttrain.models.attention import use_packed_attention
 from posttrain.models.forward import float32_product, logits_of, projected_scores, token_scores, use_float32_head
+from posttrain.models.layers import use_packed_attention
 from tests.conftest import tiny_config
 
 N, WIDTH, VOCABULARY = 13, 8, 600

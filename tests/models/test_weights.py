@@ -32,3 +32,13 @@ def test_adapter_weights_are_those_that_peft_writes(tmp_path):
     sent = dict(policy.adapter_weights())
     assert sorted(sent) == sorted(written)
     assert all(torch.equal(sent[name], written[name]) for name in sent)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", []), ("cuda", ["emptied"])])
+def test_cached_memory_is_returned_on_a_gpu_alone(tiny_model, monkeypatch, device, expected):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    policy = Policy(str(tiny_model))
+    monkeypatch.setattr(Policy, "device", torch.device(device))
+    policy.release_cached_memory()
+    assert calls == expected

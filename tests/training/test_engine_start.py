@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-import torch
 from rich.console import Console
 
 from posttrain.engines.vllm import engine
@@ -59,7 +58,7 @@ class Processes:
 def test_every_process_waits_for_the_engine_of_the_first_before_it_allocates_more(tiny_model, monkeypatch):
     events = []
     monkeypatch.setattr(engine, "current_world", lambda: Processes(events))
-    monkeypatch.setattr(engine, "release_cached_memory", lambda device: events.append("free"))
+    monkeypatch.setattr(Policy, "release_cached_memory", lambda policy: events.append("free"))
     engine.VllmEngine(Policy(str(tiny_model)), replicas=[]).close()
     assert events == ["free", "wait for rank 0"]
 
@@ -67,11 +66,10 @@ def test_every_process_waits_for_the_engine_of_the_first_before_it_allocates_mor
 def test_every_process_frees_memory_before_the_engine_of_the_first_wakes(monkeypatch):
     events = []
     monkeypatch.setattr(rollouts, "current_world", lambda: Processes(events))
-    monkeypatch.setattr(rollouts, "release_cached_memory", lambda device: events.append("free"))
     made = SimpleNamespace(load_weights=lambda version: events.append("load"), sleep=lambda: events.append("sleep"))
     manager = object.__new__(rollouts.RolloutManager)
     manager.lock, manager.sleepers, manager.engine, manager.agent = nullcontext(), [], made, None
-    manager.policy = SimpleNamespace(device=torch.device("cpu"), version=1)
+    manager.policy = SimpleNamespace(version=1, release_cached_memory=lambda: events.append("free"))
     manager.renderer = manager.environment = manager.rollout = manager.scorer = None
     with manager.worker(SamplingRecipe()):
         events.append("play")

@@ -19,7 +19,6 @@ from posttrain.data.tools import (
     parse_served,
     schema,
     tools_as_text,
-    uses_tools,
 )
 from posttrain.errors import InputError
 from posttrain.recipe.model import thinking_of
@@ -151,7 +150,7 @@ class Renderer:
         `tools` are descriptions in OpenAI's format. For a template without tools, they, their calls and results are
         rendered as text.
         """
-        if (tools or uses_tools(messages)) and not self.native_tools:
+        if (tools or _uses_tools(messages)) and not self.native_tools:
             messages, tools = tools_as_text(messages, tools), ()
         rendered = _fold_system(messages) if self.folds_system else list(messages)
         return self._templated(rendered, list(tools) or None, answering)
@@ -363,3 +362,8 @@ def _without_open_thought(content: str, prompt: str) -> str:
 def _token_streams(streams: Sequence[tuple[list[int], list[bool]]]) -> list[TokenStream]:
     arrays = [TokenStream(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)) for ids, mask in streams]
     return [stream for stream in arrays if stream.trained.any()]
+
+
+def _uses_tools(messages: Sequence[Message]) -> bool:
+    """Whether a conversation has calls or results of tools."""
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)

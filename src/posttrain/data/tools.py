@@ -241,11 +241,6 @@ def hermes_text(answer: ParsedAnswer) -> str:
     return "\n".join(part for part in (answer.text, *calls) if part)
 
 
-def uses_tools(messages: Sequence[Message]) -> bool:
-    """Whether a conversation has calls or results of tools."""
-    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
-
-
 def tools_as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
     """The conversation for a template without tools: schemas, calls and results as text. InputError for a call without
     a function."""

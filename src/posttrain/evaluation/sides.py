@@ -10,13 +10,12 @@ from typing import Any, Literal
 from posttrain.data.files import read_rows
 from posttrain.data.messages import UnusableRow, as_messages
 from posttrain.data.problems import Problems
-from posttrain.episode import Episode, Outcome
+from posttrain.episode import Episode, Outcome, reports_success
 from posttrain.errors import InputError
 from posttrain.evaluation.inspect_log import read_inspect_log
 from posttrain.evaluation.predictions import PredictionColumns, column_names, item_of, read_predictions
 from posttrain.evaluation.results import MetricResult, read_results
 from posttrain.evaluation.statistics import ItemScores, item_means
-from posttrain.evaluation.summary import environment_scores, reports_success
 from posttrain.evaluation.text_metrics import corpus_metric, exact_match
 from posttrain.recipe.data import SourceRecipe
 from posttrain.rollout.store import read_episodes, stored_steps
@@ -225,8 +224,8 @@ def _of_episodes(episodes: Sequence[Episode]) -> dict[str, MetricResult]:
         metrics["success"] = item_means("rate", ((str(e.seed), float(e.success)) for e in episodes))
     if played:
         metrics["return"] = item_means("mean", ((str(e.seed), e.total_reward) for e in played))
-    for name in dict.fromkeys(name for episode in episodes for name in environment_scores(episode)):
-        values = [(str(e.seed), environment_scores(e)[name]) for e in episodes if name in environment_scores(e)]
+    for name in dict.fromkeys(name for episode in episodes for name in episode.scores):
+        values = [(str(e.seed), e.scores[name]) for e in episodes if name in e.scores]
         metrics[name] = item_means(_kind([value for _, value in values]), values)
     return {name: MetricResult(name, scores, texts=len(scores)) for name, scores in metrics.items()}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.episode import Episode, Outcome
+from posttrain.episode import Episode, Outcome, reports_success
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
 from posttrain.recipe.rollout import SCORES
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Played, collect_episodes, quiet
@@ -128,7 +128,7 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
             returns[episode.seed].append(episode.total_reward)
     scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for episode in episodes:
-        for name, value in environment_scores(episode).items():
+        for name, value in episode.scores.items():
             scores[name][episode.seed].append(value)
     turns = [turn for episode in episodes for turn in episode.turns]
     rates = [_average(played) for played in successes.values()]
@@ -144,17 +144,6 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
         scores={name: _score(by_seed) for name, by_seed in scores.items()},
         attempts=_attempts(successes) if reports_success(episodes) else {},
     )
-
-
-def environment_scores(episode: Episode) -> dict[str, float]:
-    """The scores that the environment reports for an episode besides its reward, by name."""
-    return dict(episode.turns[-1].info.get("scores", {})) if episode.turns else {}
-
-
-def reports_success(episodes: Sequence[Episode]) -> bool:
-    """Whether the environment reports success in any episode; True if all episodes failed."""
-    ended = [episode for episode in episodes if episode.outcome is not Outcome.FAILED and episode.turns]
-    return not ended or any("success" in episode.turns[-1].info for episode in ended)
 
 
 def _attempts(successes: Mapping[int, Sequence[bool]]) -> dict[str, Estimate]:

@@ -1,16 +1,14 @@
-"""Control of the policy's entropy: masks and penalties of tokens, and the coefficient of the entropy bonus.
+"""Control of the policy's entropy by masks and penalties of tokens.
 
-The masks depend on all tokens of an optimizer step, so they are computed before its micro-batches, from the
+They depend on all tokens of an optimizer step, so they are computed before its micro-batches, from the
 log-probabilities and entropies before the step's first update.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
-from posttrain.recipe.loss import ClipCovRecipe, EntropyRecipe, KlCovRecipe
+from posttrain.recipe.loss import ClipCovRecipe, KlCovRecipe
 
 
 def top_entropy(entropies: np.ndarray, share: float) -> np.ndarray:
@@ -64,50 +62,3 @@ def kl_cov(recipe: KlCovRecipe, values: np.ndarray) -> np.ndarray:
     chosen = np.zeros(len(values), dtype=bool)
     chosen[np.argsort(-values, kind="stable")[: max(1, int(recipe.share * len(values)))]] = True
     return chosen
-
-
-class EntropyController:
-    """The coefficient of the entropy bonus: fixed, or adapted to a target.
-
-    Adaptive: after each step with entropy H, c becomes c + `step` if H < target, else c - `step`, within 0 and
-    `max_coefficient`. The bonus of the next step has the coefficient c if H <= target, else 0. Source: He et al. 2025,
-    "Skywork open reasoner 1", arXiv 2505.22312, section 4 (adaptive entropy control), where H is measured before the
-    update.
-    """
-
-    def __init__(self, recipe: EntropyRecipe) -> None:
-        self.recipe = recipe
-        self.used = recipe.has_bonus
-        """Whether the bonus ever has a coefficient above 0."""
-        self._adapted = recipe.coefficient
-        self._below = True
-
-    @property
-    def coefficient(self) -> float:
-        """The coefficient of the next step's bonus."""
-        return self._adapted if self._below else 0.0
-
-    def update(self, entropy: float | None) -> None:
-        """Adapt to `entropy`, the measured entropy per token in nats. None or a value that is not finite changes
-        nothing.
-        """
-        target = self.recipe.target
-        if target is None or entropy is None or not math.isfinite(entropy):
-            return
-        change = self.recipe.step if entropy < target else -self.recipe.step
-        self._adapted = min(max(self._adapted + change, 0.0), self.recipe.max_coefficient)
-        self._below = entropy <= target
-
-    def update_from(self, metrics: Mapping[str, float]) -> None:
-        """Adapt to the entropy of the tokens that get the bonus, taken from a step's `metrics`. No effect if it is
-        missing.
-        """
-        self.update(metrics.get("policy/entropy" if self.recipe.tokens == "all" else "policy/bonus_entropy"))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The adapted coefficient, and whether the last entropy was at most the target."""
-        return {"coefficient": self._adapted, "below": self._below}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._adapted, self._below = state["coefficient"], state["below"]

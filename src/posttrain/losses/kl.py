@@ -1,11 +1,10 @@
-"""Kullback-Leibler divergence of the policy from the reference model: estimators, penalties, coefficient.
+"""Kullback-Leibler divergence of the policy from the reference model: estimators and penalties.
 
 Each estimator is a function of d = log pi - log pi_ref at a token that pi sampled; its mean approximates KL(pi,
 pi_ref).
 Source of k1, k2, k3: Schulman 2020, "Approximating KL divergence".
 """
 
-import math
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 
 from posttrain.episode import PerToken, RewardStreams
 from posttrain.losses.policy import LOG_RATIO_LIMIT, Metrics, TokenBatch, bounded_exp, number
-from posttrain.recipe.loss import KL_STEP, KlRecipe
 
 KL_LIMIT = 10.0
 """Largest value of k3, in nats per token, as in verl. Beyond that the gradient is zero."""
@@ -87,30 +85,3 @@ def apply_kl_penalty(rewards: RewardStreams, kl: PerToken, coefficient: float) -
             for streams in zip(rewards.values, kl, strict=True)
         ]
     )
-
-
-class KlController:
-    """The KL coefficient: fixed, or adapted to a target.
-
-    Adaptive: e = clip(KL / target - 1, -s, s) with s = `KL_STEP`, coefficient x (1 + e n / horizon) after n episodes; n
-    is capped at one horizon, so one update changes the coefficient by at most a factor s. Source: Ziegler et al. 2019.
-    """
-
-    def __init__(self, recipe: KlRecipe) -> None:
-        self.recipe = recipe
-        self.coefficient = recipe.coefficient
-
-    def update(self, kl: float | None, episodes: int) -> None:
-        """Adapt to `kl`, the measured KL per token in nats. None or a value that is not finite changes nothing."""
-        if self.recipe.target is None or kl is None or not math.isfinite(kl):
-            return
-        error = min(max(kl / self.recipe.target - 1, -KL_STEP), KL_STEP)
-        self.coefficient *= 1 + error * min(episodes / self.recipe.horizon, 1.0)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The current coefficient."""
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.coefficient = state["coefficient"]

@@ -9,8 +9,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import InputError
-from posttrain.models.attention import Layout
 from posttrain.models.cpu.backend import matmul
+from posttrain.models.layers import Layout
 
 ELEMENTS_IN_CACHE = 1 << 21
 """Float32 logits processed at a time on a CPU, so that softmax and its reductions work in the processor's cache."""

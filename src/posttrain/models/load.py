@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from posttrain.errors import InputError
-from posttrain.models.attention import use_packed_attention
 from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16
 from posttrain.models.cuda.attention import use_flash_attention
 from posttrain.models.cuda.four_bit import quantize
 from posttrain.models.forward import use_float32_head
-from posttrain.models.fused_layers import resolve_fused, use_fused_layers
+from posttrain.models.layers import resolve_fused, use_fused_layers, use_packed_attention
 from posttrain.plugins import entry_points, load, require_module
 from posttrain.recipe.model import SWITCHES, LoraRecipe, ModelRecipe, with_thinking
 

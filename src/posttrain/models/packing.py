@@ -13,9 +13,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from posttrain.models.attention import RowSegment, causal_attention
 from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, supports
+from posttrain.models.layers import RowSegment, causal_attention
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
 

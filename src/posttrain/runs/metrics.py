@@ -60,7 +60,7 @@ class MetricsLog:
         if nonfinite:
             line["nonfinite"] = sorted(set(nonfinite))
         self._append((json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
-        if sent := numbers(kind, plain):
+        if self._sinks and (sent := numbers(kind, plain)):
             # Each baseline policy has a line at step 0.
             self._send(line["step"], f"{kind}/{plain.get('policy', '')}", lambda sink: sink.write(line["step"], sent))
 

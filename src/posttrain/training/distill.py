@@ -23,9 +23,9 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.evaluated import start_values
 from posttrain.seeds import random_stream
+from posttrain.training.controllers import Guards
 from posttrain.training.distillation import DistillationObjective, distillation_forward
 from posttrain.training.evaluators import EpisodeEvaluator
-from posttrain.training.guards import Guards
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.rollouts import RolloutManager, SyncRollouts, TaskOrder, rollout_metrics
 from posttrain.training.rows import FixedRows

@@ -12,14 +12,13 @@ import numpy as np
 from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.episode import Advantages, Episode, PerToken, RewardStreams, Stream
 from posttrain.errors import InputError
-from posttrain.losses.entropy import EntropyController
-from posttrain.losses.kl import KlController
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import chosen, section
 from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit, TokenBaselineCredit
 from posttrain.recipe.loss import LOSSES, EntropyRecipe, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
+from posttrain.training.controllers import EntropyController, KlController
 from posttrain.training.objectives import (
     PolicyObjective,
     energy_forward,
@@ -188,7 +187,8 @@ class Learner:
         if self.entropy.top_share < 1:
             for sample, (_, entropies, _) in zip(samples, scores(self._updater, samples), strict=True):
                 sample.entropies = entropies
-        set_bonus_tokens(episodes, samples, self.entropy, self.policy)
+        if self.entropy.tokens != "all":
+            set_bonus_tokens(episodes, samples, self.entropy.tokens, self.policy)
         objective = PolicyObjective(
             self.loss,
             self.kl,

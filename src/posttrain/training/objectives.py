@@ -384,7 +384,8 @@ class PolicyObjective:
         lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
         weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
         trained = [s for s, out in zip(samples, masked, strict=True) if not out]
-        self._of_update = set_factors(self.loss, self.entropy, samples, trained, self.random)
+        rules = self.loss.type == "gpg" or self.entropy.top_share < 1 or self.entropy.covariance is not None
+        self._of_update = set_factors(self.loss, self.entropy, samples, trained, self.random) if rules else {}
         if self.loss.mask_truncated:
             self._of_update["policy/truncated_masked"] = (float(sum(masked)), float(len(samples)))
         weights = [0.0 if out else weight for weight, out in zip(weights, masked, strict=True)]

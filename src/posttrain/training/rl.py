@@ -14,8 +14,6 @@ from rich.console import Console
 from posttrain.credit.assign import compute_advantages, mean_advantage, zero_groups
 from posttrain.environments.protocol import task_split
 from posttrain.episode import Advantages, Episode, RewardStreams
-from posttrain.losses.entropy import EntropyController
-from posttrain.losses.kl import KlController
 from posttrain.models.forward import TokenScores
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
@@ -28,9 +26,9 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.evaluated import start_values
 from posttrain.seeds import random_stream
 from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
+from posttrain.training.controllers import EntropyController, Guards, KlController
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
-from posttrain.training.guards import Guards
 from posttrain.training.objectives import (
     MixedObjective,
     PolicyObjective,
@@ -185,7 +183,8 @@ class Components:
         if references is not None:
             for sample, reference in zip(samples, references(), strict=True):
                 sample.ref_logprobs = reference
-        set_bonus_tokens(episodes, samples, self.entropy.recipe, self.policy)
+        if self.entropy.recipe.tokens != "all":
+            set_bonus_tokens(episodes, samples, self.entropy.recipe.tokens, self.policy)
 
     def credit(self, batch: RolloutBatch, samples: Sequence[Sample], step: int) -> StepCredit:
         """One advantage per sampled token: rewards, including those of units, go through the baseline or the critic."""

@@ -19,10 +19,8 @@ from posttrain.engines.factory import open_engine
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.environments.protocol import EnvironmentFactory
-from posttrain.episode import Episode, Outcome
+from posttrain.episode import Episode, Outcome, reports_success
 from posttrain.errors import InputError
-from posttrain.evaluation.summary import environment_scores, reports_success
-from posttrain.models.cuda.memory import release_cached_memory
 from posttrain.models.policy import Policy
 from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.components import EnvironmentRecipe
@@ -129,7 +127,7 @@ class RolloutManager:
             for optimizer in self.sleepers:
                 optimizer.sleep()
             # An engine of rank 0 wakes up on the GPUs of all processes, which have to leave it memory first.
-            release_cached_memory(self.policy.device)
+            self.policy.release_cached_memory()
             current_world().barrier()
             self.engine.load_weights(self.policy.version)
             worker = RolloutWorker(
@@ -385,7 +383,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["rollout/success"] = _mean([e.success for e in episodes])
     by_name: dict[str, list[float]] = defaultdict(list)
     for episode in played:
-        for name, value in environment_scores(episode).items():
+        for name, value in episode.scores.items():
             by_name[name].append(value)
     metrics |= {f"rollout/score/{name}": _mean(values) for name, values in by_name.items()}
     if played:

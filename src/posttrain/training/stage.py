@@ -55,7 +55,7 @@ def precision_notes(recipe: Recipe) -> list[str]:
         return notes
     import torch
 
-    from posttrain.models.fused_layers import resolve_fused
+    from posttrain.models.layers import resolve_fused
     from posttrain.models.load import has_bfloat16, resolve_device
 
     if recipe.model.device == "cuda" and not torch.cuda.is_available():

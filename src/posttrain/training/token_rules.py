@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
@@ -21,14 +22,12 @@ def set_factors(
     trained: Sequence[Sample],
     random: np.random.Generator | None,
 ) -> Totals:
-    """Set `factors` and `held` of an update's `samples`, if a rule needs them. Returns metrics of the chosen tokens.
+    """Set `factors` and `held` of an update's `samples`. Returns metrics of the chosen tokens.
 
     `trained`: the samples that are not masked as a whole. The rules apply to their tokens. `random` draws the tokens of
     `clip_cov`.
     """
     rule, metrics, tokens = entropy.covariance, Totals(), [sample.sampled_tokens for sample in trained]
-    if loss.type != "gpg" and entropy.top_share == 1 and rule is None:
-        return metrics
     factors = np.ones(sum(tokens), dtype=np.float32)
     held = np.zeros(sum(tokens), dtype=bool)
     if loss.type == "gpg":
@@ -59,11 +58,9 @@ def set_factors(
 
 
 def set_bonus_tokens(
-    episodes: Sequence[Episode], samples: Sequence[Sample], recipe: EntropyRecipe, policy: Policy
+    episodes: Sequence[Episode], samples: Sequence[Sample], tokens: Literal["after_thinking", "answer"], policy: Policy
 ) -> None:
-    """Mark the sampled tokens of each sample that get the entropy bonus, unless all of them do."""
-    if recipe.tokens == "all":
-        return
+    """Mark the sampled tokens of each sample that get the entropy bonus: those of one part of the answers."""
     decode = partial(policy.tokenizer.decode, clean_up_tokenization_spaces=False)
     streams = [[np.zeros(len(stream), dtype=bool) for stream in episode.streams] for episode in episodes]
     for episode, marks in zip(episodes, streams, strict=True):
@@ -71,7 +68,7 @@ def set_bonus_tokens(
             ids = episode.streams[turn.stream].ids
             ended = turn.stop_reason is StopReason.END_TOKEN
             marks[turn.stream][turn.start : turn.stop] = answer_tokens(
-                recipe.tokens, ids[: turn.start], ids[turn.start : turn.stop], ended, decode
+                tokens, ids[: turn.start], ids[turn.start : turn.stop], ended, decode
             )
     for sample, mark in zip(samples, [mark for marks in streams for mark in marks], strict=True):
         sample.bonus = mark[sample.stream.sampled]

@@ -1,7 +1,9 @@
 """Shared state of a training loop: evaluation, checkpoints, logging, interruption, end of the run, collapse guards."""
 
 import math
+import resource
 import shutil
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,6 @@ from posttrain.distributed.tensors import read_tensors
 from posttrain.distributed.world import Interrupts, current_world
 from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError
-from posttrain.models.cuda.memory import peak_memory
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
 from posttrain.recipe.run import CheckpointRecipe, ExportedStep, SinkName
@@ -338,7 +339,7 @@ class Trainer(Generic[Output]):
         self.step += 1
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         metrics["time/step"] = sum(self.seconds.values())
-        metrics |= peak_memory()
+        metrics |= _peak_memory()
         self.seconds.clear()
         self._log.write(self.step, "train", metrics)
         self.progress.update(self.step, metrics)
@@ -489,6 +490,13 @@ class Trainer(Generic[Output]):
         if step != self.step:
             self.model.restore(self.checkpoints.policy(step))
         return step
+
+
+def _peak_memory() -> dict[str, float]:
+    """Peak memory so far, in bytes, as metrics: resident memory of this process, and torch's allocations on its GPU."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"memory/process": float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
+    return peak | ({"memory/gpu": float(torch.cuda.max_memory_allocated())} if torch.cuda.is_initialized() else {})
 
 
 def random_states(device: torch.device) -> dict[str, torch.Tensor]:

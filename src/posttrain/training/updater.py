@@ -82,7 +82,13 @@ class Sample:
     """Set only for preference data."""
 
     @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.stream.ids)
+
+    @property
     def sampled_tokens(self) -> int:
+        """n."""
         return int(self.stream.sampled.sum())
 
 
@@ -154,7 +160,7 @@ def _bundles(samples: Sequence[Sample], budget: int) -> list[tuple[int, list[int
         bundles.append((row_length([samples[i].stream.ids for i in indices]), indices))
     for indices in _by_prompt([i for i, sample in enumerate(samples) if sample.side is None], samples).values():
         for at, shared in tree_order([samples[i].stream.ids for i in indices]):
-            index, length = indices[at], len(samples[indices[at]].stream)
+            index, length = indices[at], samples[indices[at]].tokens
             if shared and bundles[-1][0] + length - shared <= budget:
                 bundles[-1] = (bundles[-1][0] + length - shared, [*bundles[-1][1], index])
             else:
@@ -189,7 +195,7 @@ def divided(samples: Sequence[Sample], budget: int, processes: int) -> list[list
     groups = pack(samples, budget)
     if len(groups) >= processes:
         return groups
-    tokens = sum(len(sample.stream) for sample in samples)
+    tokens = sum(sample.tokens for sample in samples)
     for room in (1.0, 1.1, 1.25, 1.5):
         smaller = math.ceil(room * tokens / processes)
         try:
@@ -354,7 +360,7 @@ class Updater(Generic[Output]):
 
     def _groups(self, samples: Sequence[Sample]) -> Iterator[list[int]]:
         for group in divided(samples, self.settings.tokens_per_batch, self._world.size):
-            self.trained_tokens += sum(len(samples[i].stream) for i in group)
+            self.trained_tokens += sum(samples[i].tokens for i in group)
             yield group
 
     def _shares(self, groups: Iterable[list[int]]) -> Iterator[tuple[list[int], bool]]:

@@ -17,7 +17,7 @@ from typing import Any
 from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
 from posttrain.distributed.sharding import full_tensor
 from posttrain.engines.protocol import Completion, EngineCounters, Request
-from posttrain.models.cuda.memory import copied_to_cpu, release_cached_memory
+from posttrain.models.cuda.memory import copied_to_cpu
 from posttrain.models.policy import Policy
 
 BUCKET_BYTES = 256 * 2**20
@@ -234,7 +234,7 @@ class RayEngine:
         source = source or self.policy
         buckets = weight_buckets(source, self.is_rank0)
         # Every learner shares its GPU with a colocated engine, which wakes up now.
-        release_cached_memory(source.device)
+        source.release_cached_memory()
         if not self.is_rank0:
             return
         for client in self._clients:

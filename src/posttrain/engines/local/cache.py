@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from posttrain.engines.local.cpu.kernel import PAGE, DecodingKernel, decoding_kernel
-from posttrain.models.attention import RowSegment, causal_attention
 from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.forward import upload
+from posttrain.models.layers import RowSegment, causal_attention
 
 _DONT_NEED: int | None = mmap.MADV_DONTNEED if sys.platform == "linux" else None
 """On other systems memory cannot be returned, so the whole cache is allocated at once."""

@@ -35,7 +35,7 @@ which it writes what the recorded function returned.
 RECORDED_AFTER = 4
 """Passes of a size that run kernel by kernel before it is recorded, so that sizes that are rarely needed are not."""
 TERMS = 256
-"""Numbers that `running_sum` adds by one product."""
+"""Numbers that `sum_by_products` adds by one product."""
 
 
 class KeyValueRows(KeyValuePages):
@@ -250,18 +250,9 @@ def recorded_size(count: int) -> int:
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def running_sum(values: torch.Tensor) -> torch.Tensor:
-    """Sums [..., N] of the first 1 to N numbers of each row of `values` [..., N], which are floating-point numbers.
-
-    torch has no deterministic kernel for it on a GPU, so it is computed there by products with triangular matrices of
-    ones: within blocks, and over the sums of the blocks before.
-    """
-    if not (values.is_cuda and torch.are_deterministic_algorithms_enabled()):
-        return values.cumsum(-1)
-    return _by_products(values)
-
-
-def _by_products(values: torch.Tensor) -> torch.Tensor:
+def sum_by_products(values: torch.Tensor) -> torch.Tensor:
+    """Running sums [..., N] along the last dimension of `values` [..., N], by products with triangular matrices of ones:
+    within blocks, and over the sums of the blocks before. torch has no deterministic kernel for them on a GPU."""
     count = values.shape[-1]
     width = min(count, TERMS)
     whole = -(-count // width) * width
@@ -269,5 +260,5 @@ def _by_products(values: torch.Tensor) -> torch.Tensor:
     sums = blocks @ torch.ones(width, width, dtype=values.dtype, device=values.device).triu()
     if whole > width:
         ends = sums[..., -1]
-        sums = sums + (_by_products(ends) - ends)[..., None]
+        sums = sums + (sum_by_products(ends) - ends)[..., None]
     return sums.flatten(-2)[..., :count].contiguous()

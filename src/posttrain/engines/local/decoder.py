@@ -15,9 +15,8 @@ from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.layers import CompiledLayer, CompiledLayers
 from posttrain.engines.local.cpu.linear import SamplingLinear
-from posttrain.engines.local.cuda import RecordedDecoder, running_sum
+from posttrain.engines.local.cuda import RecordedDecoder, sum_by_products
 from posttrain.models.cpu.backend import rotate
-from posttrain.models.cuda.four_bit import is_four_bit
 from posttrain.models.forward import Float32Head, float32_product, hidden_states, logits_of, transformer, upload
 from posttrain.recipe.rollout import SamplingRecipe
 
@@ -49,10 +48,8 @@ def decoder_of(model: torch.nn.Module, recorded: bool = False) -> Decoder:
     """The fastest decoder for `model`, with its current weights; `recorded`: it decodes by CUDA graphs where it can."""
     inner = transformer(model)
     config = inner.config
-    known = config.model_type in STREAMLINED and config.hidden_act == "silu"
-    if known and is_four_bit(getattr(inner, inner.base_model_prefix).layers[0].self_attn.q_proj):
-        known = False  # Only the module multiplies by packed matrices.
-    if not known:
+    packed = getattr(inner, "is_loaded_in_4bit", False)  # only a model's own layers multiply by packed matrices
+    if packed or config.model_type not in STREAMLINED or config.hidden_act != "silu":
         return ModuleDecoder(model)
     decoder = StreamlinedDecoder(inner)
     return RecordedDecoder(decoder) if recorded and not decoder.waits else decoder
@@ -265,7 +262,7 @@ def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     rows, vocabulary = weights.shape
     whole = -(-vocabulary // BLOCK) * BLOCK
     blocks = torch.nn.functional.pad(weights, (0, whole - vocabulary)).view(rows, -1, BLOCK)
-    ends = running_sum(blocks.sum(-1).double())
+    ends = _running_sum(blocks.sum(-1).double())
     total = ends[:, -1:]
     points = upload(torch.tensor(list(draws), dtype=torch.float64), weights.device)[:, None] * total
     # Rounding must not raise a point to the total, which lies beyond the last token with weight.
@@ -273,7 +270,7 @@ def _draw(weights: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
     block = torch.searchsorted(ends, points, right=True)
     before = torch.nn.functional.pad(ends, (1, 0)).gather(1, block)
     inside = blocks[torch.arange(rows, device=weights.device), block[:, 0]].double()
-    index = torch.searchsorted(running_sum(inside), points - before, right=True)
+    index = torch.searchsorted(_running_sum(inside), points - before, right=True)
     # Nor may it lie beyond the last such token of the block, because block sums are rounded to float32.
     last = BLOCK - 1 - (inside > 0).flip(-1).int().argmax(-1, keepdim=True)
     return (block * BLOCK + torch.minimum(index, last))[:, 0]
@@ -303,7 +300,7 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
     while True:
         ordered = probabilities.topk(width, sorted=True).values
         ranked = ordered * (torch.arange(width, device=ordered.device)[None] < ranks)
-        running = running_sum(ranked)
+        running = _running_sum(ranked)
         in_ranks = torch.where(ranks < vocabulary, running[:, -1:], total)
         # A row is settled if its last candidate lies beyond top-k or top-p.
         settled = (ranks <= width) | (running[:, -1:] >= nuclei * in_ranks)
@@ -321,3 +318,10 @@ def truncate(probabilities: torch.Tensor, sampling: Sequence[SamplingRecipe]) ->
         equal = probabilities == least
         chosen &= ~equal | (equal.cumsum(-1) <= free)
     return torch.where(chosen, probabilities, 0)
+
+
+def _running_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sums [..., N] of the first 1 to N numbers of each row of `values` [..., N], which are floating-point numbers."""
+    if values.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return sum_by_products(values)
+    return values.cumsum(-1)

@@ -37,7 +37,6 @@ from posttrain.engines.vllm.transfer import address_for, broadcast, joined_group
 from posttrain.engines.vllm.weights import Bucket, WeightStore, buckets
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, PosttrainError, RunError
-from posttrain.models.cuda.memory import release_cached_memory
 from posttrain.models.load import resolve_path
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
@@ -116,7 +115,7 @@ class VllmEngine:
         # Also closes the replicas when the engine is garbage-collected and when the process exits.
         self._closing = weakref.finalize(self, _close, list(replicas), self._store, self._loop, thread)
         try:
-            release_cached_memory(policy.device)
+            policy.release_cached_memory()
             # The other processes wait before they allocate more, because vLLM checks the memory of their GPUs, too.
             current_world().on_rank0(self._start)
         except BaseException:
@@ -176,7 +175,7 @@ class VllmEngine:
         """Send the weights of `source`, or its adapters, and wait until every replica samples with them."""
         source = source or self.policy
         # The replicas wake up to receive weights, and again to allocate their cache.
-        release_cached_memory(source.device)
+        source.release_cached_memory()
         # Wait for replicas that are being restarted: they read the weights whose files are removed next.
         self._run(self._on_replicas(lambda state: state.lock.acquire()))
         try:
@@ -295,7 +294,7 @@ class VllmEngine:
         for number, bucket in enumerate(buckets(source.weights(), self.recipe.bucket_megabytes * MIB)):
             if self._replicas:
                 send[self.recipe.weight_transfer](bucket, number)
-        release_cached_memory(source.device)
+        source.release_cached_memory()
         self._run(self._on_replicas(lambda state: self._if_alive(state, self._finish(state))))
 
     def _send_file(self, bucket: Bucket, number: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from posttrain.models.attention import RowSegment
+from posttrain.models.layers import RowSegment
 
 BLOCK = 128
 """Queries per block: short enough to skip unseen keys, long enough for the matrix units."""

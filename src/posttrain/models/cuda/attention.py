@@ -15,8 +15,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import InputError
-from posttrain.models.attention import RowSegment
 from posttrain.models.forward import upload
+from posttrain.models.layers import RowSegment
 
 Kernel = Callable[["Spans", torch.Tensor, torch.Tensor, torch.Tensor, float, int | None], torch.Tensor]
 """Spans, query [T, H, D], key and value [K, H_kv, D], scaling, window -> [T, H, D]."""

@@ -46,12 +46,7 @@ def replace_linear_layers(model: torch.nn.Module) -> None:
                 four.bias = torch.nn.Parameter(layer.bias.data, requires_grad=False)
             setattr(owner, name, four.eval())
     whole: Any = model
-    whole.is_loaded_in_4bit = True  # peft asks for it
-
-
-def is_four_bit(layer: Any) -> bool:
-    """Whether the linear layer, possibly inside an adapter, has 4-bit weights."""
-    return getattr(getattr(layer, "base_layer", layer).weight, "quant_state", None) is not None
+    whole.is_loaded_in_4bit = True  # peft and `decoder_of` ask for it
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:

@@ -1,28 +1,10 @@
-"""Memory of this process and of a GPU that the learner shares with an engine in another process."""
+"""Copies of tensors and models on another device."""
 
 import copy
-import resource
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-
-def release_cached_memory(device: torch.device) -> None:
-    """Return the freed blocks that torch keeps for reuse, so that an engine on the same GPU can allocate them.
-
-    No effect on a CPU.
-    """
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def peak_memory() -> dict[str, float]:
-    """Peak memory so far, in bytes, as metrics: resident memory of this process, and torch's allocations on its GPU."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = {"memory/process": float(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
-    return peak | ({"memory/gpu": float(torch.cuda.max_memory_allocated())} if torch.cuda.is_initialized() else {})
 
 
 def copied_to_cpu(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

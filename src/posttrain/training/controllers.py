@@ -1,10 +1,89 @@
-"""Guards that notice early when training collapses, and say what to change."""
+"""What reacts to the metrics of a step: the coefficients of the KL penalty and the entropy bonus, and guards.
+
+Guards notice early when training collapses, and say what to change.
+"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.recipe.loss import KL_STEP, EntropyRecipe, KlRecipe
 from posttrain.recipe.run import GuardRecipe
+
+
+class KlController:
+    """The KL coefficient: fixed, or adapted to a target.
+
+    Adaptive: e = clip(KL / target - 1, -s, s) with s = `KL_STEP`, coefficient x (1 + e n / horizon) after n episodes; n
+    is capped at one horizon, so one update changes the coefficient by at most a factor s. Source: Ziegler et al. 2019.
+    """
+
+    def __init__(self, recipe: KlRecipe) -> None:
+        self.recipe = recipe
+        self.coefficient = recipe.coefficient
+
+    def update(self, kl: float | None, episodes: int) -> None:
+        """Adapt to `kl`, the measured KL per token in nats. None or a value that is not finite changes nothing."""
+        if self.recipe.target is None or kl is None or not math.isfinite(kl):
+            return
+        error = min(max(kl / self.recipe.target - 1, -KL_STEP), KL_STEP)
+        self.coefficient *= 1 + error * min(episodes / self.recipe.horizon, 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The current coefficient."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.coefficient = state["coefficient"]
+
+
+class EntropyController:
+    """The coefficient of the entropy bonus: fixed, or adapted to a target.
+
+    Adaptive: after each step with entropy H, c becomes c + `step` if H < target, else c - `step`, within 0 and
+    `max_coefficient`. The bonus of the next step has the coefficient c if H <= target, else 0. Source: He et al. 2025,
+    "Skywork open reasoner 1", arXiv 2505.22312, section 4 (adaptive entropy control), where H is measured before the
+    update.
+    """
+
+    def __init__(self, recipe: EntropyRecipe) -> None:
+        self.recipe = recipe
+        self.used = recipe.has_bonus
+        """Whether the bonus ever has a coefficient above 0."""
+        self._adapted = recipe.coefficient
+        self._below = True
+
+    @property
+    def coefficient(self) -> float:
+        """The coefficient of the next step's bonus."""
+        return self._adapted if self._below else 0.0
+
+    def update(self, entropy: float | None) -> None:
+        """Adapt to `entropy`, the measured entropy per token in nats. None or a value that is not finite changes
+        nothing.
+        """
+        target = self.recipe.target
+        if target is None or entropy is None or not math.isfinite(entropy):
+            return
+        change = self.recipe.step if entropy < target else -self.recipe.step
+        self._adapted = min(max(self._adapted + change, 0.0), self.recipe.max_coefficient)
+        self._below = entropy <= target
+
+    def update_from(self, metrics: Mapping[str, float]) -> None:
+        """Adapt to the entropy of the tokens that get the bonus, taken from a step's `metrics`. No effect if it is
+        missing.
+        """
+        self.update(metrics.get("policy/entropy" if self.recipe.tokens == "all" else "policy/bonus_entropy"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The adapted coefficient, and whether the last entropy was at most the target."""
+        return {"coefficient": self._adapted, "below": self._below}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._adapted, self._below = state["coefficient"], state["below"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""Coefficients that follow a target, and collapse guards: thresholds, patience, state."""
+
+import math
+
+import pytest
+
+from posttrain.recipe.loss import EntropyRecipe, KlRecipe
+from posttrain.recipe.run import GuardRecipe
+from posttrain.training.controllers import EntropyController, Guards, KlController
+
+
+def test_the_kl_coefficient_is_steered_to_the_target():
+    controller = KlController(KlRecipe(coefficient=0.1, target=2.0, horizon=100))
+    controller.update(2.2, 10)
+    assert controller.coefficient == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    controller.update(50.0, 50)
+    assert controller.coefficient == pytest.approx(0.101 * (1 + 0.2 * 0.5))
+    resumed = KlController(controller.recipe)
+    resumed.load_state_dict(controller.state_dict())
+    resumed.update(0.0, 100_000)
+    assert resumed.coefficient == pytest.approx(0.101 * 1.1 * 0.8)
+
+
+@pytest.mark.parametrize("kl", [None, math.nan])
+def test_without_a_measurement_the_kl_coefficient_is_unchanged(kl):
+    controller = KlController(KlRecipe(coefficient=0.1, target=2.0))
+    controller.update(kl, 10)
+    assert controller.coefficient == 0.1
+
+
+def test_a_fixed_kl_coefficient_stays():
+    controller = KlController(KlRecipe(coefficient=0.1))
+    controller.update(50.0, 10)
+    assert controller.coefficient == 0.1
+
+
+def test_the_entropy_coefficient_follows_the_target():
+    controller = EntropyController(EntropyRecipe(target=1.0, coefficient=0.01, step=0.005, max_coefficient=0.02))
+    assert controller.coefficient == 0.01
+    for entropy, expected in [(0.5, 0.015), (0.9, 0.02), (0.9, 0.02), (1.5, 0.0), (None, 0.0), (0.5, 0.02)]:
+        controller.update(entropy)
+        assert controller.coefficient == pytest.approx(expected)
+    copy = EntropyController(controller.recipe)
+    copy.load_state_dict(controller.state_dict())
+    assert copy.coefficient == controller.coefficient
+
+
+def test_a_fixed_entropy_coefficient_stays():
+    controller = EntropyController(EntropyRecipe(coefficient=0.01))
+    controller.update(0.0)
+    assert controller.coefficient == 0.01
+
+
+def test_the_target_is_about_the_tokens_that_get_the_bonus():
+    controller = EntropyController(EntropyRecipe(target=1.0, step=0.1, tokens="answer"))
+    controller.update_from({"policy/entropy": 0.2})
+    assert controller.coefficient == 0.0
+    controller.update_from({"policy/entropy": 2.0, "policy/bonus_entropy": 0.2})
+    assert controller.coefficient == pytest.approx(0.1)
+    of_all = EntropyController(EntropyRecipe(target=1.0, step=0.1))
+    of_all.update_from({"policy/entropy": 0.2})
+    assert of_all.coefficient == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("key", "metric", "threshold", "bad", "good"),
+    [
+        ("max_zero_groups", "credit/zero_groups", 0.8, 0.9, 0.8),
+        ("min_reward_spread", "reward/group_spread", 0.1, 0.05, 0.1),
+        ("min_entropy", "policy/entropy", 0.1, 0.05, 0.1),
+        ("max_gradient_norm", "optimizer/gradient_norm", 10.0, math.inf, 10.0),
+        ("max_repeated_share", "policy/repeated_share", 0.5, 0.6, 0.5),
+    ],
+)
+def test_a_guard_fires_after_its_patience(key, metric, threshold, bad, good):
+    guards = Guards(GuardRecipe(patience=2, **{key: threshold}))
+    assert guards.check({metric: bad}, 1) == []
+    assert guards.check({metric: good}, 2) == []
+    assert guards.check({metric: bad}, 3) == []
+    (sentence,) = guards.check({metric: bad}, 4)
+    assert sentence.startswith(f"{metric} = {bad:.4g}")
+    assert f"guards.{key} = {threshold:g} since step 3" in sentence
+    assert guards.check({metric: bad}, 5) == []
+    (again,) = guards.check({metric: bad}, 6)
+    assert "since step 3" in again
+
+
+def test_a_missing_metric_does_not_count_for_a_guard():
+    guards = Guards(GuardRecipe(patience=2, min_entropy=0.1))
+    guards.check({"policy/entropy": 0.0}, 1)
+    assert guards.check({}, 2) == guards.check({"policy/entropy": math.nan}, 3) == []
+    assert "since step 1" in guards.check({"policy/entropy": 0.0}, 4)[0]
+
+
+def test_a_guard_without_threshold_is_off():
+    assert (
+        Guards(GuardRecipe(patience=1, max_repeated_share=None)).check(
+            {"policy/repeated_share": 1.0, "policy/entropy": 0.0}, 1
+        )
+        == []
+    )
+
+
+def test_counts_survive_a_resume():
+    recipe = GuardRecipe(patience=2)
+    first, second = Guards(recipe), Guards(recipe)
+    first.check({"policy/repeated_share": 1.0}, 7)
+    second.load_state_dict(first.state_dict())
+    (sentence,) = second.check({"policy/repeated_share": 1.0}, 8)
+    assert "since step 7" in sentence
