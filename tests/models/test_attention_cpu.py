@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.models.cpu import attention as attention_cpu
-from posttrain.models.layers import causal_attention
+from posttrain.models.layers import RowSegment, causal_attention
+from posttrain.models.packing import PackedLayout
 from tests.models.bundles import bundle_layout
 
 WIDTH = 8
@@ -37,16 +38,21 @@ def stream_by_stream(bundles, query, key, value, window):
     return torch.cat(outputs, 1)
 
 
+def assert_equal(found, expected, inputs, tolerance=1e-10):
+    """Outputs, and gradients by the inputs."""
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    above = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
+    mine, theirs = (torch.autograd.grad(out, inputs, above) for out in (found, expected))
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, atol=10 * tolerance, rtol=0)
+
+
 def compare(bundles, window, counts, seed=0, dtype=torch.float64, tolerance=1e-10):
     tokens = sum(prompt + sum(rest) for prompt, rest in bundles)
     inputs = heads(seed, tokens, counts, dtype)
     expected = stream_by_stream(bundles, *inputs, window)
     found = bundle_layout(bundles).attend(0, *inputs, 0.3, window)
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
-    above = torch.randn(expected.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    mine, theirs = (torch.autograd.grad(out, inputs, above) for out in (found, expected))
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, atol=10 * tolerance, rtol=0)
+    assert_equal(found, expected, inputs, tolerance)
 
 
 BUNDLES = st.lists(st.tuples(st.integers(1, 70), st.lists(st.integers(1, 70), max_size=3)), min_size=1, max_size=3)
@@ -56,6 +62,42 @@ BUNDLES = st.lists(st.tuples(st.integers(1, 70), st.lists(st.integers(1, 70), ma
 @given(BUNDLES, st.sampled_from([None, 1, 3, 40, 64, 1000]), st.sampled_from([(6, 2, 2), (3, 3, 3), (4, 1, 1)]))
 def test_equals_the_library_with_shared_prompts_windows_and_grouped_heads(bundles, window, counts):
     compare(bundles, window, counts)
+
+
+TREES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40)), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TREES, st.sampled_from([None, 3, 40, 1000]), st.sampled_from([1, 6000, 10**6]))
+def test_trees_of_segments_equal_the_library_however_many_share_a_block(tree, window, cost):
+    """`tree`: for each segment how many segments back its parent is, 0 for none, and its length."""
+    segments = []
+    for back, length in tree:
+        start = segments[-1].stop if segments else 0
+        parent = segments[-back] if 0 < back <= len(segments) else None
+        before = () if parent is None else parent.keys
+        segments.append(RowSegment(start, start + length, before))
+    inputs = heads(0, segments[-1].stop)
+    outputs = []
+    for segment in segments:
+        own = torch.arange(segment.start, segment.stop)
+        seen = torch.cat([torch.arange(*places) for places in segment.keys])
+        outputs.append(causal_attention(inputs[0][:, own], *(x[:, seen] for x in inputs[1:]), 0.3, window))
+    expected = torch.cat(outputs, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_cpu, "BLOCK_COST", cost)
+        found = PackedLayout(segments).attend(0, *inputs, 0.3, window)
+    assert_equal(found, expected, inputs)
+
+
+def test_short_segments_share_blocks_and_long_ones_do_not():
+    def blocks_of(length):
+        starts = range(100, 100 + 4 * length, length)
+        segments = [RowSegment(0, 100), *(RowSegment(start, start + length, ((0, 100),)) for start in starts)]
+        return attention_cpu.BlockCache()(segments, None, 3, torch.float32)
+
+    assert len(blocks_of(6)) == 1
+    assert len(blocks_of(128)) == 5
 
 
 @pytest.mark.parametrize("window", [None, 50, 130, 200])

@@ -1,12 +1,11 @@
 """Exact attention on a CPU with a custom backward pass: that of PyTorch costs several times its matrix products.
 
-Queries are processed in blocks, each against the keys up to its end, so most of the upper triangle is skipped. The
-query heads that share a key head are rows of one matrix product. Only queries, keys and values are kept for the
-backward pass, which recomputes the probabilities as FlashAttention does (Dao et al. 2022, arXiv 2205.14135), so memory
-is linear in the number of tokens.
+Queries are processed in blocks, each against the tokens that any of its queries sees. The query heads that share a key head
+are rows of one matrix product. Only queries, keys and values are kept for the backward pass, which recomputes the
+probabilities as FlashAttention does (Dao et al. 2022, arXiv 2205.14135), so memory is linear in the number of tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,41 +14,82 @@ from torch.autograd.function import once_differentiable
 from posttrain.models.layers import RowSegment
 
 BLOCK = 128
-"""Queries per block: short enough to skip unseen keys, long enough for the matrix units."""
+"""Most queries of a block: few enough to skip unseen keys, enough for the matrix units."""
 LANES = 32
 """Keys are padded to a multiple of this: softmax kernels take about twice as long on rows of other lengths."""
+BLOCK_COST = 6000
+"""Cost of a block besides its products, in pairs of a query and a key. Short segments of a prefix tree share blocks where
+this costs less, although their queries then meet keys that they do not see."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""Ranges [start, stop) of a row's tokens."""
 
 
-class _Block(NamedTuple):
-    """Queries [start, stop) of the row and the columns [first, last) of the segment's keys that they may see."""
+class _Run(NamedTuple):
+    """Queries [start, stop) of one segment."""
 
     start: int
     stop: int
+    keys: Ranges
+    """What they see, in the stream's order. The last query sees all of it without a window."""
+    position: int
+    """Of the first query in its stream."""
     first: int
-    last: int
+    """Position of the first key in the stream."""
+
+
+class _Block(NamedTuple):
+    """Queries [start, stop) of the row, against K keys."""
+
+    start: int
+    stop: int
+    keys: Ranges
+    """At most K tokens of the row; zeros follow."""
     mask: torch.Tensor
-    """[G * (stop - start), last - first]: 0 if a query sees a key, minus infinity elsewhere."""
+    """[G * (stop - start), K]: 0 if a query sees a key, minus infinity elsewhere."""
 
 
-class MaskCache:
-    """Attention masks of one layout, shared by all layers."""
+class BlockCache:
+    """The blocks of segments, shared by all layers."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[object, ...], torch.Tensor] = {}
+        self._blocks: dict[tuple[object, ...], list[_Block]] = {}
+        self._masks: dict[tuple[object, ...], torch.Tensor] = {}
 
     def __call__(
-        self, queries: int, ahead: int, columns: int, window: int | None, groups: int, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The mask [G * queries, columns] for queries at columns `ahead`, `ahead` + 1, ... of `columns` keys."""
-        key = (queries, ahead, columns, window, groups, dtype)
-        if key not in self._kept:
-            position, column = torch.arange(ahead, ahead + queries)[:, None], torch.arange(columns)[None]
-            hidden = column > position
-            if window is not None:
-                hidden |= column <= position - window
-            mask = torch.zeros(queries, columns, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            self._kept[key] = mask.repeat(groups, 1)
-        return self._kept[key]
+        self, segments: Sequence[RowSegment], window: int | None, groups: int, dtype: torch.dtype
+    ) -> list[_Block]:
+        """The blocks of `segments`, with masks of `dtype` for `groups` query heads per key head."""
+        key = (tuple(segments), window, groups, dtype)
+        if key not in self._blocks:
+            end = max(segment.stop for segment in segments)
+            self._blocks[key] = [
+                self._block(runs, end, window, groups, dtype) for runs in _shared(_runs(segments, window))
+            ]
+        return self._blocks[key]
+
+    def _block(self, runs: Sequence[_Run], end: int, window: int | None, groups: int, dtype: torch.dtype) -> _Block:
+        start, stop = runs[0].start, runs[-1].stop
+        keys = _union(run.keys for run in runs)
+        width = _padded(_length(keys))
+        if len(keys) == 1 and width <= end:  # more tokens of the row instead of zeros, so that nothing is copied
+            first = min(keys[0][0], end - width)
+            keys = ((first, first + width),)
+        # Masks of equal blocks are the same tensor: those of streams of one length, for example.
+        seen = tuple(
+            (run.start - start, run.stop - start, run.position - position, column, column + count)
+            for run in runs
+            for position, column, count in _columns(run, keys)
+        )
+        kind = (seen, stop - start, width, window, groups, dtype)
+        if kind not in self._masks:
+            visible = torch.zeros(stop - start, width, dtype=torch.bool)
+            for top, bottom, ahead, left, right in seen:
+                distance = ahead + torch.arange(bottom - top)[:, None] - torch.arange(right - left)
+                visible[top:bottom, left:right] = (distance >= 0) & (distance < (window or width + distance.max() + 1))
+            mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+            self._masks[kind] = mask.repeat(groups, 1)
+        return _Block(start, stop, keys, self._masks[kind])
 
 
 def attend_segments(
@@ -59,81 +99,135 @@ def attend_segments(
     segments: Sequence[RowSegment],
     scaling: float,
     window: int | None,
-    masks: MaskCache,
+    blocks: BlockCache,
 ) -> torch.Tensor:
     """Attention outputs [H, T, D] of `query` [H, T, D] over `key` and `value` [H_kv, T, D].
 
     `segments` cover every token once. Scores have the dtype of `query`; softmax and sums are in float32 or wider.
     """
-    return _SegmentAttention.apply(query, key, value, segments, scaling, window, masks)
+    planned = blocks(segments, window, len(query) // len(key), query.dtype)
+    return _BlockAttention.apply(query, key, value, planned, scaling)
 
 
-class _SegmentAttention(torch.autograd.Function):
+class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        segments: Sequence[RowSegment],
-        scaling: float,
-        window: int | None,
-        masks: MaskCache,
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: list[_Block], scaling: float
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.how = (segments, scaling, window, masks)
+        ctx.how = (blocks, scaling)
         heads, tokens, width = query.shape
         # Token-major memory layout, as the output projection reads it.
         out = query.new_empty(tokens, heads, width).transpose(0, 1)
-        for segment in segments:
-            keys, values = _keys_of(key, segment), _keys_of(value, segment)
-            for block in _blocks(segment, window, heads // len(key), query.dtype, masks):
-                seen = slice(block.first, block.last)
-                probabilities = _probabilities(_rows(query, block, len(key)), keys[:, seen], block.mask, scaling)
-                _put_rows(out, block, torch.bmm(probabilities, values[:, seen]))
+        for block in blocks:
+            probabilities = _probabilities(_rows(query, block, len(key)), _keys_of(key, block), block.mask, scaling)
+            _put_rows(out, block, torch.bmm(probabilities, _keys_of(value, block)))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        segments, scaling, window, masks = ctx.how
+        blocks, scaling = ctx.how
         heads, tokens, width = query.shape
         shared = len(key)
         query_gradient = query.new_empty(tokens, heads, width).transpose(0, 1)
-        # Several blocks and continuations add to the same keys, so sum in float32.
+        # Several blocks add to the same keys, so sum in float32.
         wide = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
         key_gradient, value_gradient = (
             torch.zeros(tokens, shared, width, dtype=wide).transpose(0, 1) for _ in range(2)
         )
         unused = query.new_empty(())
-        for segment in segments:
-            keys, values = _keys_of(key, segment), _keys_of(value, segment)
-            for block in _blocks(segment, window, heads // shared, query.dtype, masks):
-                seen = slice(block.first, block.last)
-                rows, above = _rows(query, block, shared), _rows(gradient, block, shared)
-                probabilities = _probabilities(rows, keys[:, seen], block.mask, scaling)
-                _add_columns(value_gradient, segment, block, torch.bmm(probabilities.transpose(1, 2), above))
-                grad_probabilities = torch.bmm(above, values[:, seen].transpose(1, 2))
-                grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, query.dtype)
-                _put_rows(
-                    query_gradient, block, torch.baddbmm(unused, grad_scores, keys[:, seen], beta=0, alpha=scaling)
-                )
-                grad_keys = torch.baddbmm(unused, grad_scores.transpose(1, 2), rows, beta=0, alpha=scaling)
-                _add_columns(key_gradient, segment, block, grad_keys)
-        return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None, None, None
+        for block in blocks:
+            keys, values = _keys_of(key, block), _keys_of(value, block)
+            rows, above = _rows(query, block, shared), _rows(gradient, block, shared)
+            probabilities = _probabilities(rows, keys, block.mask, scaling)
+            _add_columns(value_gradient, block, torch.bmm(probabilities.transpose(1, 2), above))
+            grad_probabilities = torch.bmm(above, values.transpose(1, 2))
+            grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, query.dtype)
+            _put_rows(query_gradient, block, torch.baddbmm(unused, grad_scores, keys, beta=0, alpha=scaling))
+            grad_keys = torch.baddbmm(unused, grad_scores.transpose(1, 2), rows, beta=0, alpha=scaling)
+            _add_columns(key_gradient, block, grad_keys)
+        return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None
 
 
-def _blocks(
-    segment: RowSegment, window: int | None, groups: int, dtype: torch.dtype, masks: MaskCache
-) -> Iterator[_Block]:
-    seen = segment.seen
-    for start in range(segment.start, segment.stop, BLOCK):
-        stop = min(start + BLOCK, segment.stop)
-        ahead = seen + start - segment.start
-        first = 0 if window is None else max(0, ahead - window + 1) // LANES * LANES
-        last = _padded(ahead + stop - start)
-        yield _Block(start, stop, first, last, masks(stop - start, ahead - first, last - first, window, groups, dtype))
+# -- which queries form a block ------------------------------------------------------------------------------------------
+
+
+def _runs(segments: Sequence[RowSegment], window: int | None) -> Iterator[_Run]:
+    for segment in segments:
+        for start in range(segment.start, segment.stop, BLOCK):
+            stop = min(start + BLOCK, segment.stop)
+            position = segment.seen + start - segment.start
+            first = 0 if window is None else max(0, position - window + 1)
+            yield _Run(start, stop, _after((*segment.before, (segment.start, stop)), first), position, first)
+
+
+def _shared(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
+    """Consecutive runs that are cheaper in one block than each in its own."""
+    block: list[_Run] = []
+    for run in runs:
+        joined = [*block, run]
+        fits = block and run.start == block[-1].stop and run.stop - block[0].start <= BLOCK
+        if fits and _cost(joined) < _cost(block) + _cost([run]):
+            block = joined
+            continue
+        if block:
+            yield block
+        block = [run]
+    if block:
+        yield block
+
+
+def _cost(runs: Sequence[_Run]) -> int:
+    keys = _padded(_length(_union(run.keys for run in runs)))
+    return (runs[-1].stop - runs[0].start) * keys + BLOCK_COST
+
+
+def _columns(run: _Run, keys: Ranges) -> Iterator[tuple[int, int, int]]:
+    """(position in the stream of its first key, its first column among `keys`, number of keys) for each range of `run`."""
+    position = run.first
+    for start, stop in run.keys:
+        column = 0
+        for first, last in keys:
+            if first <= start < last:
+                yield position, column + start - first, stop - start
+                break
+            column += last - first
+        position += stop - start
+
+
+def _after(ranges: Ranges, count: int) -> Ranges:
+    """`ranges` without their first `count` tokens."""
+    kept = []
+    for start, stop in ranges:
+        skipped = min(count, stop - start)
+        count -= skipped
+        if start + skipped < stop:
+            kept.append((start + skipped, stop))
+    return tuple(kept)
+
+
+def _union(parts: Iterable[Ranges]) -> Ranges:
+    """The tokens of any of `parts`, in the order of the row."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(piece for ranges in parts for piece in ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _length(ranges: Ranges) -> int:
+    return sum(stop - start for start, stop in ranges)
+
+
+def _padded(count: int) -> int:
+    return -(-count // LANES) * LANES
+
+
+# -- one block -----------------------------------------------------------------------------------------------------------
 
 
 def _probabilities(rows: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -141,17 +235,14 @@ def _probabilities(rows: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, s
     return torch.softmax(torch.baddbmm(mask, rows, keys.transpose(1, 2), alpha=scaling), dim=-1)
 
 
-def _padded(count: int) -> int:
-    return -(-count // LANES) * LANES
-
-
-def _keys_of(heads: torch.Tensor, segment: RowSegment) -> torch.Tensor:
-    """Keys or values that the segment sees, in the stream's order, zero-padded: [H_kv, K, D] from `heads` [H_kv, T,
-    D].
-    """
-    out = heads.new_empty(len(heads), _padded(segment.seen + segment.stop - segment.start), heads.shape[2])
+def _keys_of(heads: torch.Tensor, block: _Block) -> torch.Tensor:
+    """The block's keys or values [H_kv, K, D] of `heads` [H_kv, T, D]; a view if they are side by side."""
+    width, (start, stop) = block.mask.shape[1], block.keys[0]
+    if stop - start == width:
+        return heads[:, start:stop]
+    out = heads.new_empty(len(heads), width, heads.shape[2])
     column = 0
-    for start, stop in segment.keys:
+    for start, stop in block.keys:
         out[:, column : column + stop - start] = heads[:, start:stop]
         column += stop - start
     out[:, column:] = 0
@@ -168,13 +259,9 @@ def _put_rows(heads: torch.Tensor, block: _Block, rows: torch.Tensor) -> None:
     heads[:, block.start : block.stop] = rows.view(len(heads), block.stop - block.start, heads.shape[2])
 
 
-def _add_columns(heads: torch.Tensor, segment: RowSegment, block: _Block, columns: torch.Tensor) -> None:
-    """Add gradients [H_kv, last - first, D] of the block's columns to the gradients `heads` [H_kv, T, D] of the
-    tokens.
-    """
-    column = -block.first
-    for start, stop in (*segment.before, (segment.start, block.stop)):
-        first = max(0, -column)
-        if first < stop - start:
-            heads[:, start + first : stop] += columns[:, column + first : column + stop - start]
+def _add_columns(heads: torch.Tensor, block: _Block, columns: torch.Tensor) -> None:
+    """Add gradients [H_kv, K, D] of the block's keys to the gradients `heads` [H_kv, T, D] of the tokens."""
+    column = 0
+    for start, stop in block.keys:
+        heads[:, start:stop] += columns[:, column : column + stop - start]
         column += stop - start
