@@ -18,7 +18,7 @@ from harness.options import named_sides, number, numbers, seconds
 from harness.table import show
 from harness.timing import OverLimit, available_threads, seconds_of
 
-from posttrain.engines.local.cpu.linear import OneDnnProduct, packed_product
+from posttrain.engines.local.cpu.layers import OneDnnProduct, packed_product
 from posttrain.models.cpu.backend import onednn_multiplies
 from posttrain.planning.memory import ModelSizes
 from posttrain.planning.model_sizes import model_sizes

@@ -110,7 +110,7 @@ def choices() -> Iterator[tuple[str, str]]:
     import torch
 
     from posttrain.engines.local.cpu.kernel import decoding_kernel
-    from posttrain.engines.local.cpu.linear import product_library
+    from posttrain.engines.local.cpu.layers import product_library
     from posttrain.models.cpu.backend import prefers_onednn
     from posttrain.models.load import has_bfloat16, resolve_device, resolve_dtype
 
@@ -133,7 +133,7 @@ def choices() -> Iterator[tuple[str, str]]:
         else:
             kernels = "attention by a compiled kernel"
         yield "engine", f"local; {kernels}"
-        yield "training attention", "one product per sequence and prefix, in blocks"
+        yield "training attention", "one product per block of up to 128 queries"
         return
     yield "engine", "local; `engine.type: vllm` if vllm is installed"
     yield "attention", "variable-length flash kernel where the GPU and the head size allow it, else torch"

@@ -19,7 +19,7 @@ from transformers import (
 
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cpu.kernel import TYPES, compiled, decoding_kernel
-from posttrain.engines.local.cpu.linear import (
+from posttrain.engines.local.cpu.layers import (
     SOURCE,
     CompiledProduct,
     OneDnnProduct,
@@ -108,8 +108,8 @@ def test_every_pass_equals_that_of_the_modules(name, dtype, bound, kernel, monke
 
 
 def test_without_packed_products_the_modules_own_weights_are_used(monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.linear.product_library", lambda dtype: None)
-    monkeypatch.setattr("posttrain.engines.local.cpu.linear.onednn_multiplies", lambda dtype: False)
+    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", lambda dtype: None)
+    monkeypatch.setattr("posttrain.engines.local.cpu.layers.onednn_multiplies", lambda dtype: False)
     model = made("llama")
     decoder = decoder_of(model)
     assert all(
@@ -136,7 +136,7 @@ def compiled_product(weight, bias):
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_layers_in_one_call_compute_the_same_bits_as_one_by_one(name, dtype, monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.linear.product_library", compiled_products)
+    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
     decoder = decoder_of(made(name, dtype))
     if decoder._layers[0].kernel is None:
         assert decoder._compiled is None
@@ -150,7 +150,7 @@ def test_all_layers_in_one_call_compute_the_same_bits_as_one_by_one(name, dtype,
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_float32_norms_beside_bfloat16_matrices_are_computed_without_the_kernel(name, monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.linear.product_library", compiled_products)
+    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
     expected = passes(ModuleDecoder(made(name, torch.bfloat16)), torch.bfloat16)
     model = made(name, torch.bfloat16)
     for path, module in model.named_modules():
@@ -168,7 +168,7 @@ def test_float32_norms_beside_bfloat16_matrices_are_computed_without_the_kernel(
     "path", ["model.embed_tokens", "model.layers.1.mlp.down_proj", "model.layers.2.self_attn.q_proj"]
 )
 def test_layers_with_a_matrix_of_another_dtype_are_not_compiled(path, monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.linear.product_library", compiled_products)
+    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
     model = made("llama", torch.bfloat16)
     model.get_submodule(path).float()
     assert decoder_of(model)._compiled is None
@@ -184,7 +184,7 @@ def test_a_compiled_product_refuses_an_operand_of_another_dtype():
 
 
 def test_compiled_layers_keep_their_norms_when_a_parameter_gets_other_data(monkeypatch):
-    monkeypatch.setattr("posttrain.engines.local.cpu.linear.product_library", compiled_products)
+    monkeypatch.setattr("posttrain.engines.local.cpu.layers.product_library", compiled_products)
     model = made("qwen3")
     decoder = decoder_of(model)
     if decoder._layers[0].kernel is None:

@@ -1,4 +1,4 @@
-"""KL estimators, and penalties, by hand."""
+"""KL estimators and penalties, by hand."""
 
 import math
 

@@ -1,5 +1,6 @@
 """Attention with its own backward pass equals the library's, and its gradient the numerical one."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from posttrain.models.cpu import attention as attention_cpu
 from posttrain.models.layers import RowSegment, causal_attention
-from posttrain.models.packing import PackedLayout
+from posttrain.models.packing import pack_row
 from tests.models.bundles import bundle_layout
 
 WIDTH = 8
@@ -64,40 +65,49 @@ def test_equals_the_library_with_shared_prompts_windows_and_grouped_heads(bundle
     compare(bundles, window, counts)
 
 
-TREES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 40)), min_size=1, max_size=12)
+STREAMS = st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=60), min_size=1, max_size=8)
 
 
 @settings(max_examples=60, deadline=None)
-@given(TREES, st.sampled_from([None, 3, 40, 1000]), st.sampled_from([1, 6000, 10**6]))
-def test_trees_of_segments_equal_the_library_however_many_share_a_block(tree, window, cost):
-    """`tree`: for each segment how many segments back its parent is, 0 for none, and its length."""
-    segments = []
-    for back, length in tree:
-        start = segments[-1].stop if segments else 0
-        parent = segments[-back] if 0 < back <= len(segments) else None
-        before = () if parent is None else parent.keys
-        segments.append(RowSegment(start, start + length, before))
-    inputs = heads(0, segments[-1].stop)
-    outputs = []
-    for segment in segments:
-        own = torch.arange(segment.start, segment.stop)
-        seen = torch.cat([torch.arange(*places) for places in segment.keys])
-        outputs.append(causal_attention(inputs[0][:, own], *(x[:, seen] for x in inputs[1:]), 0.3, window))
-    expected = torch.cat(outputs, 1)
+@given(STREAMS, st.sampled_from([1, 6000, 10**6]))
+def test_trees_of_streams_equal_the_library_however_many_segments_share_a_block(streams, cost):
+    """One layout, with two windows and two numbers of query heads, as layers of a model may have."""
+    ids = [np.array(stream) for stream in streams]
+    layout = pack_row(ids, [np.arange(len(stream)) == len(stream) - 1 for stream in ids]).layout
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_cpu, "BLOCK_COST", cost)
-        found = PackedLayout(segments).attend(0, *inputs, 0.3, window)
-    assert_equal(found, expected, inputs)
+        for window, counts in [(None, (6, 2, 2)), (5, (6, 2, 2)), (5, (4, 1, 1)), (40, (6, 2, 2))]:
+            inputs = heads(0, layout.segments[-1].stop, counts)
+            assert_equal(layout.attend(0, *inputs, 0.3, window), segment_by_segment(layout, *inputs, window), inputs)
 
 
-def test_short_segments_share_blocks_and_long_ones_do_not():
-    def blocks_of(length):
-        starts = range(100, 100 + 4 * length, length)
-        segments = [RowSegment(0, 100), *(RowSegment(start, start + length, ((0, 100),)) for start in starts)]
-        return attention_cpu.BlockCache()(segments, None, 3, torch.float32)
+def segment_by_segment(layout, query, key, value, window):
+    """Each segment against what it sees, through the library's attention."""
+    outputs = []
+    for segment in layout.segments:
+        seen = torch.cat([torch.arange(*places) for places in segment.keys])
+        own = query[:, segment.start : segment.stop]
+        outputs.append(causal_attention(own, key[:, seen], value[:, seen], 0.3, window))
+    return torch.cat(outputs, 1)
 
-    assert len(blocks_of(6)) == 1
-    assert len(blocks_of(128)) == 5
+
+@pytest.mark.parametrize(("length", "blocks"), [(6, 1), (60, 5)])
+def test_segments_share_a_block_if_it_is_cheaper(length, blocks):
+    starts = range(100, 100 + 4 * length, length)
+    segments = [RowSegment(0, 100), *(RowSegment(start, start + length, ((0, 100),)) for start in starts)]
+    assert len(attention_cpu.BlockCache()(segments, None, torch.float32)) == blocks
+
+
+@pytest.mark.parametrize("bundles", [[(10, [6, 6])], [(6, []), (6, [])], [(100, []), (300, [])]])
+def test_a_token_that_is_not_finite_reaches_no_stream_that_does_not_see_it(bundles):
+    layout = bundle_layout(bundles)
+    inputs = [x.detach() for x in heads(0, layout.segments[-1].stop)]
+    inputs[2][:, layout.segments[1].start] = float("inf")
+    found, expected = layout.attend(0, *inputs, 0.3, None), segment_by_segment(layout, *inputs, None)
+    assert torch.equal(found.isfinite(), expected.isfinite())
+    broken = layout.segments[1]
+    assert not found[:, broken.start : broken.stop].isfinite().any()
+    assert found[:, : broken.start].isfinite().all()
 
 
 @pytest.mark.parametrize("window", [None, 50, 130, 200])

@@ -5,7 +5,7 @@ import torch
 
 from posttrain.distributed import world
 from posttrain.errors import InputError
-from posttrain.models.cuda.memory import copied_to
+from posttrain.models.cuda.copies import copied_to
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.model import OptimizerRecipe
 from posttrain.training.optimizer import Optimizer

@@ -1,4 +1,4 @@
-"""What posttrain replaces in the decoders of transformers: the attention of all, and norms and MLPs of known ones.
+"""Replacements in the decoders of transformers: attention in all; norms, MLPs and rotary positions in known ones.
 
 Attention: transformers calls the attention of every decoder through one interface and passes unknown keyword arguments on to
 it. posttrain registers one function there, which delegates to the `Layout` of the forward pass. Packed training

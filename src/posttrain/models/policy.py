@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, is_sharded, set_shard
 from posttrain.distributed.world import current_world, threads_per_process
 from posttrain.errors import InputError
+from posttrain.models.cuda.copies import copied_to
 from posttrain.models.cuda.four_bit import dequantized
-from posttrain.models.cuda.memory import copied_to
 from posttrain.models.forward import (
     TokenMetric,
     TokenScores,

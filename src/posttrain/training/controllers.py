@@ -1,4 +1,4 @@
-"""What reacts to the metrics of a step: the coefficients of the KL penalty and the entropy bonus, and guards.
+"""Controllers of the KL and entropy coefficients, and guards against collapse: what follows the metrics of a step.
 
 Guards notice early when training collapses, and say what to change.
 """

@@ -10,7 +10,7 @@ import torch
 from posttrain.distributed.sharding import compute_dtype, is_sharded, local_shard, shard_like
 from posttrain.distributed.world import current_world
 from posttrain.errors import InputError
-from posttrain.models.cuda.memory import copied_to_cpu
+from posttrain.models.cuda.copies import copied_to_cpu
 from posttrain.plugins import require_module
 from posttrain.recipe.model import OptimizerRecipe
 

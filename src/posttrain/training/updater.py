@@ -83,12 +83,12 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return len(self.stream.ids)
 
     @property
     def sampled_tokens(self) -> int:
-        """n."""
+        """Number of sampled tokens, n."""
         return int(self.stream.sampled.sum())
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
 from posttrain.distributed.sharding import full_tensor
 from posttrain.engines.protocol import Completion, EngineCounters, Request
-from posttrain.models.cuda.memory import copied_to_cpu
+from posttrain.models.cuda.copies import copied_to_cpu
 from posttrain.models.policy import Policy
 
 BUCKET_BYTES = 256 * 2**20

@@ -13,8 +13,7 @@ from torch.nn.functional import rms_norm
 
 from posttrain.engines.local.cache import CachedLayout
 from posttrain.engines.local.cpu.kernel import decoding_kernel
-from posttrain.engines.local.cpu.layers import CompiledLayer, CompiledLayers
-from posttrain.engines.local.cpu.linear import SamplingLinear
+from posttrain.engines.local.cpu.layers import CompiledLayer, CompiledLayers, SamplingLinear
 from posttrain.engines.local.cuda import RecordedDecoder, sum_by_products
 from posttrain.models.cpu.backend import rotate
 from posttrain.models.forward import Float32Head, float32_product, hidden_states, logits_of, transformer, upload

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import torch
 
-from posttrain.models.cuda.memory import copied_to_cpu
+from posttrain.models.cuda.copies import copied_to_cpu
 
 Bucket = dict[str, torch.Tensor]
 _PREFIX = "posttrain-weights-"

@@ -2,7 +2,8 @@
 
 Queries are processed in blocks, each against the tokens that any of its queries sees. The query heads that share a key head
 are rows of one matrix product. Only queries, keys and values are kept for the backward pass, which recomputes the
-probabilities as FlashAttention does (Dao et al. 2022, arXiv 2205.14135), so memory is linear in the number of tokens.
+probabilities as FlashAttention does (Dao et al. 2022, arXiv 2205.14135), so memory is linear in the number of tokens, but
+for one mask per kind of block.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from posttrain.models.layers import RowSegment
 
 BLOCK = 128
-"""Most queries of a block: few enough to skip unseen keys, enough for the matrix units."""
+"""Maximum number of queries in a block: few enough to skip unseen keys, enough for the matrix units."""
 LANES = 32
 """Keys are padded to a multiple of this: softmax kernels take about twice as long on rows of other lengths."""
 BLOCK_COST = 6000
@@ -31,11 +32,11 @@ class _Run(NamedTuple):
     start: int
     stop: int
     keys: Ranges
-    """What they see, in the stream's order. The last query sees all of it without a window."""
+    """What they see, in the stream's order. Without a window, the last query sees all of it."""
     position: int
-    """Of the first query in its stream."""
+    """Position in the stream of the first query."""
     first: int
-    """Position of the first key in the stream."""
+    """Position in the stream of the first key."""
 
 
 class _Block(NamedTuple):
@@ -46,7 +47,7 @@ class _Block(NamedTuple):
     keys: Ranges
     """At most K tokens of the row; zeros follow."""
     mask: torch.Tensor
-    """[G * (stop - start), K]: 0 if a query sees a key, minus infinity elsewhere."""
+    """[Q, K]: 0 if a query sees a key, minus infinity elsewhere."""
 
 
 class BlockCache:
@@ -57,38 +58,40 @@ class BlockCache:
         self._masks: dict[tuple[object, ...], torch.Tensor] = {}
 
     def __call__(
-        self, segments: Sequence[RowSegment], window: int | None, groups: int, dtype: torch.dtype
+        self, segments: Sequence[RowSegment], window: int | None, dtype: torch.dtype, alone: bool = False
     ) -> list[_Block]:
-        """The blocks of `segments`, with masks of `dtype` for `groups` query heads per key head."""
-        key = (tuple(segments), window, groups, dtype)
+        """The blocks of `segments`, with masks of `dtype`; `alone`: without keys that none of a block's queries sees, and
+        with the queries of one segment each."""
+        key = (tuple(segments), window, dtype, alone)
         if key not in self._blocks:
-            end = max(segment.stop for segment in segments)
-            self._blocks[key] = [
-                self._block(runs, end, window, groups, dtype) for runs in _shared(_runs(segments, window))
-            ]
+            runs = _runs(segments, window)
+            shared = ((block, _union(block[0].keys)) for block in ([run] for run in runs)) if alone else _shared(runs)
+            end = 0 if alone else max(segment.stop for segment in segments)
+            self._blocks[key] = [self._block(block, keys, end, window, dtype) for block, keys in shared]
         return self._blocks[key]
 
-    def _block(self, runs: Sequence[_Run], end: int, window: int | None, groups: int, dtype: torch.dtype) -> _Block:
+    def _block(self, runs: Sequence[_Run], keys: Ranges, end: int, window: int | None, dtype: torch.dtype) -> _Block:
         start, stop = runs[0].start, runs[-1].stop
-        keys = _union(run.keys for run in runs)
         width = _padded(_length(keys))
         if len(keys) == 1 and width <= end:  # more tokens of the row instead of zeros, so that nothing is copied
             first = min(keys[0][0], end - width)
             keys = ((first, first + width),)
         # Masks of equal blocks are the same tensor: those of streams of one length, for example.
-        seen = tuple(
+        places = tuple(
             (run.start - start, run.stop - start, run.position - position, column, column + count)
             for run in runs
             for position, column, count in _columns(run, keys)
         )
-        kind = (seen, stop - start, width, window, groups, dtype)
+        kind = (places, stop - start, width, window, dtype)
         if kind not in self._masks:
-            visible = torch.zeros(stop - start, width, dtype=torch.bool)
-            for top, bottom, ahead, left, right in seen:
+            mask = torch.full((stop - start, width), float("-inf"), dtype=dtype)
+            for top, bottom, ahead, left, right in places:
                 distance = ahead + torch.arange(bottom - top)[:, None] - torch.arange(right - left)
-                visible[top:bottom, left:right] = (distance >= 0) & (distance < (window or width + distance.max() + 1))
-            mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-            self._masks[kind] = mask.repeat(groups, 1)
+                seen = distance >= 0
+                if window is not None:
+                    seen &= distance < window
+                mask[top:bottom, left:right].masked_fill_(seen, 0.0)
+            self._masks[kind] = mask
         return _Block(start, stop, keys, self._masks[kind])
 
 
@@ -105,8 +108,11 @@ def attend_segments(
 
     `segments` cover every token once. Scores have the dtype of `query`; softmax and sums are in float32 or wider.
     """
-    planned = blocks(segments, window, len(query) // len(key), query.dtype)
-    return _BlockAttention.apply(query, key, value, planned, scaling)
+    out = _BlockAttention.apply(query, key, value, blocks(segments, window, query.dtype), scaling)
+    if out.detach().sum(dtype=torch.float32).isfinite():
+        return out
+    # A token that is not finite reaches all queries of its blocks, also those of other streams.
+    return _BlockAttention.apply(query, key, value, blocks(segments, window, query.dtype, alone=True), scaling)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -163,25 +169,28 @@ def _runs(segments: Sequence[RowSegment], window: int | None) -> Iterator[_Run]:
             yield _Run(start, stop, _after((*segment.before, (segment.start, stop)), first), position, first)
 
 
-def _shared(runs: Iterable[_Run]) -> Iterator[list[_Run]]:
-    """Consecutive runs that are cheaper in one block than each in its own."""
+def _shared(runs: Iterable[_Run]) -> Iterator[tuple[list[_Run], Ranges]]:
+    """Consecutive runs that are cheaper in one block than each in its own, and the keys of all of them."""
     block: list[_Run] = []
+    keys: Ranges = ()
     for run in runs:
-        joined = [*block, run]
-        fits = block and run.start == block[-1].stop and run.stop - block[0].start <= BLOCK
-        if fits and _cost(joined) < _cost(block) + _cost([run]):
-            block = joined
-            continue
+        own = _union(run.keys)
+        if block and run.start == block[-1].stop and run.stop - block[0].start <= BLOCK:
+            joined = _union((*keys, *own))
+            apart = _cost(block[0].start, block[-1].stop, keys) + _cost(run.start, run.stop, own)
+            if _cost(block[0].start, run.stop, joined) < apart:
+                block.append(run)
+                keys = joined
+                continue
         if block:
-            yield block
-        block = [run]
+            yield block, keys
+        block, keys = [run], own
     if block:
-        yield block
+        yield block, keys
 
 
-def _cost(runs: Sequence[_Run]) -> int:
-    keys = _padded(_length(_union(run.keys for run in runs)))
-    return (runs[-1].stop - runs[0].start) * keys + BLOCK_COST
+def _cost(start: int, stop: int, keys: Ranges) -> int:
+    return (stop - start) * _padded(_length(keys)) + BLOCK_COST
 
 
 def _columns(run: _Run, keys: Ranges) -> Iterator[tuple[int, int, int]]:
@@ -208,10 +217,10 @@ def _after(ranges: Ranges, count: int) -> Ranges:
     return tuple(kept)
 
 
-def _union(parts: Iterable[Ranges]) -> Ranges:
-    """The tokens of any of `parts`, in the order of the row."""
+def _union(ranges: Ranges) -> Ranges:
+    """The tokens of any of `ranges`, in the order of the row."""
     joined: list[tuple[int, int]] = []
-    for start, stop in sorted(piece for ranges in parts for piece in ranges):
+    for start, stop in sorted(ranges):
         if joined and start <= joined[-1][1]:
             joined[-1] = joined[-1][0], max(stop, joined[-1][1])
         else:
@@ -232,7 +241,9 @@ def _padded(count: int) -> int:
 
 def _probabilities(rows: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
     """[H_kv, G * Q, K] of rows [H_kv, G * Q, D] and keys [H_kv, K, D]."""
-    return torch.softmax(torch.baddbmm(mask, rows, keys.transpose(1, 2), alpha=scaling), dim=-1)
+    scores = torch.baddbmm(rows.new_empty(()), rows, keys.transpose(1, 2), beta=0, alpha=scaling)
+    scores.unflatten(1, (-1, len(mask))).add_(mask)
+    return torch.softmax(scores, dim=-1)
 
 
 def _keys_of(heads: torch.Tensor, block: _Block) -> torch.Tensor:

@@ -46,7 +46,7 @@ def replace_linear_layers(model: torch.nn.Module) -> None:
                 four.bias = torch.nn.Parameter(layer.bias.data, requires_grad=False)
             setattr(owner, name, four.eval())
     whole: Any = model
-    whole.is_loaded_in_4bit = True  # peft and `decoder_of` ask for it
+    whole.is_loaded_in_4bit = True  # read by peft and `decoder_of`
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,202 @@
-"""All layers of a decoder in one call of the compiled kernel.
-
-A product of a few tokens takes a tenth of a millisecond. Python needs half as long between two products, and in the
-meantime the threads that wait for the next one fall asleep.
-"""
+"""Layers for sampling on a CPU: linear modules as one product with packed weights, and all layers in one compiled call."""
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.nn.functional import linear, pad, silu
 
 from posttrain.engines.local.cache import CachedLayout
-from posttrain.engines.local.cpu.kernel import DecodingKernel, named
-from posttrain.engines.local.cpu.linear import CompiledProduct
+from posttrain.engines.local.cpu.kernel import TYPES, DecodingKernel, compiled, named
+from posttrain.models.cpu.backend import onednn_multiplies
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+SOURCE = Path(__file__).with_name("products.cpp")
+ROWS = 32
+"""Number of rows that oneDNN's layout is optimized for. Results are the same for any number, nearly as fast."""
+
+Product = Callable[[torch.Tensor, str, torch.Tensor | None], torch.Tensor]
+"""`product(x, then, other)`: the product [T, out] for `x` [T, in], then `none`, `silu`, or `times` or `plus` `other` [T,
+out].
+"""
+
+
+# -- products with packed weights -------------------------------------------------------------------------------------
+
+
+class OneDnnProduct:
+    """The product with `weight` [out, in] and `bias` [out] by oneDNN.
+
+    Weights are copied into its layout. Otherwise every call would repeat that copy, which makes products of decoding
+    size about twice as slow.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._packed, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS), bias
+
+    def __call__(self, x: torch.Tensor, then: str, other: torch.Tensor | None = None) -> torch.Tensor:
+        if other is not None:
+            operation = {"times": "mul", "plus": "add"}[then]
+            return torch.ops.mkldnn._linear_pointwise.binary(x, other.contiguous(), self._packed, self._bias, operation)
+        operation = {"silu": "swish"}.get(then, then)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, operation, [], "")
+
+
+class CompiledProduct:
+    """The product with `weight` [out, in] and `bias` [out] by `products.cpp`, compiled as `library`."""
+
+    THEN = ("none", "silu", "times", "plus")
+
+    def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self.multiply = library.multiply
+        self.multiply.argtypes, self.multiply.restype = [*[pointer] * 5, *[size] * 3, number, number], None
+        self.outputs, self.inputs = weight.shape
+        columns = library.columns()
+        panels = pad(weight, (0, 0, 0, -len(weight) % columns)).unflatten(0, (-1, columns))
+        if weight.dtype == torch.bfloat16:
+            panels = panels.unflatten(2, (-1, 2)).transpose(1, 2)
+        else:
+            panels = panels.transpose(1, 2)
+        self.panels = panels.contiguous()
+        self.bias = None if bias is None else pad(bias.float(), (0, -len(weight) % columns))
+
+    @named("multiply")
+    def __call__(self, x: torch.Tensor, then: str, other: torch.Tensor | None = None) -> torch.Tensor:
+        if x.dtype != self.panels.dtype or (other is not None and other.dtype != x.dtype):
+            # The library gets pointers, and would read and write beyond the end of a tensor of another dtype.
+            given = x.dtype if other is None or x.dtype != self.panels.dtype else other.dtype
+            raise TypeError(f"the weights are {self.panels.dtype}, and an operand is {given}; convert it first")
+        x = x.contiguous()
+        other = None if other is None else other.contiguous()
+        out = x.new_empty(len(x), self.outputs)
+        self.multiply(
+            x.data_ptr(),
+            self.panels.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            None if other is None else other.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            self.outputs,
+            self.THEN.index(then),
+            torch.get_num_threads(),
+        )
+        return out
+
+
+@functools.lru_cache
+def product_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The compiled `products.cpp` for `dtype`; None where it is not the fastest, or cannot be compiled."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX2" or dtype not in TYPES:
+        return None
+    library = compiled("products", SOURCE, [f"-DTYPE_BF16={TYPES[dtype]}"])
+    return None if library is None else ctypes.CDLL(str(library))
+
+
+def packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:
+    """The fastest product with packed weights [out, in] on this processor; None if there is none."""
+    if weight.device.type != "cpu":
+        return None
+    library = product_library(weight.dtype)
+    if library is not None and weight.shape[1] % 2 == 0:
+        return CompiledProduct(library, weight, bias)
+    return OneDnnProduct(weight, bias) if onednn_multiplies(weight.dtype) else None
+
+
+# -- linear modules ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """A low-rank adapter that adds to the outputs `columns`."""
+
+    columns: slice
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out[:, self.columns] += linear(linear(x, self.down), self.up) * self.scale
+
+
+class SamplingLinear:
+    """The given linear modules (of torch, or with peft's adapters) side by side as one product, without gradients.
+
+    On a CPU, weights are packed if `packed_product` supports their dtype; elsewhere the modules' own weights are used.
+    Adapters stay separate, because merging a small one into bfloat16 weights would round it away.
+    """
+
+    def __init__(self, *modules: Any) -> None:
+        bases = [getattr(module, "base_layer", module) for module in modules]
+        self._adapters = list(_adapters(modules, [base.out_features for base in bases]))
+        weights = [base.weight.detach() for base in bases]
+        self._bias = _joined_bias(bases)
+        self._packed = packed_product(torch.cat(weights) if len(weights) > 1 else weights[0], self._bias)
+        self._weights: Sequence[torch.Tensor] = weights if self._packed is None else []
+
+    @property
+    def compiled(self) -> CompiledProduct | None:
+        """The compiled product, if that is all that this module computes."""
+        return self._packed if isinstance(self._packed, CompiledProduct) and not self._adapters else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The product [T, out] for `x` [T, in]."""
+        if self._packed is not None:
+            out = self._packed(x, "none", None)
+        elif len(self._weights) == 1:
+            out = linear(x, self._weights[0], self._bias)
+        else:
+            out = torch.cat([linear(x, weight) for weight in self._weights], dim=-1)
+            if self._bias is not None:
+                out += self._bias
+        for adapter in self._adapters:
+            adapter.add(x, out)
+        return out
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """SiLU of the product: [T, out]."""
+        if self._packed is not None and not self._adapters:
+            return self._packed(x, "silu", None)
+        return silu(self(x))
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The product times `factor`: [T, out]."""
+        if self._packed is not None and not self._adapters:
+            return self._packed(x, "times", factor)
+        return self(x) * factor
+
+    def plus(self, x: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+        """The product plus `summand`: [T, out]."""
+        if self._packed is not None and not self._adapters:
+            return self._packed(x, "plus", summand)
+        return self(x) + summand
+
+
+def _joined_bias(bases: Sequence[Any]) -> torch.Tensor | None:
+    """The concatenated biases of all modules, zeros for modules without one; None if no module has a bias."""
+    if all(base.bias is None for base in bases):
+        return None
+    parts = [base.weight.new_zeros(base.out_features) if base.bias is None else base.bias.detach() for base in bases]
+    return torch.cat(parts)
+
+
+def _adapters(modules: Sequence[Any], widths: Sequence[int]) -> list[_Adapter]:
+    adapters = []
+    start = 0
+    for module, width in zip(modules, widths, strict=True):
+        for name in getattr(module, "active_adapters", ()) if hasattr(module, "lora_A") else ():
+            if name in module.lora_A:
+                down, up = module.lora_A[name].weight.detach(), module.lora_B[name].weight.detach()
+                adapters.append(_Adapter(slice(start, start + width), down, up, float(module.scaling[name])))
+        start += width
+    return adapters
+
+
+# -- all layers -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -35,7 +217,11 @@ class CompiledLayer:
 
 
 class CompiledLayers:
-    """Runs `layers`, which have H_kv = `kv_heads` key heads of size `head`."""
+    """Runs `layers`, which have H_kv = `kv_heads` key heads of size `head`, in one call of the compiled kernel.
+
+    A product of a few tokens takes a tenth of a millisecond. Python needs half as long between two products, and in the
+    meantime the threads that wait for the next one fall asleep.
+    """
 
     def __init__(
         self, layers: Sequence[CompiledLayer], kernel: DecodingKernel, kv_heads: int, head: int, epsilon: float
