@@ -133,7 +133,7 @@ def choices() -> Iterator[tuple[str, str]]:
         else:
             kernels = "attention by a compiled kernel"
         yield "engine", f"local; {kernels}"
-        yield "training attention", "one product per block of up to 128 queries"
+        yield "training attention", "one product per sequence and prefix, in blocks"
         return
     yield "engine", "local; `engine.type: vllm` if vllm is installed"
     yield "attention", "variable-length flash kernel where the GPU and the head size allow it, else torch"

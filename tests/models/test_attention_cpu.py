@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.models.cpu import attention as attention_cpu
-from posttrain.models.layers import RowSegment, causal_attention
+from posttrain.models.layers import causal_attention
 from posttrain.models.packing import pack_row
 from tests.models.bundles import bundle_layout
 
@@ -69,16 +69,14 @@ STREAMS = st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=60), min_siz
 
 
 @settings(max_examples=60, deadline=None)
-@given(STREAMS, st.sampled_from([1, 6000, 10**6]))
-def test_trees_of_streams_equal_the_library_however_many_segments_share_a_block(streams, cost):
+@given(STREAMS)
+def test_trees_of_streams_equal_the_library(streams):
     """One layout, with two windows and two numbers of query heads, as layers of a model may have."""
     ids = [np.array(stream) for stream in streams]
     layout = pack_row(ids, [np.arange(len(stream)) == len(stream) - 1 for stream in ids]).layout
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_cpu, "BLOCK_COST", cost)
-        for window, counts in [(None, (6, 2, 2)), (5, (6, 2, 2)), (5, (4, 1, 1)), (40, (6, 2, 2))]:
-            inputs = heads(0, layout.segments[-1].stop, counts)
-            assert_equal(layout.attend(0, *inputs, 0.3, window), segment_by_segment(layout, *inputs, window), inputs)
+    for window, counts in [(None, (6, 2, 2)), (5, (6, 2, 2)), (5, (4, 1, 1)), (40, (6, 2, 2))]:
+        inputs = heads(0, layout.segments[-1].stop, counts)
+        assert_equal(layout.attend(0, *inputs, 0.3, window), segment_by_segment(layout, *inputs, window), inputs)
 
 
 def segment_by_segment(layout, query, key, value, window):
@@ -91,11 +89,18 @@ def segment_by_segment(layout, query, key, value, window):
     return torch.cat(outputs, 1)
 
 
-@pytest.mark.parametrize(("length", "blocks"), [(6, 1), (60, 5)])
-def test_segments_share_a_block_if_it_is_cheaper(length, blocks):
-    starts = range(100, 100 + 4 * length, length)
-    segments = [RowSegment(0, 100), *(RowSegment(start, start + length, ((0, 100),)) for start in starts)]
-    assert len(attention_cpu.BlockCache()(segments, None, torch.float32)) == blocks
+def test_a_stream_has_the_same_bits_beside_any_other():
+    """So a policy that is its reference model has a log-ratio of exactly 0, however the rows of both are packed."""
+    random = np.random.default_rng(0)
+    ids = [np.concatenate([np.arange(40), random.integers(100, 900, length)]) for length in (7, 30, 90)]
+    packed = [pack_row(some, [np.arange(len(s)) == len(s) - 1 for s in some]) for some in (ids[:1], ids)]
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(3, 6, 1000, WIDTH, generator=generator)  # by token and position alone
+    outs = []
+    for row in packed:
+        query, key, value = (t[:count, row.ids] for t, count in zip(table, (6, 2, 2), strict=True))
+        outs.append(row.layout.attend(0, query, key, value, 0.3, None)[:, row.places[0]])
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("bundles", [[(10, [6, 6])], [(6, []), (6, [])], [(100, []), (300, [])]])

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from posttrain.models.cpu.attention import BlockCache, attend_segments
+from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, supports
 from posttrain.models.layers import RowSegment, causal_attention
 
@@ -28,7 +28,7 @@ class PackedLayout:
     def __init__(self, segments: Sequence[RowSegment]) -> None:
         """`segments`: non-empty; together they cover the row in order, without gaps."""
         self.segments = list(segments)
-        self._blocks = BlockCache()
+        self._masks = MaskCache()
         self._spans: Spans | None = None
 
     def positions(self) -> torch.Tensor:
@@ -45,7 +45,7 @@ class PackedLayout:
         window: int | None,
     ) -> torch.Tensor:
         if query.device.type == "cpu":
-            return attend_segments(query, key, value, self.segments, scaling, window, self._blocks)
+            return attend_segments(query, key, value, self.segments, scaling, window, self._masks)
         if supports(query.device, query.dtype, query.shape[-1]):
             self._spans = self._spans or spans_of(self.segments, query.device)
             return attend_spans(self._spans, query, key, value, scaling, window)

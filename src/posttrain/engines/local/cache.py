@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from posttrain.engines.local.cpu.kernel import PAGE, DecodingKernel, decoding_kernel
-from posttrain.models.cpu.attention import BlockCache, attend_segments
+from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.forward import upload
 from posttrain.models.layers import RowSegment, causal_attention
 
@@ -397,7 +397,7 @@ class CachedLayout:
         self._rows: dict[int, torch.Tensor] = {}
         self._first_rows: torch.Tensor | None = None
         self._paged: dict[int | None, PagedAttention] = {}
-        self._blocks = BlockCache()
+        self._masks = MaskCache()
 
     @property
     def segments(self) -> list[Segment]:
@@ -512,7 +512,7 @@ class CachedLayout:
         if before:
             query = torch.cat([query.new_empty(len(query), before, query.shape[2]), query], dim=1)
         segment = RowSegment(before, key.shape[1], ((0, before),) if before else ())
-        return attend_segments(query, key, value, [segment], scaling, window, self._blocks)[:, before:]
+        return attend_segments(query, key, value, [segment], scaling, window, self._masks)[:, before:]
 
     def _paged_attention(
         self, kernel: DecodingKernel | None, segments: Sequence[Segment], window: int | None
