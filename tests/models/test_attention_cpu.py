@@ -89,20 +89,6 @@ def segment_by_segment(layout, query, key, value, window):
     return torch.cat(outputs, 1)
 
 
-def test_a_stream_has_the_same_bits_beside_any_other():
-    """So a policy that is its reference model has a log-ratio of exactly 0, however the rows of both are packed."""
-    random = np.random.default_rng(0)
-    ids = [np.concatenate([np.arange(40), random.integers(100, 900, length)]) for length in (7, 30, 90)]
-    packed = [pack_row(some, [np.arange(len(s)) == len(s) - 1 for s in some]) for some in (ids[:1], ids)]
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(3, 6, 1000, WIDTH, generator=generator)  # by token and position alone
-    outs = []
-    for row in packed:
-        query, key, value = (t[:count, row.ids] for t, count in zip(table, (6, 2, 2), strict=True))
-        outs.append(row.layout.attend(0, query, key, value, 0.3, None)[:, row.places[0]])
-    assert torch.equal(*outs)
-
-
 @pytest.mark.parametrize("bundles", [[(10, [6, 6])], [(6, []), (6, [])], [(100, []), (300, [])]])
 def test_a_token_that_is_not_finite_reaches_no_stream_that_does_not_see_it(bundles):
     layout = bundle_layout(bundles)
