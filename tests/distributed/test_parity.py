@@ -52,7 +52,7 @@ CASES = {
 }
 
 
-QUICK = ("sft", "rl", "ppo")
+QUICK = ("sft", "rl", "ppo", "dpo")
 """Cases that are not slow tests."""
 SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
 
