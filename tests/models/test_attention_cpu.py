@@ -71,7 +71,7 @@ STREAMS = st.lists(st.lists(st.integers(1, 3), min_size=2, max_size=60), min_siz
 @settings(max_examples=60, deadline=None)
 @given(STREAMS)
 def test_trees_of_streams_equal_the_library(streams):
-    """One layout, with two windows and two numbers of query heads, as layers of a model may have."""
+    """One layout, with several windows, as the layers of a model may have, and several numbers of query heads."""
     ids = [np.array(stream) for stream in streams]
     layout = pack_row(ids, [np.arange(len(stream)) == len(stream) - 1 for stream in ids]).layout
     for window, counts in [(None, (6, 2, 2)), (5, (6, 2, 2)), (5, (4, 1, 1)), (40, (6, 2, 2))]:

@@ -52,9 +52,9 @@ class CompiledProduct:
     THEN = ("none", "silu", "times", "plus")
 
     def __init__(self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         self.multiply = library.multiply
-        self.multiply.argtypes, self.multiply.restype = [*[pointer] * 5, *[size] * 3, number, number], None
+        self.multiply.argtypes = [*[_POINTER] * 5, *[_SIZE] * 3, ctypes.c_int, ctypes.c_int]
+        self.multiply.restype = None
         self.outputs, self.inputs = weight.shape
         columns = library.columns()
         panels = pad(weight, (0, 0, 0, -len(weight) % columns)).unflatten(0, (-1, columns))
