@@ -122,9 +122,9 @@ def test_vector_units_and_memory_are_read(tmp_path):
 
 def test_the_demo_takes_its_limit_on_slow_machines():
     fast = doctor.Speed("bfloat16", 2, 32, 6, episodes=20.0, tokens=1000.0, updated=20.0)
-    assert fast.demo_minutes() == pytest.approx((9.8 + 592 / 20 + 896 / 10) / 60)
+    assert fast.demo_minutes() == pytest.approx((6.7 + 464 / 20 * 2.5 / 6 + 896 / 10 * 2.5 / 6) / 60)
     slow = doctor.Speed("float32", 1, 16, 2, episodes=1.0, tokens=100.0, updated=1.0)
-    assert slow.demo_minutes() == pytest.approx(98 / 60 + 592 / 60 + 4)
+    assert slow.demo_minutes() == pytest.approx(67 / 60 + 464 / 60 * 2.5 / 6 + 3)
 
 
 @pytest.fixture
