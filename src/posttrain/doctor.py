@@ -74,9 +74,7 @@ class Speed:
         assert isinstance(rl, RlRecipe)
         assert rl.max_minutes is not None
         share = DEMO_TURNS / TURNS
-        evaluated = (
-            share * 2 * (rl.evaluation.seeds.count + rl.evaluation.final_seeds.count)
-        )  # after each of the two stages
+        evaluated = share * 2 * sum(len(some.of_generated(key)) for key, some in rl.evaluation.ranges.items())
         trained = share * rl.steps * rl.rollout.groups_per_step * rl.rollout.episodes_per_group
         learning = trained * (1 / self.episodes + 1 / self.updated) / 60
         return DEMO_TOKENS / self.tokens / 60 + evaluated / self.episodes / 60 + min(learning, rl.max_minutes)
