@@ -67,6 +67,8 @@ class Entry:
     """
     first_task: int = 2_000_000
     """Environment seed of the first final task; the others follow."""
+    minutes: float | None = None
+    """The wall minutes of a seed that are aimed at, in the median; more are reported and allowed."""
     data: tuple[str, ...] = ()
     """Words of the `posttrain data` command whose files the recipe reads."""
 
@@ -79,11 +81,11 @@ class Entry:
 ENTRIES = {
     "bandit": Entry("two-armed bandit; the dragon is the high-risk arm", 0.95),
     "bandit_swapped": Entry("two-armed bandit with the names swapped", 0.95),
-    "firm_lake": Entry("frozen lake, firm ice, six turns", 0.90),
+    "firm_lake": Entry("frozen lake, firm ice, six turns", 0.90, minutes=5),
     "slippery_lake": Entry("frozen lake, slippery ice, ten turns", -0.05, of_optimal=True),
     "sokoban": Entry("Sokoban, 6 x 6 rooms with one box, six turns", 0.80),
     "arithmetic": Entry("sums and differences of two numbers with two digits, unseen questions", 0.50),
-    "json_answer": Entry("JSON with given keys and types, unseen schemas", 0.95),
+    "json_answer": Entry("JSON with given keys and types (the form alone), unseen schemas", 0.95),
     "tools": Entry("shop questions with a lookup tool and a calculator", 0.95),
     # The rule agent succeeds in 73.2% of the final tasks; the target was set when it had reached 74.8% of others.
     "memory": Entry("memory agent, vaults of four notes, eight kinds of questions", 0.748),
@@ -250,6 +252,9 @@ def tables(lines: Sequence[Line]) -> str:
             measure = "gain" if entry.score else "difference from optimal"
             reach = f"{measure} > {100 * target:.3g}%, is {counted.value:.1%} [{100 * counted.low:.1f}, {100 * counted.high:.1f}]"
         met = "met" if counted.low > target else f"missed by {100 * (target - counted.low):.1f} points"
+        took = _middle([line["wall_minutes"] for line in runs])
+        if entry.minutes is not None and float(took) > entry.minutes:
+            met += f"; at most {entry.minutes:g} minutes: missed, {took}"
         longest = max(line["cpu_minutes"] for line in runs)
         if longest > MINUTES:
             met = f"not counted, a seed took {longest:.0f} processor minutes"
@@ -271,7 +276,7 @@ def tables(lines: Sequence[Line]) -> str:
                 "imitated first": warm_up(load_pipeline(str(RECIPES / f"{name}.yaml"), [])),
                 "after RL by seed": ", ".join(f"{100 * np.mean(by_task(line)):.1f}" for line in runs),
                 "processor minutes": _middle([line["cpu_minutes"] for line in runs]),
-                "wall minutes": _middle([line["wall_minutes"] for line in runs]),
+                "wall minutes": took,
                 "threads": runs[0]["threads"],
                 "GFLOP/s": _middle([line["gflops"] for line in runs]),
                 "scores": ", ".join(
@@ -280,6 +285,38 @@ def tables(lines: Sequence[Line]) -> str:
             }
         )
     return f"{markdown(reached)}\n{markdown(spent)}"
+
+
+def seen(lines: Sequence[Line]) -> str:
+    """How many final tasks begin with the same prompt as a trace of the warm-up, and the success on these and the others."""
+    rows = []
+    for name, entry in ENTRIES.items():
+        runs = [line for line in lines if line["entry"] == name and "success" in line]
+        stages = load_pipeline(str(RECIPES / f"{name}.yaml"), []).stages
+        first, last = stages[0].recipe, stages[-1].recipe
+        if not (runs and isinstance(first, SftRecipe) and isinstance(last, RlRecipe) and first.environment):
+            continue
+        traces = first.experts.seeds.of_generated("experts.seeds")
+        known_prompts = set(first_prompts(first.environment, traces))
+        prompts = first_prompts(last.evaluation.environment or last.environment, entry.tasks)
+        known = np.array([prompt in known_prompts for prompt in prompts])
+        success = np.array([by_task(line) for line in runs])
+        shares = {
+            f"success where it {where}": _range(success[:, of].mean(axis=1)) if of.any() else "–"
+            for where, of in (("was imitated", known), ("was not", ~known))
+        }
+        rows.append({"entry": name, "first prompts": len(set(prompts)), "imitated": int(known.sum()), **shares})
+    return markdown(rows)
+
+
+def first_prompts(environment: Any, tasks: Sequence[int]) -> list[str]:
+    """The first prompt of each task."""
+    play = EnvironmentFactory(environment)()
+    return [str(play.reset(task).messages) for task in tasks]
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{100 * min(values):.1f}% to {100 * max(values):.1f}%"
 
 
 def _share(value: float | None) -> str:
@@ -303,7 +340,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of a run")
     parser.add_argument("--out", type=Path, help="folder of the runs and of board.jsonl")
     parser.add_argument("--table", type=Path, help="only print the table of this file")
+    parser.add_argument(
+        "--seen", type=Path, help="only print how many final tasks of this file begin like imitated ones"
+    )
     chosen = parser.parse_args()
+    if chosen.seen is not None:
+        print(seen(read_lines(chosen.seen)), end="")
+        return
     if chosen.table is not None:
         print(tables(read_lines(chosen.table)), end="")
         return

@@ -108,3 +108,17 @@ def test_counts_survive_a_resume():
     second.load_state_dict(first.state_dict())
     (sentence,) = second.check({"policy/repeated_share": 1.0}, 8)
     assert "since step 7" in sentence
+
+
+def test_a_solved_task_is_no_collapse():
+    guards = Guards(GuardRecipe(patience=2))
+    agreeing = {"credit/zero_groups": 0.95, "policy/repeated_share": 1.0}
+    for step in (1, 2, 3):
+        fired = guards.check(agreeing | {"rollout/success": 0.97}, step)
+        assert not any("zero_groups" in sentence for sentence in fired)
+        assert bool(fired) == (step == 2)  # the guard of repeated tokens does not look at success
+    failing = agreeing | {"rollout/success": 0.03}
+    assert guards.check(failing, 4)  # repeated tokens
+    (sentence,) = guards.check(failing, 5)
+    assert "zero_groups" in sentence
+    assert "since step 4" in sentence

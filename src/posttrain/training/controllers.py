@@ -86,6 +86,10 @@ class EntropyController:
         self._adapted, self._below = state["coefficient"], state["below"]
 
 
+SOLVED = 0.9
+"""Share of a step's episodes. If as many succeed, groups without signal show that the tasks are learned."""
+
+
 @dataclass(frozen=True)
 class _Guard:
     key: str
@@ -95,6 +99,8 @@ class _Guard:
     """Whether the guard fires below the threshold; otherwise above it."""
     meaning: str
     """The likely cause, and the settings to change."""
+    of_returns: bool = False
+    """Whether it compares returns within groups. They also agree where nearly all episodes succeed, which is no collapse."""
 
 
 _GUARDS = (
@@ -103,13 +109,17 @@ _GUARDS = (
         "credit/zero_groups",
         False,
         "all episodes of these groups end with the same return and give no signal; raise rollout.episodes_per_group or "
-        "rollout.sampling.temperature, set rollout.filter.type=dynamic, or choose tasks that sometimes succeed",
+        "rollout.sampling.temperature, set rollout.filter.type=dynamic, or choose tasks that sometimes succeed and "
+        "sometimes fail",
+        of_returns=True,
     ),
     _Guard(
         "min_reward_spread",
         "reward/group_spread",
         True,
-        "returns in a group hardly differ; raise rollout.sampling.temperature, or use tasks that sometimes succeed",
+        "returns in a group hardly differ; raise rollout.sampling.temperature, or use tasks that sometimes succeed and "
+        "sometimes fail",
+        of_returns=True,
     ),
     _Guard(
         "min_entropy",
@@ -147,14 +157,16 @@ class Guards:
     def check(self, metrics: dict[str, float], step: int) -> list[str]:
         """One sentence for each guard that fires at this step, usually none.
 
-        A metric that is missing or NaN leaves the count unchanged. A guard fires at most once in `patience` steps.
+        A metric that is missing or NaN leaves the count unchanged. A guard fires at most once in `patience` steps. Guards
+        of returns end their count at a step in which at least `SOLVED` of the episodes succeed.
         """
         fired = []
+        solved = metrics.get("rollout/success", 0.0) >= SOLVED
         for guard in _GUARDS:
             threshold, value = getattr(self.recipe, guard.key), metrics.get(guard.metric, math.nan)
             if threshold is None or math.isnan(value):
                 continue
-            beyond = value < threshold if guard.below else value > threshold
+            beyond = (value < threshold if guard.below else value > threshold) and not (guard.of_returns and solved)
             if beyond and not self._in_a_row[guard.key]:
                 self._since[guard.key] = step
             self._in_a_row[guard.key] = self._in_a_row[guard.key] + 1 if beyond else 0
