@@ -106,6 +106,7 @@ def test_duration(seconds: float, text: str) -> None:
 def test_format_of_a_rate_without_interval_or_value() -> None:
     assert rate({"success": 0.1}, "success") == "10.0%"
     assert rate({"success": 0.1, "success_low": None, "success_high": 1.0}, "success") == "10.0%"
+    assert rate({"success": 0.1, "success_low": float("nan"), "success_high": float("nan")}, "success") == "10.0%"
     assert rate({}, "success") == "-"
 
 

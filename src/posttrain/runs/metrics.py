@@ -408,8 +408,8 @@ def _evaluation_cells(values: Mapping[str, Any]) -> list[Cell]:
 def rate(values: Mapping[str, Any], key: str) -> str:
     """`45.3% [37.0, 53.9]`, with the interval from `key_low` and `key_high` if present; `-` without a value."""
     text = _shown(values.get(key), "{:.1%}")
-    low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
-    return text if low is None or high is None else f"{text} [{100 * low:.1f}, {100 * high:.1f}]"
+    limits = _limits(values, key)
+    return f"{text} [{100 * limits[0]:.1f}, {100 * limits[1]:.1f}]" if limits else text
 
 
 def duration(seconds: float) -> str:
@@ -434,9 +434,15 @@ def _cell(label: str, value: Any, form: str) -> list[Cell]:
 
 def _number(label: str, values: Mapping[str, Any], key: str, digits: int) -> list[Cell]:
     """A number with its interval if known."""
-    value, low, high = (values.get(name) for name in (key, f"{key}_low", f"{key}_high"))
-    interval = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
+    value, limits = values.get(key), _limits(values, key)
+    interval = f" [{limits[0]:.{digits}f}, {limits[1]:.{digits}f}]" if limits else ""
     return [] if value is None else [(label, f"{value:.{digits}f}{interval}")]
+
+
+def _limits(values: Mapping[str, Any], key: str) -> tuple[float, float] | None:
+    """The interval of `key`. None if it is unknown, as for the mean of one value."""
+    low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
+    return None if low is None or high is None or math.isnan(low) or math.isnan(high) else (low, high)
 
 
 def _joined(cells: list[Cell]) -> list[str]:
