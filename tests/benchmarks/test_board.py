@@ -202,3 +202,31 @@ def test_the_pages_have_the_tables_of_the_stored_lines():
     assert spent in page
     for line in lines:
         assert len(board.by_task(line)) == board.TASKS, json.dumps(line)[:80]
+
+
+def test_final_tasks_that_begin_like_an_imitated_one_are_counted_apart():
+    recipe = load("firm_lake")
+    first, last = recipe.stages[0].recipe, recipe.stages[-1].recipe
+    imitated = set(board.first_prompts(first.environment, range(200_000, 200_320)))
+    known = [
+        prompt in imitated for prompt in board.first_prompts(last.evaluation.environment, range(2_000_000, 2_000_400))
+    ]
+    assert 0 < sum(known) < 400
+    line = {"entry": "firm_lake", "success": "".join(str(int(one)) for one in known)}
+    table = board.seen([line, line])
+    assert f"| {sum(known)} | 100.0% to 100.0% | 0.0% to 0.0% |" in table
+
+
+def test_a_row_that_takes_longer_than_the_aim_says_so():
+    line = {
+        "entry": "firm_lake",
+        "success": "1" * 400,
+        "threads": 1,
+        "gflops": 80,
+        "cpu_minutes": 4,
+        "wall_minutes": 4.0,
+    }
+    line |= {"scores": {}, "random": 0.2, "before": 0.4, "optimal": 1.0}
+    assert "> 90%: met |" in board.tables([{**line, "seed": seed} for seed in range(5)])
+    line["wall_minutes"] = 7.0
+    assert "met; at most 5 minutes: missed, 7.0 |" in board.tables([{**line, "seed": seed} for seed in range(5)])
