@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PATIENCE = 8.0
+PATIENCE = 6.0
 """Seconds that a process has to exit after a second signal before it is ended."""
 _SAVING = 60.0
 """Seconds that processes have to save a checkpoint after their launcher died."""
