@@ -21,6 +21,7 @@ def harness():
     """The modules of `benchmarks/harness`, imported as the scripts import them."""
     sys.path.insert(0, str(FOLDER))
     import harness.data
+    import harness.models
     import harness.table
     import harness.timing
 
@@ -47,12 +48,12 @@ def check(rows: list[dict], unit: str) -> None:
         assert row["tokens/s"] > 0
         assert row["tokens/s"] / row[f"{unit}/s"] == pytest.approx(row[f"tokens/{unit.removesuffix('s')}"], rel=1e-6)
         assert 0.1 < row["peak GB"] < 20
-    default = next(row for row in rows if row["side"] == "TRL defaults")
-    assert default["x TRL defaults"] == 1
     assert max(row["x TRL best"] for row in rows if row["side"].startswith("TRL")) == 1
     compared = "answers/s" if unit == "answers" else "tokens/s"
+    default = next((row for row in rows if row["side"] == "TRL defaults"), None)
     for row in rows:
-        assert row["x TRL defaults"] == pytest.approx(row[compared] / default[compared])
+        expected = None if default is None else pytest.approx(row[compared] / default[compared])
+        assert row["x TRL defaults"] == expected
 
 
 @pytest.mark.slow
@@ -79,11 +80,13 @@ def test_supervised_fine_tuning_against_trl(tmp_path):
     ],
 )
 @pytest.mark.timeout(3600)
-def test_every_side_of_every_script(script, unit, stages, tmp_path):
+def test_every_side_of_every_script(script, unit, stages, tmp_path, harness):
     table = run(script, tmp_path, "--rows", "8")
+    emulated = harness.models.emulates_bfloat16()  # TRL's defaults and its other sides in bfloat16 are then left out
     for stage in stages:
         rows = [row for row in table["rows"] if row["stage"] == stage]
-        assert len(rows) >= 5
+        assert len(rows) >= (3 if emulated else 5)
+        assert any(row["side"] == "TRL defaults" for row in rows) == (not emulated)
         check(rows, unit)
         if stage == "dpo":
             # With equal rewards at the start, every pair costs ln 2.
