@@ -1,0 +1,259 @@
+"""Tiny random models of every causal language model of the installed transformers, and a check of each.
+
+    python benchmarks/tiny_families.py [type ...]
+
+prints one line per model type: whether it was built, the spread of its log-probabilities, whether they depend on earlier ids
+only, and how far transformers' own cached decoding is from one full pass.
+"""
+
+import argparse
+import dataclasses
+import re
+import time
+import warnings
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+LAYERS, HIDDEN, HEADS, WINDOW, RANK, EXPERTS = 4, 64, 4, 16, 16, 4
+SPREAD = 1.5
+"""Standard deviation of the log-probabilities, in nats."""
+CACHES = ("past_key_values", "cache_params", "cache", "state", "mems", "past_buckets_states")
+"""Outputs that are inputs of the next pass."""
+COLUMNS = ("type", "parameters", "finite", "spread", "later ids", "earlier ids", "cache", "problem", "seconds")
+STRUCTURED = r"A_log|norm|time_|decay"
+"""Names of matrices whose first values have a meaning, so they are only perturbed."""
+SPECIAL_IDS = 10
+"""Ids below this are pads, ends, images and the like."""
+SIZES: list[tuple[str, float]] = [
+    (r"attn_logit_softcapping", 2.0),
+    (r"\w*soft_?cap(ping)?", 5.0),
+    (r"query_pre_attn_scalar", HIDDEN // HEADS),
+    (r"use_qk_norm|qk_layernorm", True),
+    (r"pad_token_id", 0),
+    (r"bos_token_id", 1),
+    (r"eos_token_id|sep_token_id|decoder_start_token_id|forced_eos_token_id", 2),
+    (r".*_token_(id|index)", 3),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", 512),
+    (r"max_target_positions|max_source_positions|original_max_position_embeddings", 512),
+    (r"hidden_size|d_model|n_embd|emb_dim|embedding_size|lru_width|hidden_size_per_layer_input", HIDDEN),
+    (r"(input|output)_embedding_size|(pronunciation|shape)_embed_dim|router_hidden_size", HIDDEN),
+    (r"intermediate_size\w*|\w*intermediate_size|ffn_dim|\w+_ffn_dim|dff|dim_ff|feed_forward_size", HIDDEN),
+    (r"ffn_hidden_size|\w+_ffn_hidden_size|moe_latent_size|mamba_d_ssm|d_inner", HIDDEN),
+    (r"num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers", LAYERS),
+    (r"(swa_)?num_attention_heads|n_heads?|num_heads|(num_)?(en|de)coder_attention_heads|attention_heads", HEADS),
+    (r"(swa_)?num_key_value_heads|num_kv_heads", 2),
+    (r"(swa_)?head_dim|dim_head|attention_head_dim|attention_head_size|kv_channels|d_head", HIDDEN // HEADS),
+    (r"qk_nope_head_dim|v_head_dim", 16),
+    (r"qk_rope_head_dim|rotary_dim", 8),
+    (r"\w+_rank", RANK),
+    (r"(index|indexer)_head_dim", 16),
+    (r"(index|indexer)_n_heads|linear_num_value_heads|linear_num_heads", HEADS),
+    (r"linear_num_key_heads|num_shared_experts", 2),
+    (r"linear_(key_|value_)?head_dim", 8),
+    (r"num_(local_)?experts|n_routed_experts|moe_num_experts", EXPERTS),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts", 2),
+    (r"n_group|topk_group|num_expert_group", 1),
+    (r"sliding_window(_size)?|attention_window_size|window_size|local_attention|attention_chunk_size", WINDOW),
+    (r"local_attention_window_len|keep_window_size|index_topk|rel_extent", WINDOW),
+    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
+    (r"mamba_d_head|mamba_head_dim", 16),
+    (r"mamba_d_state|state_size|ssm_state_size", 8),
+    (r"mamba_n_groups|mamba_ngroups|n_groups", 2),
+    (r"mamba_chunk_size|chunk_size|block_size", 16),
+    (r"(first_k_dense_replace|num_dense_layers|moe_layer_start_index)", 1),
+    (r"(type|task_type)_vocab_size", 2),
+    (r"\w*vocab_size\w*", -1),
+]
+"""Pattern of a config's key -> its value; -1 is the vocabulary. Keys that are None by default stay as they are."""
+MIXED = ["sliding_attention", "full_attention"] * 2
+HYBRID = ["linear_attention", "full_attention"] * 2
+INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
+GRANITE = {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
+GEMMA4 = {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 2}
+FAMILIES: dict[str, dict] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4]},
+    "cohere_compass_text": {
+        "layer_types": MIXED,
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None},
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
+    "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "doge": {"is_moe": True},
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "layer_types": MIXED},
+    "dots3_note_text": {
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 32,
+        "swa_qk_nope_head_dim": 24,
+        "swa_v_head_dim": 16,
+    },
+    "falcon": {"alibi": True},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0]},
+    "gemma4_text": GEMMA4
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "gemma4_unified_text": GEMMA4,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granite": GRANITE,
+    "granite_swa": GRANITE,
+    "granitemoe": GRANITE,
+    "granitemoe_swa": GRANITE | {"shared_intermediate_size": 32},
+    "granitemoehybrid": GRANITE | {"layer_types": HYBRID, "position_embedding_type": "rope"},
+    "granitemoeshared": GRANITE | {"shared_intermediate_size": 32},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 3, "expert_layer_offset": 0},
+    "lfm2": {"block_multiple_of": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8, "zero_expert_num": 2, "num_key_value_heads": HEADS},
+    "mamba2": {"num_heads": 8},
+    "ministral": {"head_dim": 16, "layer_types": MIXED},
+    "minicpm3": {"num_key_value_heads": HEADS, "v_head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": INDEXER
+    | {"indexer_compress_ratio": 4, "ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 64},
+    "reformer": {
+        "axial_pos_shape": (16, 32),
+        "axial_pos_embds_dim": (16, 48),
+        "attn_layers": ("local", "lsh", "local", "lsh"),
+        "local_attn_chunk_length": 16,
+        "lsh_attn_chunk_length": 16,
+        "num_buckets": 4,
+        "hash_seed": 0,
+    },
+    "xlm": {"causal": True},
+    "xlnet": {"attn_type": "uni"},
+    "xlstm": {"qk_dim_factor": 1.0},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window": WINDOW},
+}
+"""Model type -> keys that the sizes above get wrong; also of parts of composite configs."""
+UNBUILDABLE: dict[str, str] = {}
+"""Model type -> why no model of it can be built or run here."""
+
+
+def model_types() -> list[str]:
+    """The types of causal language models that transformers knows."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def shrunk(config: PreTrainedConfig, vocabulary: int) -> PreTrainedConfig:
+    """The config with tiny sizes and with every kind of layer that the given one has."""
+    names = [field.name for field in dataclasses.fields(config)]
+    keys: dict = {}
+    for name in names:
+        value = vars(config).get(config.attribute_map.get(name, name))
+        size = next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
+        if size is not None and (name.endswith("token_id") or (value and isinstance(value, int | float))):
+            keys[name] = vocabulary if size == -1 else size
+    if "kv_lora_rank" in keys:
+        keys["num_key_value_heads"] = HEADS
+    for name in {"layer_types", "mlp_layer_types", "layers_block_type"} & set(names):
+        if kinds := list(dict.fromkeys(vars(config).get(name) or [])):
+            keys[name] = (kinds * LAYERS if name != "mlp_layer_types" else kinds + kinds[-1:] * LAYERS)[:LAYERS]
+    for name in config.sub_configs:
+        if isinstance(part := getattr(config, name, None), PreTrainedConfig):
+            keys[name] = shrunk(part, vocabulary)
+    if "is_decoder" in names:
+        keys["is_decoder"] = True
+    return type(config)(**keys | FAMILIES.get(config.model_type, {}))
+
+
+def spread(model: torch.nn.Module, vocabulary: int) -> float:
+    """Standard deviation of the log-probabilities of random ids."""
+    return log_probs(model, random_ids(vocabulary)).std().item()
+
+
+def random_ids(vocabulary: int, length: int = 45) -> torch.Tensor:
+    """One row of ids that are neither pads nor ends."""
+    return torch.randint(SPECIAL_IDS, vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
+
+
+def log_probs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of every id at every position, from one pass without a cache."""
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+
+
+def cached_log_probs(model: torch.nn.Module, ids: torch.Tensor, prefix: int = 20) -> torch.Tensor | None:
+    """The same from transformers' cache: the prefix in one pass, then one id at a time. None if the model returns no cache."""
+    rows, state = [], {}
+    for first, last in [(0, prefix), *((place, place + 1) for place in range(prefix, ids.shape[1]))]:
+        with torch.no_grad():
+            output = model(input_ids=ids[:, first:last], use_cache=True, **state)
+        state = {name: output[name] for name in CACHES if output.get(name) is not None}
+        if not state:
+            return None
+        rows.append(output.logits.float().log_softmax(-1))
+    return torch.cat(rows, dim=1)
+
+
+def tiny_model(model_type: str, vocabulary: int = 320, seed: int = 0) -> torch.nn.Module:
+    """A random model of the type with about four layers, in float32, whose log-probabilities spread by about 1.5 nats."""
+    if model_type in UNBUILDABLE:
+        raise ValueError(f"{model_type}: {UNBUILDABLE[model_type]}")
+    config = shrunk(CONFIG_MAPPING[model_type](), vocabulary)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for name, tensor in model.named_parameters():
+                if tensor.dim() < 2 or re.search(STRUCTURED, name):
+                    tensor.add_(torch.randn_like(tensor), alpha=0.2)
+                elif tensor.requires_grad:
+                    tensor.normal_(0, min(tensor.shape[-2:]) ** -0.5)
+            # The scale of a tied head also changes the layers' input, so the spread is approached in steps.
+            for _ in range(3):
+                model.get_output_embeddings().weight.mul_(SPREAD / spread(model, vocabulary))
+    return model
+
+
+def checked(model_type: str, vocabulary: int = 320) -> dict[str, str]:
+    """One row of the table that this script prints."""
+    started = time.perf_counter()
+    row = dict.fromkeys(COLUMNS, "") | {"type": model_type}
+    try:
+        model = tiny_model(model_type, vocabulary)
+        row["parameters"] = f"{sum(tensor.numel() for tensor in model.parameters()):,}"
+        ids = random_ids(vocabulary)
+        full = log_probs(model, ids)
+        row["finite"] = str(bool(full.isfinite().all()))
+        row["spread"] = f"{full.std():.2f}"
+        changed = ids.clone()
+        changed[0, -1] = SPECIAL_IDS + (ids[0, -1] - SPECIAL_IDS + 1) % (vocabulary - SPECIAL_IDS)
+        row["later ids"] = f"{(log_probs(model, changed) - full)[:, :-1].abs().max():.0e}"
+        changed = ids.clone()
+        changed[0, -6] = SPECIAL_IDS + (ids[0, -6] - SPECIAL_IDS + 1) % (vocabulary - SPECIAL_IDS)
+        row["earlier ids"] = f"{(log_probs(model, changed) - full)[:, -1].abs().max():.2f}"
+        cached = cached_log_probs(model, ids)
+        row["cache"] = "none" if cached is None else f"{(cached - full).abs().max():.0e}"
+    except Exception as problem:  # a row for every type is what the table is for
+        row["problem"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+    row["seconds"] = f"{time.perf_counter() - started:.1f}"
+    return row
+
+
+def main() -> None:
+    """Check the given types, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types; all by default")
+    chosen = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers_logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
+    for model_type in chosen.types or model_types():
+        print("| " + " | ".join(checked(model_type).values()) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
