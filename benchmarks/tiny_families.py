@@ -8,20 +8,23 @@ only, and how far transformers' own cached decoding is from one full pass.
 
 import argparse
 import dataclasses
+import inspect
 import re
 import time
 import warnings
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 LAYERS, HIDDEN, HEADS, WINDOW, RANK, EXPERTS = 4, 64, 4, 16, 16, 4
 SPREAD = 1.5
 """Standard deviation of the log-probabilities, in nats."""
-CACHES = ("past_key_values", "cache_params", "cache", "state", "mems", "past_buckets_states")
-"""Outputs that are inputs of the next pass."""
+REACH = 0.3
+"""Smallest change of the last log-probabilities, in nats, by another id five places before."""
+CACHES = ("cache", "past_key_values", "state", "mems", "past_buckets_states")
+"""Names of what one pass returns and the next one takes."""
 COLUMNS = ("type", "parameters", "finite", "spread", "later ids", "earlier ids", "cache", "problem", "seconds")
 STRUCTURED = r"A_log|norm|time_|decay"
 """Names of matrices whose first values have a meaning, so they are only perturbed."""
@@ -39,7 +42,10 @@ SIZES: list[tuple[str, float]] = [
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|model_max_length", 512),
     (r"max_target_positions|max_source_positions|original_max_position_embeddings", 512),
     (r"hidden_size|d_model|n_embd|emb_dim|embedding_size|lru_width|hidden_size_per_layer_input", HIDDEN),
-    (r"(input|output)_embedding_size|(pronunciation|shape)_embed_dim|router_hidden_size", HIDDEN),
+    (
+        r"hidden_size_global|adapter_\w+_dim|adapter_input_size|(input|output)_embedding_size|(pronunciation|shape)_embed_dim|router_hidden_size",
+        HIDDEN,
+    ),
     (r"intermediate_size\w*|\w*intermediate_size|ffn_dim|\w+_ffn_dim|dff|dim_ff|feed_forward_size", HIDDEN),
     (r"ffn_hidden_size|\w+_ffn_hidden_size|moe_latent_size|mamba_d_ssm|d_inner", HIDDEN),
     (r"num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers", LAYERS),
@@ -50,7 +56,9 @@ SIZES: list[tuple[str, float]] = [
     (r"qk_rope_head_dim|rotary_dim", 8),
     (r"\w+_rank", RANK),
     (r"(index|indexer)_head_dim", 16),
-    (r"(index|indexer)_n_heads|linear_num_value_heads|linear_num_heads", HEADS),
+    # Fewer heads would leave scores of exactly zero, whose order among the chosen keys is arbitrary.
+    (r"index_n_heads", 16),
+    (r"linear_num_value_heads|linear_num_heads", HEADS),
     (r"linear_num_key_heads|num_shared_experts", 2),
     (r"linear_(key_|value_)?head_dim", 8),
     (r"num_(local_)?experts|n_routed_experts|moe_num_experts", EXPERTS),
@@ -84,7 +92,6 @@ FAMILIES: dict[str, dict] = {
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "doge": {"is_moe": True},
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "layer_types": MIXED},
     "dots3_note_text": {
@@ -98,7 +105,11 @@ FAMILIES: dict[str, dict] = {
     },
     "falcon": {"alibi": True},
     "falcon_h1": {"mamba_d_ssm": 128},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0]},
+    "gemma3n_text": {
+        "intermediate_size": 64,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.9, 0.0],
+    },
     "gemma4_text": GEMMA4
     | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma4_unified_text": GEMMA4,
@@ -118,6 +129,7 @@ FAMILIES: dict[str, dict] = {
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16, "layer_types": MIXED},
     "minicpm3": {"num_key_value_heads": HEADS, "v_head_dim": 16},
+    "moshi": {"sliding_window": 512},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": INDEXER
     | {"indexer_compress_ratio": 4, "ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 64},
@@ -168,11 +180,6 @@ def shrunk(config: PreTrainedConfig, vocabulary: int) -> PreTrainedConfig:
     return type(config)(**keys | FAMILIES.get(config.model_type, {}))
 
 
-def spread(model: torch.nn.Module, vocabulary: int) -> float:
-    """Standard deviation of the log-probabilities of random ids."""
-    return log_probs(model, random_ids(vocabulary)).std().item()
-
-
 def random_ids(vocabulary: int, length: int = 45) -> torch.Tensor:
     """One row of ids that are neither pads nor ends."""
     return torch.randint(SPECIAL_IDS, vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
@@ -186,15 +193,37 @@ def log_probs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 def cached_log_probs(model: torch.nn.Module, ids: torch.Tensor, prefix: int = 20) -> torch.Tensor | None:
     """The same from transformers' cache: the prefix in one pass, then one id at a time. None if the model returns no cache."""
-    rows, state = [], {}
+    accepted = inspect.signature(model.forward).parameters
+    name = next((name for name in CACHES if name in accepted), None)
+    state = {name: DynamicCache(config=model.config)} if model.config.model_type == "recurrent_gemma" else {}
+    rows = []
     for first, last in [(0, prefix), *((place, place + 1) for place in range(prefix, ids.shape[1]))]:
+        if name == "cache" and "position_ids" in accepted:
+            state["position_ids"] = torch.arange(first, last)[None]
         with torch.no_grad():
             output = model(input_ids=ids[:, first:last], use_cache=True, **state)
-        state = {name: output[name] for name in CACHES if output.get(name) is not None}
-        if not state:
+        if output.get(name) is not None:
+            state[name] = output[name]
+        if name not in state:
             return None
         rows.append(output.logits.float().log_softmax(-1))
     return torch.cat(rows, dim=1)
+
+
+def reach(model: torch.nn.Module, ids: torch.Tensor, place: int) -> torch.Tensor:
+    """How far another id at a place moves the log-probabilities of each position, in nats."""
+    changed = ids.clone()
+    changed[0, place] = ids[0, place - 1]
+    return (log_probs(model, changed) - log_probs(model, ids)).abs().amax(-1)[0]
+
+
+def randomize(model: torch.nn.Module, gain: float) -> None:
+    """Random matrices whose outputs are `gain` times as large as their inputs; vectors are perturbed by a fifth."""
+    for name, tensor in model.named_parameters():
+        if tensor.dim() < 2 or re.search(STRUCTURED, name):
+            tensor.add_(torch.randn_like(tensor), alpha=0.2 * (tensor.abs().mean().item() or 1.0))
+        elif tensor.requires_grad:
+            tensor.normal_(0, gain * min(tensor.shape[-2:]) ** -0.5)
 
 
 def tiny_model(model_type: str, vocabulary: int = 320, seed: int = 0) -> torch.nn.Module:
@@ -205,15 +234,15 @@ def tiny_model(model_type: str, vocabulary: int = 320, seed: int = 0) -> torch.n
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        ids = random_ids(vocabulary)
         with torch.no_grad():
-            for name, tensor in model.named_parameters():
-                if tensor.dim() < 2 or re.search(STRUCTURED, name):
-                    tensor.add_(torch.randn_like(tensor), alpha=0.2)
-                elif tensor.requires_grad:
-                    tensor.normal_(0, min(tensor.shape[-2:]) ** -0.5)
-            # The scale of a tied head also changes the layers' input, so the spread is approached in steps.
-            for _ in range(3):
-                model.get_output_embeddings().weight.mul_(SPREAD / spread(model, vocabulary))
+            for gain in (1.0, 1.6, 2.5, 4.0):
+                randomize(model, gain)
+                # The scale of a tied head also changes the layers' input, so the spread is approached in steps.
+                for _ in range(3):
+                    model.get_output_embeddings().weight.mul_(SPREAD / log_probs(model, ids).std())
+                if reach(model, ids, -6)[-1] > REACH:
+                    break
     return model
 
 
@@ -228,12 +257,8 @@ def checked(model_type: str, vocabulary: int = 320) -> dict[str, str]:
         full = log_probs(model, ids)
         row["finite"] = str(bool(full.isfinite().all()))
         row["spread"] = f"{full.std():.2f}"
-        changed = ids.clone()
-        changed[0, -1] = SPECIAL_IDS + (ids[0, -1] - SPECIAL_IDS + 1) % (vocabulary - SPECIAL_IDS)
-        row["later ids"] = f"{(log_probs(model, changed) - full)[:, :-1].abs().max():.0e}"
-        changed = ids.clone()
-        changed[0, -6] = SPECIAL_IDS + (ids[0, -6] - SPECIAL_IDS + 1) % (vocabulary - SPECIAL_IDS)
-        row["earlier ids"] = f"{(log_probs(model, changed) - full)[:, -1].abs().max():.2f}"
+        row["later ids"] = f"{reach(model, ids, -1)[:-1].max():.0e}"
+        row["earlier ids"] = f"{reach(model, ids, -6)[-1]:.2f}"
         cached = cached_log_probs(model, ids)
         row["cache"] = "none" if cached is None else f"{(cached - full).abs().max():.0e}"
     except Exception as problem:  # a row for every type is what the table is for
