@@ -25,7 +25,18 @@ REACH = 0.3
 """Smallest change of the last log-probabilities, in nats, by another id five places before."""
 CACHES = ("cache", "past_key_values", "state", "mems", "past_buckets_states")
 """Names of what one pass returns and the next one takes."""
-COLUMNS = ("type", "parameters", "finite", "spread", "later ids", "earlier ids", "cache", "problem", "seconds")
+COLUMNS = (
+    "type",
+    "parameters",
+    "finite",
+    "spread",
+    "later ids",
+    "earlier ids",
+    "cache",
+    "cache, with positions",
+    "problem",
+    "seconds",
+)
 STRUCTURED = r"A_log|norm|time_|decay"
 """Names of matrices whose first values have a meaning, so they are only perturbed."""
 SPECIAL_IDS = 10
@@ -34,7 +45,7 @@ SIZES: list[tuple[str, float]] = [
     (r"attn_logit_softcapping", 2.0),
     (r"\w*soft_?cap(ping)?", 5.0),
     (r"query_pre_attn_scalar", HIDDEN // HEADS),
-    (r"use_qk_norm|qk_layernorm", True),
+    (r"use_qk_norm|qk_layernorm|scale_embedding", True),
     (r"pad_token_id", 0),
     (r"bos_token_id", 1),
     (r"eos_token_id|sep_token_id|decoder_start_token_id|forced_eos_token_id", 2),
@@ -60,7 +71,7 @@ SIZES: list[tuple[str, float]] = [
     (r"index_n_heads", 16),
     (r"linear_num_value_heads|linear_num_heads", HEADS),
     (r"linear_num_key_heads|num_shared_experts", 2),
-    (r"linear_(key_|value_)?head_dim", 8),
+    (r"linear_(key_|value_)?head_dim", 16),
     (r"num_(local_)?experts|n_routed_experts|moe_num_experts", EXPERTS),
     (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts", 2),
     (r"n_group|topk_group|num_expert_group", 1),
@@ -165,7 +176,9 @@ def shrunk(config: PreTrainedConfig, vocabulary: int) -> PreTrainedConfig:
     for name in names:
         value = vars(config).get(config.attribute_map.get(name, name))
         size = next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
-        if size is not None and (name.endswith("token_id") or (value and isinstance(value, int | float))):
+        if size is not None and (
+            size is True or name.endswith("token_id") or (value and isinstance(value, int | float))
+        ):
             keys[name] = vocabulary if size == -1 else size
     if "kv_lora_rank" in keys:
         keys["num_key_value_heads"] = HEADS
@@ -191,14 +204,19 @@ def log_probs(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
 
 
-def cached_log_probs(model: torch.nn.Module, ids: torch.Tensor, prefix: int = 20) -> torch.Tensor | None:
-    """The same from transformers' cache: the prefix in one pass, then one id at a time. None if the model returns no cache."""
+def cached_log_probs(
+    model: torch.nn.Module, ids: torch.Tensor, positions: bool, prefix: int = 20
+) -> torch.Tensor | None:
+    """The same from transformers' cache: the prefix in one pass, then one id at a time, with position_ids or without.
+
+    None if the model returns no cache.
+    """
     accepted = inspect.signature(model.forward).parameters
     name = next((name for name in CACHES if name in accepted), None)
     state = {name: DynamicCache(config=model.config)} if model.config.model_type == "recurrent_gemma" else {}
     rows = []
     for first, last in [(0, prefix), *((place, place + 1) for place in range(prefix, ids.shape[1]))]:
-        if name == "cache" and "position_ids" in accepted:
+        if positions:
             state["position_ids"] = torch.arange(first, last)[None]
         with torch.no_grad():
             output = model(input_ids=ids[:, first:last], use_cache=True, **state)
@@ -223,7 +241,7 @@ def randomize(model: torch.nn.Module, gain: float) -> None:
         if tensor.dim() < 2 or re.search(STRUCTURED, name):
             tensor.add_(torch.randn_like(tensor), alpha=0.2 * (tensor.abs().mean().item() or 1.0))
         elif tensor.requires_grad:
-            tensor.normal_(0, gain * min(tensor.shape[-2:]) ** -0.5)
+            tensor.normal_(0, gain * tensor.shape[-1] ** -0.5)
 
 
 def tiny_model(model_type: str, vocabulary: int = 320, seed: int = 0) -> torch.nn.Module:
@@ -236,7 +254,7 @@ def tiny_model(model_type: str, vocabulary: int = 320, seed: int = 0) -> torch.n
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         ids = random_ids(vocabulary)
         with torch.no_grad():
-            for gain in (1.0, 1.6, 2.5, 4.0):
+            for gain in (1.0, 1.4, 2.0, 2.8):
                 randomize(model, gain)
                 # The scale of a tied head also changes the layers' input, so the spread is approached in steps.
                 for _ in range(3):
@@ -259,8 +277,11 @@ def checked(model_type: str, vocabulary: int = 320) -> dict[str, str]:
         row["spread"] = f"{full.std():.2f}"
         row["later ids"] = f"{reach(model, ids, -1)[:-1].max():.0e}"
         row["earlier ids"] = f"{reach(model, ids, -6)[-1]:.2f}"
-        cached = cached_log_probs(model, ids)
-        row["cache"] = "none" if cached is None else f"{(cached - full).abs().max():.0e}"
+        for column, positions in {"cache": False, "cache, with positions": True}.items():
+            if positions and "position_ids" not in inspect.signature(model.forward).parameters:
+                continue
+            cached = cached_log_probs(model, ids, positions)
+            row[column] = "none" if cached is None else f"{(cached - full).abs().max():.0e}"
     except Exception as problem:  # a row for every type is what the table is for
         row["problem"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
     row["seconds"] = f"{time.perf_counter() - started:.1f}"
