@@ -22,7 +22,7 @@ LAYERS, HIDDEN, HEADS, WINDOW, RANK, EXPERTS = 4, 64, 4, 16, 16, 4
 SPREAD = 1.5
 """Standard deviation of the log-probabilities, in nats."""
 REACH = 0.3
-"""Smallest change of the last log-probabilities, in nats, by another id five places before."""
+"""Change of the last five log-probabilities, in nats, by another id before them that is large enough for a test."""
 CACHES = ("cache", "past_key_values", "state", "mems", "past_buckets_states")
 """Names of what one pass returns and the next one takes."""
 COLUMNS = (
@@ -59,7 +59,8 @@ SIZES: list[tuple[str, float]] = [
     ),
     (r"intermediate_size\w*|\w*intermediate_size|ffn_dim|\w+_ffn_dim|dff|dim_ff|feed_forward_size", HIDDEN),
     (r"ffn_hidden_size|\w+_ffn_hidden_size|moe_latent_size|mamba_d_ssm|d_inner", HIDDEN),
-    (r"num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers", LAYERS),
+    (r"\w+_out_channel|nemo_conv_channels|mlp_dim", HIDDEN),
+    (r"num_hidden_layers|num_blocks|n_layers?|num_layers|(num_)?(en|de)coder_layers", LAYERS),
     (r"(swa_)?num_attention_heads|n_heads?|num_heads|(num_)?(en|de)coder_attention_heads|attention_heads", HEADS),
     (r"(swa_)?num_key_value_heads|num_kv_heads", 2),
     (r"(swa_)?head_dim|dim_head|attention_head_dim|attention_head_size|kv_channels|d_head", HIDDEN // HEADS),
@@ -160,7 +161,15 @@ FAMILIES: dict[str, dict] = {
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window": WINDOW},
 }
 """Model type -> keys that the sizes above get wrong; also of parts of composite configs."""
-UNBUILDABLE: dict[str, str] = {}
+DRAFTER = "It drafts for another model, whose hidden states and keys it reads in place of ids."
+MUSIC = "Its decoder reads and writes codes of audio, and AutoModelForCausalLM gives it the config of the whole model."
+UNBUILDABLE: dict[str, str] = {
+    "gemma3n": "Its vision tower needs the package timm; its text model is gemma3n_text.",
+    "gemma4_assistant": DRAFTER,
+    "gemma4_unified_assistant": DRAFTER,
+    "musicgen": MUSIC,
+    "musicgen_melody": MUSIC,
+}
 """Model type -> why no model of it can be built or run here."""
 
 
@@ -254,12 +263,12 @@ def tiny_model(model_type: str, vocabulary: int = 320, seed: int = 0) -> torch.n
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         ids = random_ids(vocabulary)
         with torch.no_grad():
-            for gain in (1.0, 1.4, 2.0, 2.8):
+            for gain in (1.0, 1.4, 2.0, 0.7):
                 randomize(model, gain)
                 # The scale of a tied head also changes the layers' input, so the spread is approached in steps.
                 for _ in range(3):
                     model.get_output_embeddings().weight.mul_(SPREAD / log_probs(model, ids).std())
-                if reach(model, ids, -6)[-1] > REACH:
+                if reach(model, ids, -6)[-5:].max() > REACH:
                     break
     return model
 
@@ -276,7 +285,7 @@ def checked(model_type: str, vocabulary: int = 320) -> dict[str, str]:
         row["finite"] = str(bool(full.isfinite().all()))
         row["spread"] = f"{full.std():.2f}"
         row["later ids"] = f"{reach(model, ids, -1)[:-1].max():.0e}"
-        row["earlier ids"] = f"{reach(model, ids, -6)[-1]:.2f}"
+        row["earlier ids"] = f"{reach(model, ids, -6)[-5:].max():.2f}"
         for column, positions in {"cache": False, "cache, with positions": True}.items():
             if positions and "position_ids" not in inspect.signature(model.forward).parameters:
                 continue
