@@ -74,8 +74,10 @@ SIZES: list[tuple[str, float]] = [
     (r"linear_num_key_heads|num_shared_experts", 2),
     (r"linear_(key_|value_)?head_dim", 16),
     (r"num_(local_)?experts|n_routed_experts|moe_num_experts", EXPERTS),
-    (r"num_experts_per_tok(en)?|moe_topk|moe_k|top_k_experts", 2),
-    (r"n_group|topk_group|num_expert_group", 1),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k|moe_top_k|top_k_experts", 2),
+    (r"n_group|num_expert_group", 2),
+    (r"topk_group", 1),
+    (r"floor_scale|log_scaling_n_floor", 8),
     (r"sliding_window(_size)?|attention_window_size|window_size|local_attention|attention_chunk_size", WINDOW),
     (r"local_attention_window_len|keep_window_size|index_topk|rel_extent", WINDOW),
     (r"mamba_n_heads|mamba_num_heads|n_mamba_heads", 8),
@@ -89,6 +91,7 @@ SIZES: list[tuple[str, float]] = [
 ]
 """Pattern of a config's key -> its value; -1 is the vocabulary. Keys that are None by default stay as they are."""
 MIXED = ["sliding_attention", "full_attention"] * 2
+DENSE_FIRST = ["dense", *["sparse"] * 3]
 HYBRID = ["linear_attention", "full_attention"] * 2
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
 GRANITE = {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
@@ -98,12 +101,22 @@ FAMILIES: dict[str, dict] = {
     "big_bird": {"attention_type": "original_full"},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4]},
+    "cohere2_moe": {"mlp_layer_types": DENSE_FIRST, "num_shared_experts": 1},
     "cohere_compass_text": {
         "layer_types": MIXED,
         "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": None},
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "deepseek_v4": {
+        "layer_types": [
+            "sliding_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
+    },
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "layer_types": MIXED},
     "dots3_note_text": {
@@ -125,6 +138,7 @@ FAMILIES: dict[str, dict] = {
     "gemma4_text": GEMMA4
     | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "gemma4_unified_text": GEMMA4,
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granite": GRANITE,
     "granite_swa": GRANITE,
@@ -134,15 +148,28 @@ FAMILIES: dict[str, dict] = {
     "granitemoeshared": GRANITE | {"shared_intermediate_size": 32},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "inkling_text": {"mlp_layer_types": DENSE_FIRST},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 3, "expert_layer_offset": 0},
-    "lfm2": {"block_multiple_of": 16},
+    "laguna": {"layer_types": MIXED, "num_attention_heads_per_layer": [8, 4] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"no_rope_layers": [1, 0] * 2, "interleave_moe_layer_step": 2},
     "longcat_flash": {"head_dim": 8, "zero_expert_num": 2, "num_key_value_heads": HEADS},
     "mamba2": {"num_heads": 8},
+    "mellum": {"layer_types": MIXED, "mlp_layer_types": DENSE_FIRST},
+    "mimo_v2_flash": {"v_head_dim": 8},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "mlp_layer_types": DENSE_FIRST,
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
     "ministral": {"head_dim": 16, "layer_types": MIXED},
     "minicpm3": {"num_key_value_heads": HEADS, "v_head_dim": 16},
     "moshi": {"sliding_window": 512},
     "nemotron": {"num_key_value_heads": 2},
+    "phi3": {"sliding_window": WINDOW},
     "qwen4_exp_text": INDEXER
     | {"indexer_compress_ratio": 4, "ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 64},
     "reformer": {
@@ -154,10 +181,12 @@ FAMILIES: dict[str, dict] = {
         "num_buckets": 4,
         "hash_seed": 0,
     },
+    "starcoder2": {"sliding_window": WINDOW},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
+    "zamba2": {"num_mem_blocks": 2, "use_mem_rope": True},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window": WINDOW},
 }
 """Model type -> keys that the sizes above get wrong; also of parts of composite configs."""
@@ -261,6 +290,7 @@ def tiny_model(model_type: str, vocabulary: int = 320, seed: int = 0) -> torch.n
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        model.tie_weights()
         ids = random_ids(vocabulary)
         with torch.no_grad():
             for gain in (1.0, 1.4, 2.0, 0.7):
