@@ -146,10 +146,13 @@ def packed_attention(
     sliding_window: int | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls: the layout of the pass attends."""
-    if layout is None:
+    """The attention function that transformers calls: the layout of the pass attends. Without one, the tokens are the
+    last of one sequence.
+    """
+    if layout is None and (len(query) > 1 or attention_mask is not None):
         raise RuntimeError(
-            "a model with posttrain attention needs a layout in every forward pass; call models.forward.hidden_states"
+            "a model with posttrain attention computes one sequence without padding, or rows with a layout; call "
+            "models.forward.hidden_states"
         )
     if extra.get("position_bias") is not None or dropout > 0:
         what = "a position bias" if extra.get("position_bias") is not None else "attention dropout"
@@ -157,8 +160,11 @@ def packed_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     bounds = Bounds(extra.get("softcap"), extra.get("s_aux"))
     heads = query[0], key[0], value[0]
-    plain = bounds == Bounds(None, None)
-    out = layout.attend(module.layer_idx, *heads, scale, sliding_window, None if plain else bounds)  # type: ignore[arg-type]
+    some = None if bounds == Bounds(None, None) else bounds
+    if layout is None:
+        out = causal_attention(*heads, scale, sliding_window, some)
+    else:
+        out = layout.attend(module.layer_idx, *heads, scale, sliding_window, some)  # type: ignore[arg-type]
     return out.transpose(0, 1)[None], None
 
 

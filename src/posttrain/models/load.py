@@ -362,10 +362,10 @@ def _load(
     try:
         loaded: Any = auto_class.from_pretrained(base, dtype=dtype, output_loading_info=True, **keywords)
     except Exception as error:
-        raise InputError(
-            f"model.path: {recipe.path} could not be loaded ({_reason(error)}); "
-            "check that the files are complete, or that the hub id is right and reachable"
-        ) from error
+        remedy = "check that the files are complete, or that the hub id is right and reachable"
+        if "Unrecognized configuration class" in str(error):
+            remedy = f"transformers has no {auto_class.__name__} for this type of model; choose another model"
+        raise InputError(f"model.path: {recipe.path} could not be loaded ({_reason(error)}); {remedy}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     model, info = loaded

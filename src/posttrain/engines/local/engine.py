@@ -308,7 +308,7 @@ class LocalEngine:
 
     def _choose_parts(self) -> Parts:
         """The parts that decode exactly, measured with whole weights."""
-        sharded = self.policy.sharded
+        sharded = getattr(self.policy, "sharded", None)
         if sharded is not None:
             sharded.hold()
         try:

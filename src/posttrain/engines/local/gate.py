@@ -61,9 +61,9 @@ def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
     """The fastest exact way of decoding with `model`; `flash`: whether the flash kernel runs for its shapes. Verdicts are
     kept in the directory `cache`.
     """
-    kinds: tuple[Decoding, ...] = ("paged", "modules", "whole") if path_of(model).packed else ("cached", "whole")
-    if flash and path_of(model).packed:
-        kinds = ("flash", *kinds)
+    kinds: tuple[Decoding, ...] = ("cached", "whole")
+    if path_of(model).packed:
+        kinds = (*(("flash",) if flash else ()), "paged", "modules", *kinds)
     key = verdict_key(model, "decoding", *kinds)
     stored = read_verdict(cache, key) or _verdict(model, kinds)
     keep_verdict(cache, key, stored)
@@ -95,9 +95,9 @@ def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, s
 
 
 def _counts(row: torch.Tensor) -> list[int]:
-    """New tokens of a row in each pass: its prompt, `STEPS`, and the rest one by one."""
-    prompt = len(row) // 2
-    return [prompt, *STEPS, *[1] * (len(row) - prompt - sum(STEPS))]
+    """New tokens of a row in each pass: its prompt, `STEPS`, and the last ten one by one."""
+    prompt = len(row) - 10 - sum(STEPS)
+    return [prompt, *STEPS, *[1] * 10]
 
 
 def _learned(model: torch.nn.Module, rows: list[torch.Tensor]) -> list[torch.Tensor]:
