@@ -253,7 +253,6 @@ class RlRecipe(SampledRecipe):
             self.hardware.processes,
             self.reward is not None,
             self.hardware.ray is not None,
-            self.engine.type,
         )
         if self.hardware.offload == "rollouts" and self.rollout.async_rollouts:
             raise ValueError(

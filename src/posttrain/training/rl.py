@@ -25,7 +25,7 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.evaluated import start_values
 from posttrain.seeds import random_stream
-from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
+from posttrain.training.async_rollouts import AsyncRollouts
 from posttrain.training.controllers import EntropyController, Guards, KlController
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
@@ -68,7 +68,7 @@ def make_rollouts(recipe: RlRecipe, manager: RolloutManager, tasks: TaskOrder, r
     if recipe.rollout.async_rollouts == 0:
         return SyncRollouts(manager, tasks, greedy)
     smallest_group = 2 if recipe.compares_groups else 1
-    return AsyncRollouts(manager, tasks, run, recipe.steps, greedy, smallest_group, replayed_events(recipe))
+    return AsyncRollouts(manager, tasks, run, recipe.steps, greedy, smallest_group)
 
 
 def train(
