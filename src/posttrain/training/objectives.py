@@ -214,6 +214,11 @@ def token_forward(
 ) -> Callable[[Sequence[Sample]], TokenScores]:
     """A forward pass that returns the scores of the sampled tokens, sample after sample.
 
+    Everything about tokens that the policy sampled refers to the distribution that they were drawn from, softmax(logits
+    / temperature): ratios, policy gradients, entropies, the KL divergence from a reference model or teacher, and hence
+    the scores of those too. The likelihood of written text (rows of `sft`, `dpo` and `ptx`, evaluation) is that of the
+    model itself, at temperature 1, because no temperature drew it. `pack` keeps the rows of `ptx` apart from episodes.
+
     Args:
         temperature: the temperature that the tokens were sampled with.
         head: reads values from the same hidden states, as in `Policy.score`.
@@ -221,7 +226,7 @@ def token_forward(
 
     def forward(samples: Sequence[Sample]) -> TokenScores:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
-        return policy.score(ids, sampled, temperature, settings.logits_per_chunk, head)
+        return policy.score(ids, sampled, 1.0 if samples[0].ptx else temperature, settings.logits_per_chunk, head)
 
     return forward
 
@@ -468,7 +473,7 @@ def metrics_without_pass(objective: Objective[TokenScores], samples: Sequence[Sa
 
 class MixedObjective:
     """The policy's objective on episodes + coefficient x negative log-likelihood of supervised rows, a mean over
-    tokens.
+    tokens. A micro-batch contains either episodes or rows.
 
     Source: "PPO-ptx" of Ouyang et al. 2022, arXiv 2203.02155.
     """
@@ -492,20 +497,11 @@ class MixedObjective:
     def __call__(
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
-        mask = np.repeat([s.ptx for s in samples], [s.sampled_tokens for s in samples])
-        loss = output.logprobs.new_zeros(())
-        metrics: Totals = {}
-        for supervised in (False, True):
-            chosen = [(s, w) for s, w in zip(samples, weights, strict=True) if s.ptx == supervised]
-            if chosen:
-                places = upload(np.flatnonzero(mask == supervised), output.logprobs.device)
-                scores = output.at(places)
-                objective = self.ptx if supervised else self.policy
-                part, more = objective(scores, [s for s, _ in chosen], [w for _, w in chosen])
-                loss = loss + part
-                # The policy's entropy is measured only at tokens that it sampled.
-                metrics |= {"ptx/loss": (number(-scores.logprobs.detach().sum()), len(places))} if supervised else more
-        return loss, metrics
+        if not samples[0].ptx:
+            return self.policy(output, samples, weights)
+        loss, _ = self.ptx(output, samples, weights)
+        # The policy's entropy is measured only at tokens that it sampled.
+        return loss, {"ptx/loss": (number(-output.logprobs.detach().sum()), float(len(output.logprobs)))}
 
 
 class ValueObjective:
