@@ -24,7 +24,7 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.filters import drop_stale, token_staleness
+from posttrain.rollout.filters import staleness, token_staleness
 from posttrain.rollout.in_flight import AsyncRolloutWorker, InFlight
 from posttrain.rollout.journal import (
     BatchEvents,
@@ -263,7 +263,6 @@ class AsyncRollouts:
         run: RunDirectory,
         steps: int,
         greedy: bool = False,
-        smallest_group: int = 1,
         replayed: Mapping[int, BatchEvents] | None = None,
     ) -> None:
         """Create the rollouts; `running` starts the thread.
@@ -272,12 +271,11 @@ class AsyncRollouts:
             tasks: the order of tasks as stored in a checkpoint, that is, after the batches that were trained on.
             steps: steps of the whole run.
             greedy: as in `collect`.
-            smallest_group: a group with fewer fresh episodes is dropped if any of it was stale.
             replayed: recorded events to follow, by step.
         """
         rollout = manager.rollout
         self.manager, self.tasks, self.run = manager, tasks, run
-        self.rollout, self.smallest_group = rollout, smallest_group
+        self.rollout = rollout
         self._exact = rollout.on_new_weights == "finish" or rollout.replay is not None
         """Whether a batch needs the weights of a specific step instead of the newest."""
         self._published = PublishedWeights(rollout.async_rollouts + 1 if self._exact else 1)
@@ -392,10 +390,10 @@ class AsyncRollouts:
         most = self.rollout.max_staleness
         if most is None:
             return
-        kept, stale, alone = drop_stale(batch.episodes, version, most, self.smallest_group)
-        batch.episodes = kept
-        batch.metrics |= {"rollout/stale": float(stale), "rollout/stale_alone": float(alone)}
-        if not kept:
+        fresh = [episode for episode in batch.episodes if staleness(episode, version) <= most]
+        batch.metrics["rollout/stale"] = float(len(batch.episodes) - len(fresh))
+        batch.episodes = fresh
+        if not fresh:
             batch.warnings.append(
                 f"every episode is older than rollout.max_staleness = {most} updates, so no episode is left to train on"
             )

@@ -384,7 +384,10 @@ class PolicyObjective:
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """One weight per sample, and the divisor. Also sets the values that depend on the whole update: `factors` and
-        `held` of the samples, and the scale of the entropy bonus."""
+        `held` of the samples, and the scale of the entropy bonus.
+
+        Samples without a baseline and masked ones have weight 0 and no part in the divisor, unless it is constant.
+        Samples that were compared and have advantages of 0 keep theirs: their part of the gradient is 0 by the data."""
         masked = [self._is_masked(sample) for sample in samples]
         lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
         weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
@@ -392,7 +395,8 @@ class PolicyObjective:
         rules = self.loss.type == "gpg" or self.entropy.top_share < 1 or self.entropy.covariance is not None
         self._of_update = set_factors(self.loss, self.entropy, samples, trained, self.random) if rules else {}
         if self.loss.mask_truncated:
-            self._of_update["policy/truncated_masked"] = (float(sum(masked)), float(len(samples)))
+            truncated = sum(sample.truncated for sample in samples)
+            self._of_update["policy/truncated_masked"] = (float(truncated), float(len(samples)))
         weights = [0.0 if out else weight for weight, out in zip(weights, masked, strict=True)]
         if self.entropy.tokens != "all":
             self._set_bonus_scale(samples, weights)
@@ -405,7 +409,7 @@ class PolicyObjective:
         self._bonus_scale = whole / bonus if bonus else 0.0
 
     def _is_masked(self, sample: Sample) -> bool:
-        return self.loss.mask_truncated and sample.truncated
+        return not sample.has_baseline or (self.loss.mask_truncated and sample.truncated)
 
     def has_signal(self, sample: Sample) -> bool:
         """Tokens without credit do not contribute, unless there is a KL penalty or an entropy bonus. With a target

@@ -67,8 +67,7 @@ def make_rollouts(recipe: RlRecipe, manager: RolloutManager, tasks: TaskOrder, r
     greedy = recipe.credit.type == "remax"
     if recipe.rollout.async_rollouts == 0:
         return SyncRollouts(manager, tasks, greedy)
-    smallest_group = 2 if recipe.compares_groups else 1
-    return AsyncRollouts(manager, tasks, run, recipe.steps, greedy, smallest_group, replayed_events(recipe))
+    return AsyncRollouts(manager, tasks, run, recipe.steps, greedy, replayed_events(recipe))
 
 
 def train(
@@ -105,6 +104,8 @@ def train(
                     with trainer.phase("update"):
                         totals = c.update(batch.episodes, samples, step)
                     metrics = rollout_metrics(batch) | means(totals) | credit.metrics
+                    if recipe.credit.compared_with is not None:
+                        metrics["credit/without_baseline"] = float(len(credit.advantages.without_baseline))
                     metrics["credit/zero_groups"] = zero_groups(batch.episodes, credit.advantages)
                     by_episode = recipe.loss.aggregation == "sequence_mean"
                     metrics["credit/mean_advantage"] = mean_advantage(batch.episodes, credit.advantages, by_episode)
@@ -257,10 +258,14 @@ class Components:
 
 
 def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
-    """Set `advantages` of each sample."""
-    streams = [stream for episode in credit.values for stream in episode]
-    for sample, advantages in zip(samples, streams, strict=True):
-        sample.advantages = advantages[sample.stream.sampled]
+    """Set `advantages` and `has_baseline` of each sample."""
+    streams = [
+        (stream, position not in credit.without_baseline)
+        for position, episode in enumerate(credit.values)
+        for stream in episode
+    ]
+    for sample, (advantages, has_baseline) in zip(samples, streams, strict=True):
+        sample.advantages, sample.has_baseline = advantages[sample.stream.sampled], has_baseline
 
 
 def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:

@@ -70,6 +70,8 @@ class Sample:
     """[n] bool: whether KL-Cov holds the token near the old policy; None means none."""
     group: int = 0
     """The episode's group."""
+    has_baseline: bool = True
+    """False: the credit needs another episode to compare with and there is none, so the sample is left out."""
     truncated: bool = False
     """Whether a token limit cut the last answer of the episode."""
     teacher: TeacherScores | None = None

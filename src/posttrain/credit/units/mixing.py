@@ -130,7 +130,8 @@ def with_unit_advantages(
             continue
         outcome = [((1 - beta) * stream).astype(np.float32) for stream in streams]
         mixed.append(_added(episode, outcome, beta * np.clip(score, -clip, clip)[credited.spans.unit_of_token]))
-    return Advantages(mixed)
+    scored = {position for position, score in enumerate(scores) if score is not None}
+    return Advantages(mixed, advantages.without_baseline - scored)
 
 
 def _scores(
