@@ -88,7 +88,7 @@ def train(
         rollouts.manager.played = trainer.progress.sampled
         trainer.begin()
         with rollouts.running(trainer.step + 1):
-            while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):
+            while trainer.step < recipe.steps and not c.guards.stopped and not trainer.out_of_time(recipe.max_minutes):
                 step, tokens = trainer.step + 1, learner.trained_tokens
                 with trainer.phase(rollouts.phase):
                     batch = rollouts.take(step)
@@ -123,10 +123,9 @@ def train(
                     trainer.finish_step(metrics)
                     rollouts.learned(step)
                     trainer.warn([*batch.warnings, *credit.warnings, *c.take_warnings(), *fired])
-                trainer.evaluate_and_save()
-                if fired and recipe.guards.action == "stop":
-                    trainer.warn(["stopped by a guard; the best checkpoint is kept"])
-                    break
+                trainer.evaluate_and_save(metrics)
+        if c.guards.stopped:
+            trainer.warn(["stopped by a guard; the best checkpoint is kept"])
         trainer.finish()
 
 
