@@ -504,6 +504,8 @@ class MixedObjective:
         if not samples[0].ptx:
             return self.policy(output, samples, weights)
         loss, _ = self.ptx(output, samples, weights)
+        if output.values is not None:
+            loss = loss + 0 * output.values.sum()  # processes add up their gradients, so each needs one of the head
         # The policy's entropy is measured only at tokens that it sampled.
         return loss, {"ptx/loss": (number(-output.logprobs.detach().sum()), float(len(output.logprobs)))}
 
