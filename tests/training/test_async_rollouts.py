@@ -137,7 +137,7 @@ def test_episodes_that_are_too_old_are_dropped_and_counted(tiny_model, tmp_path,
     lines = train_lines(run)
     assert lines[0]["rollout/stale"] == 0
     assert sum(line["rollout/stale"] for line in lines) > 0
-    assert all(line["rollout/kept"] == 6 - line["rollout/stale"] - line["rollout/stale_alone"] for line in lines)
+    assert all(line["rollout/kept"] == 6 - line["rollout/stale"] for line in lines)
     assert all(line.get("policy/staleness_max", 0) == 0 for line in lines)
 
 

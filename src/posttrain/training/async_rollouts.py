@@ -21,7 +21,7 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import EngineCounters
 from posttrain.models.policy import Policy
 from posttrain.recipe.engines import LocalEngineRecipe
-from posttrain.rollout.filters import drop_stale, token_staleness
+from posttrain.rollout.filters import staleness, token_staleness
 from posttrain.rollout.in_flight import AsyncRolloutWorker, InFlight
 from posttrain.rollout.journal import EpisodeBuffer, remove_batches
 from posttrain.rollout.weight_sync import PublishedWeights, WeightSnapshot, WeightSync
@@ -212,7 +212,6 @@ class AsyncRollouts:
         run: RunDirectory,
         steps: int,
         greedy: bool = False,
-        smallest_group: int = 1,
     ) -> None:
         """Create the rollouts; `running` starts the thread.
 
@@ -220,11 +219,10 @@ class AsyncRollouts:
             tasks: the order of tasks as stored in a checkpoint, that is, after the batches that were trained on.
             steps: steps of the whole run.
             greedy: as in `collect`.
-            smallest_group: a group with fewer fresh episodes is dropped if any of it was stale.
         """
         rollout = manager.rollout
         self.manager, self.tasks, self.run = manager, tasks, run
-        self.rollout, self.smallest_group = rollout, smallest_group
+        self.rollout = rollout
         self._exact = rollout.on_new_weights == "finish"
         """Whether a batch needs the weights of a specific step instead of the newest."""
         self._published = PublishedWeights(rollout.async_rollouts + 1 if self._exact else 1)
@@ -339,10 +337,10 @@ class AsyncRollouts:
         most = self.rollout.max_staleness
         if most is None:
             return
-        kept, stale, alone = drop_stale(batch.episodes, version, most, self.smallest_group)
-        batch.episodes = kept
-        batch.metrics |= {"rollout/stale": float(stale), "rollout/stale_alone": float(alone)}
-        if not kept:
+        fresh = [episode for episode in batch.episodes if staleness(episode, version) <= most]
+        batch.metrics["rollout/stale"] = float(len(batch.episodes) - len(fresh))
+        batch.episodes = fresh
+        if not fresh:
             batch.warnings.append(
                 f"every episode is older than rollout.max_staleness = {most} updates, so no episode is left to train on"
             )
