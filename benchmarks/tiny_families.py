@@ -276,7 +276,7 @@ def reach(model: torch.nn.Module, ids: torch.Tensor, place: int) -> torch.Tensor
 def randomize(model: torch.nn.Module, gain: float) -> None:
     """Random matrices whose outputs are `gain` times as large as their inputs; vectors are perturbed by a fifth."""
     for name, tensor in model.named_parameters():
-        if tensor.dim() < 2 or re.search(STRUCTURED, name):
+        if tensor.dim() < 2 or re.search(STRUCTURED, ".".join(name.split(".")[-2:])):
             tensor.add_(torch.randn_like(tensor), alpha=0.2 * (tensor.abs().mean().item() or 1.0))
         elif tensor.requires_grad:
             tensor.normal_(0, gain * tensor.shape[-1] ** -0.5)
@@ -293,7 +293,7 @@ def tiny_model(model_type: str, vocabulary: int = 320, seed: int = 0) -> torch.n
         model.tie_weights()
         ids = random_ids(vocabulary)
         with torch.no_grad():
-            for gain in (1.0, 1.4, 2.0, 0.7):
+            for gain in (1.0, 1.4, 2.0, 4.0, 0.7):
                 randomize(model, gain)
                 # The scale of a tied head also changes the layers' input, so the spread is approached in steps.
                 for _ in range(3):
@@ -322,7 +322,7 @@ def checked(model_type: str, vocabulary: int = 320) -> dict[str, str]:
             cached = cached_log_probs(model, ids, positions)
             row[column] = "none" if cached is None else f"{(cached - full).abs().max():.0e}"
     except Exception as problem:  # a row for every type is what the table is for
-        row["problem"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+        row["problem"] = UNBUILDABLE.get(model_type) or f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
     row["seconds"] = f"{time.perf_counter() - started:.1f}"
     return row
 
