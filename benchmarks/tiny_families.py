@@ -12,6 +12,7 @@ import inspect
 import re
 import time
 import warnings
+from pathlib import Path
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
@@ -300,6 +301,17 @@ def tiny_model(model_type: str, vocabulary: int = 320, seed: int = 0) -> torch.n
                     model.get_output_embeddings().weight.mul_(SPREAD / log_probs(model, ids).std())
                 if reach(model, ids, -6)[-5:].max() > REACH:
                     break
+    return model
+
+
+def save_tiny(model_type: str, folder: Path, vocabulary: int = 320, seed: int = 0) -> torch.nn.Module:
+    """Write the tiny model with the config of its type, as checkpoints have it, and return it.
+
+    `save_pretrained` alone writes the config of the text part, which AutoModelForCausalLM does not know for some types.
+    """
+    model = tiny_model(model_type, vocabulary, seed)
+    model.save_pretrained(folder)
+    shrunk(CONFIG_MAPPING[model_type](), vocabulary).save_pretrained(folder)
     return model
 
 

@@ -67,3 +67,14 @@ def test_a_model_has_every_kind_of_layer_of_its_family(families, model_type, kin
     model = families.tiny_model(model_type, vocabulary=100)
     assert set(model.config.layer_types) == kinds
     assert model.get_output_embeddings().weight.shape[0] == 100
+
+
+@pytest.mark.parametrize("model_type", ["emu3", "qwen3_5", "dory", "gemma3n_text"])
+def test_a_saved_model_is_the_same_when_loaded(families, model_type, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = families.save_tiny(model_type, tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == model_type
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = families.random_ids(320)
+    assert torch.equal(families.log_probs(loaded, ids), families.log_probs(model, ids))
