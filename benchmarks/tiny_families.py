@@ -12,6 +12,7 @@ import inspect
 import re
 import time
 import warnings
+from pathlib import Path
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
@@ -96,6 +97,7 @@ HYBRID = ["linear_attention", "full_attention"] * 2
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16}
 GRANITE = {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 GEMMA4 = {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 2}
+SWA_HEADS = {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 2, "swa_head_dim": 32, "swa_qk_nope_head_dim": 24}
 FAMILIES: dict[str, dict] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "big_bird": {"attention_type": "original_full"},
@@ -109,25 +111,14 @@ FAMILIES: dict[str, dict] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "deepseek_v4": {
-        "layer_types": [
-            "sliding_attention",
-            "heavily_compressed_attention",
-            "compressed_sparse_attention",
-            "heavily_compressed_attention",
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", *["heavily_compressed", "compressed_sparse"] * 2)][
+            :4
         ],
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
     },
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "layer_types": MIXED},
-    "dots3_note_text": {
-        "swa_num_attention_heads": 2,
-        "swa_num_key_value_heads": 2,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 32,
-        "swa_qk_nope_head_dim": 24,
-        "swa_v_head_dim": 16,
-    },
+    "dots3_note_text": SWA_HEADS | {"swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_v_head_dim": 16},
     "falcon": {"alibi": True},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma3n_text": {
@@ -276,7 +267,7 @@ def reach(model: torch.nn.Module, ids: torch.Tensor, place: int) -> torch.Tensor
 def randomize(model: torch.nn.Module, gain: float) -> None:
     """Random matrices whose outputs are `gain` times as large as their inputs; vectors are perturbed by a fifth."""
     for name, tensor in model.named_parameters():
-        if tensor.dim() < 2 or re.search(STRUCTURED, name):
+        if tensor.dim() < 2 or re.search(STRUCTURED, ".".join(name.split(".")[-2:])):
             tensor.add_(torch.randn_like(tensor), alpha=0.2 * (tensor.abs().mean().item() or 1.0))
         elif tensor.requires_grad:
             tensor.normal_(0, gain * tensor.shape[-1] ** -0.5)
@@ -303,6 +294,17 @@ def tiny_model(model_type: str, vocabulary: int = 320, seed: int = 0) -> torch.n
     return model
 
 
+def save_tiny(model_type: str, folder: Path, vocabulary: int = 320, seed: int = 0) -> torch.nn.Module:
+    """Write the tiny model with the config of its type, as checkpoints have it, and return it.
+
+    `save_pretrained` alone writes the config of the text part, which AutoModelForCausalLM does not know for some types.
+    """
+    model = tiny_model(model_type, vocabulary, seed)
+    model.save_pretrained(folder)
+    shrunk(CONFIG_MAPPING[model_type](), vocabulary).save_pretrained(folder)
+    return model
+
+
 def checked(model_type: str, vocabulary: int = 320) -> dict[str, str]:
     """One row of the table that this script prints."""
     started = time.perf_counter()
@@ -322,7 +324,7 @@ def checked(model_type: str, vocabulary: int = 320) -> dict[str, str]:
             cached = cached_log_probs(model, ids, positions)
             row[column] = "none" if cached is None else f"{(cached - full).abs().max():.0e}"
     except Exception as problem:  # a row for every type is what the table is for
-        row["problem"] = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
+        row["problem"] = UNBUILDABLE.get(model_type) or f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
     row["seconds"] = f"{time.perf_counter() - started:.1f}"
     return row
 
