@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_families import SPECIAL_IDS, UNBUILDABLE, model_types, tiny_model
+from tiny_families import SPECIAL_IDS, UNBUILDABLE, model_types, save_tiny
 
 import posttrain
 from posttrain.engines.protocol import Request
@@ -97,7 +97,7 @@ def measured(kind: str) -> Row:
     if kind in UNBUILDABLE:
         return Row(kind, "not a language model", reason=UNBUILDABLE[kind])
     with tempfile.TemporaryDirectory() as directory:
-        tiny_model(kind, VOCABULARY).save_pretrained(directory)
+        save_tiny(kind, Path(directory), VOCABULARY)
         tokenizer_of(VOCABULARY).save_pretrained(directory)
         try:
             policy = posttrain.Policy(directory)

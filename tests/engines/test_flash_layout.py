@@ -14,8 +14,8 @@ from posttrain.engines.local.decoder import ModuleDecoder, decoder_of
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.errors import RunError
+from posttrain.models.layers import use_positions_by_length
 from posttrain.models.policy import Policy
-from posttrain.models.rotary import use_positions_by_length
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 

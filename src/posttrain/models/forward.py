@@ -4,15 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import InputError
 from posttrain.models.cpu.backend import matmul
-from posttrain.models.layers import ATTENTION_NAME, Layout
-from posttrain.models.rotary import set_lengths
+from posttrain.models.layers import ATTENTION_NAME, Layout, by_stream, set_lengths
 
 ELEMENTS_IN_CACHE = 1 << 21
 """Float32 logits processed at a time on a CPU, so that softmax and its reductions work in the processor's cache."""
@@ -67,25 +65,12 @@ def base_decoder(model: torch.nn.Module) -> Any:
 def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Last hidden states [T, hidden] of a row of tokens; `ids` and `positions` are [T] int64."""
     if not path_of(model).packed:
-        return _stream_by_stream(transformer(model), ids, layout)
+        set_lengths(base_decoder(model), None)  # the rotary embedding reads the length of each pass
+        return by_stream(layout, lambda places: alone_states(transformer(model), ids[upload(places, ids.device)]))
     decoder = base_decoder(model)
     set_lengths(decoder, layout.lengths())
     output = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
     return output.last_hidden_state[0]
-
-
-def _stream_by_stream(inner: Any, ids: torch.Tensor, layout: Any) -> torch.Tensor:
-    """`hidden_states` in one pass for each stream. Tokens that streams share are computed in each pass, and their
-    outputs are those of the first.
-    """
-    set_lengths(base_decoder(inner), None)  # the rotary embedding reads the length of each pass
-    outputs, source, end = [], np.full(len(ids), -1), 0
-    for places in layout.streams():
-        outputs.append(alone_states(inner, ids[upload(places, ids.device)]))
-        new = source[places] < 0
-        source[places[new]] = end + np.flatnonzero(new)
-        end += len(places)
-    return torch.cat(outputs)[upload(source, ids.device)]
 
 
 def alone_states(inner: Any, ids: torch.Tensor) -> torch.Tensor:

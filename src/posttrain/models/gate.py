@@ -21,9 +21,8 @@ import torch
 
 from posttrain.errors import InputError
 from posttrain.models.forward import ForwardPath, alone_states, base_decoder, hidden_states, logits_of, transformer
-from posttrain.models.layers import ATTENTION_NAME, packed_attention
+from posttrain.models.layers import ATTENTION_NAME, lengths_of, packed_attention
 from posttrain.models.packing import pack_row
-from posttrain.models.rotary import lengths_of
 from posttrain.seeds import random_stream
 
 ROWS = (20, 90, 70)

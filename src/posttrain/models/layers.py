@@ -4,18 +4,25 @@ Attention: transformers calls the attention of every decoder through one interfa
 it. posttrain registers one function there, which delegates to the `Layout` of the forward pass. Packed training
 (`models.forward`) and cached decoding (`engines.local.cache`) are layouts.
 
+Rotary positions of `longrope` and `dynamic` depend on the length of a sequence. transformers chooses one set of frequencies
+for a whole forward pass, by the largest position in it, and the dynamic ones remember the longest sequence of earlier passes.
+Here each token gets the frequencies of its own sequence: token t of a stream is predicted with those of length t, as an engine
+samples it. So a stream that crosses the switch is packed once for each set of frequencies (`models.packing`), and an engine
+recomputes its cache when a sequence crosses.
+
 Fused layers (`model.fused`): norms, gated MLPs and rotary positions as few large operations. Weights, module names and
 results (up to rounding) do not change. On a CPU they are the autograd functions of `cpu.backend`. On a GPU they are these
 and PyTorch's norm, Liger's kernels, or what torch.compile makes of the formulas.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
@@ -39,7 +46,7 @@ class RowSegment(NamedTuple):
     order.
     """
     length: int = 0
-    """The length that decides the rotary frequencies of its tokens (`models.rotary.Lengths.of`)."""
+    """The length that decides the rotary frequencies of its tokens (`models.layers.Lengths.of`)."""
 
     @property
     def seen(self) -> int:
@@ -82,7 +89,7 @@ class Layout(Protocol):
         ...
 
     def lengths(self) -> list[int] | None:
-        """For each token the length that decides its rotary frequencies (`models.rotary`); None if it is 0 for all."""
+        """For each token the length that decides its rotary frequencies (`models.layers`); None if it is 0 for all."""
         ...
 
 
@@ -174,6 +181,148 @@ def use_packed_attention(model: torch.nn.Module) -> None:
 
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+
+
+# -- recurrent layers --------------------------------------------------------------------------------------------------
+
+_MIXERS = re.compile(r"\.(linear_attn|conv|mamba|mixer|self_attn)$")
+"""Names of the modules that mix tokens in the layers of transformers."""
+
+
+def by_stream(layout: Any, compute: Callable[[np.ndarray], torch.Tensor]) -> torch.Tensor:
+    """Outputs [T, D] of a row, from `compute` of the row indices [n] int64 of each stream of a `PackedLayout`, which returns
+    [n, D]. Tokens that streams share have the outputs of the first.
+    """
+    outputs, source, end = [], np.full(layout.segments[-1].stop, -1), 0
+    for places in layout.streams():
+        outputs.append(compute(places))
+        new = source[places] < 0
+        source[places[new]] = end + np.flatnonzero(new)
+        end += len(places)
+    return torch.cat(outputs)[torch.from_numpy(source).to(outputs[0].device)]
+
+
+class _ByStream(torch.nn.Module):
+    """A convolution or recurrence over tokens, in which the streams of a packed row do not continue each other."""
+
+    def forward(self, hidden_states: torch.Tensor, *extra: Any, layout: Any = None, **named: Any) -> Any:
+        if layout is None:
+            return super().forward(hidden_states, *extra, **named)  # type: ignore[misc]
+
+        def compute(places: np.ndarray) -> torch.Tensor:
+            rows = torch.from_numpy(places).to(hidden_states.device)
+            return super(_ByStream, self).forward(hidden_states[:, rows], *extra, **named)[0]  # type: ignore[misc]
+
+        return by_stream(layout, compute)[None]
+
+
+def use_layers_by_stream(model: torch.nn.Module) -> None:
+    """Make the convolutions and recurrences of `model` compute each stream of a packed row for itself, in place."""
+    for name, module in model.named_modules():
+        cls = type(module)
+        attends = name.endswith("self_attn") and "Delta" not in cls.__name__
+        if _MIXERS.search(name) and not attends and cls.__module__.startswith("transformers.models."):
+            module.__class__ = type(cls.__name__, (_ByStream, cls), {"__module__": __name__})
+
+
+# -- rotary positions by length ------------------------------------------------------------------------------------------
+
+_BY_LENGTH = ("longrope", "dynamic")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Which lengths of a sequence share their frequencies. 0 stands for all lengths up to `original` tokens."""
+
+    original: int
+    each: bool
+    """Whether every length beyond `original` has its own frequencies (`dynamic`), or all have the same (`longrope`)."""
+
+    def of(self, length: int) -> int:
+        """The smallest length with the frequencies of a sequence of `length` tokens, or 0."""
+        if length <= self.original:
+            return 0
+        return length if self.each else self.original + 1
+
+    def spans(self, tokens: int) -> list[tuple[int, int, int]]:
+        """(length, first, stop) for a stream of `tokens` tokens: the outputs of tokens first .. stop - 1 have the
+        frequencies of `length`, in a pass over the tokens before `stop`.
+        """
+        short = min(tokens, self.original)
+        if self.each:
+            beyond = [(count, count - 1, count) for count in range(short + 1, tokens + 1)]
+        else:
+            beyond = [(self.original + 1, short, tokens)] if tokens > short else []
+        return [(0, 0, short), *beyond]
+
+
+class _ByLength(torch.nn.Module):
+    """A rotary embedding of transformers that treats the tokens of each length separately."""
+
+    lengths: Sequence[int] | None = None
+    """For each token of the next pass its `Lengths.of`; None if all are 0."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *extra: Any, **named: Any) -> Any:
+        module: Any = self
+        if self.lengths is None:
+            self._forget()
+            return super().forward(x, position_ids, *extra, **named)  # type: ignore[misc]
+        lengths = torch.tensor(self.lengths)
+        parts: list[Any] = [None, None]
+        for length in lengths.unique().tolist():
+            self._forget()
+            chosen = (lengths == length).nonzero()[:, 0].to(position_ids.device)
+            # The position after the tokens decides the frequencies.
+            last = position_ids.new_full((1, 1), max(length, 1) - 1)
+            positions = torch.cat([position_ids[:, chosen], last], dim=1)
+            for index, part in enumerate(super().forward(x, positions, *extra, **named)):  # type: ignore[misc]
+                if parts[index] is None:
+                    parts[index] = part.new_empty(part.shape[0], len(self.lengths), part.shape[2])
+                parts[index][:, chosen] = part[:, :-1]
+        module._forget()
+        return tuple(parts)
+
+    def _forget(self) -> None:
+        """Restore the frequencies of short sequences, which `dynamic` ones overwrite."""
+        module: Any = self
+        if "dynamic" in module.rope_type and module.max_seq_len_cached != module.original_max_seq_len:
+            module.inv_freq = module.original_inv_freq.to(module.inv_freq.device)
+            module.max_seq_len_cached = module.original_max_seq_len
+
+
+def use_positions_by_length(decoder: Any) -> None:
+    """Replace the rotary embedding of `decoder`, a base model of transformers, in place if it depends on the length.
+
+    InputError if only some layers have such positions, or if the embedding is not the usual one.
+    """
+    for name, module in decoder.named_modules():
+        kind = getattr(module, "rope_type", None)
+        kinds = list(kind.values()) if isinstance(kind, dict) else [kind]
+        if not any(kind in _BY_LENGTH for kind in kinds):
+            continue
+        if name != "rotary_emb" or isinstance(kind, dict):
+            raise InputError(
+                f"model.path: positions of this {decoder.config.model_type} model depend on the length ({name} has "
+                f"rope_type {kind}) in a way that is not supported; set another rope_type in its config.json"
+            )
+        module.__class__ = type(type(module).__name__, (_ByLength, type(module)), {"__module__": __name__})
+
+
+def lengths_of(decoder: Any) -> Lengths | None:
+    """Which lengths share frequencies in `decoder`; None if all do."""
+    module: Any = getattr(decoder, "rotary_emb", None)
+    if not isinstance(module, _ByLength):
+        return None
+    if module.rope_type == "longrope":
+        return Lengths(int(module.config.rope_parameters["original_max_position_embeddings"]), each=False)
+    return Lengths(int(module.original_max_seq_len), each=True)
+
+
+def set_lengths(decoder: Any, lengths: Sequence[int] | None) -> None:
+    """Set the lengths that decide the frequencies of each token of the next pass of `decoder`."""
+    module = getattr(decoder, "rotary_emb", None)
+    if isinstance(module, _ByLength):
+        module.lengths = lengths
 
 
 # -- fused layers ------------------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ from posttrain.models.cuda.attention import use_flash_attention
 from posttrain.models.cuda.four_bit import quantize
 from posttrain.models.forward import base_decoder, path_of, use_float32_head
 from posttrain.models.gate import choose_path
-from posttrain.models.layers import resolve_fused, use_fused_layers
-from posttrain.models.rotary import use_positions_by_length
+from posttrain.models.layers import resolve_fused, use_fused_layers, use_layers_by_stream, use_positions_by_length
 from posttrain.plugins import entry_points, load, require_module
 from posttrain.recipe.model import SWITCHES, LoraRecipe, ModelRecipe, with_thinking
 
@@ -374,7 +373,16 @@ def _load(
         model = _with_adapters(model, path)
         if adapter.get("modules_to_save"):
             missing = [name for name in missing if name.split(".")[0] not in adapter["modules_to_save"]]
+    if type(model.config) not in auto_class._model_mapping and not recipe.trust_remote_code:
+        raise InputError(
+            f"model.path: transformers loads a part of {recipe.path} ({model.config.model_type}), and cannot load it again "
+            "when it is exported; choose a text model"
+        )
+    if model.config.model_type == "rwkv":
+        # Passes would change the weights in place, a guard against overflow in float16, and an export would contain them.
+        model.config.rescale_every = 0
     use_positions_by_length(base_decoder(model))
+    use_layers_by_stream(model)
     use_fused_layers(model, resolve_fused(recipe.fused, device))
     use_flash_attention(recipe.attention, device)
     bound_kept_kernels()

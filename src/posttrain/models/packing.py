@@ -15,8 +15,7 @@ import torch
 
 from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, supports
-from posttrain.models.layers import Bounds, RowSegment, attention_probabilities, causal_attention
-from posttrain.models.rotary import Lengths
+from posttrain.models.layers import Bounds, Lengths, RowSegment, attention_probabilities, causal_attention
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
 

@@ -31,9 +31,9 @@ from posttrain.models.forward import (
     transformer,
     upload,
 )
+from posttrain.models.layers import lengths_of
 from posttrain.models.load import add_adapters, load_end_tokens, load_model, load_tokenizer, resolve_device
 from posttrain.models.packing import PackedRow, pack_row
-from posttrain.models.rotary import lengths_of
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from posttrain.errors import InputError
 from posttrain.models.forward import base_decoder, hidden_states, path_of, transformer, upload
+from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_reward_model
 from posttrain.models.packing import LastTokenLayout, PackedLayout, probed_layout
 from posttrain.models.policy import TrainedModel
-from posttrain.models.rotary import lengths_of
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits
 from posttrain.seeds import derive_seed

@@ -8,8 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from posttrain.errors import RunError
+from posttrain.models.gate import tolerance
+from posttrain.models.load import resolve_dtype
 from posttrain.recipe.loss import KL_STEP, EntropyRecipe, KlRecipe
-from posttrain.recipe.run import GuardRecipe
+from posttrain.recipe.run import GuardRecipe, SampledRecipe
 
 
 class KlController:
@@ -190,3 +195,28 @@ class Guards:
         self._in_a_row |= state["in_a_row"]
         self._since |= state["since"]
         self.stopped = state.get("stopped", False)
+
+
+def mismatch_limit(recipe: SampledRecipe, device: torch.device) -> float:
+    """The largest `policy/mismatch`, in nats, that the arithmetic of the recipe's engine and learner explains.
+
+    `device`: the learner's. Infinite where engine and learner differ on purpose: by newer weights, adapter dropout, or
+    log-probabilities after truncation.
+    """
+    sampling, lora, local = recipe.rollout.sampling, recipe.model.lora, recipe.engine.type == "local"
+    truncated = not local and (sampling.top_p < 1 or sampling.top_k or sampling.min_p > 0)
+    if recipe.rollout.async_rollouts > 0 or truncated or (lora is not None and lora.dropout > 0):
+        return math.inf
+    dtype = resolve_dtype(recipe.model.dtype, device)
+    return tolerance(dtype if local else torch.bfloat16)
+
+
+def check_mismatch(metrics: Mapping[str, float], limit: float, step: int) -> None:
+    """RunError if the engine's log-probabilities differ from the learner's by more than `limit` nats per token."""
+    mismatch = metrics.get("policy/mismatch", 0.0)
+    if not mismatch <= limit:
+        raise RunError(
+            f"step {step}: policy/mismatch is {mismatch:.3g} nats per token, and the precision of engine and learner "
+            f"explains {limit:g}, so the policy is trained on other probabilities than it samples with; check that the "
+            "engine serves this model, tokenizer and temperature, or set engine.type=local"
+        )

@@ -23,7 +23,7 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.evaluated import start_values
 from posttrain.seeds import random_stream
-from posttrain.training.controllers import Guards
+from posttrain.training.controllers import Guards, check_mismatch, mismatch_limit
 from posttrain.training.distillation import DistillationObjective, distillation_forward
 from posttrain.training.evaluators import EpisodeEvaluator
 from posttrain.training.optimizer import Optimizer
@@ -58,6 +58,7 @@ def train(
                 fired = c.guards.check(metrics, step)
                 trainer.finish_step(metrics)
                 trainer.warn([*batch.warnings, *learner.take_warnings(), *fired])
+            check_mismatch(metrics, c.mismatch_limit, step)
             trainer.evaluate_and_save(metrics)
         if c.guards.stopped:
             trainer.warn(["stopped by a guard; the best checkpoint is kept"])
@@ -88,6 +89,8 @@ class Components:
     """Probability that a step trains on fixed rows."""
     seed: int
     guards: Guards
+    mismatch_limit: float
+    """As in RL."""
     trainer: Trainer[TokenScores]
     updates: LearnerRecipe
     objective: DistillationObjective
@@ -203,4 +206,5 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
         trainer=trainer,
         updates=recipe.learner,
         objective=DistillationObjective(recipe.loss),
+        mismatch_limit=mismatch_limit(recipe, policy.device),
     )

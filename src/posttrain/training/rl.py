@@ -26,7 +26,13 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.evaluated import start_values
 from posttrain.seeds import random_stream
 from posttrain.training.async_rollouts import AsyncRollouts
-from posttrain.training.controllers import EntropyController, Guards, KlController
+from posttrain.training.controllers import (
+    EntropyController,
+    Guards,
+    KlController,
+    check_mismatch,
+    mismatch_limit,
+)
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
 from posttrain.training.objectives import (
@@ -123,6 +129,7 @@ def train(
                     trainer.finish_step(metrics)
                     rollouts.learned(step)
                     trainer.warn([*batch.warnings, *credit.warnings, *c.take_warnings(), *fired])
+                check_mismatch(metrics, c.mismatch_limit, step)
                 trainer.evaluate_and_save(metrics)
         if c.guards.stopped:
             trainer.warn(["stopped by a guard; the best checkpoint is kept"])
@@ -155,6 +162,8 @@ class Components:
     updates: LearnerRecipe
     objective: Callable[[bool], Objective[TokenScores]]
     """The objective of an update, given whether no update of the step came before it."""
+    mismatch_limit: float
+    """Largest `policy/mismatch`, in nats, that the precision of engine and learner explains."""
     needs_old_logprobs: bool
     """Whether old log-probabilities need an additional forward pass. The first update of a step uses its own pass."""
     scores_all: bool
@@ -415,6 +424,7 @@ def make_components(
         credit_settings=recipe.credit,
         updates=recipe.learner,
         objective=objective,
+        mismatch_limit=mismatch_limit(recipe, policy.device),
         needs_old_logprobs=needs_old_logprobs,
         scores_all=recipe.entropy.top_share < 1
         or (needs_old_logprobs and (head is not None or recipe.entropy.covariance is not None)),

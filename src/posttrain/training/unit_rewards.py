@@ -14,10 +14,10 @@ from posttrain.errors import InputError
 from posttrain.losses.policy import number
 from posttrain.losses.reward import unit_entropies, unit_entropy_penalty, unit_means, unit_stds
 from posttrain.models.forward import base_decoder, hidden_states, token_scores
+from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_model, resolve_path
 from posttrain.models.packing import pack_row
 from posttrain.models.reward import RewardModel, UnitValues
-from posttrain.models.rotary import lengths_of
 from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe

@@ -50,7 +50,7 @@ class Segment:
     prefix: Prefix | None = None
     """The prefix that the sequence shares with others; not longer than `start`."""
     length: int = 0
-    """The length that decides the rotary frequencies of its tokens (`models.rotary.Lengths.of`)."""
+    """The length that decides the rotary frequencies of its tokens (`models.layers.Lengths.of`)."""
 
     @property
     def pairs(self) -> int:

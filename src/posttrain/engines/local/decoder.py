@@ -25,7 +25,7 @@ from posttrain.models.forward import (
     transformer,
     upload,
 )
-from posttrain.models.rotary import lengths_of, set_lengths
+from posttrain.models.layers import lengths_of, set_lengths
 from posttrain.recipe.rollout import SamplingRecipe
 
 STREAMLINED = ("llama", "mistral", "qwen2", "qwen3")

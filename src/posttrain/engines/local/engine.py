@@ -26,9 +26,9 @@ from posttrain.errors import InputError, RunError
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.cuda.attention import supports
 from posttrain.models.forward import base_decoder, transformer, upload
+from posttrain.models.layers import lengths_of
 from posttrain.models.load import cache_directory
 from posttrain.models.policy import Policy
-from posttrain.models.rotary import lengths_of
 from posttrain.recipe.compose import section
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.seeds import random_stream
@@ -58,7 +58,7 @@ class Slot:
     prefix: Prefix | None = None
     """A prefix of `ids` that other slots contain as well."""
     length: int = 0
-    """The length that decides the rotary frequencies of the cached keys (`models.rotary.Lengths.of`)."""
+    """The length that decides the rotary frequencies of the cached keys (`models.layers.Lengths.of`)."""
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,12 @@ from posttrain.models.gate import (
     tolerance,
     verdict_key,
 )
-from posttrain.models.rotary import lengths_of
+from posttrain.models.layers import lengths_of
 
-Decoding = Literal["flash", "paged", "modules", "cached", "whole"]
+Decoding = Literal["flash", "paged", "modules", "cached", "placed", "whole"]
 """`flash`: GPU kernels, recorded. `paged`: the paged cache, with the fastest operations. `modules`: the same by the
-model's modules. `cached`: a cache of transformers for each sequence. `whole`: every sequence from its first token."""
+model's modules. `cached`: a cache of transformers for each sequence. `placed`: the same, with position ids. `whole`: every
+sequence from its first token."""
 STEPS = (1, 1, 5, 1, 1)
 """New tokens of each sequence in the passes after its prompt: decoding, and an observation."""
 
@@ -40,7 +41,7 @@ class Parts:
 
     def __init__(self, kind: Decoding) -> None:
         self.kind = kind
-        self.streams = kind in ("cached", "whole")
+        self.streams = kind in ("cached", "placed", "whole")
         layouts = {"flash": FlashLayout, "paged": CachedLayout, "modules": CachedLayout}
         self.layout: Any = layouts.get(kind, StreamLayout)
 
@@ -53,7 +54,7 @@ class Parts:
     def decoder(self, model: torch.nn.Module) -> Decoder:
         """A decoder with the current weights of `model`."""
         if self.streams:
-            return StreamDecoder(model, caches=self.kind == "cached")  # type: ignore[return-value]
+            return StreamDecoder(model, self.kind != "whole", self.kind == "placed")  # type: ignore[return-value]
         return ModuleDecoder(model) if self.kind == "modules" else decoder_of(model, recorded=self.kind == "flash")
 
 
@@ -61,7 +62,7 @@ def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
     """The fastest exact way of decoding with `model`; `flash`: whether the flash kernel runs for its shapes. Verdicts are
     kept in the directory `cache`.
     """
-    kinds: tuple[Decoding, ...] = ("cached", "whole")
+    kinds: tuple[Decoding, ...] = ("cached", "placed", "whole")
     if path_of(model).packed:
         kinds = (*(("flash",) if flash else ()), "paged", "modules", *kinds)
     key = verdict_key(model, "decoding", *kinds)

@@ -50,10 +50,13 @@ class StreamLayout:
 class StreamDecoder:
     """Runs a model of transformers on one sequence after the other, with its current weights."""
 
-    def __init__(self, model: torch.nn.Module, caches: bool) -> None:
-        """`caches`: whether it uses the model's own caches, or computes every token again."""
+    def __init__(self, model: torch.nn.Module, caches: bool, places: bool = False) -> None:
+        """`caches`: whether it uses the model's own caches, or computes every token again. `places`: whether it names the
+        positions of tokens, which some models need with a cache and others count in their own way.
+        """
         self._model = model
         self._caches = caches
+        self._places = places
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: StreamLayout) -> torch.Tensor:
         """States [T, hidden] that `logits` takes; `ids` and `positions` are [T] int64."""
@@ -79,10 +82,14 @@ class StreamDecoder:
 
     def _cached(self, cache: StreamCaches, segment: Segment, ids: torch.Tensor) -> torch.Tensor:
         """The states of the new tokens, from passes that continue the slot's cache."""
-        outputs = []
+        outputs, at = [], segment.start
         for piece in [ids] if segment.start == 0 else ids.split(1):
-            states, output = alone_output(transformer(self._model), piece, use_cache=True, **cache.states[segment.slot])
+            named = dict(cache.states[segment.slot])
+            if self._places:
+                named["position_ids"] = torch.arange(at, at + len(piece), device=ids.device)[None]
+            states, output = alone_output(transformer(self._model), piece, use_cache=True, **named)
             outputs.append(states)
             kept = ((name, getattr(output, name, None)) for name in _CACHES)
             cache.states[segment.slot] = {name: value for name, value in kept if value is not None}
+            at += len(piece)
         return torch.cat(outputs)
