@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from tests.adversary import callers, disguises, hosts, models, strangers
+from tests.adversary import architectures, callers, disguises, hosts, models, strangers
 
 SECRET = "hunter2-outside"
 
@@ -520,6 +520,7 @@ def agent_calls(seed: int, folder: Path) -> None:
 
 
 SURFACES: dict[str, Callable[[int, Path], None]] = {
+    "architecture": architectures.architecture,
     "interpreter": interpreter,
     "journal": journal,
     "disguise": disguise,

@@ -7,6 +7,7 @@ from tests.adversary.soak import soak
 from tests.adversary.surfaces import SURFACES, attempt
 
 CASES = {
+    "architecture": 12,
     "interpreter": 3,
     "run_directory": 8,
     "server": 12,

@@ -1,0 +1,280 @@
+"""Every model is exact or refused: the gate's choices, and the distances of what it chose."""
+
+import asyncio
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.engines.local import engine as local_engine
+from posttrain.engines.local import gate as engine_gate
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.protocol import Request
+from posttrain.errors import InputError
+from posttrain.models import gate
+from posttrain.models.forward import path_of
+from posttrain.models.packing import PackedLayout
+from posttrain.models.policy import Policy
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.rollout import SamplingRecipe
+from tests.adversary.architectures import tiny_families
+from tests.conftest import make_tokenizer
+
+LIMIT = 1e-3
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 4.0, 6.0, 9.0],
+    "original_max_position_embeddings": 32,
+    "factor": 16.0,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+
+
+def saved(kind, folder):
+    """The directory of a tiny model of `kind`, whose outputs show mistakes."""
+    tokenizer = make_tokenizer()
+    tiny_families().save_tiny(kind, folder, len(tokenizer))
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def saved_llama(folder, original=32, **keys):
+    import transformers
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=original,
+        pad_token_id=0,
+        **keys,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(12)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def rows(*counts):
+    random = np.random.default_rng(0)
+    streams = [random.integers(10, 300, count) for count in counts]
+    return streams, [np.arange(count) > 2 for count in counts]
+
+
+def logprobs(policy, streams, masks):
+    with torch.no_grad():
+        return policy.score(streams, masks, 1.0, 64).logprobs.numpy()
+
+
+def each_alone(policy, streams, masks):
+    return np.concatenate([logprobs(policy, [ids], [mask]) for ids, mask in zip(streams, masks, strict=True)])
+
+
+def of_transformers(directory, streams, masks):
+    """Log-probabilities by transformers, each predicted by a pass over the tokens before it."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    scores = []
+    with torch.no_grad():
+        for ids, mask in zip(streams, masks, strict=True):
+            for at in np.flatnonzero(mask):
+                before = torch.from_numpy(ids[:at])[None]
+                scores.append(model(input_ids=before, use_cache=False).logits[0, -1].log_softmax(-1)[ids[at]])
+    return torch.stack(scores).numpy()
+
+
+def sampled(policy, counts=(9, 30, 50), tokens=20):
+    """Streams, masks and log-probabilities of two turns that the local engine samples."""
+    engine = LocalEngine(policy, slots=4)
+    engine.load_weights(0)
+
+    async def play():
+        prompts, turns = [tuple(ids.tolist()) for ids in rows(*counts)[0]], []
+        for turn in range(2):
+            asked = [Request(p, SamplingRecipe(), 10 * turn + i, tokens) for i, p in enumerate(prompts)]
+            answers = await asyncio.gather(*(engine.generate(request) for request in asked))
+            turns += zip(prompts, answers, strict=True)
+            prompts = [p + answer.ids + (11, 12, 13) for p, answer in zip(prompts, answers, strict=True)]
+        return turns
+
+    turns = asyncio.run(play())
+    streams = [np.array(prompt + answer.ids) for prompt, answer in turns]
+    masks = [np.arange(len(ids)) >= len(prompt) for ids, (prompt, _) in zip(streams, turns, strict=True)]
+    return engine, streams, masks, np.concatenate([np.array(answer.logprobs) for _, answer in turns])
+
+
+PATHS = {
+    "llama": (True, "paged"),
+    "gemma2": (True, "paged"),  # soft caps, windows
+    "gpt_oss": (True, "paged"),  # sinks
+    "deepseek_v3": (True, "paged"),  # values narrower than keys
+    "qwen3_5_text": (True, "cached"),
+    "lfm2": (True, "cached"),
+    "stablelm": (False, "cached"),
+    "bloom": (False, "cached"),
+    "llama4_text": (False, "cached"),
+    "nemotron_h": (False, "whole"),
+}
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_packed_rows_engine_and_transformers_agree(kind, tmp_path):
+    directory = saved(kind, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy = Policy(directory)
+        engine, streams, masks, theirs = sampled(policy)
+    assert (path_of(policy.model).packed, engine._parts.kind) == PATHS[kind]
+    ours = logprobs(policy, streams, masks)
+    assert np.abs(ours - theirs).max() < LIMIT
+    assert np.abs(ours - each_alone(policy, streams, masks)).max() < LIMIT
+    few, their_masks = rows(40, 25)
+    few[1][:15] = few[0][:15]
+    assert np.abs(logprobs(policy, few, their_masks) - of_transformers(directory, few, their_masks)).max() < LIMIT
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "stablelm", "gemma2"])
+def test_gradients_do_not_depend_on_neighbours(kind, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy = Policy(saved(kind, tmp_path))
+    streams, masks = rows(40, 25, 33)
+    streams[1][:15] = streams[0][:15]
+    masks[1][:20] = False
+
+    def gradients(groups):
+        policy.model.zero_grad()
+        for group in groups:
+            scores = policy.score([streams[i] for i in group], [masks[i] for i in group], 1.0, 64)
+            scores.logprobs.sum().backward()
+        return {name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None}
+
+    packed, alone = gradients([(0, 1, 2)]), gradients([(0,), (1,), (2,)])
+    assert packed.keys() == alone.keys()
+    for name in packed:
+        scale = alone[name].abs().max()
+        assert (packed[name] - alone[name]).abs().max() <= 1e-4 * scale + 1e-6, name
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
+def test_positions_depend_on_a_streams_own_length(rope, tmp_path):
+    directory = saved_llama(tmp_path, rope_parameters=rope)
+    policy = Policy(directory)
+    streams, masks = rows(20, 60, 33, 45)
+    streams[3][:30] = streams[1][:30]
+    ours = logprobs(policy, streams, masks)
+    assert np.abs(ours - of_transformers(directory, streams, masks)).max() < LIMIT
+    assert np.abs(ours - each_alone(policy, streams, masks)).max() < LIMIT
+    engine, streams, masks, theirs = sampled(policy, (9, 25, 40))
+    assert engine._parts.kind == "paged"
+    assert np.abs(logprobs(policy, streams, masks) - theirs).max() < LIMIT
+
+
+def test_reward_prefixes_have_the_frequencies_of_their_length(tmp_path):
+    model = RewardModel(saved_llama(tmp_path, rope_parameters=LONGROPE))
+    streams, _ = rows(50)
+    lengths = np.array([10, 31, 32, 45])
+    found = model.prefix_rewards(streams, [lengths])[0]
+    for value, length in zip(found, lengths, strict=True):
+        ids = np.append(streams[0][:length], model.end_token)
+        with torch.no_grad():
+            whole = model.rewards([ids], [np.arange(len(ids)) > 0])
+        assert abs(float(whole) - value) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["doge", "cpmant", "reformer"])
+def test_models_that_are_not_causal_are_refused_by_name(kind, tmp_path):
+    with pytest.raises(InputError, match=kind):
+        Policy(saved(kind, tmp_path))
+
+
+def test_an_encoder_is_refused(tmp_path):
+    import transformers
+
+    tokenizer = make_tokenizer()
+    keys = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
+    config = transformers.BertConfig(vocab_size=len(tokenizer), is_decoder=False, **keys)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="bert"):
+        Policy(str(tmp_path))
+
+
+def test_a_part_of_a_composite_model_is_refused(tmp_path):
+    with pytest.raises(InputError, match="mllama_text_model"):
+        Policy(saved("mllama", tmp_path))
+
+
+def test_a_fault_of_packed_attention_is_not_used(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path))
+    attend = PackedLayout.attend
+
+    def without_prefix(self, *arguments):
+        self.segments = [segment._replace(before=()) for segment in self.segments]
+        return attend(self, *arguments)
+
+    monkeypatch.setattr(PackedLayout, "attend", without_prefix)
+    with pytest.warns(UserWarning, match="llama"):
+        policy = Policy(str(tiny_model))
+    assert not path_of(policy.model).packed
+
+
+def test_a_fault_of_the_engine_is_not_used(tiny_policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path))
+    layout = engine_gate.CachedLayout
+
+    class Shifted(layout):
+        def attend_fused(self, layer, heads, kv_heads, kernel, angles, *others):
+            return super().attend_fused(layer, heads, kv_heads, kernel, angles[::-1], *others)
+
+        def attend_tokens(self, layer, query, key, value, scaling, window, bounds=None):
+            return super().attend_tokens(layer, query, key.flip(-1), value, scaling, window, bounds)
+
+    monkeypatch.setattr(engine_gate, "CachedLayout", Shifted)
+    engine = LocalEngine(tiny_policy, slots=4)
+    assert engine._parts.kind == "cached"
+
+
+def test_verdicts_are_measured_once_for_the_same_weights(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path))
+    first = LocalEngine(Policy(str(tiny_model)))
+    monkeypatch.setattr(gate, "_exact_path", None)
+    monkeypatch.setattr(engine_gate, "_verdict", None)
+    again = LocalEngine(Policy(str(tiny_model)))
+    assert again._parts.kind == first._parts.kind
+    again.policy.model.model.norm.weight.data.mul_(2)
+    with pytest.raises(TypeError):
+        gate.choose_path(again.policy.model, tmp_path / "gate")
+
+
+def test_weights_in_bfloat16_are_compared_in_float32(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path))
+    seen = []
+    outputs = gate._outputs
+    monkeypatch.setattr(
+        gate, "_outputs", lambda model, rows: seen.append(next(model.parameters()).dtype) or outputs(model, rows)
+    )
+    policy = Policy(str(tiny_model), dtype="bfloat16")
+    assert seen == [torch.float32]
+    assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.bfloat16}
+
+
+def test_the_cache_of_single_sequences_has_no_limit(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy = Policy(saved("stablelm", tmp_path))
+    with pytest.raises(InputError, match=r"engine\.cache_bytes"):
+        local_engine.LocalEngine(policy, cache_bytes=1 << 20)
