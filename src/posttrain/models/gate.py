@@ -33,8 +33,8 @@ WINDOW = 16
 """Sliding windows and attention chunks are shortened to this during the comparison, so that short rows exceed them."""
 TOLERANCE = {torch.float32: 1e-3}
 """Largest distance of two exact paths, in nats."""
-ROUNDED_TOLERANCE = 0.15
-"""The same in bfloat16, which rounds to 8 bits where float32 keeps 24."""
+ROUNDED_TOLERANCE = 0.5
+"""The same in bfloat16: twice what its rounding makes of SmolLM2-135M."""
 MOST_PARAMETERS = 1 << 31
 """Models with more parameters are compared in their own precision, because a float32 copy of them may not fit."""
 _WINDOWS = (

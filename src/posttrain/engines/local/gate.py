@@ -5,6 +5,8 @@ The engine's parts are compared with the learner on the loaded weights, from the
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from posttrain.engines.local.decoder import Decoder, ModuleDecoder, decoder_of
 from posttrain.engines.local.streams import StreamCaches, StreamDecoder, StreamLayout
 from posttrain.models.forward import base_decoder, logits_of, path_of, transformer
 from posttrain.models.gate import (
+    computing_in_float32,
     distance,
     gate_rows,
     keep_verdict,
@@ -79,8 +82,10 @@ def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
 
 def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, str]:
     inner, reason = transformer(model), ""
-    limit = tolerance(next(inner.parameters()).dtype)
-    with short_windows(inner), torch.no_grad():
+    # A GPU's kernels for bfloat16 do not compute in float32.
+    arithmetic = computing_in_float32 if next(inner.parameters()).is_cpu else _as_it_is
+    with arithmetic(inner) as dtype, short_windows(inner), torch.no_grad():
+        limit = tolerance(dtype)
         rows = gate_rows(inner)
         references = _learned(model, rows)
         for kind in kinds[:-1]:
@@ -93,6 +98,11 @@ def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, s
                 return {"kind": kind, "reason": reason}
             reason = f"{kind} decoding differs from the learner by {found.nats:.2g} nats per token"
     return {"kind": "whole", "reason": reason}
+
+
+@contextmanager
+def _as_it_is(model: torch.nn.Module) -> Iterator[torch.dtype]:
+    yield next(model.parameters()).dtype
 
 
 def _counts(row: torch.Tensor) -> list[int]:
