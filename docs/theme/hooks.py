@@ -87,6 +87,7 @@ MEANINGS = {
     "rollout/kept": "episodes of the step after `rollout.filter`",
     "rollout/restarted": "episodes restarted on new weights",
     "rollout/stale": "episodes dropped as stale",
+    "rollout/unscored": "episodes to which no reward applies",
     "rollout/success": "success of the training episodes",
     "speed/tokens_per_second": "tokens sampled per second",
     "teacher/agreement": "share of sampled tokens that the teacher ranks first",

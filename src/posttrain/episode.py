@@ -32,6 +32,8 @@ class Outcome(StrEnum):
     """It reached an end of the task."""
     TRUNCATED = "truncated"
     """A limit on turns or tokens ended it."""
+    UNSCORED = "unscored"
+    """It ended, but no reward applies to it. It is left out of updates and of means, and counted."""
     FAILED = "failed"
     """The environment or a reward failed; see `Episode.failure`."""
 
@@ -107,16 +109,20 @@ class Episode:
         return float(sum(turn.reward for turn in self.turns))
 
     @property
+    def has_return(self) -> bool:
+        """Whether `total_reward` is a return: the episode did not fail, and a reward applies to it."""
+        return self.outcome in (Outcome.TERMINATED, Outcome.TRUNCATED)
+
+    @property
     def success(self) -> bool:
         """Whether the last turn reported success. Always false for a failed episode."""
-        return (
-            bool(self.turns) and self.outcome is not Outcome.FAILED and bool(self.turns[-1].info.get("success", False))
-        )
+        return bool(self.turns) and self.has_return and bool(self.turns[-1].info.get("success", False))
 
     @property
     def scores(self) -> dict[str, float]:
-        """The scores that the environment reports besides the reward, by name."""
-        return dict(self.turns[-1].info.get("scores", {})) if self.turns else {}
+        """The scores that the environment reports and that apply to the task, by name."""
+        reported = self.turns[-1].info.get("scores", {}) if self.turns else {}
+        return {name: score for name, score in reported.items() if score is not None}
 
     @property
     def sampled_tokens(self) -> int:
@@ -129,9 +135,15 @@ class Episode:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
+def score_names(episodes: Sequence[Episode]) -> list[str]:
+    """The names of the scores that the episodes report. None if all that they report is their return, as `score`."""
+    names = list(dict.fromkeys(name for episode in episodes for name in episode.scores))
+    return [] if all(e.scores in ({}, {"score": e.total_reward}) for e in episodes) else names
+
+
 def reports_success(episodes: Sequence[Episode]) -> bool:
-    """Whether the environment reports success in any episode; True if all episodes failed."""
-    ended = [episode for episode in episodes if episode.outcome is not Outcome.FAILED and episode.turns]
+    """Whether the environment reports success in any episode; True if no episode has a return."""
+    ended = [episode for episode in episodes if episode.has_return and episode.turns]
     return not ended or any("success" in episode.turns[-1].info for episode in ended)
 
 

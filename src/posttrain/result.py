@@ -105,7 +105,7 @@ def _episode_row(step: int, episode: Episode) -> dict[str, Any]:
         "index": episode.index,
         "turns": len(episode.turns),
         "tokens": episode.sampled_tokens,
-        "return": episode.total_reward,
+        "return": episode.total_reward if episode.has_return else None,
         "success": episode.success,
         "outcome": str(episode.outcome),
         "prompt": said[0] if said else "",

@@ -5,12 +5,17 @@ The surfaces are functions as in `tests.adversary.surfaces`.
 
 import io
 import json
+import math
 import pickle
 import random
 import re
 import tarfile
 import zipfile
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from tests.adversary.hosts import quietly
 
@@ -181,6 +186,65 @@ def obedient_judge(prompt: list[dict[str, str]]) -> str:
     answer = "\n".join(next(text for name, text in framed.items() if name in ("answer", "prediction")))
     points = int(order[1] or order[2]) if order else 5 if answer.strip() == "Yes" else 1
     return json.dumps({"reason": f"it says {answer[:200]}", "score": points})
+
+
+def environments(seed: int, folder: Path) -> None:
+    """Environments and rewards that raise or return anything: an episode has a finite return, none, or fails by name."""
+    from posttrain.environments.calls import ended_in
+    from posttrain.environments.protocol import Environment, Observation, Step
+    from posttrain.environments.rewards import SCORE, RewardFailure, RewardFunction, WeightedRewards
+    from posttrain.episode import Outcome
+    from posttrain.rollout.store import write_episodes
+    from posttrain.training.rollouts import RolloutBatch, rollout_metrics
+    from tests.rollout.test_driver import play
+
+    draw = random.Random(seed)
+    raised = [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, TimeoutError, MemoryError, RecursionError]
+
+    def text() -> str:
+        return draw.choice(["a", "", "\ud800", "\0", "</s>", "9" * 500, "\u2028"])
+
+    def odd() -> Any:
+        plain = [None, True, 0, 1, -0.5, 1e300, 10**400, math.nan, -math.inf, text(), b"1", [], [1.0], {}, object()]
+        of_numpy = [np.float32(2), np.True_, np.array(1.0), np.array([1, 2])]
+        return draw.choice([*plain, *of_numpy, Decimal("0.5"), 1j, (x for x in ()), Ellipsis])
+
+    def anything(usual: Any) -> Any:
+        if draw.random() < 0.1:
+            raise draw.choice(raised)(text())
+        return odd() if draw.random() < 0.3 else usual
+
+    def mapping() -> Any:
+        return anything({key: anything(1.0) for key in draw.sample([SCORE, "a", "b", text()], draw.randrange(1, 4))})
+
+    def message() -> Any:
+        return anything(
+            {"role": anything("user"), "content": anything(text()), draw.choice(["name", "x"]): anything("")}
+        )
+
+    class Odd(Environment):
+        def reset(self, seed: int) -> Any:
+            return anything(Observation(anything([message()]), anything(None), anything([])))
+
+        def step(self, action: str) -> Any:
+            info = anything({"success": anything(True), "scores": mapping(), "rejected": anything("")})
+            end = [anything(True), anything(False)]
+            return anything(
+                Step(anything([message()]), anything(1.0), *end, info, anything(None), scored=anything(True))
+            )
+
+    episodes = play(range(8), environment=Odd, environment_timeout=60.0)
+    for one in episodes:
+        assert math.isfinite(one.total_reward), one
+        assert (one.outcome is Outcome.FAILED) == bool(one.failure), one
+        assert not one.failure or one.failure.encode(), one
+    write_episodes(folder, 1, "train", episodes)
+    assert all(math.isfinite(v) for k, v in rollout_metrics(RolloutBatch([], episodes)).items() if "score/" in k)
+    parts = [(RewardFunction(f"f{n}", lambda answer: mapping()), 0.5) for n in range(2)]
+    for reward in (parts[0][0], WeightedRewards(parts)):
+        scores, error = ended_in(lambda reward=reward: reward([], "a", {}, "row 1"), 60.0)
+        assert isinstance(error, RewardFailure | None), error
+        assert error or all(score is None or math.isfinite(score) for score in scores.values()), scores
 
 
 def injection(seed: int, folder: Path) -> None:

@@ -542,6 +542,7 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "inspect_log": models.inspect_log,
     "archive": strangers.archive,
     "poisoned_episode": strangers.poisoned_episode,
+    "environments": strangers.environments,
     "injection": strangers.injection,
     "kill": hosts.kill,
     "permission": hosts.permission,

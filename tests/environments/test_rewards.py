@@ -3,6 +3,7 @@
 import asyncio
 from decimal import Decimal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,7 +146,20 @@ def test_an_async_function_is_awaited_and_all_share_one_event_loop():
         scored(slow, "two", {})
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), "1", [1.0], {"length": 1.0}, {"score": 1.0, "other": "x"}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        float("nan"),
+        1e300,
+        10**400,
+        object(),
+        np.array([1.0, 2.0]),
+        "1",
+        [1.0],
+        {"length": 1.0},
+        {"score": 1.0, "other": "x"},
+    ],
+)
 def test_nonfinite_numbers_are_a_failure(value):
     with pytest.raises(RewardFailure, match="must return a finite number"):
         scored(lambda answer: value, "4", {})
@@ -243,3 +257,63 @@ def test_one_failing_reward_of_several_fails_the_answer():
     reward = WeightedRewards([(load_reward("exact"), 1.0), (load_reward("final_number"), 1.0)])
     with pytest.raises(RewardFailure):
         reward([], "a", {"label": "a"}, "row 1")
+
+
+def weighted(*functions):
+    return WeightedRewards([(RewardFunction(name, function), weight) for name, function, weight in functions])
+
+
+def test_none_means_that_a_function_or_a_name_does_not_apply():
+    given = [], "ab", {}, "rows.jsonl row 1"
+    assert RewardFunction("f", lambda answer: None)(*given) == {"score": None}
+    named = RewardFunction("f", lambda answer: {"score": 0.5, "length": None, "form": 1})
+    assert named(*given) == {"score": 0.5, "length": None, "form": 1.0}
+    assert RewardFunction("f", lambda answer: {"score": None, "length": 2})(*given) == {"score": None, "length": 2.0}
+    with pytest.raises(RewardFailure, match="the key 'score'"):
+        RewardFunction("f", lambda answer: {"length": None})(*given)
+
+    async def waits(answer):
+        return None
+
+    assert RewardFunction("f", waits)(*given) == {"score": None}
+    one, other = ("one", lambda answer: 1.0, 1.0), ("other", lambda answer: None, 5.0)
+    assert weighted(one, other)(*given) == {"score": 1.0, "one": 1.0, "other": None}
+    assert weighted(other, one)(*given)["score"] == 1.0
+    assert weighted(other, other)(*given) == {"score": None, "other": None, "other_2": None}
+    assert weighted(other, ("f", lambda answer: {"score": 0.0, "a": None}, 2.0))(*given) == {
+        "score": 0.0,
+        "other": None,
+        "f": 0.0,
+        "f_a": None,
+    }
+
+
+def test_a_function_that_is_called_score_does_not_replace_the_sum():
+    rewards = weighted(("file.py:score", lambda answer: 1.0, 0.5), ("g", lambda answer: 1.0, 1.0))
+    assert rewards([], "a", {}, "row 1") == {"score": 1.5, "score_2": 1.0, "g": 1.0}
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), asyncio.CancelledError(), ValueError("\ud800")])
+def test_whatever_a_reward_raises_is_a_failure_that_names_the_row(error):
+    def raises(answer):
+        raise error
+
+    async def raises_later(answer):
+        raise error
+
+    for function in (raises, raises_later):
+        with pytest.raises(RewardFailure, match=rf"f raised {type(error).__name__} on row 1") as caught:
+            RewardFunction("f", function)([], "a", {}, "row 1")
+        assert str(caught.value).encode()
+
+
+def test_a_generator_is_no_reward():
+    def yields(answer):
+        yield 1.0
+
+    async def yields_later(answer):
+        yield 1.0
+
+    for function in (yields, yields_later):
+        with pytest.raises(RewardFailure, match="must return a finite number"):
+            RewardFunction("f", function)([], "a", {}, "row 1")

@@ -27,6 +27,7 @@ from ..conftest import make_tokenizer
 
 EXACT = "posttrain.environments.rewards:exact"
 NUMBER = "posttrain.environments.rewards:final_number"
+SCORED = {"scores": {"score": 1.0}}
 ROWS = [{"prompt": "2 + 2?", "label": "4"}, {"prompt": "3 + 3?", "label": "6"}, {"prompt": "Who?"}]
 
 
@@ -106,8 +107,13 @@ def test_the_system_message_comes_first_and_replaces_that_of_a_row(tmp_path):
 def test_a_reward_function_sets_the_reward_and_success_is_its_threshold(tmp_path):
     task = TextTask(_recipe(tmp_path, reward=EXACT))
     (right,), (wrong,) = play(task, 0, [" 4\n"]), play(task, 0, ["5"])
-    assert (right.reward, right.terminated, right.truncated, right.info) == (1.0, True, False, {"success": True})
-    assert (wrong.reward, wrong.terminated, wrong.info) == (0.0, True, {"success": False})
+    assert (right.reward, right.terminated, right.truncated, right.info) == (
+        1.0,
+        True,
+        False,
+        {"success": True, **SCORED},
+    )
+    assert (wrong.reward, wrong.terminated, wrong.info) == (0.0, True, {"success": False, "scores": {"score": 0.0}})
     with pytest.raises(RuntimeError, match="over"):
         task.step("4")
     with pytest.raises(RuntimeError, match="over"):
@@ -118,7 +124,7 @@ def test_a_reward_function_sets_the_reward_and_success_is_its_threshold(tmp_path
 def test_the_reward_that_counts_as_success_is_a_key(tmp_path, wanted, info):
     recipe = _recipe(tmp_path, reward=_reward(tmp_path, "return 0.5"), success_reward=wanted)
     (step,) = play(TextTask(recipe), 0, ["?"])
-    assert (step.reward, step.info) == (0.5, info)
+    assert (step.reward, step.info) == (0.5, info | {"scores": {"score": 0.5}})
 
 
 def test_a_reward_function_may_report_more_numbers_and_the_score_may_have_weight_zero(tmp_path):
@@ -146,7 +152,6 @@ def test_without_a_scorer_rewards_are_zero_and_no_success_is_reported(tmp_path):
     ("body", "complaint"),
     [
         ("return row['nothing']", "KeyError"),
-        ("return None", "returned None"),
         ("return float('nan')", "returned nan"),
         ("return float('inf')", "returned inf"),
         ("return '1'", "returned '1'"),
@@ -192,7 +197,7 @@ def test_rows_with_completions_and_a_reward_function_on_them(tmp_path):
     task = TextTask(recipe)
     task.reset(1)
     assert task.expert() == "A: 1001"
-    assert task.step("It is 1,001.").info == {"success": True}
+    assert task.step("It is 1,001.").info == {"success": True, **SCORED}
 
 
 def test_a_row_without_a_reference_has_no_expert(tmp_path):
@@ -328,7 +333,7 @@ def test_a_reward_function_may_score_tasks_of_reasoning_gym():
     task = TextTask(recipe)
     task.reset(7)
     answer = task.expert()
-    assert play(task, 7, [f"I think it is\nA: {answer}.0"])[0].info == {"success": True}
+    assert play(task, 7, [f"I think it is\nA: {answer}.0"])[0].info == {"success": True, **SCORED}
     TextTask.validate(recipe.model_copy(update={"reward": EXACT}), range(5))
 
 

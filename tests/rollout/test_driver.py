@@ -204,7 +204,7 @@ def test_an_interrupt_inside_an_episode_ends_all_and_leaves_no_task_behind(caplo
     engine = WaitingEngine()
     engine.episode = episode
     with caplog.at_level(logging.ERROR, logger="asyncio"), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
-        play([1, 16, 2], engine, Interrupting)
+        play([1, 16, 2], engine, Interrupting, environment_timeout=None)
     gc.collect()
     assert not caplog.records
     assert sorted(closed) == sorted(opened)

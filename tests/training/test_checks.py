@@ -47,7 +47,7 @@ def free_port() -> int:
 def test_a_dry_run_fails_with_the_same_sentence_as_the_run(tiny_model, tmp_path, capsys):
     (tmp_path / "own.py").write_text(
         "def typo(answer, **row):\n    return float(answer == row['lable'])\n\n"
-        "def nothing(answer):\n    pass\n\n"
+        "def nothing(answer):\n    return 'nothing'\n\n"
         "def column(answer, wanted):\n    return 1.0\n"
     )
     judge = ["environment.judge={model: m, rubric: x, retries: 0}"]
@@ -59,7 +59,7 @@ def test_a_dry_run_fails_with_the_same_sentence_as_the_run(tiny_model, tmp_path,
         "nowhere.jsonl": [exact, "environment.prompts=nowhere.jsonl"],
         "own.py has no function 'missing'": [f"environment.reward={tmp_path}/own.py:missing"],
         "raised KeyError on prompts.jsonl row": [f"environment.reward={tmp_path}/own.py:typo"],
-        "nothing returned None on prompts.jsonl row": [f"environment.reward={tmp_path}/own.py:nothing"],
+        "nothing returned 'nothing' on prompts.jsonl row": [f"environment.reward={tmp_path}/own.py:nothing"],
         "column needs the column `wanted`": [f"environment.reward={tmp_path}/own.py:column"],
         "nothing scores the answers": [],
         "environment.judge.url: no server answers at http://127.0.0.1": judge,

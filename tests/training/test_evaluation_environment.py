@@ -17,7 +17,7 @@ SHORT = [
     "rollout.episodes_per_group=2",
     "rollout.tokens_per_turn=4",
     "rollout.tokens_per_episode=400",
-    "evaluation.every=0",
+    "evaluation.every=1",
     "evaluation.seeds.count=2",
     "evaluation.final_seeds.count=2",
 ]

@@ -147,7 +147,7 @@ def test_the_same_model_is_not_played_twice_on_the_same_seeds(tiny_model, tmp_pa
         f"runs={tmp_path}",
         "evaluation.final_seeds.count=3",
     ]
-    words += ["evaluation.seeds.count=1", "evaluation.every=0", "model.threads=1"]
+    words += ["evaluation.seeds.count=1", "evaluation.every=1", "model.threads=1"]
     assert (
         main(["sft", *words, f"model.path={tiny_model}", "name=a", "experts.seeds.count=4", "rows_per_update=4"]) == 0
     )

@@ -306,5 +306,5 @@ def test_remax_drops_a_group_whose_greedy_episode_failed(tiny_model, tmp_path, m
     run, _ = train(tiny_model, tmp_path, credit={"type": "remax"}, rollout=rollout, steps=1)
     (message,) = [line["message"] for line in lines(run, "warning") if "remax" in line["message"]]
     assert message[:8] == "groups ["
-    assert message.endswith("] are left out: the greedy episode that remax compares with failed")
+    assert message.endswith("] are left out: the greedy episode that remax compares with failed or has no reward")
     assert lines(run, "train")[0]["rollout/kept"] == 3

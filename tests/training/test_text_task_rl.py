@@ -177,7 +177,7 @@ def test_gdpo_normalizes_the_scores_of_a_reward_function(tiny_model, tmp_path):
 
 def test_gdpo_without_its_scores_stops_and_names_them(tiny_model, tmp_path):
     given = values(tiny_model, tmp_path, credit={"type": "gdpo", "weights": {"format": 1.0}})
-    with pytest.raises(RunError, match=r"no episode of the step has the score 'format'; .*\(return\)"):
+    with pytest.raises(RunError, match=r"no episode of the step has the score 'format'; .*\(return, score\)"):
         run(given)
 
 

@@ -86,6 +86,10 @@ def objective(metric, **more):
         ({"objective": objective("return", within={"policy/k": {"max": 1.0}})}, "the nearest is policy/kl$"),
         ({"objective": objective("return", within={"test/loss": {"max": 1.0}})}, "for the final table"),
         ({"objective": objective("return", within={"token_per_answer": {"max": 1.0}})}, "is tokens_per_answer$"),
+        (
+            {"keys": {"stage": "rl", "environment": {"type": "bandit"}, "steps": 4, "evaluation": {"every": 0}}},
+            r"evaluation\.every = 0 leaves a trial without an evaluation",
+        ),
         ({"pruner": {"type": "medium"}}, r"pruner.type is \"medium\" \(did you mean median\?\)"),
     ],
 )

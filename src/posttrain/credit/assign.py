@@ -242,7 +242,7 @@ def _without_critic(
 def weighted_scores(
     episodes: Sequence[Episode], returns: np.ndarray, weights: Mapping[str, float] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The scores [N, K] of the episodes, NaN if an episode does not report a score, and their weights [K], float64.
+    """The scores [N, K] of the episodes, NaN if an episode does not report a score or reports None, and their weights [K], float64.
 
     Scores come from `info["scores"]` of the last turn; the name `return` stands for the returns [N]. `weights`: score
     name -> weight; None gives every reported score except `score` the weight 1. RunError if no episode reports a
@@ -260,7 +260,7 @@ def weighted_scores(
             f"credit.weights to the names that it reports ({', '.join(sorted(names | {RETURN}))})"
         )
     columns = [
-        returns if name == RETURN else np.array([scores.get(name, math.nan) for scores in reported], dtype=np.float64)
+        returns if name == RETURN else np.array([scores.get(name) for scores in reported], dtype=np.float64)
         for name in weights
     ]
     return np.stack(columns, axis=1) if columns else np.zeros((len(episodes), 0)), np.array(list(weights.values()))

@@ -96,7 +96,7 @@ def _play_twice(
     else:
         success = played.steps[-1].info.get("success") if played.steps else None
         one.success = None if success is None else bool(success)
-        one.protocol = _broken_rule(played, limit, success, needs_success)
+        one.protocol = _broken_rule(played, limit, success, needs_success and all(step.scored for step in played.steps))
     return one, played
 
 

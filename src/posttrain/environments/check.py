@@ -102,7 +102,7 @@ def _checked_episode(
     own = not played.moved_global_random or played.random_after == again.random_after
     _require(own, seed, f"the episode draws from the global random state of Python or numpy; {_SEEDED}")
     success = played.steps[-1].info.get("success")
-    allowed = (True, False) if needs_success(recipe) else (True, False, None)
+    allowed = (True, False) if needs_success(recipe) and played.steps[-1].scored else (True, False, None)
     _require(success in allowed, seed, f"the last step has no `success` of true or false in `info`, but {success!r}")
     return played.steps
 

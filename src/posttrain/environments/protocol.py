@@ -1,11 +1,15 @@
 """The environment protocol: the state machine of one task. It uses neither tokens nor models."""
 
 import inspect
+import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar
+
+import numpy as np
 
 from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks, training_tasks
 from posttrain.data.tools import ParsedAnswer
@@ -16,6 +20,9 @@ Message = dict[str, str]
 """A chat message: `{"role": "system" | "user", "content": text}`, or the result of a tool, see `ToolEnvironment`."""
 
 _ROLES = ("system", "user", "assistant", "tool")
+
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+"""Rewards are stored as float32."""
 
 Action = str | ParsedAnswer
 """An action of the policy: the text of its answer or, if it has tools, the parsed text and calls of the answer."""
@@ -57,6 +64,8 @@ class Step:
     """The name of the new state, as in `Observation`."""
     new_conversation: bool = False
     """Whether `messages` start a new conversation, in which the policy no longer sees the earlier one."""
+    scored: bool = True
+    """Whether a reward applies to the episode. False, in the last step: it is left out of updates and of means."""
 
 
 class ProtocolError(TypeError):
@@ -70,33 +79,84 @@ def require_observation(returned: object) -> Observation:
     _require_messages(returned.messages, "reset")
     if not returned.messages:
         raise ProtocolError("`reset` returned an Observation without messages")
+    if not isinstance(returned.tools, list) or not all(isinstance(tool, dict) for tool in returned.tools):
+        raise ProtocolError(f"`tools` is {short(returned.tools)}, not a list of dicts")
+    _require_json([returned.tools, returned.state], "the tools and the state of `reset`")
     return returned
 
 
 def require_step(returned: object) -> Step:
-    """`returned` if `step` may return it; ProtocolError otherwise. Its reward may still be infinite."""
+    """`returned` with plain numbers if `step` may return it; ProtocolError otherwise. Its reward may be infinite."""
     if not isinstance(returned, Step):
         raise ProtocolError(f"`step` returned {_kind(returned)}, not a Step")
     _require_messages(returned.messages, "step")
+    _require_json(returned.state, "the state of `step`")
+    names = ("terminated", "truncated", "new_conversation", "scored")
+    flags = {name: _flag(getattr(returned, name), f"`{name}`") for name in names}
     if not isinstance(returned.reward, Real):
-        raise ProtocolError(f"the reward is {_short(returned.reward)}, not a number")
+        raise ProtocolError(f"the reward is {short(returned.reward)}, not a number")
     if not isinstance(returned.info, Mapping):
-        raise ProtocolError(f"`info` is {_short(returned.info)}, not a dict")
-    return returned
+        raise ProtocolError(f"`info` is {short(returned.info)}, not a dict")
+    info = dict(returned.info)
+    if "success" in info:
+        info["success"] = _flag(info["success"], "`success` in `info`")
+    if not isinstance(info.get("rejected"), str | bool | None):
+        raise ProtocolError(f"`rejected` in `info` is {short(info['rejected'])}, not text")
+    if "scores" in info:
+        info["scores"] = _scores(info["scores"])
+    return replace(returned, reward=number(returned.reward), info=info, **flags)
+
+
+def number(value: object) -> float:
+    """`value` as a float. NaN for anything that is not a number, text included; infinite if a float cannot hold it."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return math.inf
+    except Exception:
+        return math.nan
+
+
+def _flag(value: object, name: str) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise ProtocolError(f"{name} is {short(value)}, not True or False")
+    return bool(value)
+
+
+def _scores(scores: object) -> dict[str, float | None]:
+    """The scores as finite numbers; None for those that do not apply."""
+    if not isinstance(scores, Mapping):
+        raise ProtocolError(f"`scores` in `info` is {short(scores)}, not a dict")
+    for name, value in scores.items():
+        if not isinstance(name, str) or (value is not None and not math.isfinite(number(value))):
+            raise ProtocolError(f"the score {short(name)} in `info` is {short(value)}, not a finite number")
+    return {name: None if value is None else number(value) for name, value in scores.items()}
 
 
 def _require_messages(messages: object, method: str) -> None:
     if not isinstance(messages, list | tuple):
-        raise ProtocolError(f"the messages of `{method}` are {_short(messages)}, not a list")
+        raise ProtocolError(f"the messages of `{method}` are {short(messages)}, not a list")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise ProtocolError(
-                f"a message of `{method}` is {_short(message)}, not a dict with `role` and the text `content`"
+                f"a message of `{method}` is {short(message)}, not a dict with `role` and the text `content`"
             )
-        if message.get("role") not in _ROLES:
+        if not (isinstance(message.get("role"), str) and message["role"] in _ROLES):
             raise ProtocolError(
-                f"a message of `{method}` has the role {_short(message.get('role'))}; use {', '.join(_ROLES)}"
+                f"a message of `{method}` has the role {short(message.get('role'))}; use {', '.join(_ROLES)}"
             )
+    _require_json([dict(message) for message in messages], f"a message of `{method}`")
+
+
+def _require_json(value: object, name: str) -> None:
+    """Raise ProtocolError unless the renderer and the episode store can read the value."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        at = error.object[max(0, error.start - 20) : error.start + 1]
+        raise ProtocolError(f"{name} has a lone surrogate, which is no text, in {short(at)}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"{name} cannot be written as JSON ({error})") from error
 
 
 def _kind(value: object) -> str:
@@ -108,8 +168,12 @@ def _kind(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
+def short(value: object) -> str:
+    """`value` as it is shown in messages."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -212,6 +276,10 @@ class Environment(ABC):
         audit --all`.
         """
         return [{}] if cls.self_contained else []
+
+    def try_reward(self, seed: int) -> list[str]:
+        """Score an answer to the task of `seed` before a run. Return warnings; InputError if no answer can be scored."""
+        return []
 
     def expert(self) -> str:
         """Return an optimal action in the current state; NotImplementedError if none is known."""

@@ -4,8 +4,9 @@
         return float(answer.strip() == row["label"])
 
 It returns a number, or a mapping of names to numbers of which `score` is the reward. The others are reported, and
-`credit.type: gdpo` trains on them. The function may be `async`. It should raise if it cannot score an answer: the
-episode then fails, which is different from a reward of 0.
+`credit.type: gdpo` trains on them. None means that the function, or that name, does not apply to the row: it is left
+out of the reward and of the means. The function may be `async`. It should raise if it cannot score an answer: the episode then
+fails, which is different from a reward of 0.
 """
 
 import asyncio
@@ -13,22 +14,29 @@ import copy
 import difflib
 import importlib
 import inspect
-import math
 import re
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
-from posttrain.environments.protocol import Message
+from posttrain.environments.calls import Ended, described
+from posttrain.environments.protocol import LARGEST_REWARD, Message, number, short
 from posttrain.errors import InputError
 from posttrain.recipe.components import module_of_file, place_of
 
 SCORE = "score"
 """The name of the reward among the numbers that a reward function returns."""
+Scores = Mapping[str, float | None]
+"""Scores by name; None for one that does not apply to the row."""
 _ANY_ANSWER = "?"
+_BLOCKED = 1.0
+"""Seconds without an answer after which the event loop of `async` rewards counts as blocked."""
+_PIECE = 1.0
+"""Longest wait for an `async` reward in seconds, after which it goes on if its call was not given up."""
 _GIVEN = ("prompt", "answer", "messages")
 """Parameters that are not columns of the row. A column with such a name is passed as `row_prompt` and so on."""
 
@@ -124,10 +132,8 @@ class RewardFunction:
         )
         """Whether the function is `async`, so that it must be called outside the thread of an event loop."""
 
-    def __call__(
-        self, messages: Sequence[Message], answer: str, row: Mapping[str, Any], origin: str
-    ) -> dict[str, float]:
-        """The scores of `answer` as finite numbers by name, including `score`.
+    def __call__(self, messages: Sequence[Message], answer: str, row: Mapping[str, Any], origin: str) -> Scores:
+        """The scores of `answer` as finite numbers by name, including `score`; None for those that do not apply.
 
         Args:
             messages: the conversation that the policy was shown.
@@ -150,14 +156,20 @@ class RewardFunction:
             result = self.function(**given)
             if inspect.isawaitable(result):
                 result = _waited_for(result)
-        except Exception as error:
-            raise RewardFailure(f"{self.name} raised {type(error).__name__} on {origin}: {error}") from error
-        return finite_scores(result, self.name, origin)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
+                raise  # by the user
+            raise RewardFailure(f"{self.name} raised {described(error, f' on {origin}')}") from error
+        returned: Mapping[Any, Any] = result if isinstance(result, Mapping) else {SCORE: result}
+        absent = [name for name, value in returned.items() if value is None]
+        applicable = {**returned, **dict.fromkeys(absent, 0.0)} if absent else result
+        scores = finite_scores(applicable, self.name, origin)
+        return scores | {_printable(name): None for name in absent}
 
 
 class WeightedRewards:
-    """Combines several reward functions: the score is the sum of weight x score, and every score is reported by
-    name.
+    """Combines several reward functions: the score is the sum of weight x score over those that apply, and every score
+    is reported by name.
     """
 
     def __init__(self, parts: Sequence[tuple[RewardFunction, float]]) -> None:
@@ -169,20 +181,19 @@ class WeightedRewards:
         for function, weight in parts:
             base = name = function.name.rpartition(":")[2]
             number = 1
-            while name in self._parts:
+            while name in self._parts or name == SCORE:
                 number += 1
                 name = f"{base}_{number}"
             self._parts[name] = function, weight
 
-    def __call__(
-        self, messages: Sequence[Message], answer: str, row: Mapping[str, Any], origin: str
-    ) -> dict[str, float]:
+    def __call__(self, messages: Sequence[Message], answer: str, row: Mapping[str, Any], origin: str) -> Scores:
         """As `RewardFunction`. Numbers of a function besides its score are reported as `<function>_<name>`."""
-        scores: dict[str, float] = {SCORE: 0.0}
+        scores: dict[str, float | None] = {SCORE: None}
         for name, (function, weight) in self._parts.items():
             for key, value in function(messages, answer, row, origin).items():
                 scores[name if key == SCORE else f"{name}_{key}"] = value
-            scores[SCORE] += weight * scores[name]
+            if (value := scores[name]) is not None:
+                scores[SCORE] = (scores[SCORE] or 0.0) + weight * value
         return scores
 
 
@@ -200,24 +211,33 @@ def try_reward(
     """
     answer = _ANY_ANSWER if reference is None else reference
     try:
-        reward(messages, answer, row, origin)
+        scores = reward(messages, answer, row, origin)
     except RewardFailure as error:
         cause = error.__cause__
         if cause is None or isinstance(cause, KeyError | NameError | ImportError) or reward.name in BUILT_IN:
             raise InputError(f"environment.reward: {error}; correct the function, or the row") from error
         return [f"environment.reward: {error}; the answer was {answer[:80]!r}, and episodes that it cannot score fail"]
+    if scores[SCORE] is None:
+        return [f"environment.reward: {reward.name} returned None on {origin}, so no reward applies to that row"]
     return []
 
 
 def finite_scores(result: Any, name: str, origin: str) -> dict[str, float]:
-    """The scores by name in `result`, which `name` returned. RewardFailure unless all are finite and one is `score`."""
-    scores = (
-        {str(k): _number(v) for k, v in result.items()} if isinstance(result, Mapping) else {SCORE: _number(result)}
-    )
-    if SCORE not in scores or not all(map(math.isfinite, scores.values())):
+    """The scores by name in `result`, which `name` returned. RewardFailure unless all are finite as float32 and one is
+    `score`.
+    """
+    scores = {
+        _printable(key): number(value)
+        for key, value in (result.items() if isinstance(result, Mapping) else [(SCORE, result)])
+    }
+    if SCORE not in scores or not all(abs(score) <= LARGEST_REWARD for score in scores.values()):
         expected = f"a finite number, or a mapping of names to finite numbers with the key {SCORE!r}"
-        raise RewardFailure(f"{name} returned {result!r} on {origin}; it must return {expected}")
+        raise RewardFailure(f"{name} returned {short(result)} on {origin}; it must return {expected}")
     return scores
+
+
+def _printable(name: object) -> str:
+    return str(name).encode("utf-8", "replace").decode()
 
 
 def load_reward(where: str, key: str = "environment.reward") -> RewardFunction:
@@ -284,28 +304,42 @@ def register_reward(function: Callable[..., Any]) -> str:
     return name
 
 
-def _number(value: Any) -> float:
-    """NaN for anything that is not a number, text included."""
-    try:
-        return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
 @lru_cache(maxsize=1)
 def _event_loop() -> asyncio.AbstractEventLoop:
     """One event loop for all `async` rewards, in its own thread, so that they can share clients."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="rewards").start()
+    Thread(target=loop.run_forever, daemon=True, name="rewards").start()
     return loop
 
 
-def _waited_for(awaitable: Any) -> Any:
-    async def result() -> Any:
-        return await awaitable
+def replace_blocked_loop() -> None:
+    """Give later `async` rewards another event loop if a reward blocks this one instead of awaiting."""
+    if _event_loop.cache_info().currsize:
+        runs = Event()
+        _event_loop().call_soon_threadsafe(runs.set)
+        if not runs.wait(_BLOCKED):
+            _event_loop.cache_clear()
 
-    coroutine: Coroutine[Any, Any, Any] = result()
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop()).result()
+
+def _waited_for(awaitable: Any) -> Any:
+    async def end() -> Ended:
+        try:
+            return await awaitable, None
+        except BaseException as error:  # a SystemExit would end the event loop
+            return None, error
+
+    future = asyncio.run_coroutine_threadsafe(end(), _event_loop())
+    try:
+        # In pieces, so that a thread whose call was given up ends, and the coroutine with it.
+        while not future.done():
+            with suppress(TimeoutError):
+                future.result(_PIECE)
+    finally:
+        future.cancel()
+    result, error = future.result()
+    if error is not None:
+        raise error
+    return result
 
 
 def _text(label: Any) -> str:

@@ -27,6 +27,7 @@ from posttrain.environments.rewards import (
     SCORE,
     RewardFailure,
     RewardFunction,
+    Scores,
     WeightedRewards,
     finite_scores,
     load_function,
@@ -203,8 +204,7 @@ class TextTask(Environment):
         problems.raise_if(recipe.strict)
         if recipe.judge is not None:
             require_judge(recipe.judge)
-        first = next((seed for seeds in (training, *held_out) for seed in seeds), None)
-        messages = [*problems.summary(), *([] if first is None else cls(recipe).try_reward(first))]
+        messages = problems.summary()
         training_prompts = {tasks[seed].key for seed in training}
         shared = sum(tasks[seed].key in training_prompts for seeds in held_out for seed in seeds)
         if shared:
@@ -215,7 +215,7 @@ class TextTask(Environment):
         return messages
 
     def try_reward(self, seed: int) -> list[str]:
-        """Call the reward function once on row `seed`; returns warnings. InputError if it cannot score any answer."""
+        """Call the reward function once on row `seed`. InputError if it cannot score any answer."""
         if missing := unscored(self.recipe):
             return [
                 f"environment.reward: {_reward_name(self.recipe)} is not reported, because no row of environment.prompts has a column "
@@ -288,13 +288,12 @@ class TextTask(Environment):
         task = self._current()
         scores, weight = self._score(action, task), self.recipe.score_weight
         self._task = None
-        if not scores:
-            return Step([], 0.0, terminated=True, truncated=False)
-        threshold = self.recipe.success_reward
-        info: dict[str, Any] = {} if threshold is None else {"success": scores[SCORE] >= threshold}
-        if len(scores) > 1 or weight != 1:
+        threshold, score = self.recipe.success_reward, scores.get(SCORE)
+        info: dict[str, Any] = {} if threshold is None or score is None else {"success": score >= threshold}
+        if scores and self.reports_scores(self.recipe):
             info["scores"] = scores
-        return Step([], weight * scores[SCORE], terminated=True, truncated=False, info=info)
+        scored = score is not None or weight == 0 or not self._has_scorer()
+        return Step([], weight * (score or 0.0), True, False, info, scored=scored)
 
     @classmethod
     def variants(cls) -> Sequence[Mapping[str, Any]]:
@@ -333,15 +332,20 @@ class TextTask(Environment):
             if recipe.judge is not None:
                 continue
             score = environment._score_in_validation(seed, _WRONG)
+            if score is None:
+                continue
             if environment._has_scorer():
                 require(score < full, seed, f"the wrong answer {_WRONG!r} earned {score:g}")
             environment.reset(seed)
             reference = environment._current().reference
             if environment._has_scorer() and reference is not None:
                 score = environment._score_in_validation(seed, reference)
-                require(score >= full, seed, f"the reference answer {reference[:80]!r} earned {score:g}")
+                require(
+                    score is None or score >= full, seed, f"the reference answer {reference[:80]!r} earned {score:g}"
+                )
 
-    def _score_in_validation(self, seed: int, answer: str) -> float:
+    def _score_in_validation(self, seed: int, answer: str) -> float | None:
+        """The score of an answer; None if no reward applies to it."""
         try:
             step = play(self, seed, [answer])[-1]
         except RewardFailure as error:
@@ -350,7 +354,7 @@ class TextTask(Environment):
         try:
             self.step(answer)
         except RuntimeError:
-            return float(step.info.get("scores", {SCORE: step.reward})[SCORE])
+            return step.info.get("scores", {SCORE: step.reward}).get(SCORE) if step.scored else None
         raise AssertionError(f"seed {seed}: a step was possible after the end")
 
     def _current(self) -> _Task:
@@ -362,7 +366,7 @@ class TextTask(Environment):
         """Whether a reward function, a judge or a verifier scores answers."""
         return any(part is not None for part in (self._reward, self.recipe.judge, self.recipe.reasoning_gym))
 
-    def _score(self, answer: str, task: _Task) -> dict[str, float]:
+    def _score(self, answer: str, task: _Task) -> Scores:
         """Return the score and the other numbers of the reward function, judge or verifier; empty if there is none."""
         if self.recipe.judge is not None:
             return {SCORE: judge_score(self.recipe.judge, self._messages, answer)}

@@ -55,7 +55,8 @@ def open_truth(where: str, rubric: Rubric) -> Truth:
             scores = reward(row.prompt or [], row.text, {**filled, **row.row}, row.origin)
         except RewardFailure:
             return None
-        return low + (high - low) * scores.get(rubric.name, scores[SCORE])
+        score = scores.get(rubric.name, scores[SCORE])
+        return None if score is None else low + (high - low) * score
 
     return computed
 

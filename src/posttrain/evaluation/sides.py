@@ -10,7 +10,7 @@ from typing import Any, Literal
 from posttrain.data.files import read_rows
 from posttrain.data.messages import UnusableRow, as_messages
 from posttrain.data.problems import Problems
-from posttrain.episode import Episode, Outcome, reports_success
+from posttrain.episode import Episode, Outcome, reports_success, score_names
 from posttrain.errors import InputError
 from posttrain.evaluation.inspect_log import read_inspect_log
 from posttrain.evaluation.predictions import PredictionColumns, column_names, item_of, read_predictions
@@ -218,13 +218,14 @@ def _read_run(path: str) -> Run:
 
 
 def _of_episodes(episodes: Sequence[Episode]) -> dict[str, MetricResult]:
-    played = [episode for episode in episodes if episode.outcome is not Outcome.FAILED]
+    episodes = [episode for episode in episodes if episode.outcome is not Outcome.UNSCORED]
+    played = [episode for episode in episodes if episode.has_return]
     metrics: dict[str, ItemScores] = {}
     if reports_success(episodes):
         metrics["success"] = item_means("rate", ((str(e.seed), float(e.success)) for e in episodes))
     if played:
         metrics["return"] = item_means("mean", ((str(e.seed), e.total_reward) for e in played))
-    for name in dict.fromkeys(name for episode in episodes for name in episode.scores):
+    for name in score_names(episodes):
         values = [(str(e.seed), e.scores[name]) for e in episodes if name in e.scores]
         metrics[name] = item_means(_kind([value for _, value in values]), values)
     return {name: MetricResult(name, scores, texts=len(scores)) for name, scores in metrics.items()}

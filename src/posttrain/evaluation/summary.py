@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.episode import Episode, Outcome, reports_success
+from posttrain.episode import Episode, Outcome, reports_success, score_names
 from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
 from posttrain.recipe.rollout import SCORES
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Played, collect_episodes, quiet
@@ -72,15 +72,15 @@ class Evaluation:
     success.
     """
     mean_return: Estimate
-    """Mean return over seeds with an episode that did not fail, as failed episodes have no return; NaN without such
-    seeds.
-    """
+    """Mean return over seeds with an episode that has a return; NaN without such seeds."""
     n: int
-    """Number of seeds."""
+    """Number of seeds, without those to whose episodes no reward applies."""
     episodes: int
     """Number of episodes, including failed ones."""
     failed: int
     """Number of failed episodes."""
+    unscored: int
+    """Number of episodes to which no reward applies. They count in no rate and no mean."""
     rejected_share: float
     """Fraction of turns whose answer could not be parsed; NaN without turns."""
     tokens_per_answer: float
@@ -104,6 +104,7 @@ class Evaluation:
                 "return_high": self.mean_return.high,
                 "episodes": self.episodes,
                 "failed": self.failed,
+                **({"unscored": self.unscored} if self.unscored else {}),
                 "rejected_share": self.rejected_share,
                 "tokens_per_answer": self.tokens_per_answer,
                 "turns": self.turns,
@@ -123,26 +124,29 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
     successes: dict[int, list[bool]] = defaultdict(list)
     returns: dict[int, list[float]] = defaultdict(list)
     for episode in episodes:
-        successes[episode.seed].append(episode.success)
-        if episode.outcome is not Outcome.FAILED:
+        if episode.outcome is not Outcome.UNSCORED:
+            successes[episode.seed].append(episode.success)
+        if episode.has_return:
             returns[episode.seed].append(episode.total_reward)
-    scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    scores: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in score_names(episodes)}
     for episode in episodes:
-        for name, value in episode.scores.items():
-            scores[name][episode.seed].append(value)
+        for name in scores.keys() & episode.scores.keys():
+            scores[name][episode.seed].append(episode.scores[name])
     turns = [turn for episode in episodes for turn in episode.turns]
     rates = [_average(played) for played in successes.values()]
+    has_success = bool(successes) and reports_success(episodes)
     return Evaluation(
-        success=clustered_rate(rates, len(episodes)) if reports_success(episodes) else None,
+        success=clustered_rate(rates, sum(map(len, successes.values()))) if has_success else None,
         mean_return=mean([_average(of_seed) for of_seed in returns.values()]) if returns else _NO_RETURN,
         n=len(successes),
         episodes=len(episodes),
         failed=sum(episode.outcome is Outcome.FAILED for episode in episodes),
+        unscored=sum(episode.outcome is Outcome.UNSCORED for episode in episodes),
         rejected_share=_average([bool(turn.info.get("rejected")) for turn in turns]),
         tokens_per_answer=_average([turn.stop - turn.start for turn in turns if turn.stop > turn.start]),
         turns=len(turns) / len(episodes),
         scores={name: _score(by_seed) for name, by_seed in scores.items()},
-        attempts=_attempts(successes) if reports_success(episodes) else {},
+        attempts=_attempts(successes) if has_success else {},
     )
 
 

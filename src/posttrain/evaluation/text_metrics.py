@@ -77,7 +77,8 @@ def _rewarded(where: str) -> Callable[[Prediction], float]:
 
     def score(row: Prediction) -> float:
         filled = {} if row.reference is None else {"label": row.reference}
-        return reward(row.prompt or [], row.text, {**filled, **row.row}, row.origin)[SCORE]
+        value = reward(row.prompt or [], row.text, {**filled, **row.row}, row.origin)[SCORE]
+        return math.nan if value is None else value
 
     return score
 

@@ -126,7 +126,7 @@ def steps_between(key: str, end: str) -> Rule:
         if end == "once per epoch" and flags.rows is not None:
             every = -(-flags.rows // flags.whole("train_batch_size"))
             return Answer("converted", {key: every}, f"once per epoch: {flags.rows} / {flags.text('train_batch_size')}")
-        return Answer("converted", {key: 0}, f"{end} in the original; here before and after training")
+        return Answer("converted", {key: 0}, f"{end} in the original; here only the final one, after training")
 
     return Rule(apply)
 

@@ -54,7 +54,7 @@ def _steps_of(key: str) -> Rule:
             return Answer("not supported", {}, f"once per epoch; set `{key}` to the steps of an epoch")
         if kind == "save":
             return Answer("converted", {key: 1000}, "never in the original; here at the end and of the best step too")
-        return Answer("converted", {key: 0}, "never in the original; here before and after training")
+        return Answer("converted", {key: 0}, "never in the original; here only the final one, after training")
 
     return Rule(apply)
 

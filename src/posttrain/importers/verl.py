@@ -180,7 +180,7 @@ def _every(key: str) -> Rule:
         return Answer(
             "converted",
             {key: none},
-            "never in the original; here at the end" if none else "here before and after training",
+            "never in the original; here " + ("at the end" if none else "only the final one, after training"),
         )
 
     return Rule(apply)

@@ -443,12 +443,15 @@ def _evaluation(recipe: Played, tasks: TaskSplit | None, steps: int) -> list[str
         how += f", in {environment.type} with at most {environment.max_turns} {_plural('turn', environment.max_turns)}"
     if isinstance(recipe, EvaluateRecipe):
         return [f"evaluation, {how}: {episodes(2)}", *_remote(recipe, tasks)]
-    during = (steps - 1) // evaluation.every if evaluation.every else 0
+    final = f"final table, {how}: {episodes(2)}, "
+    if evaluation.every == 0:
+        return [f"{final}after training"]
+    during = (steps - 1) // evaluation.every
     between = f"{during} {_plural('time', during)} during and after training"
     first = ("before, ", "before and ") if evaluation.start else ("", "")
     return [
         f"evaluation, {how}: {episodes(1)}, {first[0]}{between}",
-        f"final table, {how}: {episodes(2)}, {first[1]}after training",
+        f"{final}{first[1]}after training",
     ]
 
 

@@ -12,6 +12,8 @@ from posttrain.recipe.model import LearnerRecipe
 
 SCORES = "score/"
 """Prefix of environment scores in the evaluation lines of the metrics log."""
+ENVIRONMENT_TIMEOUT = 600.0
+"""Default time-out of one call of an environment, in seconds."""
 CURVE, FINAL = 64, 256
 """Default numbers of held-out tasks for the learning curve and for the final table."""
 HeldOut = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
@@ -97,8 +99,8 @@ class RolloutRecipe(BaseConfig):
     """Longest context of an episode in tokens, prompt included."""
     stop_strings: list[StopString] = []
     """Strings that end a turn, in addition to the model's end token. The string is part of the answer."""
-    environment_timeout: float | None = Field(None, gt=0)
-    """Timeout of one environment call, in seconds. The call then runs in a thread, so environments that wait do so in parallel. Null: call it directly."""
+    environment_timeout: float | None = Field(ENVIRONMENT_TIMEOUT, gt=0, allow_inf_nan=False)
+    """Time-out of one call of the environment or its reward, in seconds; the episode then fails. Calls run in daemon threads, for which neither the rollout nor the end of the program waits: one at a time until one takes longer than a tenth of the time-out, in parallel for `async` rewards, judges, MCP servers and `blocking` environments. SystemExit is raised in a call that is given up when it next runs Python code; more than 256 that still run end the run. A call that holds Python's interpreter lock, such as one regular expression, has no limit. Null: no limit, and other calls run in the main thread, which code with `signal.alarm` needs."""
     failures: FailureRecipe = FailureRecipe()
     filter: FilterRecipe = FilterRecipe()
     overlong_penalty: OverlongRecipe | None = None
@@ -178,12 +180,12 @@ def refuse_overlap(
 
 
 class EvaluationRecipe(BaseConfig):
-    """Held-out evaluation before, during and after training."""
+    """Held-out evaluation. With `every` above 0, the learning curve is measured before training, every `every` steps and after training, and the final table with the initial model and with the exported checkpoint; `start: false` leaves out both measurements before training. With `every: 0`, only the exported checkpoint is evaluated, for the final table."""
 
     every: int = Field(10, ge=0)
-    """Steps between evaluations. 0: only before and after training."""
+    """Steps between evaluations for the learning curve. 0: no curve and nothing before training, only the final table."""
     start: bool = True
-    """Evaluate the model before training, too. Without it the tables have no row for the start, and the best checkpoint is chosen among later ones."""
+    """With `every` above 0, evaluate the model before training, too. Without it the tables have no row for the start, and the best checkpoint is chosen among later ones."""
     held_out: HeldOut | None = None
     """Tasks held out of a file of tasks: a number (100) or a share (0.1). At most half of them, and at most 64 unless `seeds.count` is given, are for the learning curve, the others for the final table. Null: a tenth of the tasks each for the curve and the table, at most 64 and 256."""
     seeds: SeedRange = SeedRange()

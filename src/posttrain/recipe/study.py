@@ -281,7 +281,7 @@ _FREE = {
 """Stage -> prefixes of training metrics whose names are not listed here."""
 _SAMPLED = (
     *(f"rollout/{name}" for name in ("return", "success", "turns", "tokens_per_answer", "rejected_share")),
-    *(f"rollout/{name}" for name in ("episodes", "kept", "failed")),
+    *(f"rollout/{name}" for name in ("episodes", "kept", "failed", "unscored")),
     *(f"tokens/{name}" for name in ("sampled", "prefilled", "reused")),
     "reward/group_spread",
 )
@@ -342,6 +342,10 @@ def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], giv
     """
     where = given.origin(("objective", "metric")) or source
     known = _held_out(stage, base)
+    if (base.get("evaluation") or {}).get("every") == 0:
+        raise InputError(
+            f"{source}: evaluation.every = 0 leaves a trial without an evaluation after its steps; set it to their number"
+        )
     if not _measured(objective.metric, known):
         why, remedy = _why_not(objective.metric, stage, base, known)
         raise InputError(f"{where}: objective.metric: {objective.metric} {why}; {remedy}")

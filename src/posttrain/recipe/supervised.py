@@ -66,7 +66,7 @@ class PreferenceEvaluation(BaseConfig):
     """Evaluation on validation rows before, during and after training."""
 
     every: int = Field(10, ge=0)
-    """Steps between evaluations. 0: only before and after training."""
+    """Steps between evaluations, which are also made before the first step and after the last. 0: none."""
     metric: Literal["accuracy", "loss"] = "accuracy"
     """Metric that selects the best checkpoint: the share of correctly ranked pairs, or the loss."""
 

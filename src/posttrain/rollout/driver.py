@@ -5,7 +5,6 @@ plays the episodes of a step. `rollout` is the public function for your own trai
 """
 
 import asyncio
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
@@ -20,7 +19,9 @@ from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current_world
 from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
+from posttrain.environments.calls import CallTimeout, described, ended, ended_within
 from posttrain.environments.protocol import (
+    LARGEST_REWARD,
     Action,
     Environment,
     EnvironmentFactory,
@@ -30,10 +31,11 @@ from posttrain.environments.protocol import (
     require_observation,
     require_step,
 )
+from posttrain.environments.rewards import replace_blocked_loop
 from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError, RunError, WorkersLost
 from posttrain.recipe.compose import section
-from posttrain.recipe.rollout import FailureRecipe, RolloutRecipe, SamplingRecipe
+from posttrain.recipe.rollout import ENVIRONMENT_TIMEOUT, FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.transcript import TokenTranscript, Transcript
 from posttrain.seeds import derive_seed
 
@@ -91,6 +93,13 @@ class EnvironmentFailure(Exception):
     """An environment raised an exception, timed out, or returned something that the protocol does not allow."""
 
 
+def outcome_of(step: Step) -> Outcome:
+    """The outcome of an episode that ends with `step`."""
+    if not step.scored:
+        return Outcome.UNSCORED
+    return Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
+
+
 class Scorer(Protocol):
     """Adds rewards to finished episodes, for example those of a reward model."""
 
@@ -141,11 +150,10 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
         return episode
 
     async def _run_attempt(self, request: EpisodeRequest, attempt: int) -> Episode:
-        environment = self.environment()
         transcript: TranscriptT | None = None
         outcome, failure = Outcome.FAILED, None
         try:
-            observation = await self._reset(environment, request.seed)
+            environment, observation = await self._start(request.seed)
             transcript = self.begin(observation, environment.primer)
             while True:
                 answer = await self.answer(transcript, request, attempt)
@@ -153,9 +161,9 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
                     outcome = Outcome.TRUNCATED
                     break
                 step = await self._step(environment, answer, request.seed)
-                transcript.reward(float(step.reward), dict(step.info))
+                transcript.reward(step.reward, dict(step.info))
                 if step.terminated or step.truncated:
-                    outcome = Outcome.TERMINATED if step.terminated else Outcome.TRUNCATED
+                    outcome = outcome_of(step)
                     break
                 transcript.observe(step.messages, step.state, step.new_conversation)
         except (EnvironmentFailure, ChatRequestError) as error:
@@ -172,42 +180,46 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
             messages=transcript.messages if transcript else [],
         )
 
-    async def _reset(self, environment: Environment, seed: int) -> Observation:
-        observation = await self._call(environment, partial(environment.reset, seed))
+    async def _start(self, seed: int) -> tuple[Environment, Observation]:
+        """A new environment and its first observation."""
+        environment = await self._call(self.environment)
+        observation = await self._call(partial(environment.reset, seed), environment.blocking)
+        return environment, self._checked(require_observation, observation)
+
+    async def _step(self, environment: Environment, action: Action, seed: int) -> Step:
+        step = await self._call(partial(environment.take, action), environment.blocking)
+        step = self._checked(require_step, step)
+        if not abs(step.reward) <= LARGEST_REWARD:
+            raise EnvironmentFailure(f"{self.environment.recipe.type} gave the reward {step.reward} for seed {seed}")
+        return step
+
+    def _checked(self, require: Callable[[object], T], returned: object) -> T:
         try:
-            return require_observation(observation)
+            return require(returned)
         except ProtocolError as error:
             raise EnvironmentFailure(f"{self.environment.recipe.type}: {error}") from error
 
-    async def _step(self, environment: Environment, action: Action, seed: int) -> Step:
-        step = await self._call(environment, partial(environment.take, action))
-        name = self.environment.recipe.type
-        try:
-            require_step(step)
-        except ProtocolError as error:
-            raise EnvironmentFailure(f"{name}: {error}") from error
-        if not math.isfinite(step.reward):
-            raise EnvironmentFailure(f"{name} gave the reward {step.reward} for seed {seed}")
-        return step
-
-    async def _call(self, environment: Environment, function: Callable[[], T]) -> T:
+    async def _call(self, function: Callable[[], T], blocking: bool = False) -> T:
         """Call the environment, in a thread if the recipe sets a time-out or the environment blocks.
 
-        Any exception becomes an EnvironmentFailure, except InputError and WorkersLost, which would fail every episode.
+        Anything that the call raises becomes an EnvironmentFailure, except InputError and WorkersLost, which would fail
+        every episode, and an interrupt by the user, which only the main thread gets.
         """
-        seconds = self.rollout.environment_timeout
-        try:
-            if seconds is None and not environment.blocking:
-                return function()
-            return await asyncio.wait_for(asyncio.to_thread(function), seconds)
-        except (InputError, WorkersLost):
-            raise
-        except TimeoutError as error:
-            raise EnvironmentFailure(f"{self.environment.recipe.type} took longer than {seconds} s") from error
-        except (Exception, SystemExit) as error:
-            raise EnvironmentFailure(
-                f"{self.environment.recipe.type} raised {type(error).__name__}: {error}"
-            ) from error
+        seconds, name = self.rollout.environment_timeout, self.environment.recipe.type
+        if seconds is None and not blocking:
+            result, error = ended(function)
+            if isinstance(error, KeyboardInterrupt):
+                raise error
+        else:
+            result, error = await ended_within(function, seconds, one_at_a_time=not blocking)
+        if isinstance(error, InputError | WorkersLost):
+            raise error
+        if isinstance(error, CallTimeout):
+            replace_blocked_loop()
+            raise EnvironmentFailure(f"{name} {error}")
+        if error is not None:
+            raise EnvironmentFailure(f"{name} raised {described(error)}") from error
+        return result
 
 
 @dataclass(frozen=True)
@@ -354,7 +366,7 @@ def rollout(
     max_tokens: int = 64,
     tokens_per_episode: int = 2048,
     stop_strings: Sequence[str] = (),
-    environment_timeout: float | None = None,
+    environment_timeout: float | None = ENVIRONMENT_TIMEOUT,
     failures: FailureRecipe | Mapping[str, Any] | None = None,
     run_seed: int = 0,
     step: int = 0,
@@ -373,13 +385,15 @@ def rollout(
         max_tokens: maximum number of tokens sampled in one turn.
         tokens_per_episode: maximum number of tokens of an episode's context, prompt included.
         stop_strings: texts that end a turn besides the model's end token.
-        environment_timeout: time-out of one call of the environment in seconds; None: no limit.
+        environment_timeout: time-out of one call of the environment in seconds; None: no limit. See
+            `rollout.environment_timeout` in a recipe.
         failures: keys of `rollout.failures` in a recipe: what happens to an episode whose environment raised or timed
             out. By default such episodes are left out with a warning.
         run_seed, step: name the random numbers. The same pair gives the same episodes on a CPU in float32.
 
     Returns:
-        Episodes in the order of seeds. `Episode.total_reward` and `Episode.success` summarize an episode.
+        Episodes in the order of seeds. `Episode.total_reward` and `Episode.success` summarize an episode. Episodes to
+        which no reward applies are left out, with a warning.
 
     Raises:
         RunError: more than `failures.max_share` of the episodes failed.
@@ -412,19 +426,27 @@ def rollout(
     episodes = collect_episodes(worker, requests)
     engine.sleep()
     usable, message = without_failures(episodes, settings.failures)
-    if message:
-        warnings.warn(message, stacklevel=2)
+    for text in (message, unscored_message(episodes)):
+        if text:
+            warnings.warn(text, stacklevel=2)
     return usable
 
 
+def unscored_message(episodes: Sequence[Episode]) -> str:
+    """A sentence about the episodes to which no reward applies; empty if there are none."""
+    count = sum(e.outcome is Outcome.UNSCORED for e in episodes)
+    return f"no reward applies to {count} of {len(episodes)} episodes, which are left out" if count else ""
+
+
 def without_failures(episodes: Sequence[Episode], failures: FailureRecipe) -> tuple[list[Episode], str]:
-    """The episodes to learn from: failed ones are left out or get the reward that `failures` sets.
+    """The episodes to learn from: failed ones are left out or get the reward that `failures` sets, and those to which no
+    reward applies are left out.
 
     Returns them with a sentence about the failed ones, empty if there are none. RunError if too many failed.
     """
     failed = [e for e in episodes if e.outcome is Outcome.FAILED]
     if not failed:
-        return list(episodes), ""
+        return [e for e in episodes if e.has_return], ""
     first = failed[0]
     message = (
         f"{len(failed)} of {len(episodes)} episodes failed, the first in group {first.group} "
@@ -436,11 +458,11 @@ def without_failures(episodes: Sequence[Episode], failures: FailureRecipe) -> tu
             "its reward, then resume the run"
         )
     if failures.action != "score":
-        return [e for e in episodes if e.outcome is not Outcome.FAILED], message
+        return [e for e in episodes if e.has_return], message
     for episode in failed:
         if episode.turns:
             last = episode.turns[-1]
             correction = failures.reward - episode.total_reward
             last.reward += correction
             episode.streams[last.stream].rewards[last.stop - 1] += correction
-    return [e for e in episodes if e.streams], message
+    return [e for e in episodes if e.streams and e.outcome is not Outcome.UNSCORED], message

@@ -94,7 +94,7 @@ def write_episodes(
             raise ValueError(
                 f"units over {credited.spans.tokens} tokens for an episode that sampled {episode.sampled_tokens}"
             )
-    returns = [episode.total_reward for episode in episodes if episode.outcome is not Outcome.FAILED]
+    returns = [episode.total_reward for episode in episodes if episode.has_return]
     path = episodes_file(directory, step, split)
     if not current_world().is_rank0:
         return path
@@ -105,7 +105,7 @@ def write_episodes(
         "episodes": len(episodes),
         "mean_return": sum(returns) / len(returns) if returns else None,
         "successes": sum(episode.success for episode in episodes),
-        "failed": len(episodes) - len(returns),
+        "failed": sum(episode.outcome is Outcome.FAILED for episode in episodes),
         "advantages": advantages is not None,
     }
     lines = [json_line(header)]

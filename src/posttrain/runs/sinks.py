@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from posttrain.episode import Advantages, Episode, Outcome
+from posttrain.episode import Advantages, Episode
 from posttrain.errors import RunError
 from posttrain.plugins import require_module
 from posttrain.runs.directory import RunDirectory, write_atomically
@@ -56,7 +56,7 @@ def numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def completion_rows(episodes: Sequence[Episode], advantages: Advantages | None) -> list[Row]:
-    """One row per episode. `reward` is the return, None for a failed episode; `credit` is the mean advantage of its sampled
+    """One row per episode. `reward` is the return, None for an episode without one; `credit` is the mean advantage of its sampled
     tokens, None without advantages."""
     rows: list[Row] = []
     for number, episode in enumerate(episodes):
@@ -65,14 +65,13 @@ def completion_rows(episodes: Sequence[Episode], advantages: Advantages | None) 
         if advantages is not None and episode.sampled_tokens:
             pairs = zip(advantages.values[number], episode.streams, strict=True)
             credit = float(np.concatenate([values[stream.sampled] for values, stream in pairs]).mean())
-        failed = episode.outcome is Outcome.FAILED
         rows.append(
             {
                 "group": episode.group,
                 "task": episode.seed,
                 "prompt": prompt,
                 "completion": completion,
-                "reward": None if failed else episode.total_reward,
+                "reward": episode.total_reward if episode.has_return else None,
                 "credit": credit,
                 "success": episode.success,
                 "outcome": episode.failure or str(episode.outcome),

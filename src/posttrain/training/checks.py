@@ -188,7 +188,7 @@ class _Checks:
         self.lines.append(str(tasks))
         other_reward = isinstance(recipe, DistillRecipe | SftRecipe) or recipe.reward is not None
         other_reward = other_reward or (isinstance(recipe, RlRecipe) and recipe.teacher is not None)
-        self.lines += self.run(lambda: check_tasks(environment, tasks, other_reward, evaluated)) or []
+        self.lines += self.run(lambda: check_tasks(environment, tasks, recipe.rollout, other_reward, evaluated)) or []
         if renderer is not None:
             for one, _, training, held_out in parts_of(environment, tasks, evaluated):
                 first = next(seed for seeds in (training, *held_out) for seed in seeds)

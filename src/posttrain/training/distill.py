@@ -139,7 +139,10 @@ def make_components(recipe: DistillRecipe, run: RunDirectory, callbacks: Sequenc
     """Create the components of `recipe`. InputError for settings that conflict with each other or with the model."""
     tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
     # The training signal comes from the teacher, so an environment without rewards is allowed.
-    warnings = [*recipe_warnings(recipe), *check_tasks(recipe.environment, tasks, True, recipe.evaluation.environment)]
+    warnings = [
+        *recipe_warnings(recipe),
+        *check_tasks(recipe.environment, tasks, recipe.rollout, True, recipe.evaluation.environment),
+    ]
     policy = Policy(recipe.model, recipe.seed)
     # An engine on the same GPU starts before the optimizer's state takes its memory.
     manager = RolloutManager(policy, recipe.engine, recipe.environment, recipe.rollout, logs=run.logs)

@@ -57,7 +57,7 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
     tasks = replace(task_split(recipe.environment, evaluation, None), validation=())
     warnings = [
         *recipe_warnings(recipe),
-        *check_tasks(recipe.environment, tasks, recipe.reward is not None, None, recipe.agent),
+        *check_tasks(recipe.environment, tasks, recipe.rollout, recipe.reward is not None, None, recipe.agent),
     ]
     left_out = LeftOut()
     manager: WorkerSource

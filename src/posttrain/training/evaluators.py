@@ -14,7 +14,7 @@ from posttrain.errors import RunError
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe
-from posttrain.rollout.driver import EpisodeWorker, Played, quiet
+from posttrain.rollout.driver import EpisodeWorker, Played, quiet, unscored_message
 from posttrain.rollout.store import Split, write_episodes
 from posttrain.runs.tables import EVALUATED, START, TRAINED, PolicyRow, Table, checkpoint_note, policy_tables
 
@@ -176,10 +176,13 @@ class EpisodeEvaluator:
                 worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out, played
             )
         write_episodes(self.episodes, step, split, episodes, None)
-        if result.failed == result.episodes:
-            task = environment_class(self.environment.type).task_name(self.environment, episodes[0].seed)
+        if result.unscored == result.episodes:
+            raise RunError(f"{unscored_message(episodes)}, so there is nothing to evaluate; hold out other tasks")
+        if result.failed + result.unscored == result.episodes:
+            first = next(episode for episode in episodes if episode.failure)
+            task = environment_class(self.environment.type).task_name(self.environment, first.seed)
             raise RunError(
-                f"all {result.episodes} evaluation episodes failed, the first on {task}: {episodes[0].failure}; correct the "
+                f"all {result.failed} evaluation episodes failed, the first on {task}: {first.failure}; correct the "
                 "environment, its reward or its judge"
             )
         self.warnings = _warnings(episodes, self.manager.rollout.tokens_per_turn)
@@ -204,7 +207,7 @@ def _note(line: Mapping[str, Any]) -> str:
 
 
 def _warnings(episodes: Sequence[Episode], most: int) -> list[str]:
-    """Warnings with the number of failed episodes, and of answers that were cut off at `most` tokens."""
+    """Warnings with the numbers of failed and of unscored episodes, and of answers that were cut off at `most` tokens."""
     failed = [episode for episode in episodes if episode.outcome is Outcome.FAILED]
     warnings = []
     if failed:
@@ -212,6 +215,8 @@ def _warnings(episodes: Sequence[Episode], most: int) -> list[str]:
             f"{len(failed)} of {len(episodes)} episodes failed and count as not successful, the first on environment seed "
             f"{failed[0].seed}: {failed[0].failure}"
         )
+    if message := unscored_message(episodes):
+        warnings.append(message)
     reasons = Counter(turn.stop_reason for episode in episodes for turn in episode.turns)
     if cut := reasons[StopReason.TURN_BUDGET]:
         warnings.append(f"{cut} of {reasons.total()} answers were cut off at rollout.tokens_per_turn = {most}")

@@ -75,6 +75,8 @@ class RewardScorer:
             if not math.isfinite(raw):
                 episode.outcome, episode.failure = Outcome.FAILED, f"the reward model gave {raw}"
                 continue
+            if episode.outcome is Outcome.UNSCORED:  # by the environment
+                episode.outcome = Outcome.TERMINATED
             last = episode.turns[-1]
             reward = scaled(raw, *self.statistics, self.source.clip if self.source.normalize != "running" else None)
             last.info = {**last.info, RAW: raw}

@@ -301,6 +301,7 @@ def make_components(
         *check_tasks(
             recipe.environment,
             tasks,
+            recipe.rollout,
             recipe.reward is not None or recipe.teacher is not None,
             recipe.evaluation.environment,
             recipe.agent,

@@ -19,7 +19,7 @@ from posttrain.engines.factory import open_engine
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Engine, EngineCounters
 from posttrain.environments.protocol import EnvironmentFactory
-from posttrain.episode import Episode, Outcome, reports_success
+from posttrain.episode import Episode, Outcome, reports_success, score_names
 from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.agent import AgentRecipe
@@ -36,6 +36,7 @@ from posttrain.rollout.driver import (
     Scorer,
     collect_episodes,
     quiet,
+    unscored_message,
     without_failures,
 )
 from posttrain.rollout.filters import has_signal, most_uncertain
@@ -270,14 +271,16 @@ def _play_groups(
     episodes = play(worker, requests)
     batch.sampled += episodes
     usable, message = without_failures(episodes, worker.rollout.failures)
-    batch.warnings += [message] if message else []
+    batch.warnings += [message] if message else [] if usable else [unscored_message(episodes)]
     if greedy:
         probes = [EpisodeRequest(task, group, size, (seed, "greedy", step, group)) for group, task in groups.items()]
         baselines = play(replace(worker, sampling=SamplingRecipe(temperature=0.0)), probes)
-        batch.greedy |= {e.group: e for e in baselines if e.outcome is not Outcome.FAILED}
+        batch.greedy |= {e.group: e for e in baselines if e.has_return}
         without = sorted(set(groups) - set(batch.greedy))
         if without:
-            batch.warnings.append(f"groups {without} are left out: the greedy episode that remax compares with failed")
+            batch.warnings.append(
+                f"groups {without} are left out: the greedy episode that remax compares with failed or has no reward"
+            )
             usable = [e for e in usable if e.group not in without]
     return [[e for e in usable if e.group == group] for group in groups]
 
@@ -353,7 +356,8 @@ AGENT_COUNTS = (
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     """Success, return, lengths, spread and speed over all sampled episodes, including those that a filter removed."""
     episodes = batch.sampled
-    played = [e for e in episodes if e.outcome is not Outcome.FAILED]
+    failed, unscored = (sum(e.outcome is outcome for e in episodes) for outcome in (Outcome.FAILED, Outcome.UNSCORED))
+    played = [e for e in episodes if e.has_return]
     turns = [turn for e in episodes for turn in e.turns]
     by_group: dict[int, list[float]] = defaultdict(list)
     for episode in played:
@@ -364,7 +368,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     metrics = {
         "rollout/episodes": float(len(episodes)),
         "rollout/kept": float(len(batch.episodes)),
-        "rollout/failed": float(len(episodes) - len(played)),
+        "rollout/failed": float(failed),
         "rollout/turns": _mean([len(e.turns) for e in played]),
         "rollout/tokens_per_answer": _mean([turn.stop - turn.start for turn in turns]),
         "rollout/rejected_share": _mean([bool(turn.info.get("rejected")) for turn in turns]),
@@ -381,11 +385,13 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["memory/key_value_cache"] = float(batch.counters.cache_bytes)
     if reports_success(episodes):
         metrics["rollout/success"] = _mean([e.success for e in episodes])
-    by_name: dict[str, list[float]] = defaultdict(list)
-    for episode in played:
-        for name, value in episode.scores.items():
-            by_name[name].append(value)
-    metrics |= {f"rollout/score/{name}": _mean(values) for name, values in by_name.items()}
+    if unscored:
+        metrics["rollout/unscored"] = float(unscored)
+    for name in score_names(played):
+        values = [e.scores[name] for e in played if name in e.scores]
+        metrics[f"rollout/score/{name}"] = _mean(values)
+        if len(values) < len(played):
+            metrics[f"rollout/score_n/{name}"] = float(len(values))
     if played:
         metrics["rollout/return"] = _mean([e.total_reward for e in played])
     if spreads:

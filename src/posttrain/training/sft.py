@@ -66,7 +66,9 @@ def train(
         evaluation, metric = recipe.evaluation, recipe.evaluation.metric
         evaluator = EpisodeEvaluator(manager, evaluation, tasks, recipe.seed, run.episodes, recipe.name)
         evaluators.append(evaluator)
-        warnings += check_tasks(recipe.environment or evaluated, tasks, True, recipe.evaluation.environment)
+        warnings += check_tasks(
+            recipe.environment or evaluated, tasks, recipe.rollout, True, recipe.evaluation.environment
+        )
         best_by = evaluator.choice(metric if metric != "loss" else None)
         warnings += [text for text in manager.template_warnings() if text not in warnings]
         if recipe.data is not None:

@@ -1,11 +1,13 @@
 """Checks of a run's tasks before it starts. Importing this module does not import torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
+from posttrain.environments.calls import CallTimeout, ended_in
 from posttrain.environments.protocol import Environment
 from posttrain.environments.rewards import load_reward
 from posttrain.errors import InputError
@@ -17,6 +19,7 @@ from posttrain.recipe.rollout import RolloutRecipe
 def check_tasks(
     environment: EnvironmentRecipe,
     tasks: TaskSplit,
+    rollout: RolloutRecipe,
     reward_model: bool,
     evaluated: EnvironmentRecipe | None = None,
     agent: AgentRecipe | None = None,
@@ -40,7 +43,18 @@ def check_tasks(
                 "reward.path"
             )
         warnings += kind.check_tasks(one, training, held_out)
+        if seeds := next((seeds for seeds in (training, *held_out) if len(seeds)), ()):
+            warnings += _try_reward(partial(kind, one), seeds[0], f"{key}.reward", rollout.environment_timeout)
     return warnings
+
+
+def _try_reward(make: Callable[[], Environment], seed: int, key: str, timeout: float | None) -> list[str]:
+    messages, error = ended_in(lambda: make().try_reward(seed), timeout)
+    if isinstance(error, CallTimeout):
+        return [f"{key}: the function {error} for one task; an episode for which it does fails"]
+    if error is not None:
+        raise error
+    return messages
 
 
 TaskPart = tuple[EnvironmentRecipe, str, Sequence[int], Sequence[Sequence[int]]]

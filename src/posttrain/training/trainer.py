@@ -89,7 +89,7 @@ class LoopSettings:
     steps: int
     """Steps of the whole run."""
     evaluate_every: int
-    """Steps between evaluations; 0 evaluates before and after training only."""
+    """Steps between evaluations; 0: only the final one, after training."""
     evaluate_start: bool
     """Whether the model is evaluated before training."""
     checkpoint: CheckpointRecipe
@@ -109,7 +109,7 @@ class LoopSettings:
             recipe.seed,
             steps,
             recipe.evaluation.every,
-            getattr(recipe.evaluation, "start", True),
+            recipe.evaluation.every > 0 and getattr(recipe.evaluation, "start", True),
             recipe.checkpoint,
             recipe.export,
             recipe.sinks,
@@ -367,7 +367,7 @@ class Trainer(Generic[Output]):
     def _evaluate_if_due(self) -> bool:
         """Evaluate for the learning curve if it is due; returns whether the result is the best so far."""
         every = self.settings.evaluate_every
-        due = self.step in (0, self.settings.steps) or (every > 0 and self.step % every == 0)
+        due = every > 0 and (self.step in (0, self.settings.steps) or self.step % every == 0)
         return due and self.evaluated != self.step and self._evaluate()
 
     def _evaluate(self) -> bool:
@@ -457,8 +457,11 @@ class Trainer(Generic[Output]):
 
     def finish(self) -> None:
         """Evaluate the exported checkpoint on the final data, and write the model, tables, plots and report."""
-        if self.evaluated != self.step:  # a guard or the time limit ended the run early
+        if self.settings.evaluate_every == 0:
+            missed = self.step < self.settings.steps
+        elif missed := self.evaluated != self.step:
             self._evaluate()
+        if missed:  # a guard or the time limit ended the run early
             self.save(later=self.settings.checkpoint.asynchronous)
         step, values = self._restore_exported(), dict[str, Any]()
         which, chosen = "last", "the last one"

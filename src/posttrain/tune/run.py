@@ -166,9 +166,6 @@ def show_study(study: Study, console: Console, group: str | None = None) -> None
     say("a trial without the searched values:")
     for line in batch_arithmetic(study.at({})):
         show_line(console, line, 2)
-    evaluation = getattr(study.at({}), "evaluation", None)
-    if recipe.pruner.type != "none" and evaluation is not None and evaluation.every == 0:
-        messages.append("evaluation.every = 0 evaluates before and after a run only, so nothing can be pruned")
     for message in messages:
         say(f"warning: {message}")
 

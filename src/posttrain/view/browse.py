@@ -23,7 +23,7 @@ _KEPT = 6
 _SEARCH_SECONDS = 1.5
 """Time that one request searches."""
 SPLITS = ("train", "evaluation", "final")
-ENDINGS = ("success", "no success", "terminated", "truncated", "failed")
+ENDINGS = ("success", "no success", "terminated", "truncated", "unscored", "failed")
 ORDERS = ("order", "best first", "worst first")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from posttrain.credit.units.mixing import CreditedUnits
 from posttrain.credit.units.offsets import AlignedText, Decode, align
-from posttrain.episode import Episode, Outcome, Turn
+from posttrain.episode import Episode, Turn
 from posttrain.errors import PosttrainError
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.store import StoredEpisodes, StoredStep, read_episodes, stored_steps
@@ -66,9 +66,9 @@ def samples_of(run: RunDirectory) -> tuple[list[Samples], list[str]]:
 def by_return(episodes: Sequence[Episode], count: int) -> list[tuple[str, int]]:
     """(why, index) of the best, the median (if `count` is 3) and the worst episode by return.
 
-    Failed episodes are considered only if all failed. The result is shorter if there are fewer episodes.
+    Episodes without a return are considered only if there are no others. The result is shorter if there are fewer episodes.
     """
-    indices = [i for i, one in enumerate(episodes) if one.outcome is not Outcome.FAILED] or list(range(len(episodes)))
+    indices = [i for i, one in enumerate(episodes) if one.has_return] or list(range(len(episodes)))
     order = sorted(indices, key=lambda i: -episodes[i].total_reward)
     if not order:
         return []

@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from posttrain.environments.protocol import Environment, Observation
-from posttrain.environments.rewards import SCORE, RewardFailure, RewardFunction, finite_scores, load_reward
+from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.environments.rewards import SCORE, RewardFailure, RewardFunction, Scores, finite_scores, load_reward
 from posttrain.episode import Episode, Outcome, Stream, Turn
 from posttrain.recipe.agent import AgentRecipe
 from posttrain.rollout.agents.endpoint import AgentEndpoint
 from posttrain.rollout.agents.process import AgentExit, AgentReport, read_report, run_agent
 from posttrain.rollout.agents.session import AgentSession
-from posttrain.rollout.driver import EnvironmentFailure, EpisodeRequest, EpisodeWorker, RolloutWorker
+from posttrain.rollout.driver import EnvironmentFailure, EpisodeRequest, EpisodeWorker, RolloutWorker, outcome_of
 
 _MAX_VARIABLE = 100_000
 """Maximum length of a variable in characters: Linux limits an environment variable to 128 KiB."""
@@ -73,7 +73,6 @@ class AgentWorker(RolloutWorker):
     async def _run_attempt(self, request: EpisodeRequest, attempt: int) -> Episode:
         assert self.agent is not None
         assert self.endpoint is not None
-        environment = self.environment()
         session = AgentSession(
             self.engine,
             self.renderer,
@@ -86,10 +85,10 @@ class AgentWorker(RolloutWorker):
         ending, failure, outcome = AgentEnding.FINISHED, None, Outcome.FAILED
         result: tuple[float, dict[str, Any]] = 0.0, {}
         try:
-            observation = await self._reset(environment, request.seed)
+            environment, observation = await self._start(request.seed)
             report = await self._report(session, environment, observation, request)
-            reward, info, ended = await self._reward(environment, observation, report, request)
-            result, outcome = (reward, info), Outcome.TERMINATED if ended else Outcome.TRUNCATED
+            step = await self._reward(environment, observation, report, request)
+            result, outcome = (step.reward, dict(step.info)), outcome_of(step)
         except _AgentFailure as error:
             ending, failure = error.ending, f"the agent {error}"
         except (EnvironmentFailure, RewardFailure) as error:
@@ -132,7 +131,7 @@ class AgentWorker(RolloutWorker):
             "POSTTRAIN_REPORT": str(folder / "report"),
             "POSTTRAIN_TASK": task,
             "POSTTRAIN_MESSAGES": json.dumps(observation.messages),
-            "POSTTRAIN_ROW": json.dumps(dict(environment.row()), default=str),
+            "POSTTRAIN_ROW": json.dumps(dict(await self._call(environment.row, environment.blocking)), default=str),
         }
         variables = {name: value for name, value in variables.items() if len(value) <= _MAX_VARIABLE}
         try:
@@ -160,32 +159,33 @@ class AgentWorker(RolloutWorker):
 
     async def _reward(
         self, environment: Environment, observation: Observation, report: AgentReport, request: EpisodeRequest
-    ) -> tuple[float, dict[str, Any], bool]:
-        """The reward, the info of the last turn, and whether the task ended by its own rules."""
+    ) -> Step:
+        """The reward and the info of the last turn."""
         assert self.agent is not None
         if self.agent.reward == "environment":
-            step = await self._step(environment, report.answer, request.seed)
-            return float(step.reward), dict(step.info), step.terminated
+            return await self._step(environment, report.answer, request.seed)
         if self.agent.reward == "none":
-            return 0.0, {}, True
+            return Step([], 0.0, True, False)
         if self.agent.reward == "report":
             try:
-                scores = finite_scores({SCORE: report.reward, **report.scores}, "the report", f"seed {request.seed}")
+                scores: Scores = finite_scores(
+                    {SCORE: report.reward, **report.scores}, "the report", f"seed {request.seed}"
+                )
             except RewardFailure as error:
                 raise _AgentFailure(AgentEnding.NO_REPORT, f"reported no finite reward: {error}") from error
         else:
             function: RewardFunction = load_reward(self.agent.reward, "agent.reward")
             origin = type(environment).task_name(environment.recipe, request.seed)
             score = partial(function, observation.messages, report.answer, environment.row(), origin)
-            environment.blocking = environment.blocking or function.blocking
-            scores = await self._call(environment, score)
-        reward = scores.pop(SCORE)
-        info: dict[str, Any] = {"scores": scores} if scores else {}
+            scores = await self._call(score, environment.blocking or function.blocking)
+        reward = scores[SCORE]
+        others = {name: value for name, value in scores.items() if name != SCORE}
+        info: dict[str, Any] = {"scores": others} if others else {}
         if report.success is not None:
             info["success"] = report.success
-        elif self.agent.success_reward is not None:
+        elif self.agent.success_reward is not None and reward is not None:
             info["success"] = reward >= self.agent.success_reward
-        return reward, info, True
+        return Step([], reward or 0.0, True, False, info, scored=reward is not None)
 
 
 def _check_exit(exit: AgentExit, session: AgentSession, timeout: float) -> None:

@@ -1,0 +1,251 @@
+"""Calls of environments and rewards that take too long, never return, or raise what is no Exception."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from posttrain.environments import calls, rewards
+from posttrain.environments.calls import CallTimeout, ended_in, ended_within
+from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.episode import Outcome
+from posttrain.errors import RunError
+
+from .test_driver import EchoEngine, play
+
+FOREVER = threading.Event()
+
+
+class Hanging(Environment):
+    """One turn. Seeds name what hangs, from 0 in the order of `HANGS`; other seeds are played."""
+
+    HANGS = ("sleep", "event", "loop", "reset", "constructor")
+    late: ClassVar[list[str]] = []
+
+    def reset(self, seed):
+        self.kind = self.HANGS[seed] if seed < len(self.HANGS) else ""
+        if self.kind == "reset":
+            FOREVER.wait()
+        return Observation([{"role": "user", "content": f"task {seed}"}])
+
+    def step(self, action):
+        if self.kind == "sleep":
+            time.sleep(1.5)
+            Hanging.late.append(action)
+        if self.kind == "event":
+            FOREVER.wait()
+        while self.kind == "loop":
+            pass
+        return Step([], 1.0, True, False, {"success": True})
+
+
+class Wide(EchoEngine):
+    """Plays all episodes at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.capacity = 64
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_call_that_never_returns_fails_its_episode_on_time(blocking, monkeypatch):
+    monkeypatch.setattr(Hanging, "blocking", blocking)
+    begun = time.monotonic()
+    episodes = play([0, 1, 2, 3, 9, 10], Wide(), Hanging, environment_timeout=0.5)
+    assert time.monotonic() - begun < 1.4
+    assert [e.outcome is Outcome.FAILED for e in episodes] == [True] * 4 + [False] * 2
+    assert all(e.failure.endswith("took longer than 0.5 s") for e in episodes[:4])
+    time.sleep(1.5)
+    assert Hanging.late == [], "a call that was given up goes on"
+    # The next episodes are not affected by calls that still hang.
+    assert all(e.success for e in play([9, 10], Wide(), Hanging, environment_timeout=0.5))
+
+
+def test_calls_of_an_environment_that_does_not_block_never_overlap():
+    running, most = [0], [0]
+
+    def call():
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.01)
+        running[0] -= 1
+        return threading.get_ident()
+
+    async def all_calls(one_at_a_time):
+        return await asyncio.gather(*(ended_within(call, 60.0, one_at_a_time) for _ in range(8)))
+
+    asyncio.run(all_calls(True))
+    assert most == [1]
+    asyncio.run(all_calls(False))
+    assert most[0] > 1
+
+
+def test_too_many_calls_that_still_hang_end_the_run(monkeypatch):
+    monkeypatch.setattr(calls, "MOST_GIVEN_UP", sum(thread.is_alive() for thread in calls._given_up) + 2)
+    ends = [ended_in(FOREVER.wait, 0.01) for _ in range(2)]
+    assert all(isinstance(error, CallTimeout) for _, error in ends)
+    with pytest.raises(RunError, match=r"environment_timeout.*have not returned"):
+        ended_in(FOREVER.wait, 0.01)
+
+
+class GeneratorExitLike(BaseException):
+    """As libraries raise it that interrupt code."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Wrong(Environment):
+    """One turn, in which the environment of seed n does the n-th wrong thing."""
+
+    RAISED = (
+        SystemExit(3),
+        KeyboardInterrupt(),
+        asyncio.CancelledError(),
+        GeneratorExit(),
+        StopIteration(1),
+        TimeoutError("mine"),
+        ValueError("\ud800"),
+        GeneratorExitLike(),
+        RecursionError(),
+    )
+    STEPS = (
+        Step([], 1e300, True, False),
+        Step([], 10**400, True, False),
+        Step([], float("inf"), True, False),
+        Step([], np.float32("nan"), True, False),
+        Step([], "1", True, False),
+        Step([], np.array([1.0]), True, False),
+        Step([], None, True, False),
+        Step([], 1.0, True, False, {"success": "no"}),
+        Step([], 1.0, True, False, {"success": 1}),
+        Step([], 1.0, True, False, {"success": np.array([True, False])}),
+        Step([], 1.0, True, False, {"scores": [1.0]}),
+        Step([], 1.0, True, False, {"scores": {"a": float("nan")}}),
+        Step([], 1.0, True, False, {"scores": {"a": "1"}}),
+        Step([], 1.0, "no", False),
+        Step([{"role": "user", "content": "\ud800"}], 1.0, False, False),
+        Step([{"role": "user", "content": "a", "name": "\udfff"}], 1.0, False, False),
+        Step([{"role": "user", "content": "a", "extra": object()}], 1.0, False, False),
+        Step("a", 1.0, False, False),
+        (step for step in ()),
+        None,
+    )
+
+    def reset(self, seed):
+        self.seed = seed
+        content = "\ud83d" if seed == 99 else f"task {seed}"
+        return Observation([{"role": "user", "content": content}])
+
+    def step(self, action):
+        if self.seed < len(self.RAISED):
+            raise self.RAISED[self.seed]
+        return self.STEPS[self.seed - len(self.RAISED)]
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_whatever_an_environment_raises_or_returns_fails_its_episode_by_name(timeout):
+    """A KeyboardInterrupt in the thread of the rollout is the user's; see `test_driver` for it."""
+    seeds = [*range(len(Wrong.RAISED) + len(Wrong.STEPS)), 99]
+    seeds = [seed for seed in seeds if timeout is not None or seed != 1]
+    episodes = play(seeds, Wide(), Wrong, environment_timeout=timeout)
+    for seed, episode in zip(seeds, episodes, strict=True):
+        assert episode.outcome is Outcome.FAILED, seed
+        assert episode.failure.startswith("tests.rollout.test_timeouts:Wrong"), seed
+        assert episode.failure.encode(), seed
+        assert episode.total_reward == 0.0
+    raised = dict(zip(seeds, episodes, strict=True))
+    assert raised[0].failure.endswith("raised SystemExit: 3")
+    assert raised[5].failure.endswith("raised TimeoutError: mine")
+
+
+def test_numbers_of_numpy_are_numbers():
+    class Numpy(Wrong):
+        STEPS = (Step([], np.float32(0.5), np.True_, np.False_, {"success": np.True_, "scores": {"a": np.int64(2)}}),)
+        RAISED = ()
+
+    (episode,) = play([0], environment=Numpy)
+    assert (episode.total_reward, episode.success, episode.scores) == (0.5, True, {"a": 2.0})
+    assert type(episode.turns[0].info["success"]) is bool
+
+
+def test_an_async_reward_that_blocks_does_not_block_later_ones():
+    async def blocks(answer):
+        time.sleep(20)
+
+    cancelled = threading.Event()
+
+    async def waits(answer):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    async def right(answer):
+        await asyncio.sleep(0)
+        return 1.0
+
+    async def leaves(answer):
+        raise SystemExit(2)
+
+    def score(function, seconds=30.0):
+        return ended_in(lambda: rewards.RewardFunction("r", function)([], "a", {}, "row 1"), seconds)
+
+    assert score(right)[0] == {"score": 1.0}
+    loop = rewards._event_loop()
+    assert isinstance(score(leaves)[1], rewards.RewardFailure)
+    assert isinstance(score(waits, 0.2)[1], CallTimeout)
+    assert cancelled.wait(5), "it ends when its call is given up"
+    rewards.replace_blocked_loop()
+    assert rewards._event_loop() is loop, "a loop that runs is kept"
+    assert isinstance(score(blocks, 0.2)[1], CallTimeout)
+    rewards.replace_blocked_loop()
+    assert score(right)[0] == {"score": 1.0}
+
+
+HUNG = """
+import time
+import posttrain
+
+
+def reward(answer, **row):
+    if row["hangs"]:
+        print("hung", flush=True)
+        time.sleep(10**6)
+    return float("a" in answer)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "ahead"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
+def test_a_signal_ends_a_run_whose_reward_never_returns(number, ahead, tiny_model, tmp_path):
+    (tmp_path / "hung.py").write_text(HUNG)
+    rows = "".join(f'{{"prompt": "{n}", "hangs": {str(n > 0).lower()}}}\n' for n in range(12))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    words = [f"environment.prompts={tmp_path}/rows.jsonl", f"environment.reward={tmp_path}/hung.py:reward"]
+    words += ["environment.type=text_task", f"model.path={tiny_model}", f"runs={tmp_path}", "name=hung", "steps=2"]
+    words += ["evaluation.every=0", "rollout.groups_per_step=4", "rollout.episodes_per_group=2", "model.threads=1"]
+    words += ["rollout.tokens_per_turn=4", f"rollout.async_rollouts={ahead}", "seeds.start=0", "seeds.count=8"]
+    words += ["evaluation.seeds.start=8", "evaluation.seeds.count=2", "evaluation.final_seeds.start=10"]
+    command = [sys.executable, "-m", "posttrain.cli.main", "rl", *words]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as run:
+        shown = b""
+        while b"hung\n" not in shown:
+            line = run.stdout.readline()
+            assert line, shown.decode()
+            shown += line
+        time.sleep(1)
+        begun = time.monotonic()
+        run.send_signal(number)
+        rest, _ = run.communicate(timeout=90)
+        assert time.monotonic() - begun < 20
+        assert run.returncode == 130, (shown + rest).decode()
