@@ -109,9 +109,12 @@ class Renderer:
     def answer(self, text: str, after: str | None = None) -> list[int]:
         """Return the tokens of an answer text, with the end token that a policy would sample.
 
-        `after`: the rendered text before it, by default the start of an answer.
+        `after`: the rendered text before it. By default, the template starts the answer.
         """
-        return [*self.encode(self.marked(text), self._start if after is None else after), self.end]
+        if after is None:
+            before, after, behind = self._frame
+            text = before + text + behind
+        return [*self.encode(self.marked(text), after), self.end]
 
     def answer_text(self, ids: Sequence[int]) -> str:
         """Return a sampled answer as text, without its end token."""
@@ -189,8 +192,10 @@ class Renderer:
         first = [{"role": "user", "content": "first"}]
         shown = [schema(_PROBE, "A probe.", {})] if tools else []
         later = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "second"}]
-        before, after = self.text(first, shown) + answer, self.text(later, shown)
-        return after.startswith(before) and self.closes(after[len(before) :])
+        before, after = self.text(first, shown), self.text(later, shown)
+        # Some templates write a space before answers, which is then sampled.
+        written = after[len(before) :].lstrip()
+        return after.startswith(before) and written.startswith(answer) and self.closes(written[len(answer) :])
 
     def _keeps_calls(self, thought: bool) -> bool:
         first: list[Message] = [{"role": "user", "content": "first"}]
@@ -353,8 +358,15 @@ class Renderer:
         return _after_answer(self.tokenizer)[0]
 
     @cached_property
-    def _start(self) -> str:
-        return self.text([{"role": "user", "content": "x"}])
+    def _frame(self) -> tuple[str, str, str]:
+        """The white space before an answer, the rendered text before that, and the white space between answer and end."""
+        asked = [{"role": "user", "content": "x"}]
+        prompt = self.text(asked)
+        answered = self.text([*asked, {"role": "assistant", "content": _ANSWER}], answering=False)
+        before, _, behind = answered.removeprefix(prompt).partition(_ANSWER)
+        end = self._ends.search(behind)
+        space = behind[: end.start()] if end else ""
+        return before if before.isspace() else "", prompt, space if space.isspace() else ""
 
 
 def end_token_of(tokenizer: Any, end_tokens: Collection[int] = ()) -> int:
