@@ -36,7 +36,7 @@ class TextEncoder:
             if (token.special or number in control) and token.content not in _THINKING
         )
         """Ids of control tokens."""
-        self._control = either(self._added[number].content for number in self.control)
+        self._control = either([_ESCAPED, *(self._added[number].content for number in self.control)])
         self._normalizer = tokenizer.backend_tokenizer.normalizer
 
     # -- messages

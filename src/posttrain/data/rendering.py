@@ -140,7 +140,9 @@ class Renderer:
     def thinking_problem(self, messages: Sequence[Message]) -> str | None:
         """How the answers among `messages` contradict `model.thinking`; None if they do not."""
         answers = [message for message in messages if message["role"] == "assistant"]
-        thoughts = [bool(reasoning_of(m)) or "</think>" in str(m.get("content")) for m in answers]
+        thoughts = [
+            "</think>" in str(m.get("content")) or bool(self.reasoning_form and reasoning_of(m)) for m in answers
+        ]
         if self.thinking == "off" and any(thoughts):
             return "with thinking although model.thinking is off"
         if self.thinking == "on" and not any(thoughts):
@@ -159,13 +161,16 @@ class Renderer:
     @cached_property
     def reasoning_form(self) -> str | None:
         """How the template reads the reasoning of an answer: the key of a message, `parts` of its content, or `tags` in its
-        content; None if it does not show reasoning."""
+        content; None if it does not show reasoning in the answer to its prompt."""
+        asked = [{"role": "user", "content": "x"}]
         for form in (*REASONING, "parts"):
             answer = _in_form({"role": "assistant", "content": _ANSWER}, _PROBE, form)
             with suppress(InputError):
-                text = self._applied([{"role": "user", "content": "x"}, answer], None, False)
-                if _PROBE in text and _ANSWER in text:
-                    return form
+                text = self._applied([*asked, answer], None, False)
+                # A template for text prints a list of parts.
+                if _PROBE in text and _ANSWER in text and not re.search("['\"]thinking['\"]", text):
+                    # With thinking off, the prompt ends with an empty thought.
+                    return form if text.startswith(self._applied(asked, None, True)) else None
         return "tags" if "</think>" in self.tokenizer.get_chat_template() else None
 
     def with_reasoning(self, message: Message) -> Message:
@@ -407,11 +412,12 @@ def reasoning_of(message: Message) -> str:
 
 def _in_form(message: Message, reasoning: str, form: str) -> Message:
     """Return a message with reasoning in a form of `Renderer.reasoning_form`."""
+    content = message.get("content") or ""
     if form == "parts":
-        parts = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": message["content"]}]
+        parts = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}]
         return {**message, "content": parts}
     if form == "tags":
-        return {**message, "content": f"<think>\n{reasoning}\n</think>\n\n{message['content']}"}
+        return {**message, "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
     return {**message, form: reasoning}
 
 
