@@ -90,14 +90,12 @@ class Renderer:
         """Return the tokens of the rendered text that follows an answer. `end` as in `continuation`."""
         if end is None:
             return self.encode(text, _ANSWER)
-        match = self._ends.match(text.lstrip())
+        written = self.closes(text)
+        names = self.tokenizer.convert_ids_to_tokens([end, self.end])
         # A template without ends may write the end token of another turn here: the role of the next message.
-        if match and (
-            match[1] == self.tokenizer.convert_ids_to_tokens(end)
-            or match[1] == self.tokenizer.convert_ids_to_tokens(self.end)
-        ):
-            text = text.lstrip()[match.end() :]
-        return self.encode(text, self.tokenizer.convert_ids_to_tokens(end))
+        if written and written[1] in names:
+            text = written.string[written.end() :]
+        return self.encode(text, names[0])
 
     def message_ids(
         self, messages: Sequence[Message], answer: Message, primer: str = "", tools: Sequence[Tool] = ()
@@ -111,15 +109,17 @@ class Renderer:
 
         `after`: the rendered text before it. By default, the template starts the answer.
         """
+        text = self.marked(text)
         if after is None:
-            before, after, behind = self._frame
-            text = before + text + behind
-        return [*self.encode(self.marked(text), after), self.end]
+            before, after = self._opening
+            text = before + text + self._before_end
+        return [*self.encode(text, after), self.end]
 
     def answer_text(self, ids: Sequence[int]) -> str:
-        """Return a sampled answer as text, without its end token."""
-        kept = ids[:-1] if ids and ids[-1] in self.end_tokens else ids
-        return self.tokenizer.decode(list(kept), skip_special_tokens=False)
+        """Return a sampled answer as text, without its end."""
+        if not ids or ids[-1] not in self.end_tokens:
+            return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self.tokenizer.decode(list(ids[:-1]), skip_special_tokens=False).removesuffix(self._before_end)
 
     def warnings(self) -> list[str]:
         """Return warnings about how the template changes conversations."""
@@ -200,7 +200,8 @@ class Renderer:
         before, after = self.text(first, shown), self.text(later, shown)
         # Some templates write a space before answers, which is then sampled.
         written = after[len(before) :].lstrip()
-        return after.startswith(before) and written.startswith(answer) and self.closes(written[len(answer) :])
+        kept = after.startswith(before) and written.startswith(answer)
+        return kept and self.closes(written[len(answer) :]) is not None
 
     def _keeps_calls(self, thought: bool) -> bool:
         first: list[Message] = [{"role": "user", "content": "first"}]
@@ -353,9 +354,9 @@ class Renderer:
         """The end of a rendered answer: its end token, as group 1, and what the template writes behind it."""
         return re.compile(rf"{self._ends.pattern}(?:\s|{self._ends.pattern})*\Z")
 
-    def closes(self, text: str) -> bool:
-        """Whether rendered text that follows an answer starts with an end token."""
-        return self._ends.match(text.lstrip()) is not None
+    def closes(self, text: str) -> re.Match[str] | None:
+        """The end token, as group 1, at the start of rendered text that follows an answer; None if there is none."""
+        return self._ends.match(text.removeprefix(self._before_end).lstrip())
 
     @cached_property
     def text_after_answers(self) -> str:
@@ -363,15 +364,19 @@ class Renderer:
         return _after_answer(self.tokenizer)[0]
 
     @cached_property
-    def _frame(self) -> tuple[str, str, str]:
-        """The white space before an answer, the rendered text before that, and the white space between answer and end."""
+    def _opening(self) -> tuple[str, str]:
+        """The white space that the template writes before an answer, and the rendered text before it."""
         asked = [{"role": "user", "content": "x"}]
         prompt = self.text(asked)
         answered = self.text([*asked, {"role": "assistant", "content": _ANSWER}], answering=False)
-        before, _, behind = answered.removeprefix(prompt).partition(_ANSWER)
-        end = self._ends.search(behind)
-        space = behind[: end.start()] if end else ""
-        return before if before.isspace() else "", prompt, space if space.isspace() else ""
+        before = answered.removeprefix(prompt).partition(_ANSWER)[0]
+        return before if before.isspace() else "", prompt
+
+    @cached_property
+    def _before_end(self) -> str:
+        """What the template writes between an answer and its end token: a space, or another token."""
+        end = self.closing.search(self.text_after_answers)
+        return self.text_after_answers[: end.start()] if end else ""
 
 
 def end_token_of(tokenizer: Any, end_tokens: Collection[int] = ()) -> int:
