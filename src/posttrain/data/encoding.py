@@ -1,7 +1,9 @@
 """Rendered text to tokens.
 
 Only the chat template writes control tokens. The text of a control token inside a message stays text: `marked` breaks it
-with a mark before the template is applied, and `TextEncoder.encode` removes the mark.
+with a mark before the template is applied, and `TextEncoder.encode` removes the mark. Other tokens of the tokenizer, such
+as `<tool_call>` in Qwen, are encoded wherever their text is. A template that deletes text inside of messages could still
+join a control token. No published one is known to.
 
 The later parts of a text are encoded as its continuation, because SentencePiece tokenizers put a space before a text.
 """
