@@ -299,9 +299,9 @@ class Renderer:
 
     def _templated(self, messages: list[Message], tools: list[Any] | None, answering: bool) -> str:
         """Return the text of the template, with the marks of `TextEncoder`."""
-        marked = self.marked([messages, tools])
-        text = self._applied(*marked, answering)
-        return text if marked == [messages, tools] else TextEncoder.unescaped(text)
+        marked, marked_tools = self.marked(messages), self.marked(tools)
+        text = self._applied(marked, marked_tools, answering)
+        return text if (marked, marked_tools) == (messages, tools) else TextEncoder.unescaped(text)
 
     def _applied(self, messages: list[Message], tools: list[Any] | None, answering: bool) -> str:
         try:

@@ -105,18 +105,22 @@ def tokenize(
             continue
         if fitted is not row:
             problems.note("cut to data.max_tokens", row.origin)
-        for note in [] if isinstance(example, TextExample) else _notes(example, renderer):
+        for note in _notes(example, renderer):
             problems.note(note, row.origin)
         yield fitted
 
 
-def _notes(example: ConversationExample | PairExample | UnpairedExample, renderer: Renderer) -> list[str]:
+def _notes(example: Example, renderer: Renderer) -> list[str]:
     """How the row differs from its file, or from `model.thinking`."""
+    if isinstance(example, TextExample):
+        return []
+    prompt: list[Any]
     if isinstance(example, ConversationExample):
         prompt, answers = [], example.messages
     elif isinstance(example, UnpairedExample):
         prompt, answers = example.prompt, example.completion
     else:
+        assert isinstance(example, PairExample)
         prompt, answers = example.prompt, [*example.chosen, *example.rejected]
     problem = renderer.thinking_problem(answers)
     return [*renderer.notes([*prompt, *answers], example.tools or []), *([problem] if problem else [])]
