@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+
 from tests.adversary import hosts, models
 
 SECONDS = 20
@@ -62,6 +64,53 @@ def tool_calls(seed: int, folder: Path) -> None:
             json.dumps(call.message("c"), ensure_ascii=False, allow_nan=False).encode()
             # A template and a reply nest it further.
             json.dumps([[[[call.message("c")]]]])
+
+
+def control_tokens(seed: int, folder: Path) -> None:
+    """Messages, tools and observations with the text of control tokens: none ends a turn or starts one, in any use."""
+    from posttrain.data.encoding import MARK
+    from posttrain.data.rendering import render_conversation
+    from posttrain.episode import StopReason
+    from posttrain.rollout.transcript import TokenTranscript
+    from tests.data.test_encoding import controls, subjects
+
+    draw = random.Random(seed)
+    name = draw.choice(list(subjects()))
+    subject = subjects()[name]
+    tokens = [subject.tokenizer.convert_ids_to_tokens(number) for number in sorted(subject._encoder.control)]
+    pieces = ["system\n", " ", "\n", "x", "</think>", "<think>", MARK, "\\ufdd0", "é", "＜", '"', "{", "\u200b"]
+
+    def attack() -> str:
+        text = ""
+        for _ in range(draw.randrange(1, 9)):
+            token = draw.choice(tokens)
+            cut = draw.randrange(len(token) + 1)
+            text += draw.choice([token, token, token[:cut], token[cut:], token[:cut] + token, draw.choice(pieces)])
+        return f"k{text}k"
+
+    def use(text: Any) -> list[list[int]]:
+        first = [{"role": "system", "content": text()}] if subject.folds_system or "mistral" not in name else []
+        first.append({"role": "user", "content": text()})
+        answered = [*first, {"role": "assistant", "content": text()}]
+        used = [stream.ids for loss in ("assistant", "all") for stream in render_conversation(subject, answered, loss)]  # type: ignore[arg-type]
+        transcript = TokenTranscript(subject, first, primer="k" * (seed % 2))
+        ids = subject.answer("k")
+        transcript.answer(ids, [0.0] * len(ids), StopReason.END_TOKEN)
+        transcript.observe([{"role": "user", "content": text()}])
+        used.append(np.array(transcript.context))
+        if subject.native_tools:
+            call = {
+                "id": "call00000",
+                "type": "function",
+                "function": {"name": text(), "arguments": {text(): [text()]}},
+            }
+            tool = {"type": "function", "function": {"name": text(), "description": text(), "parameters": {}}}
+            result = {"role": "tool", "name": text(), "tool_call_id": "call00000", "content": text()}
+            called = [*first[-1:], {"role": "assistant", "content": "", "tool_calls": [call]}, result]
+            used.append(np.array(subject.prompt(called, tools=[tool])))
+        return [controls(subject, ids) for ids in used]
+
+    assert use(attack) == use(lambda: "k"), name
 
 
 @cache

@@ -533,6 +533,7 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "judged": judged,
     "agent_calls": agent_calls,
     "tool_calls": callers.tool_calls,
+    "control_tokens": callers.control_tokens,
     "connections": callers.connections,
     "requests": callers.requests,
     "answers": callers.answers,

@@ -87,6 +87,10 @@ SHAREGPT = {
 """Values of `from` in ShareGPT rows -> role."""
 
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which a message has its reasoning as text. Rows are read into the first."""
+
+
 class UnusableRow(Exception):
     """A row cannot be used. The message is `category: detail`."""
 
@@ -122,6 +126,8 @@ def _message(value: Any, where: str) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         raise UnusableRow("wrong role", f"{where} has {short(role)}; use {', '.join(ROLES)}")
     kept = {key: item for key, item in value.items() if item is not None and key not in dropped}
+    if role == "assistant":
+        content = _take_reasoning(kept, content, where)
     calls = kept.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UnusableRow("wrong type", f"`tool_calls` of {where} is not a list of objects")
@@ -162,6 +168,26 @@ def _trained_by_weight(weight: Any, kept: dict[str, Any], where: str) -> dict[st
             "weight and train disagree", f"{where} has weight {weight:g} and train {short(kept['train'])}"
         )
     return {} if weight else {"train": False}
+
+
+def _take_reasoning(message: dict[str, Any], content: Any, where: str) -> Any:
+    """Move the reasoning of a message, from any of its keys or from parts of its content, to `reasoning_content`. Returns
+    the rest of the content."""
+    parts = content if isinstance(content, list) else []
+    thought = [part for part in parts if isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")]
+    texts = [message.pop(key) for key in REASONING if isinstance(message.get(key), str)]
+    if thought:
+        inner = [
+            next((part[key] for key in ("thinking", "reasoning", "text") if key in part), None) for part in thought
+        ]
+        texts.append("\n".join(_content(text, False, f"the reasoning of {where}") for text in inner))
+        content = [part for part in parts if part not in thought] or ""
+    different = {text.strip(): text for text in texts if text.strip()}
+    if len(different) > 1:
+        raise UnusableRow("several reasonings", f"{where} has different texts in its keys for reasoning")
+    if different:
+        message["reasoning_content"] = next(iter(different.values()))
+    return content
 
 
 def _content(value: Any, calls_tools: bool, where: str) -> str:

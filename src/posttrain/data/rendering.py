@@ -4,13 +4,18 @@ An observation is rendered once, with the text that the chat template puts aroun
 The template renders a sampled answer only if it rewrites history.
 """
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
+from posttrain.data.encoding import TextEncoder, either
+from posttrain.data.messages import REASONING
 from posttrain.data.tools import (
     SYNTAXES,
     ParsedAnswer,
@@ -36,9 +41,11 @@ class Renderer:
     """Renders chat messages to token ids with a tokenizer and its chat template."""
 
     def __init__(self, tokenizer: Any, end_tokens: frozenset[int]) -> None:
-        """`end_tokens`: ids that end an answer. InputError if the template cannot render a conversation."""
+        """`end_tokens`: ids that end an answer, besides the one that the template writes. InputError if the template cannot
+        render a conversation."""
         self.tokenizer = tokenizer
         self.end_tokens = end_tokens
+        self.end_tokens |= {self.end}
         if _ANSWER not in self._templated([{"role": "user", "content": _ANSWER}], None, True):
             raise InputError(
                 f"the chat template of {tokenizer.name_or_path} omits messages that are plain text (it may be a template for "
@@ -54,7 +61,7 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], primer: str = "", tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of a conversation up to the policy's answer; `primer` is text that starts the answer."""
-        return self.encode(self.text(messages, tools) + primer)
+        return self.encode(self.text(messages, tools) + self.marked(primer))
 
     def surely_longer(self, messages: Sequence[Message], tools: Sequence[Tool], tokens: int) -> bool:
         """Whether a conversation has more than `tokens` tokens however it is divided into them, found without rendering it."""
@@ -68,48 +75,110 @@ class Renderer:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def continuation(
-        self, messages: Sequence[Message], ended: bool, primer: str = "", tools: Sequence[Tool] = ()
+        self, messages: Sequence[Message], end: int | None, primer: str = "", tools: Sequence[Tool] = ()
     ) -> list[int]:
         """Return the tokens between two answers: the end of the first, `messages`, and the start of the second.
 
-        `ended`: the first answer's last token was an end token, which is then not repeated.
+        `end`: the end token that the first answer was sampled with, which is then not repeated; None if it was cut off.
         """
         text = self.text(
             [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}, *messages], tools
         )
-        ids = self.encode(text.partition(_ANSWER)[2] + primer)
-        return ids[1:] if ended and ids and ids[0] in self.end_tokens else ids
+        return self.after_answer(text.partition(_ANSWER)[2] + self.marked(primer), end)
+
+    def after_answer(self, text: str, end: int | None) -> list[int]:
+        """Return the tokens of the rendered text that follows an answer. `end` as in `continuation`."""
+        if end is None:
+            return self.encode(text, _ANSWER)
+        written = self.closes(text)
+        names = self.tokenizer.convert_ids_to_tokens([end, self.end])
+        # A template without ends may write the end token of another turn here: the role of the next message.
+        if written and written[1] in names:
+            text = written.string[written.end() :]
+        return self.encode(text, names[0])
 
     def message_ids(
         self, messages: Sequence[Message], answer: Message, primer: str = "", tools: Sequence[Tool] = ()
     ) -> list[int]:
         """Return the tokens of an assistant message, as the template shows it after `messages`, with its end token."""
-        prompt = self.text(messages, tools) + primer
+        prompt = self.text(messages, tools) + self.marked(primer)
         return _answer(self, [*messages, answer], tools, prompt, primer)[0]
 
-    def answer(self, text: str) -> list[int]:
-        """Return the tokens of an answer text, with the end token that a policy would sample."""
-        return [*self.encode(text), self.tokenizer.eos_token_id]
+    def answer(self, text: str, after: str | None = None) -> list[int]:
+        """Return the tokens of an answer text, with the end token that a policy would sample.
+
+        `after`: the rendered text before it. By default, the template starts the answer.
+        """
+        text = self.marked(text)
+        if after is None:
+            before, after = self._opening
+            text = before + text + self._before_end
+        return [*self.encode(text, after), self.end]
 
     def answer_text(self, ids: Sequence[int]) -> str:
-        """Return a sampled answer as text, without its end token."""
-        kept = ids[:-1] if ids and ids[-1] in self.end_tokens else ids
-        return self.tokenizer.decode(list(kept), skip_special_tokens=False)
+        """Return a sampled answer as text, without its end."""
+        if not ids or ids[-1] not in self.end_tokens:
+            return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self.tokenizer.decode(list(ids[:-1]), skip_special_tokens=False).removesuffix(self._before_end)
 
     def warnings(self) -> list[str]:
         """Return warnings about how the template changes conversations."""
-        warning = "the chat template has no system role, so the system message is prepended to the first user message"
-        return [warning] if self.folds_system else []
+        warnings = []
+        if self.folds_system:
+            warnings.append(
+                "the chat template has no system role, so the system message is prepended to the first user message"
+            )
+        if not self.closing.search(self.text_after_answers):
+            written = f"the text {self.text_after_answers.strip()!r}" if self.text_after_answers.strip() else "nothing"
+            warnings.append(
+                f"the chat template ends answers with {written} instead of a token of the tokenizer, so answers end with "
+                f"{self.tokenizer.convert_ids_to_tokens(self.end)} and every turn becomes its own stream; set model.chat_template to a template that "
+                "ends answers with a token"
+            )
+        return warnings
 
     def thinking_problem(self, messages: Sequence[Message]) -> str | None:
         """How the answers among `messages` contradict `model.thinking`; None if they do not."""
         answers = [message for message in messages if message["role"] == "assistant"]
-        thoughts = [bool(m.get("reasoning_content")) or "</think>" in str(m.get("content")) for m in answers]
+        thoughts = [
+            "</think>" in str(m.get("content")) or bool(self.reasoning_form and reasoning_of(m)) for m in answers
+        ]
         if self.thinking == "off" and any(thoughts):
             return "with thinking although model.thinking is off"
         if self.thinking == "on" and not any(thoughts):
             return "without thinking although model.thinking is on"
         return None
+
+    def notes(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[str]:
+        """How a conversation is changed when it is rendered."""
+        notes = []
+        if self.reasoning_form is None and any(map(reasoning_of, messages)):
+            notes.append("without its reasoning, which the chat template does not show")
+        if self.marked([*messages, *tools]) != [*messages, *tools]:
+            notes.append("with the text of control tokens, which is encoded as text")
+        return notes
+
+    @cached_property
+    def reasoning_form(self) -> str | None:
+        """How the template reads the reasoning of an answer: the key of a message, `parts` of its content, or `tags` in its
+        content; None if it does not show reasoning in the answer to its prompt."""
+        asked = [{"role": "user", "content": "x"}]
+        for form in (*REASONING, "parts"):
+            answer = _in_form({"role": "assistant", "content": _ANSWER}, _PROBE, form)
+            with suppress(InputError):
+                text = self._applied([*asked, answer], None, False)
+                # A template for text prints a list of parts.
+                if _PROBE in text and _ANSWER in text and not re.search("['\"]thinking['\"]", text):
+                    # With thinking off, the prompt ends with an empty thought.
+                    return form if text.startswith(self._applied(asked, None, True)) else None
+        return "tags" if "</think>" in self.tokenizer.get_chat_template() else None
+
+    def with_reasoning(self, message: Message) -> Message:
+        """Return a message with its reasoning in the form that the template reads, or without it."""
+        if not (reasoning := reasoning_of(message)):
+            return message
+        plain = {key: value for key, value in message.items() if key not in REASONING}
+        return _in_form(plain, reasoning, self.reasoning_form) if self.reasoning_form else plain
 
     def must_split(self, thought: bool, role: str = "user", tools: bool = False) -> bool:
         """Whether a message of `role` makes the template change earlier text, which requires a new stream.
@@ -128,7 +197,11 @@ class Renderer:
         first = [{"role": "user", "content": "first"}]
         shown = [schema(_PROBE, "A probe.", {})] if tools else []
         later = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "second"}]
-        return self.text(later, shown).startswith(self.text(first, shown) + answer)
+        before, after = self.text(first, shown), self.text(later, shown)
+        # Some templates write a space before answers, which is then sampled.
+        written = after[len(before) :].lstrip()
+        kept = after.startswith(before) and written.startswith(answer)
+        return kept and self.closes(written[len(answer) :]) is not None
 
     def _keeps_calls(self, thought: bool) -> bool:
         first: list[Message] = [{"role": "user", "content": "first"}]
@@ -141,8 +214,8 @@ class Renderer:
         result = {"role": "tool", "name": _PROBE, "tool_call_id": call["id"], "content": "second"}
         before = self.text(called, shown, answering=False)
         after = self.text([*called, result], shown)
-        kept = before.startswith(self.text(first, shown)) and after.startswith(before)
-        return kept and (not thought or _THOUGHT.strip() in after)
+        kept = before.startswith(self.text(first, shown)) and after.startswith(before) and self.closing.search(before)
+        return bool(kept) and (not thought or _THOUGHT.strip() in after)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool] = (), answering: bool = True) -> str:
         """Return the rendered text of `messages`; `answering`: up to the start of the policy's next answer.
@@ -152,7 +225,8 @@ class Renderer:
         """
         if (tools or _uses_tools(messages)) and not self.native_tools:
             messages, tools = tools_as_text(messages, tools), ()
-        rendered = _fold_system(messages) if self.folds_system else list(messages)
+        messages = [self.with_reasoning(message) for message in messages]
+        rendered = _fold_system(messages) if self.folds_system else messages
         return self._templated(rendered, list(tools) or None, answering)
 
     # -- tools
@@ -224,6 +298,12 @@ class Renderer:
         return _ANSWER not in text
 
     def _templated(self, messages: list[Message], tools: list[Any] | None, answering: bool) -> str:
+        """Return the text of the template, with the marks of `TextEncoder`."""
+        marked, marked_tools = self.marked(messages), self.marked(tools)
+        text = self._applied(marked, marked_tools, answering)
+        return text if (marked, marked_tools) == (messages, tools) else TextEncoder.unescaped(text)
+
+    def _applied(self, messages: list[Message], tools: list[Any] | None, answering: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=answering
@@ -235,9 +315,115 @@ class Renderer:
                 f"({type(error).__name__}: {error}); set another template in model.chat_template"
             ) from error
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of rendered text."""
+    # -- tokens
+    # ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        written: set[int] = set()
+        for roles in (("user",), ("user", "assistant", "user"), ("system", "user")):
+            with suppress(InputError):
+                text = self._applied([{"role": role, "content": "x"} for role in roles], None, True)
+                written.update(self.document(text))
+        return TextEncoder(self.tokenizer, written | self.end_tokens)
+
+    def encode(self, text: str, after: str = "") -> list[int]:
+        """Return the token ids of rendered text that continues the rendered text `after`."""
+        return self._encoder.encode(text, after)
+
+    def marked(self, value: Any) -> Any:
+        """Return a text, or the texts in a value, as part of rendered text: control tokens in it are text."""
+        return self._encoder.marked(value)
+
+    def document(self, text: str) -> list[int]:
+        """Return the tokens of a text that is no message. Control tokens in it are control tokens."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @cached_property
+    def end(self) -> int:
+        """The token that ends an answer in rows and written episodes."""
+        return end_token_of(self.tokenizer, self.end_tokens)
+
+    @cached_property
+    def _ends(self) -> re.Pattern[str]:
+        added = self.tokenizer.added_tokens_decoder
+        return either(added[token].content for token in self.end_tokens if token in added)
+
+    @cached_property
+    def closing(self) -> re.Pattern[str]:
+        """The end of a rendered answer: its end token, as group 1, and what the template writes behind it."""
+        return re.compile(rf"{self._ends.pattern}(?:\s|{self._ends.pattern})*\Z")
+
+    def closes(self, text: str) -> re.Match[str] | None:
+        """The end token, as group 1, at the start of rendered text that follows an answer; None if there is none."""
+        return self._ends.match(text.removeprefix(self._before_end).lstrip())
+
+    @cached_property
+    def text_after_answers(self) -> str:
+        """What the template writes after the last answer of a conversation."""
+        return _after_answer(self.tokenizer)[0]
+
+    @cached_property
+    def _opening(self) -> tuple[str, str]:
+        """The white space that the template writes before an answer, and the rendered text before it."""
+        asked = [{"role": "user", "content": "x"}]
+        prompt = self.text(asked)
+        answered = self.text([*asked, {"role": "assistant", "content": _ANSWER}], answering=False)
+        before = answered.removeprefix(prompt).partition(_ANSWER)[0]
+        return before if before.isspace() else "", prompt
+
+    @cached_property
+    def _before_end(self) -> str:
+        """What the template writes between an answer and its end token: a space, or another token."""
+        end = self.closing.search(self.text_after_answers)
+        return self.text_after_answers[: end.start()] if end else ""
+
+
+def end_token_of(tokenizer: Any, end_tokens: Collection[int] = ()) -> int:
+    """The token that ends an answer: the one that the chat template writes, else the tokenizer's, else one of `end_tokens`.
+
+    InputError if there is none.
+    """
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    known = {*end_tokens, tokenizer.eos_token_id}
+    for text in _after_answer(tokenizer)[::-1]:
+        written = [added[match[1]] for match in either(added).finditer(text)]
+        if written:
+            return next((token for token in written if token in known), written[-1])
+    if tokenizer.eos_token_id is None and not end_tokens:
+        raise InputError(
+            f"the tokenizer of {tokenizer.name_or_path} has no eos token, and its chat template ends answers without a token; "
+            "set eos_token in its tokenizer_config.json"
+        )
+    return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(end_tokens)
+
+
+def _after_answer(tokenizer: Any) -> tuple[str, str]:
+    """What the chat template writes after the last answer of a conversation, and after every answer."""
+    answered = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
+    texts = []
+    for messages in (answered, [*answered, answered[0]]):
+        with suppress(Exception):  # a template that refuses conversations is reported by Renderer
+            _, answer, text = tokenizer.apply_chat_template(messages, tokenize=False).rpartition(_ANSWER)
+            texts += [text] if answer else []
+    return (texts[0], os.path.commonprefix(texts)) if texts else ("", "")  # noqa: RUF071 (these are no paths)
+
+
+def reasoning_of(message: Message) -> str:
+    """The reasoning of an assistant message; empty if it has none."""
+    texts = [message.get(key) for key in REASONING if message["role"] == "assistant"]
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
+
+
+def _in_form(message: Message, reasoning: str, form: str) -> Message:
+    """Return a message with reasoning in a form of `Renderer.reasoning_form`."""
+    content = message.get("content") or ""
+    if form == "parts":
+        parts = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}]
+        return {**message, "content": parts}
+    if form == "tags":
+        return {**message, "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
+    return {**message, form: reasoning}
 
 
 def _characters(value: Any) -> int:
@@ -308,18 +494,17 @@ def render_conversation(
     if loss_on == "last_assistant":
         trained = trained[-1:]
     streams: list[tuple[list[int], list[bool]]] = []
-    rendered: str | None = None
-    after_end = ""
+    ended: str | None = None
     for index in trained:
         primer = messages[index].get("primer", "")
-        prompt = renderer.text(plain[:index], tools) + primer
-        if rendered is not None and prompt.startswith(rendered):
-            before = renderer.encode(after_end + prompt[len(rendered) :])
+        prompt = renderer.text(plain[:index], tools) + renderer.marked(primer)
+        if ended is not None and prompt.startswith(ended):
+            before = renderer.encode(prompt[len(ended) :], ended)
         else:
             streams.append(([], []))
             before = renderer.encode(prompt)
         ids, mask = streams[-1]
-        answer, rendered, after_end = _answer(renderer, plain[: index + 1], tools, prompt, primer)
+        answer, ended = _answer(renderer, plain[: index + 1], tools, prompt, primer)
         ids += [*before, *answer]
         mask += [False] * len(before) + [True] * len(answer)
     return _token_streams(streams)
@@ -327,13 +512,11 @@ def render_conversation(
 
 def _answer(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool], prompt: str, primer: str
-) -> tuple[list[int], str | None, str]:
-    """Return the tokens of the last message as an answer to `prompt`, the rendered text so far, and the part of that
-    text after the end token.
+) -> tuple[list[int], str | None]:
+    """Return the tokens of the last message as an answer to `prompt`, and the rendered text up to its end token.
 
     The text is None if the template does not end the answer with an end token. The stream then ends.
     """
-    tokenizer = renderer.tokenizer
     rendered = renderer.text(messages, tools, answering=False)
     if not rendered.startswith(prompt):
         # The template changes this answer, so its text is used as written.
@@ -341,16 +524,15 @@ def _answer(
             raise InputError(
                 f"the template does not show the tool calls of message {len(messages)} as an answer to the messages before it"
             )
-        text = _without_open_thought(messages[-1].get("content") or "", prompt).removeprefix(primer)
-        end = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
-        return renderer.answer(text), prompt + text + end, ""
-    rest = rendered[len(prompt) :]
-    encoded = tokenizer(rest, add_special_tokens=False, return_offsets_mapping=True)
-    ids = encoded["input_ids"]
-    ends = [index for index, token in enumerate(ids) if token in renderer.end_tokens]
-    if not ends:
-        return [*ids, tokenizer.eos_token_id], None, ""
-    return ids[: ends[-1] + 1], rendered, rest[encoded["offset_mapping"][ends[-1]][1] :]
+        content = renderer.with_reasoning(messages[-1]).get("content") or ""
+        text = _without_open_thought(content, prompt).removeprefix(primer)
+        end = renderer.tokenizer.convert_ids_to_tokens(renderer.end)
+        return renderer.answer(text, prompt), prompt + renderer.marked(text) + end
+    answer = rendered[len(prompt) :]
+    if end := renderer.closing.search(answer):
+        answer = answer[: end.end(1)]
+        return renderer.encode(answer, prompt), prompt + answer
+    return [*renderer.encode(answer.removesuffix(renderer.text_after_answers), prompt), renderer.end], None
 
 
 def _without_open_thought(content: str, prompt: str) -> str:

@@ -19,7 +19,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe, SourceRecipe
 
 Kind = Literal["conversation", "pair", "unpaired"]
-VERSION = 3
+VERSION = 4
 """Version of the rendering and of the cache files. Files of other versions are not read."""
 
 
@@ -105,21 +105,25 @@ def tokenize(
             continue
         if fitted is not row:
             problems.note("cut to data.max_tokens", row.origin)
-        if problem := renderer.thinking_problem(_answers_of(example)):
-            problems.note(problem, row.origin)
+        for note in _notes(example, renderer):
+            problems.note(note, row.origin)
         yield fitted
 
 
-def _answers_of(example: Example) -> list[Any]:
-    """Return the messages that a row trains on or compares."""
+def _notes(example: Example, renderer: Renderer) -> list[str]:
+    """How the row differs from its file, or from `model.thinking`."""
     if isinstance(example, TextExample):
         return []
+    prompt: list[Any]
     if isinstance(example, ConversationExample):
-        return example.messages
-    if isinstance(example, UnpairedExample):
-        return example.completion
-    assert isinstance(example, PairExample)
-    return [*example.chosen, *example.rejected]
+        prompt, answers = [], example.messages
+    elif isinstance(example, UnpairedExample):
+        prompt, answers = example.prompt, example.completion
+    else:
+        assert isinstance(example, PairExample)
+        prompt, answers = example.prompt, [*example.chosen, *example.rejected]
+    problem = renderer.thinking_problem(answers)
+    return [*renderer.notes([*prompt, *answers], example.tools or []), *([problem] if problem else [])]
 
 
 def _row(example: Example, renderer: Renderer, loss_on: LossOn) -> TokenRow:
@@ -144,8 +148,8 @@ def _row(example: Example, renderer: Renderer, loss_on: LossOn) -> TokenRow:
 
 
 def plain_text(renderer: Renderer, text: str) -> TokenStream:
-    """Return the tokens of `text` and an end token. Every token but the first is trained."""
-    ids = renderer.answer(text)
+    """Return the tokens of `text` and the tokenizer's end token. Every token but the first is trained."""
+    ids = [*renderer.document(text), renderer.tokenizer.eos_token_id]
     return TokenStream(np.array(ids, dtype=np.int64), np.arange(len(ids)) > 0)
 
 

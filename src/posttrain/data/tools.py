@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.data.messages import UnusableRow, check_value
+from posttrain.data.messages import REASONING, UnusableRow, check_value
 from posttrain.errors import InputError
 
 Message = dict[str, Any]
@@ -261,10 +261,11 @@ def tools_as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) 
         elif message.get("tool_calls"):
             calls = [_function_of(call) for call in message["tool_calls"]]
             parts = [content, *(f"<tool_call>{_compact(name, arguments)}</tool_call>" for name, arguments in calls)]
-            plain.append({"role": "assistant", "content": "\n".join(part for part in parts if part)})
+            plain.append({**message, "content": "\n".join(part for part in parts if part)})
         else:
-            plain.append({"role": message["role"], "content": content})
-    return [{"role": message["role"], "content": message["content"]} for message in plain]
+            plain.append({**message, "content": content})
+    kept = ("role", "content", *REASONING)
+    return [{key: value for key, value in message.items() if key in kept} for message in plain]
 
 
 def _function_of(call: Any) -> tuple[str, Any]:

@@ -28,6 +28,7 @@ from rich.console import Console
 
 from posttrain.engines.factory import open_inference_engine
 from posttrain.engines.protocol import Completion, Engine, Request
+from posttrain.episode import StopReason
 from posttrain.errors import InputError, PosttrainError
 from posttrain.evaluation.predictions import digest_of
 from posttrain.evaluation.results import Better, MetricResult, Results
@@ -215,7 +216,8 @@ class HarnessModel(TemplateLM):
 
         texts = []
         for request, (_, stops), completion in zip(requests, asked, asyncio.run(complete_all()), strict=True):
-            text = self.tokenizer.decode(list(completion.ids), skip_special_tokens=True)
+            kept = len(completion.ids) - (completion.stop_reason is StopReason.END_TOKEN)
+            text = self.tokenizer.decode(list(completion.ids[:kept]), skip_special_tokens=True)
             texts.append(postprocess_generated_text(text, stops, None))
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts

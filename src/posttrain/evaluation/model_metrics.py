@@ -228,7 +228,7 @@ class LanguageModel:
         whether it was truncated to the context of the model; None for a text without a second token.
         """
         first = self.policy.tokenizer.bos_token_id
-        ids = [([] if first is None else [first]) + self.renderer.encode(text) for text in texts]
+        ids = [([] if first is None else [first]) + self.renderer.document(text) for text in texts]
         usable = [i for i, text_ids in enumerate(ids) if len(text_ids) > 1]
         cut = [np.array(ids[i][: self.limit], dtype=np.int64) for i in usable]
         nats = self.nats([(text_ids, np.arange(len(text_ids)) > 0) for text_ids in cut])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from posttrain.data.rendering import end_token_of
 from posttrain.errors import InputError
 from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16
 from posttrain.models.cuda.attention import use_flash_attention
@@ -270,9 +271,9 @@ def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
 
 def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
     """Token ids that end a completion of the model at `path`, as in `TrainedModel.end_tokens`, without loading the
-    model.
+    model: those of the tokenizer, of the generation configuration, and of the chat template.
 
-    InputError if the model's configuration has something other than token ids.
+    InputError if there is none, or if the model's configuration has something other than token ids.
     """
     from transformers import GenerationConfig
 
@@ -291,7 +292,8 @@ def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
             f"model.path: {path} has an `eos_token_id` that is neither a token id nor a list of them; correct it in "
             "generation_config.json or config.json"
         )
-    return frozenset(token for token in [tokenizer.eos_token_id, *listed] if token is not None)
+    known = frozenset(token for token in [tokenizer.eos_token_id, *listed] if token is not None)
+    return known | {end_token_of(tokenizer, known)}
 
 
 def load_model(recipe: ModelRecipe, device: torch.device | None = None) -> torch.nn.Module:

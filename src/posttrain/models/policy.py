@@ -73,7 +73,8 @@ class TrainedModel:
             )
         self.tokenizer: Any = load_tokenizer(recipe)
         self.end_tokens = load_end_tokens(recipe.path, self.tokenizer)
-        """Token ids that end a completion: the end tokens of the tokenizer and of the generation configuration."""
+        """Token ids that end a completion: the end tokens of the tokenizer, the generation configuration and the chat
+        template."""
         self.model = self.load()
         self.version = 0
         if recipe.lora is not None:
@@ -328,7 +329,16 @@ class Policy(TrainedModel):
         self._reference: tuple[torch.nn.Module, ShardedModel | None] | None = None
 
     def load(self) -> torch.nn.Module:
-        return load_model(self.recipe, self.load_device)
+        model: Any = load_model(self.recipe, self.load_device)
+        # Programs that generate with an exported model stop where the engines do.
+        ends = sorted(self.end_tokens)
+        model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
+        return model
+
+    def export(self, directory: Path) -> None:
+        super().export(directory)
+        if self.recipe.lora is not None and self.recipe.lora.export == "adapter":
+            transformer(self.model).generation_config.save_pretrained(directory)
 
     def replica(self) -> "Policy":
         """A policy with its own trained weights and tokenizer, for use in another thread of this process.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from posttrain.data.rendering import end_token_of
 from posttrain.errors import InputError
 from posttrain.models.forward import base_decoder, hidden_states, path_of, transformer, upload
 from posttrain.models.layers import lengths_of
@@ -33,12 +35,6 @@ class UnitValues:
     """[U] int64: index of the stream of each unit."""
     streams: int
     """S."""
-
-
-def end_token_of(tokenizer: Any, end_tokens: frozenset[int]) -> int:
-    """The end token that the chat template of a model with these end tokens puts after a completion."""
-    eos: int = tokenizer.eos_token_id
-    return eos if eos in end_tokens else min(end_tokens)
 
 
 class RewardModel(TrainedModel):
@@ -161,7 +157,7 @@ class RewardModel(TrainedModel):
             self._read(np.concatenate(streams), layout, np.zeros(0, dtype=np.int64))
         return [attention.cpu().numpy() for attention in layout.attention]
 
-    @property
+    @cached_property
     def end_token(self) -> int:
         """The end token that the model's chat template puts after a completion."""
         return end_token_of(self.tokenizer, self.end_tokens)

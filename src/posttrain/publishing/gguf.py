@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from posttrain.data.rendering import end_token_of
 from posttrain.errors import InputError, RunError
 from posttrain.plugins import require_module
 
@@ -157,6 +158,7 @@ def _write_tokenizer(writer: Any, tokenizer: "PreTrainedTokenizerBase", pre: str
     for number, add in (
         (tokenizer.bos_token_id, writer.add_bos_token_id),
         (tokenizer.eos_token_id, writer.add_eos_token_id),
+        (end_token_of(tokenizer), writer.add_eot_token_id),
         (tokenizer.pad_token_id, writer.add_pad_token_id),
         (tokenizer.unk_token_id, writer.add_unk_token_id),
     ):

@@ -106,7 +106,7 @@ class TokenTranscript:
             parsed = parse_hermes(text)
             message = self.renderer.call_message(text, parsed, len(self.turns))
             return self.renderer.message_ids(self._shown[self._first :], message, self.primer, self.tools)
-        return self.renderer.answer(text.removeprefix(self.primer))
+        return self.renderer.answer(text.removeprefix(self.primer), self.primer or None)
 
     def reward(self, reward: float, info: dict) -> None:
         """Set the reward and the `info` of the last turn. The reward is placed on the turn's last sampled token."""
@@ -136,8 +136,8 @@ class TokenTranscript:
             prompt = self.renderer.prompt(self._shown[self._first :], self.primer, self.tools)
             self._streams[-1].append(prompt)
         else:
-            ended = self.turns[-1].stop_reason is StopReason.END_TOKEN
-            self._streams[-1].append(self.renderer.continuation(messages, ended, self.primer, self.tools))
+            end = self.context[-1] if self.turns[-1].stop_reason is StopReason.END_TOKEN else None
+            self._streams[-1].append(self.renderer.continuation(messages, end, self.primer, self.tools))
 
     def streams(self) -> list[Stream]:
         """The streams up to their last sampled token. Streams without sampled tokens are left out."""

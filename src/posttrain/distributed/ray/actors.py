@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from posttrain.data.rendering import Renderer
+from posttrain.data.rendering import Renderer, end_token_of
 from posttrain.data.tools import ParsedAnswer
 from posttrain.distributed.ray.monitor import HeartbeatSender
 from posttrain.distributed.ray.worker_group import WorkerClient, WorkerDied
@@ -26,7 +26,6 @@ from posttrain.environments.protocol import Action, Environment, Observation, St
 from posttrain.episode import Episode
 from posttrain.models.load import load_end_tokens, load_tokenizer
 from posttrain.models.policy import Policy
-from posttrain.models.reward import end_token_of
 from posttrain.recipe.components import EnvironmentRecipe, environment_class, environment_recipe
 from posttrain.recipe.model import ModelRecipe, RewardSource
 from posttrain.recipe.stages import Recipe

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from posttrain.data.messages import UnusableRow, check_value
-from posttrain.data.rendering import Message
+from posttrain.data.rendering import Message, reasoning_of
 from posttrain.data.tools import json_or_text
 from posttrain.episode import CUT_OFF, StopReason
 from posttrain.rollout.agents.session import CallRefused, ChatAnswer, ChatCall
@@ -140,6 +140,8 @@ def openai_call(body: dict[str, Any], retry: bool) -> ChatCall:
             calls = [_mapping(call, "a tool call") for call in _get(message, "tool_calls", list, [])]
             named = [(call.get("id"), _mapping(call.get("function"), "the function of a call")) for call in calls]
             plain["tool_calls"] = [_call(id, f.get("name"), _arguments(f.get("arguments"))) for id, f in named]
+        if reasoning := reasoning_of({**message, "role": role}):
+            plain["reasoning_content"] = reasoning
         if role == "tool":
             plain["tool_call_id"] = str(message.get("tool_call_id", ""))
         messages.append(plain)
@@ -263,6 +265,7 @@ def _blocks(role: str, content: Any) -> list[Message]:
         return [{"role": role, "content": _text(content, "the content of a message")}]
     results: list[Message] = []
     texts: list[str] = []
+    thoughts: list[str] = []
     calls = []
     for block in content:
         block = _mapping(block, "a block")
@@ -272,12 +275,15 @@ def _blocks(role: str, content: Any) -> list[Message]:
         elif kind == "tool_result" and role == "user":
             text = _text(block.get("content"), "a tool result")
             results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
-        elif kind not in ("thinking", "redacted_thinking"):
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(_get(block, "thinking", str, ""))
+        elif kind != "redacted_thinking":
             texts.append(_text([block], "a message"))
     text = "\n".join(texts)
+    reasoning = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     if role == "assistant" and calls:
-        return [{"role": role, "content": text, "tool_calls": calls}]
-    return [*results, *([{"role": role, "content": text}] if text or not results else [])]
+        return [{"role": role, "content": text, "tool_calls": calls, **reasoning}]
+    return [*results, *([{"role": role, "content": text, **reasoning}] if text or not results else [])]
 
 
 def _anthropic_reason(answer: ChatAnswer) -> str:

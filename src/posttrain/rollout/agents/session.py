@@ -220,24 +220,26 @@ class AgentSession:
             for recorded in reversed(self._recorded.get(keys[place], [])):
                 after = self._after(recorded, messages, place, text, call.tools)
                 if after is not None:
-                    ids = self.renderer.encode(after)
-                    repeated = recorded.ended and ids and ids[0] in self.renderer.end_tokens
-                    return text, [*recorded.ids, *(ids[1:] if repeated else ids)]
+                    end = recorded.ids[-1] if recorded.ended else None
+                    return text, [*recorded.ids, *self.renderer.after_answer(after, end)]
         return text, self.renderer.encode(text)
 
     def _after(
         self, recorded: _Recorded, messages: list[Message], place: int, text: str, tools: list[dict[str, Any]]
     ) -> str | None:
-        """The rendered text after the answer at `place`; None if the template rewrites the prompt or the answer."""
-        before = recorded.prompt + recorded.answer
+        """The rendered text after the answer at `place`; None if the template rewrites the prompt, the answer or its
+        end."""
+        before = recorded.prompt + self.renderer.marked(recorded.answer)
         if text.startswith(before):
-            return text[len(before) :]
+            after = text[len(before) :]
+            return after if not recorded.ended or self.renderer.closes(after) else None
         if "</think>" in recorded.answer:
             return None
         # The template may trim an answer; its sampled ids are used regardless.
         marked = [*messages[:place], {"role": "assistant", "content": _ANSWER}, *messages[place + 1 :]]
         start, found, after = self.renderer.text(marked, tools).partition(_ANSWER)
-        return after if found and start == recorded.prompt else None
+        kept = found and start == recorded.prompt and (not recorded.ended or self.renderer.closes(after))
+        return after if kept else None
 
     def _stream(self, prompt: list[int]) -> int:
         """The longest stream all of whose tokens begin `prompt`, else a new one."""
