@@ -3,8 +3,8 @@ import math
 import pytest
 
 from posttrain.episode import Outcome
-from posttrain.evaluation.statistics import mean, success_rate
 from posttrain.evaluation.summary import summarize
+from posttrain.runs.intervals import mean, success_rate
 from tests.rollout.episodes import played
 
 
