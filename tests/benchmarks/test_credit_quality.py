@@ -166,7 +166,7 @@ def test_credit_is_ranked_with_ties_counting_one_half():
     same = [np.full(k, 0.7) for k in (3, 4, 5)]
     found = ranking.found(same, same, [0, 2, 2])
     assert found.lowest.value == pytest.approx((1 / 3 + 1 / 4 + 1 / 5) / 3)
-    assert found.chance == found.lowest.value
+    assert found.chance == pytest.approx(found.lowest.value)
     assert found.of_steps.value == found.chance_of_steps == pytest.approx((1 / 2 + 1 / 3 + 1 / 4) / 3)
     assert (found.auc.value, found.drop.value) == (0.5, 0.5)
     right = [np.array([1.0, 2, 3]), np.array([3.0, 2, 1])]

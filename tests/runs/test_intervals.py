@@ -29,7 +29,7 @@ def test_the_interval_of_a_rate_covers_every_rate_and_is_inside_clopper_and_pear
 
 
 def test_the_interval_of_a_rate_is_blakers():
-    # Blaker (2000, corrected 2001): 0 of 10, 4 of 10 and 5 of 10, to the digits that a grid of 1025 rates has.
+    # Blaker (2000, corrected 2001): 0 of 10, 4 of 10 and 5 of 10, to the digits that a grid of rates has.
     for successes, low, high in ((0, 0.0, 0.2829), (4, 0.1500, 0.7171), (5, 0.2224, 0.7776)):
         rate = success_rate(successes, 10)
         assert (rate.low, rate.high) == pytest.approx((low, high), abs=2e-3)

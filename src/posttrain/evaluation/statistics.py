@@ -355,7 +355,9 @@ def estimate(scores: ItemScores) -> Estimate:
         raise ValueError("an estimate needs at least one item")
     table, n = scores.table(), len(scores)
     if scores.kind == "rate":
-        return clustered_rate(scores.values().tolist())
+        rates = scores.values()
+        # The number of samples per item is unknown. Items that are alike do not show that it is large.
+        return clustered_rate(rates.tolist(), math.inf if np.ptp(rates) else n)
     if scores.kind == "mean":
         return mean(scores.values().tolist())
     if scores.kind == "perplexity":

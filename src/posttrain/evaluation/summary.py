@@ -158,13 +158,12 @@ def _over_seeds(by_seed: Mapping[int, Sequence[float]], is_score: bool = False) 
     A score that is always 0, or always 1, such as success per task kind, is a rate; a return that is always the same may be
     of any range.
     """
-    means = [_average(values_of_seed) for values_of_seed in by_seed.values()]
-    values = [value for values_of_seed in by_seed.values() for value in values_of_seed]
+    values = [value for of_seed in by_seed.values() for value in of_seed]
     two = (0.0, 1.0) if is_score and set(values) <= {0.0, 1.0} else two_values(values)
     if two is None:
-        return mean(means)
-    low, high = two
-    return clustered_rate([(one - low) / (high - low) for one in means], len(values)).scaled(low, high)
+        return mean([_average(of_seed) for of_seed in by_seed.values()])
+    rates = [_average([2 * value > sum(two) for value in of_seed]) for of_seed in by_seed.values()]
+    return clustered_rate(rates, len(values)).scaled(*two)
 
 
 def _with_limits(name: str, estimate: Estimate) -> dict[str, float | int]:
