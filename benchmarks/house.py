@@ -104,7 +104,7 @@ class Trace(Callback):
 
 
 def traced_step(stage: str) -> Trace:
-    """What the second of two steps of a small run of `stage` enters."""
+    """What the second of three steps of a small run of `stage` enters."""
     from pydantic import TypeAdapter
     from rich.console import Console
 
@@ -120,14 +120,14 @@ def traced_step(stage: str) -> Trace:
 
 
 def recipe_values(stage: str, folder: Path) -> dict[str, Any]:
-    """A run of two steps with the defaults of the stage, but for its sizes."""
+    """A run of three steps with the defaults of the stage, but for its sizes."""
     values: dict[str, Any] = {"stage": stage, "runs": str(folder), "model": {"path": str(model_directory("qwen3"))}}
     values["checkpoint"] = {"every": 2}
     if stage == "rl":
         held_out = {"seeds": {"start": 1_000_000, "count": 1}, "final_seeds": {"start": 2_000_000, "count": 1}}
         return values | {
             "environment": {"type": "bandit"},
-            "steps": 2,
+            "steps": 3,
             # So that the policy learns although a random model's answers all have the same reward.
             "entropy": {"coefficient": 0.01},
             "rollout": {"groups_per_step": 2, "episodes_per_group": 2, "tokens_per_turn": 8},
@@ -143,7 +143,7 @@ def recipe_values(stage: str, folder: Path) -> dict[str, Any]:
             for question, good, bad in lines
         ]
     rows.write_text("".join(json.dumps(row) + "\n" for row in written))
-    return values | {"data": {"train": [str(rows)]}, "steps": 2, "rows_per_update": 4, "evaluation": {"every": 0}}
+    return values | {"data": {"train": [str(rows)]}, "steps": 3, "rows_per_update": 4, "evaluation": {"every": 0}}
 
 
 def _turns(question: str, answer: str | None = None) -> list[dict[str, str]]:

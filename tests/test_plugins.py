@@ -99,6 +99,13 @@ def test_a_module_without_an_extra_is_named_in_the_pip_command():
     assert plugins.pip_command("x", "no-such-distribution") == "pip install x"
 
 
+def test_extras_with_a_missing_requirement_are_listed(maze):
+    assert plugins.missing_extras("maze-wheel") == ["walls"]
+    install(maze, "no-such-module-anywhere", "")
+    assert plugins.missing_extras("maze-wheel") == []
+    assert plugins.missing_extras("no-such-distribution") == []
+
+
 def test_any_other_failure_names_the_distribution(maze):
     (maze / "needy_plugin.py").write_text("raise ValueError('two\\nlines')\n")
     with pytest.raises(InputError, match=r"maze-wheel.* ValueError: two lines") as raised:

@@ -151,3 +151,6 @@ class Advantages:
     """Hindsight credit: one advantage per token, used by the loss as is."""
 
     values: PerToken
+    without_baseline: frozenset[int] = frozenset()
+    """Positions of the episodes whose credit needs another episode to compare with and has none, such as a group of one.
+    They are left out of the update and its divisor. An episode whose credit is 0 after a comparison stays in both."""

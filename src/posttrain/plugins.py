@@ -145,6 +145,18 @@ def require_trust(path: Path) -> None:
 def pip_command(module: str, distribution: str = "posttrain") -> str:
     """The pip command that installs the missing `module`, as an extra of `distribution` if it declares one for it."""
     wanted = _normalized(module.partition(".")[0])
+    extra = next((extra for extra, required in _extras(distribution) if required == wanted), None)
+    return f"pip install {wanted}" if extra is None else f"pip install '{distribution}[{extra}]'"
+
+
+def missing_extras(distribution: str = "posttrain") -> list[str]:
+    """The extras of `distribution` with a requirement that is not installed, sorted."""
+    installed = {_normalized(str(other.metadata["Name"])) for other in metadata.distributions()}
+    return sorted({extra for extra, required in _extras(distribution) if required not in installed})
+
+
+def _extras(distribution: str) -> Iterator[tuple[str, str]]:
+    """The extras that `distribution` declares, each with the normalized name of one of its requirements."""
     try:
         requirements = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
@@ -153,9 +165,8 @@ def pip_command(module: str, distribution: str = "posttrain") -> str:
         name, _, marker = requirement.partition(";")
         extra = re.search(r"""extra\s*==\s*["']([\w.-]+)["']""", marker)
         required = re.match(r"[\w.-]+", name.strip())
-        if extra and extra[1] not in _COLLECTIONS and required and _normalized(required[0]) == wanted:
-            return f"pip install '{distribution}[{extra[1]}]'"
-    return f"pip install {wanted}"
+        if extra and extra[1] not in _COLLECTIONS and required:
+            yield extra[1], _normalized(required[0])
 
 
 _COLLECTIONS = ("dev", "all")

@@ -41,6 +41,7 @@ HERE = {
     "prefixes": "{run} --model {model} --rounds 1 --threads 1 --dtype float32",
     "processes": "--width 64 --processes 1 2 --updates 2",
     "scaling": "--tables published",
+    "tiny_families": "llama mamba gemma3n",
     "view": "--runs 6 --episodes 64",
 }
 PRINTED = {
@@ -55,6 +56,7 @@ PRINTED = {
     "prefixes": "times as fast",
     "processes": "processes",
     "scaling": "Predicted",
+    "tiny_families": "| llama | ",
     "view": "group, in the middle",
 }
 """Text of the output."""

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-from posttrain.credit.assign import compute_advantages, mean_advantage, reward_streams
-from posttrain.episode import Advantages, Episode, Outcome, RewardStreams, Stream
+from posttrain.credit.assign import compute_advantages, mean_advantage, reward_streams, zero_groups
+from posttrain.episode import Advantages, Episode, Outcome, RewardStreams, StopReason, Stream, Turn
 from posttrain.errors import RunError
 from posttrain.recipe.credit import CreditRecipe
 
@@ -107,3 +107,72 @@ def test_the_mean_advantage_is_below_zero_where_failures_are_longer():
     assert mean_advantage(episodes, credit, by_episode=True) == pytest.approx(0, abs=1e-6)
     nothing = Advantages([[np.zeros(3, np.float32)]])
     assert mean_advantage(episodes[:1], nothing, by_episode=False) == 0
+
+
+COMPARED = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline", "pass_at_k", "mt_grpo", "gigpo"]
+
+
+def of_sizes(*sizes):
+    """Groups of the given numbers of episodes, which earn 0, 1, 2, ... with one to three tokens."""
+    return [
+        episode((".." + "s" * (1 + i % 3), {2: float(i)}), group=10 * g, index=i)
+        for g, n in enumerate(sizes)
+        for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [*((kind, {}) for kind in COMPARED), ("turn_returns", {}), ("optimal_token_baseline", {}), ("gdpo", {})],
+)
+def test_episodes_without_another_one_to_compare_with_have_no_baseline(kind, keys):
+    for sizes, single in [((1, 3), {0}), ((3, 1, 2, 1), {3, 6}), ((2, 2), set()), ((1, 1), {0, 1}), ((), set())]:
+        made = of_sizes(*sizes)
+        for one in made:
+            info = {"scores": {"a": one.streams[0].rewards.sum(), "b": 1.0}}
+            one.turns.append(Turn(0, 2, len(one.streams[0]), 0.0, StopReason.END_TOKEN, "", info))
+        energies = [[s.sampled.astype(np.float32) for s in e.streams] for e in made]
+        credit = compute_advantages(made, recipe(kind, **keys), reward_streams(made), energies=energies)
+        assert credit.without_baseline == single, sizes
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"), [("reinforce", {}), ("reinforce_pp", {}), ("arpo", {}), ("remax", {}), ("brpo", {})]
+)
+def test_credits_that_need_no_group_keep_groups_of_one(kind, keys):
+    made = of_sizes(1, 3)
+    greedy = {0: 0.0, 10: 1.0}
+    assert not compute_advantages(made, recipe(kind, **keys), reward_streams(made), greedy).without_baseline
+    alone = compute_advantages(made[:1], recipe(kind, **keys), reward_streams(made[:1]), greedy)
+    assert alone.without_baseline == ({0} if kind == "brpo" else set())
+    assert not compute_advantages(made, recipe("turn_returns", baseline="none"), reward_streams(made)).without_baseline
+    values = [[np.zeros(len(s), np.float32) for s in e.streams] for e in made]
+    assert not compute_advantages(made, recipe("gae"), reward_streams(made), values=values).without_baseline
+
+
+def test_equal_returns_are_a_baseline_without_signal():
+    made = [episode((".s", {1: 1.0}), group=g, index=i) for g in (0, 1) for i in range(2)]
+    credit = compute_advantages(made, recipe("grpo"), reward_streams(made))
+    assert credit.without_baseline == set()
+    assert zero_groups(made, credit) == 1
+
+
+def test_gigpo_compares_the_turns_of_an_episode_that_returns_to_a_state():
+    again = episode((".s.s", {1: 1.0}))
+    again.streams[0].ids[:] = [5, 1, 5, 2]
+    again.streams[0].turn[3] = 1
+    other = episode((".s.s", {1: 1.0}), group=1)
+    other.streams[0].turn[3] = 1
+    credit = compute_advantages([again, other], recipe("gigpo"), reward_streams([again, other]))
+    assert credit.without_baseline == {1}
+    assert credit.values[0][0].any()
+
+
+def test_metrics_of_credit_leave_out_groups_of_one():
+    made = of_sizes(1, 3)
+    for kind in ("dr_grpo", "reinforce_pp_baseline"):
+        credit = compute_advantages(made, recipe(kind), reward_streams(made))
+        rest = Advantages(credit.values[1:])
+        assert zero_groups(made, credit) == 0
+        for by_episode in (True, False):
+            assert mean_advantage(made, credit, by_episode) == mean_advantage(made[1:], rest, by_episode)

@@ -75,6 +75,13 @@ def values_of(case, tiny, folder):
     found = merged(found, json.loads(json.dumps(changes)))
     if found["model"]["path"] == "untied":
         found["model"]["path"] = str(tiny.parent / "untied")
+    if case == "ppo_shared":
+        # A process may get rows alone, which have no gradient for the value head.
+        texts = [
+            {"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "On a lake."}]}
+        ] * 9
+        data = {"train": preferences.write_jsonl(folder / "rows.jsonl", texts), "max_tokens": 200}
+        found |= {"ptx": {"data": data, "rows_per_update": 4}}
     if case == "kto":
         found["data"]["train"] = preferences.write_jsonl(folder / "judged.jsonl", preferences.unpaired_rows(13))
         found["data"]["validation"] = preferences.write_jsonl(folder / "judged_too.jsonl", preferences.unpaired_rows(4))

@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from posttrain.engines.local import cuda
-from posttrain.engines.local import engine as engines
+from posttrain.engines.local import cuda, gate
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
 from posttrain.engines.local.decoder import ModuleDecoder, decoder_of
@@ -16,6 +15,7 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
+from posttrain.models.rotary import use_positions_by_length
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 
@@ -124,13 +124,13 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, mo
         return [(answer.ids, answer.logprobs) for answer in asyncio.run(ask())]
 
     paged, engine = (LocalEngine(policy, slots=8) for _ in range(2))
-    engine._flash, engine._cache = True, KeyValueRows(8)
-    monkeypatch.setattr(engines, "FlashLayout", partial(FlashLayout, kernel=plain_kernel))
+    engine._parts, engine._flash, engine._cache = gate.Parts("flash"), True, KeyValueRows(8)
+    engine._parts.layout = partial(FlashLayout, kernel=plain_kernel)
     for version in range(3):
         paged.load_weights(version)
         expected = sampled(paged)
         with monkeypatch.context() as patch:
-            patch.setattr(engines, "decoder_of", decoder)
+            patch.setattr(gate, "decoder_of", decoder)
             engine.load_weights(version)
             found = sampled(engine)
             if version == 0:
@@ -150,6 +150,7 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, mo
 def test_passes_that_wait_for_the_gpu_are_not_recorded(tiny_model, kind):
     model = Policy(ModelRecipe(path=str(tiny_model))).model
     model.model.rotary_emb.rope_type = kind
+    use_positions_by_length(model.model)
     assert isinstance(decoder_of(model, recorded=True), cuda.RecordedDecoder) == (kind == "default")
     assert not isinstance(decoder_of(model), cuda.RecordedDecoder)
 

@@ -190,21 +190,11 @@ def test_edges_without_a_local_observation_are_refused():
         FrozenLakeRecipe(observation="grid", edges=True)
 
 
-def test_symbols_are_drawn_and_explained():
-    recipe = FrozenLakeRecipe.model_validate({"symbols": {"player": "A", "ice": "B", "hole": "C", "goal": "D"}})
-    system, user = FrozenLake(recipe).reset(0).messages
-    assert set(user["content"].split()) <= set("ABCD")
-    assert "the goal D" in system["content"]
-    assert "a hole C" in system["content"]
-
-
 @pytest.mark.parametrize(
     "values",
     [
         {"size": 1},
         {"frozen_probability": 0},
-        {"symbols": {"ice": "P"}},
-        {"symbols": {"ice": "a b"}},
         {"format": {"actions_per_turn": 6}},
         {"observation": "picture"},
     ],

@@ -22,7 +22,6 @@ TINY = ModelSizes(1000, 2, 32, 64, 4, 2, 8, 400)
         ),
         (["rollout.on_new_weights=continue", "hardware.ray=auto"], "load new weights only between"),
         (["rollout.on_new_weights=restart", "hardware.ray=auto"], "load new weights only between"),
-        (["rollout.replay=x", "engine.type=vllm"], "needs an engine in this process"),
         (["reward.path=x", "hardware.processes=2"], "only the first process samples and scores"),
     ],
 )
@@ -32,9 +31,9 @@ def test_incompatible_keys_are_refused(given, words):
 
 
 def test_keys_without_effect_are_reported():
-    recipe = load_recipe([], ["rollout.on_new_weights=restart", "rollout.replay=x"], "rl")
+    recipe = load_recipe([], ["rollout.on_new_weights=restart", "rollout.max_staleness=1"], "rl")
     found = [warning for warning in recipe_warnings(recipe) if "rollout.async_rollouts is 0" in warning]
-    assert [note.split()[0] for note in found] == ["rollout.on_new_weights", "rollout.replay"]
+    assert [note.split()[0] for note in found] == ["rollout.on_new_weights", "rollout.max_staleness"]
     evaluation = load_recipe([], ["rollout.async_rollouts=1"], "evaluate")
     assert any(warning.startswith("rollout.async_rollouts has no effect") for warning in recipe_warnings(evaluation))
 

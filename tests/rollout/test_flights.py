@@ -6,10 +6,7 @@ import pytest
 
 from posttrain.errors import RunError
 from posttrain.rollout import in_flight as flights
-from posttrain.rollout.driver import EpisodeRequest
 from posttrain.rollout.in_flight import InFlight
-
-PLACE = EpisodeRequest(0, 0, 0, ("x",))
 
 
 async def for_ever():
@@ -19,10 +16,10 @@ async def for_ever():
 def test_a_stop_before_the_first_episode_is_handled():
     flown = InFlight()
     with pytest.raises(asyncio.TimeoutError):
-        asyncio.run(asyncio.wait_for(flown.run(PLACE, for_ever), 0.01))
+        asyncio.run(asyncio.wait_for(flown.run(for_ever), 0.01))
     flown.stop()  # between two event loops
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(flown.run(PLACE, for_ever))
+        asyncio.run(flown.run(for_ever))
 
 
 def test_an_error_while_fetching_weights_ends_the_episodes(monkeypatch):
@@ -34,4 +31,4 @@ def test_an_error_while_fetching_weights_ends_the_episodes(monkeypatch):
 
     flown.poll = watch
     with pytest.raises(RunError, match="does not take the weights"):
-        asyncio.run(asyncio.wait_for(flown.run(PLACE, for_ever), 20))
+        asyncio.run(asyncio.wait_for(flown.run(for_ever), 20))

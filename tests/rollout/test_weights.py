@@ -33,7 +33,8 @@ class Engine:
         self.loaded.append((self.counters.forwards, version))
 
     def step(self):
-        self.before_forward()
+        if self.before_forward is not None:
+            self.before_forward()
         self.counters.forwards += 1
 
 
@@ -44,7 +45,7 @@ def weights(step):
 def conductor(rule, ahead, published):
     policy = Policy()
     engine = Engine(policy)
-    return WeightSync(rule, ahead, policy, engine, published, InFlight(), None), engine
+    return WeightSync(rule, ahead, policy, engine, published, InFlight()), engine
 
 
 def test_finish_uses_the_weights_of_the_requested_step():
@@ -70,9 +71,6 @@ def test_continue_takes_the_newest_between_two_passes():
     engine.step()
     engine.step()
     assert engine.loaded == [(0, 4), (2, 6)]
-    taken, passes = made.end_batch()
-    assert [(each.before_forward, each.step, each.version) for each in taken] == [(0, 2, 4), (2, 3, 6)]
-    assert passes == 4
 
 
 def test_a_batch_waits_for_the_oldest_allowed_weights():

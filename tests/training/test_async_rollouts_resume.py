@@ -15,7 +15,7 @@ PLACES = {
     "engine": ("posttrain.engines.local.engine:LocalEngine._step", 100),
     "journal": ("posttrain.rollout.journal:EpisodeBuffer._write", 30),
     "journal end": ("posttrain.rollout.journal:EpisodeBuffer.finish", 5),
-    "events": ("posttrain.rollout.journal:EventLog.append", 5),
+    "hand over": ("posttrain.training.async_rollouts:Sampler._hand_over", 5),
     "environment": ("posttrain_user_letters:Letters.step", 60),
     "optimizer": ("posttrain.training.updater:Optimizer.step", 8),
     "publish": ("posttrain.rollout.weight_sync:PublishedWeights.publish", 5),
@@ -44,7 +44,6 @@ def _same(run, reference):
     assert small.weights(run) == small.weights(reference)
     assert small.metrics(run) == small.metrics(reference)
     assert small.episodes(run) == small.episodes(reference)
-    assert (run / "events.jsonl").read_text() == (reference / "events.jsonl").read_text()
     assert list((run / "async_rollouts").iterdir()) == []
 
 

@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from posttrain.episode import Stream
 from posttrain.models.forward import TokenScores
-from posttrain.recipe.loss import ClipCovRecipe, EntropyRecipe, KlCovRecipe, LossRecipe, SftLossRecipe
+from posttrain.recipe.loss import ClipCovRecipe, EntropyRecipe, KlCovRecipe, KlRecipe, LossRecipe, SftLossRecipe
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective
 from posttrain.training.updater import Sample, add_totals, means
 
@@ -83,6 +83,46 @@ def test_truncated_answers_count_unless_the_recipe_masks_them():
     gradient, metrics = step(PolicyObjective(recipe(type="ppo")), samples, SPLITS[0])
     np.testing.assert_allclose(gradient, np.array([-1, -1, -3, -3, 2]) / 5, atol=1e-6)
     assert "policy/truncated_masked" not in metrics
+
+
+@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[3, 0], [2, 1]]])
+@pytest.mark.parametrize("kind", ["ppo", "reinforce", "gpg"])
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token_mean", [0, 0, 0, -1 / 4, -1 / 4, 2 / 4, 1 / 4]),
+        ("sequence_mean", [0, 0, 0, -1 / 6, -1 / 6, 2 / 3, 1 / 3]),
+        ("constant", [0, 0, 0, -1 / 10, -1 / 10, 2 / 10, 1 / 10]),
+    ],
+)
+def test_a_group_without_baseline_is_in_neither_the_loss_nor_the_divisor(aggregation, expected, kind, parts):
+    """Groups of 1 and 3, as credit leaves them; the credit of the former may be anything."""
+    keys = {"constant": 10.0} if aggregation == "constant" else {}
+    for credit in ([0, 0, 0], [5, 5, 5]):
+        samples = [sample(credit, has_baseline=False)]
+        samples += [sample(advantages, group=1) for advantages in ([1, 1], [-2], [-1])]
+        objective = PolicyObjective(recipe(type=kind, aggregation=aggregation, **keys))
+        gradient, _ = step(objective, samples, parts)
+        np.testing.assert_allclose(gradient, expected, atol=1e-6)
+        # The same as without it, also for the penalty and the bonus.
+        extra = PolicyObjective(
+            recipe(type=kind, aggregation=aggregation, **keys),
+            KlRecipe(coefficient=0.5),
+            entropy=EntropyRecipe(coefficient=0.5),
+        )
+        for one in samples:
+            one.ref_logprobs = np.full(one.sampled_tokens, -1.5, dtype=np.float32)
+        for by in ("logprobs", "entropies"):
+            with_it, metrics = step(extra, samples, parts, by)
+            others, their_metrics = step(extra, samples[1:], [[0, 1, 2]], by)
+            np.testing.assert_allclose(with_it, [0, 0, 0, *others], atol=1e-6)
+            assert metrics["loss/policy"] == pytest.approx(their_metrics["loss/policy"])
+
+
+def test_a_group_with_equal_returns_stays_in_the_divisor():
+    samples = [sample([0, 0, 0], group=1), sample([1, 1]), sample([-2]), sample([-1])]
+    gradient, _ = step(PolicyObjective(recipe(type="ppo")), samples, [[0, 1, 2, 3]])
+    np.testing.assert_allclose(gradient, np.array([0, 0, 0, -1, -1, 2, 1]) / 7, atol=1e-6)
 
 
 @pytest.mark.parametrize("parts", SPLITS)

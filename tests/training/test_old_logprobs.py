@@ -2,6 +2,7 @@
 
 import io
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,6 +202,24 @@ def test_entropy_and_kl_are_over_all_samples(policy, episodes):
     count = sum(s.sampled_tokens for s in samples)
     assert totals["policy/kl"] == pytest.approx((count * (np.exp(-0.5) - 0.5), count), rel=1e-5)
     assert metrics_without_pass(PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.1)), samples) == {}
+
+
+@pytest.mark.parametrize("credit", ["grpo", "rloo", "turn_returns"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_a_group_of_one_does_not_change_the_gradient(policy, episodes, aggregation, credit):
+    """Groups of 1 and 3: the gradient is that of the group of 3."""
+    loss = {"type": "ppo", "aggregation": aggregation} | ({"constant": 50.0} if aggregation == "constant" else {})
+    single, *others = [replace(one, group=int(i > 0), index=i) for i, one in enumerate(episodes[:4])]
+    for number, one in enumerate(others):
+        one.streams[-1].rewards[np.flatnonzero(one.streams[-1].sampled)[-1]] += number
+    norms = []
+    for chosen in ([single, *others], others, [*others, single]):
+        learner = posttrain.Learner(policy, loss=loss, learning_rate=1e-12, max_gradient_norm=1e9)
+        policy.version = 0
+        norms.append(learner.update(chosen, posttrain.advantages(chosen, credit))["optimizer/gradient_norm"])
+    assert norms == pytest.approx([norms[1]] * 3, rel=1e-5)
+    learner = posttrain.Learner(policy, loss=loss, learning_rate=1e-12)
+    assert learner.update([single], posttrain.advantages([single], credit))["optimizer/no_signal"] == 1
 
 
 def test_streams_of_an_episode_share_its_weight(policy, episodes):

@@ -21,14 +21,17 @@ from .test_updater import samples as episodes
 
 
 def rows():
+    """Three rows, the last with the prompt and the first tokens of an episode."""
     draws = np.random.default_rng(7)
-    made = [sample(draws.integers(3, 250, 6), draws.integers(3, 250, n), "row") for n in (3, 11, 20)]
+    made = [sample(draws.integers(3, 250, 6), draws.integers(3, 250, n), "row") for n in (3, 11)]
+    ids = episodes()[0].stream.ids
+    made.append(sample(ids[:10], [*ids[10:12], *draws.integers(3, 250, 18)], "row"))
     for one in made:
         one.ptx = True
     return made
 
 
-def gradients(model, samples, objective, monkeypatch, budget=4096):
+def gradients(model, samples, objective, monkeypatch, budget=4096, temperature=1.0):
     """Gradients as they stand before they are applied, and the metrics."""
     policy = Policy(ModelRecipe(path=str(model)))
     batches = LearnerRecipe(tokens_per_batch=budget)
@@ -40,7 +43,8 @@ def gradients(model, samples, objective, monkeypatch, budget=4096):
         return 1.0
 
     monkeypatch.setattr(Optimizer, "step", keep)
-    totals = Updater(policy, optimizer, batches, token_forward(policy, batches)).update(samples, objective)
+    forward = token_forward(policy, batches, temperature)
+    totals = Updater(policy, optimizer, batches, forward).update(samples, objective)
     return found, means(totals)
 
 
@@ -60,6 +64,43 @@ def test_loss_and_gradient_are_the_sum_of_both(loss, tiny_model, monkeypatch):
         assert found["ptx/loss"] == pytest.approx(supervised["loss/nll"], rel=1e-5)
         for name in ("loss/policy", "policy/entropy", "policy/mismatch"):
             assert found[name] == pytest.approx(own[name], rel=1e-4), name
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 0.5, 2.0])
+def test_the_likelihood_of_rows_does_not_depend_on_the_sampling_temperature(temperature, tiny_model, monkeypatch):
+    policy = PolicyObjective(PpoLoss(), entropy=EntropyRecipe(coefficient=0.01))
+    alone, own = gradients(tiny_model, episodes(), policy, monkeypatch, temperature=temperature)
+    taught, supervised = gradients(tiny_model, rows(), SupervisedObjective(), monkeypatch)
+    for budget in (4096, 150):
+        together = [row for pair in zip(rows(), episodes(), strict=False) for row in pair] + episodes()[3:]
+        mixed, found = gradients(
+            tiny_model, together, MixedObjective(policy, 0.3), monkeypatch, budget, temperature=temperature
+        )
+        assert found["ptx/loss"] == pytest.approx(supervised["loss/nll"], rel=1e-5)
+        assert found["policy/entropy"] == pytest.approx(own["policy/entropy"], rel=1e-5)
+        for name, gradient in mixed.items():
+            torch.testing.assert_close(gradient, alone[name] + 0.3 * taught[name], atol=2e-6, rtol=1e-4)
+
+
+def test_a_run_reports_the_likelihood_at_temperature_1(tiny_model, tmp_path):
+    values = small.recipe_values(tiny_model, tmp_path, ptx=ptx(tmp_path))
+    losses = set()
+    for temperature in (0.5, 1.0, 1.5):
+        rollout = values["rollout"] | {"sampling": {"temperature": temperature}, "filter": {"type": "none"}}
+        run, _ = train(
+            tiny_model,
+            tmp_path,
+            name=f"at_{temperature}",
+            **small.two_steps(values)
+            | {
+                "ptx": values["ptx"],
+                "steps": 1,
+                "rollout": rollout,
+                "learner": {"tokens_per_batch": 1500},
+            },
+        )
+        losses.add(round(lines(run, "train")[0]["ptx/loss"], 5))
+    assert len(losses) == 1
 
 
 def test_rows_are_trained_if_no_episode_has_credit(tiny_model, monkeypatch):

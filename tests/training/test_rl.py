@@ -168,6 +168,29 @@ def test_a_failing_episode_is_counted_and_the_run_continues(tiny_model, tmp_path
     assert "failed" in run.report.read_text()
 
 
+@pytest.mark.parametrize("credit", ["grpo", "gae"])
+def test_a_group_that_failures_reduce_to_one_episode_is_left_out(credit, tiny_model, tmp_path, monkeypatch, module):
+    original, calls = module.Letters.reset, [0]
+
+    def sometimes(self, seed):
+        if seed < 1000:
+            calls[0] += 1
+            if calls[0] in (2, 3):  # two of the three episodes of a group, in the first step
+                raise OSError("the pipe broke")
+        return original(self, seed)
+
+    monkeypatch.setattr(module.Letters, "reset", sometimes)
+    values = small.recipe_values(tiny_model, tmp_path)
+    changes = small.two_steps(values) | {"credit": {"type": credit}, "entropy": {"coefficient": 0.01}}
+    failures = {"failures": {"max_share": 0.9}, "filter": {"type": "none"}}
+    run, _ = train(tiny_model, tmp_path, **changes, rollout=values["rollout"] | failures)
+    first, second = lines(run, "train")
+    assert first["rollout/kept"] == 4
+    assert [line.get("credit/without_baseline") for line in (first, second)] == (
+        [1, 0] if credit == "grpo" else [None] * 2
+    )
+
+
 def test_a_reward_of_nan_never_becomes_zero(tiny_model, tmp_path, monkeypatch, module):
     original = module.Letters.step
 

@@ -7,16 +7,17 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from posttrain.credit.units.mixing import UnitAdvantages
 from posttrain.credit.units.rendering import render_coalition
 from posttrain.credit.units.spans import Spans
 from posttrain.errors import InputError, RunError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.stages import Recipe
-from posttrain.recipe.units import StoredUnits, WholeUnits
+from posttrain.recipe.units import ShareCredit, StoredUnits, WholeUnits
 from posttrain.rollout.store import episodes_file, read_episodes
 from posttrain.training.rows import stream_of
-from posttrain.training.unit_credit import JudgedAnswer, UnitValuer
+from posttrain.training.unit_credit import JudgedAnswer, UnitCreditor, UnitValuer, unit_metrics
 from tests.training.small import weights
 from tests.training.test_text_task_rl import run, values
 
@@ -249,3 +250,29 @@ def test_remax_compares_rewards_in_one_unit(tiny_model, reward_model, tmp_path):
     # What is subtracted is one number in a group, and, back in the model's own units, as its rewards are.
     assert all(len(found) == 1 for found in by_group.values())
     assert all(min(raw) - 2 < next(iter(found)) < max(raw) + 2 for found in by_group.values())
+
+
+THINKING = Spans(np.array([0, 4, 7, 11, 13]), np.array([False, True, True, False]))
+"""Four tokens of thinking, two units of three and four tokens, and a closing remark of two."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("even", [0, 1.5, 1.5, 0]), ("attention", [0, 1, 2, 0]), ("outcome", [0, 0, 0, 3])],
+)
+def test_shares_of_the_outcome_go_to_units(kind, expected, model, monkeypatch):
+    valuer = UnitValuer(model, 30, scale)
+    monkeypatch.setattr(valuer, "attention", lambda answers: [np.array([9.0, 1.0, 2.0, 5.0]) for _ in answers])
+    creditor = object.__new__(UnitCreditor)
+    answer = JudgedAnswer(stream_of(np.arange(3, 18), np.arange(15) >= 2), THINKING, 3.0, "an answer")
+    (credits,) = creditor._shared(ShareCredit(type=kind), [answer], valuer)
+    np.testing.assert_array_equal(credits, expected)
+
+
+def test_metrics_are_those_of_units():
+    metrics = unit_metrics([UnitAdvantages(THINKING, np.array([9.0, 1.0, -2.0, 9.0]), 3.0, 0.0), None])
+    assert metrics["units/per_answer"] == 2
+    assert metrics["units/tokens_per_unit"] == 3.5
+    assert metrics["units/credit"] == -0.5
+    assert metrics["units/spread"] == 1.5
+    assert metrics["units/negative"] == 0.5

@@ -9,6 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from posttrain.cli.main import main
+from posttrain.environments import frozen_lake, sokoban
 from posttrain.environments.game import drawing
 from posttrain.environments.make import make_env
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
@@ -49,16 +50,17 @@ def episode_of(make, seed, answers=None):
 @pytest.mark.parametrize("observation", ["grid", "coordinates"])
 def test_the_frames_are_the_states_of_the_episode(name, observation):
     make, drawn = make_env(name, observation=observation), make_env(name)
+    symbols = {"sokoban": sokoban, "frozen_lake": frozen_lake}[name].SYMBOLS
     for seed in range(3):
         episode = episode_of(make, seed)
         row = row_of(episode, make, "first")
         environment = drawn()
         shown = environment.reset(seed).messages[-1]["content"]
-        assert drawing(row.frames[0].cells, environment.recipe.symbols) == shown
+        assert drawing(row.frames[0].cells, symbols) == shown
         assert len(row.frames) == len(episode.turns) + 1
         for turn, frame in zip(episode.turns, row.frames[1:], strict=True):
             step = environment.step(turn.answer)
-            assert step.messages[-1]["content"].endswith(drawing(frame.cells, environment.recipe.symbols))
+            assert step.messages[-1]["content"].endswith(drawing(frame.cells, symbols))
             assert f"{turn.info['actions'][0]} {step.reward:+.1f}" in frame.caption
         assert f"seed {seed}" in row.title
 

@@ -1,7 +1,8 @@
 """Advantages of a step's episodes: one number per sampled token, from rewards and the recipe's credit type."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from posttrain.credit.returns import (
     reinforce_pp_baseline,
     whiten,
 )
-from posttrain.credit.turns import TurnCredit, bilevel_gae, turn_advantages, turn_indices
+from posttrain.credit.turns import TurnCredit, bilevel_gae, state_keys, turn_advantages, turn_indices
 from posttrain.episode import Advantages, Episode, PerToken, RewardStreams
 from posttrain.errors import RunError
 from posttrain.recipe.credit import (
@@ -24,6 +25,7 @@ from posttrain.recipe.credit import (
     CreditRecipe,
     CriticCredit,
     GdpoCredit,
+    GigpoCredit,
     GroupCredit,
     PassAtKCredit,
     TokenBaselineCredit,
@@ -53,7 +55,7 @@ def compute_advantages(
 
     The return of an episode is the sum of all its rewards. The result is the same to the bit for any order of episodes
     and groups. RunError for a reward that is not finite, or that is placed on a token that was not sampled, where it
-    cannot be credited. ValueError for missing `values` or `energies`.
+    cannot be credited. ValueError for missing `values` or `energies`. Episodes without a baseline are named in the result.
     """
     masks = [[stream.sampled for stream in episode.streams] for episode in episodes]
     token_rewards = sampled_rewards(episodes, rewards)
@@ -73,7 +75,24 @@ def compute_advantages(
         advantages = _without_critic(recipe, episodes, token_rewards, greedy_returns or {})
     else:
         advantages = registered_credit(recipe, episodes, token_rewards)
-    return Advantages([_to_streams(of_tokens, m) for of_tokens, m in zip(advantages, masks, strict=True)])
+    values = [_to_streams(of_tokens, m) for of_tokens, m in zip(advantages, masks, strict=True)]
+    return Advantages(values, without_baseline(recipe, episodes))
+
+
+def without_baseline(recipe: CreditRecipe, episodes: Sequence[Episode]) -> frozenset[int]:
+    """Positions of the episodes that `recipe` compares with others of their group or batch, where there are none.
+
+    With `gigpo`, an episode that visits a state twice compares its turns there, so it has a baseline in any group.
+    """
+    if recipe.compared_with is None:
+        return frozenset()
+    sets = [episode.group if recipe.compared_with == "group" else 0 for episode in episodes]
+    sizes = Counter(sets)
+    single = {position for position, name in enumerate(sets) if sizes[name] == 1}
+    if isinstance(recipe, GigpoCredit):
+        keys = {position: state_keys(episodes[position]) for position in single}
+        single = {position for position in single if len(set(keys[position])) == len(keys[position])}
+    return frozenset(single)
 
 
 def reward_streams(episodes: Sequence[Episode]) -> RewardStreams:
@@ -122,22 +141,24 @@ def discounted_returns(
 
 
 def zero_groups(episodes: Sequence[Episode], advantages: Advantages) -> float:
-    """The share of groups whose advantages are all 0, for example because all returns are equal. NaN without groups."""
+    """The share of groups whose advantages are all 0, for example because all returns are equal. NaN without groups.
+    Episodes without a baseline do not count."""
     nonzero: dict[int, bool] = {}
-    for episode, streams in zip(episodes, advantages.values, strict=True):
+    for episode, streams in _compared(episodes, advantages):
         nonzero[episode.group] = nonzero.get(episode.group, False) or any(stream.any() for stream in streams)
     return 1 - sum(nonzero.values()) / len(nonzero) if nonzero else math.nan
 
 
 def mean_advantage(episodes: Sequence[Episode], advantages: Advantages, by_episode: bool) -> float:
-    """The mean advantage of a sampled token, divided by their root mean square: from -1 to 1, 0 if all are 0.
+    """The mean advantage of a sampled token, divided by their root mean square: from -1 to 1, 0 if all are 0. Episodes
+    without a baseline do not count.
 
     Below 0, updates make sampled tokens less likely on average, including those that all answers have, such as tags and the
     end. With one credit per episode, this happens where failed episodes are longer than others. `by_episode`: every episode
     counts the same, as with `loss.aggregation: sequence_mean`; otherwise every token.
     """
     first = second = total = 0.0
-    for episode, streams in zip(episodes, advantages.values, strict=True):
+    for episode, streams in _compared(episodes, advantages):
         sampled = [values[stream.sampled] for values, stream in zip(streams, episode.streams, strict=True)]
         weight = 1 / max(1, sum(map(len, sampled))) if by_episode else 1.0
         for values in sampled:
@@ -145,6 +166,13 @@ def mean_advantage(episodes: Sequence[Episode], advantages: Advantages, by_episo
             first += weight * float(values.sum())
             second += weight * float(np.square(values).sum())
     return first / math.sqrt(total * second) if second else 0.0
+
+
+def _compared(episodes: Sequence[Episode], advantages: Advantages) -> Iterator[tuple[Episode, Sequence[np.ndarray]]]:
+    """The episodes that have a baseline, with their advantages."""
+    for position, pair in enumerate(zip(episodes, advantages.values, strict=True)):
+        if position not in advantages.without_baseline:
+            yield pair
 
 
 def registered_credit(recipe: Credit, episodes: Sequence[Episode], rewards: Sequence[np.ndarray]) -> list[np.ndarray]:

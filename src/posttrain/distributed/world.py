@@ -405,6 +405,8 @@ class Interrupts:
     def __init__(self) -> None:
         self._world = current_world()
         self._together = self._world.size > 1
+        self.torn = False
+        """Whether an error left a critical block, so that the state which it changes is between two steps."""
         self._critical = False
         self._requested: int | None = None
         self._terminated = -REPEATED
@@ -425,6 +427,9 @@ class Interrupts:
         self._critical = True
         try:
             yield
+        except BaseException:
+            self.torn = True
+            raise
         finally:
             self._critical = False
         requested, self._requested = self._requested, None

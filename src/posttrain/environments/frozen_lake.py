@@ -17,7 +17,6 @@ from posttrain.environments.game import (
     Game,
     GameRecipe,
     ObservationForm,
-    check_symbols,
     drawing,
     edges,
     offset,
@@ -31,26 +30,10 @@ from posttrain.environments.game import (
 )
 from posttrain.environments.protocol import Baseline, Cells
 from posttrain.plugins import require_module
-from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
-
-class FrozenLakeSymbols(BaseConfig):
-    """The symbols of the drawing."""
-
-    player: str = "P"
-    """The player on ice."""
-    ice: str = "_"
-    """Ice."""
-    hole: str = "O"
-    """A hole."""
-    goal: str = "G"
-    """The goal."""
-    player_in_hole: str = "X"
-    """The player in a hole, at the end of an episode."""
-    player_on_goal: str = "√"
-    """The player on the goal, at the end of an episode."""
+SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "player_in_hole": "X", "player_on_goal": "√"}
 
 
 class FrozenLakeRecipe(GameRecipe):
@@ -66,17 +49,13 @@ class FrozenLakeRecipe(GameRecipe):
     """Probability that a cell is ice; otherwise it is a hole."""
     slippery: bool = True
     """A move goes as intended with probability 1/3 and to each side with probability 1/3; otherwise always as intended."""
-    goal_reward: float = Field(1.0, gt=0)
-    """Reward for reaching the goal. All other rewards are 0."""
     observation: ObservationForm = "grid"
     """`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: the goal and adjacent holes relative to the player."""
     edges: bool = False
     """With `observation: local`: also name adjacent edges of the board. On slippery ice, a move against an edge is often the safest."""
-    symbols: FrozenLakeSymbols = FrozenLakeSymbols()
 
     @model_validator(mode="after")
     def _can_be_computed(self) -> "FrozenLakeRecipe":
-        check_symbols(self.symbols.model_dump())
         if self.edges and self.observation != "local":
             raise ValueError(
                 f"`edges` has no effect with `observation: {self.observation}`; set `observation: local` or drop `edges`"
@@ -89,7 +68,7 @@ class FrozenLakeRecipe(GameRecipe):
 
 
 class FrozenLake(Game):
-    """Walk over slippery ice to the goal. Success is reaching the goal; a hole ends the episode."""
+    """Walk over slippery ice to the goal. Success is reaching the goal, with reward 1; a hole ends the episode."""
 
     Recipe = FrozenLakeRecipe
     actions = DIRECTIONS
@@ -107,13 +86,13 @@ class FrozenLake(Game):
         self._slips: list[float] = random_stream("frozen_lake", seed, "slip").random(count).tolist()
 
     def _rules(self) -> str:
-        symbols, form = self.recipe.symbols, self.recipe.observation
+        form = self.recipe.observation
         drawn = form in ("grid", "both")
-        goal = f"the goal {symbols.goal}" if drawn else "the goal"
-        hole = f"a hole {symbols.hole}" if drawn else "a hole"
+        goal = f"the goal {SYMBOLS['goal']}" if drawn else "the goal"
+        hole = f"a hole {SYMBOLS['hole']}" if drawn else "a hole"
         text = f"You walk on a frozen lake. Reach {goal}; {hole} ends the game."
         if drawn:
-            text += f" You are {symbols.player}, {symbols.ice} is ice."
+            text += f" You are {SYMBOLS['player']}, {SYMBOLS['ice']} is ice."
         if form in ("coordinates", "both"):
             text += " Row 0 is the top, column 0 the left."
         if self.recipe.slippery:
@@ -129,7 +108,7 @@ class FrozenLake(Game):
             holes = sides(lake.holes, self._cell, lake.size)
             text = f"Goal: {offset(lake.goal, self._cell, lake.size)}. Holes: {holes}."
             return f"{text} Edges: {edges(self._cell, lake.size, lake.size)}." if self.recipe.edges else text
-        parts = [drawing(self.cells(), self.recipe.symbols)] if form != "coordinates" else []
+        parts = [drawing(self.cells(), SYMBOLS)] if form != "coordinates" else []
         if form != "grid":
             lake = self._lake
             parts.append(f"You: {place(self._cell, lake.size)}.")
@@ -151,7 +130,7 @@ class FrozenLake(Game):
     def _act(self, name: str) -> float:
         self._cell = self._lake.next_cell(self._cell, DIRECTIONS.index(name), self._slips[self._moves])
         self._moves += 1
-        return self.recipe.goal_reward if self._succeeded() else 0.0
+        return float(self._succeeded())
 
     def _ended(self) -> bool:
         return self._succeeded() or self._cell in self._lake.holes
@@ -179,8 +158,8 @@ class FrozenLake(Game):
         random = sum(random_success(lake, turns * actions) for lake in lakes) / n
         optimal = sum(best_success(lake, turns, actions) for lake in lakes) / n
         return {
-            "random": Baseline(random, random * recipe.goal_reward, n),
-            "optimal": Baseline(optimal, optimal * recipe.goal_reward, n),
+            "random": Baseline(random, random, n),
+            "optimal": Baseline(optimal, optimal, n),
         }
 
     @classmethod
@@ -196,7 +175,7 @@ class FrozenLake(Game):
             require(
                 steps[-1].info["success"] is reachable, seed, "on firm ice the optimal policy missed a reachable goal"
             )
-            require(total == (recipe.goal_reward if reachable else 0.0), seed, f"on firm ice the return is {total}")
+            require(total == float(reachable), seed, f"on firm ice the return is {total}")
             require_sound(environment, seed)
 
 
@@ -214,7 +193,7 @@ def _require_replay(environment: FrozenLake, seed: int) -> None:
     require(steps[-1].info["success"] is won, seed, "success differs from the replay")
     require(steps[-1].terminated is (won or cell in lake.holes), seed, "the end of the episode differs from the replay")
     total = sum(step.reward for step in steps)
-    require(total == (environment.recipe.goal_reward if won else 0.0), seed, f"the return is {total}")
+    require(total == float(won), seed, f"the return is {total}")
 
 
 def _lake(recipe: FrozenLakeRecipe, seed: int) -> Lake:

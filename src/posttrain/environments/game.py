@@ -284,9 +284,9 @@ def rows_of(cells: Mapping[int, str], columns: int) -> Cells:
     return [[cells[row * columns + column] for column in range(columns)] for row in range(len(cells) // columns)]
 
 
-def drawing(cells: Cells, symbols: BaseConfig) -> str:
-    """Return the grid as text, one line per row. `symbols` has a field for each name of a cell."""
-    return "\n".join(" ".join(getattr(symbols, name) for name in row) for row in cells)
+def drawing(cells: Cells, symbols: Mapping[str, str]) -> str:
+    """Return the grid as text, one line per row. `symbols`: name of a cell -> its symbol."""
+    return "\n".join(" ".join(symbols[name] for name in row) for row in cells)
 
 
 def place(cell: int, columns: int) -> str:
@@ -326,12 +326,3 @@ def edges(origin: int, rows: int, columns: int) -> str:
     row, column = divmod(origin, columns)
     off = {"left": column == 0, "right": column == columns - 1, "up": row == 0, "down": row == rows - 1}
     return ", ".join(name for name, at_edge in off.items() if at_edge) or "none"
-
-
-def check_symbols(symbols: Mapping[str, str]) -> None:
-    """ValueError unless the symbols are distinct words without white space and without < or >."""
-    for name, symbol in symbols.items():
-        if not symbol or any(c.isspace() or c in "<>" for c in symbol):
-            raise ValueError(f"`symbols.{name}` is {symbol!r}; a symbol is not empty and has no space, < or >")
-    if len(set(symbols.values())) < len(symbols):
-        raise ValueError(f"`symbols` uses one symbol twice: {' '.join(symbols.values())}; make them distinct")

@@ -10,7 +10,6 @@ from posttrain.environments.game import (
     Game,
     GameRecipe,
     ObservationForm,
-    check_symbols,
     drawing,
     offset,
     place,
@@ -23,7 +22,6 @@ from posttrain.environments.game import (
 )
 from posttrain.environments.protocol import Baseline, Cells
 from posttrain.environments.sokoban_rooms import Room, State, random_player, room_of, shortest_solution
-from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.runs.intervals import success_rate
 from posttrain.seeds import random_stream
@@ -31,25 +29,15 @@ from posttrain.seeds import random_stream
 ACTIONS = ("Up", "Down", "Left", "Right")
 _MOST_STATES = 4000
 _PLAYS = 256
-
-
-class SokobanSymbols(BaseConfig):
-    """The symbols of the drawing."""
-
-    wall: str = "#"
-    """A wall."""
-    floor: str = "_"
-    """Free floor."""
-    target: str = "O"
-    """A target without a box."""
-    box: str = "X"
-    """A box that is not on a target."""
-    box_on_target: str = "√"
-    """A box on a target."""
-    player: str = "P"
-    """The player."""
-    player_on_target: str = "S"
-    """The player on a target."""
+SYMBOLS = {
+    "wall": "#",
+    "floor": "_",
+    "target": "O",
+    "box": "X",
+    "box_on_target": "√",
+    "player": "P",
+    "player_on_target": "S",
+}
 
 
 class SokobanRecipe(GameRecipe):
@@ -81,11 +69,9 @@ class SokobanRecipe(GameRecipe):
     """`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: boxes, targets and walls relative to the
     player.
     """
-    symbols: SokobanSymbols = SokobanSymbols()
 
     @model_validator(mode="after")
     def _fits(self) -> "SokobanRecipe":
-        check_symbols(self.symbols.model_dump())
         if max(self.dim_x, self.dim_y) < 5:
             raise ValueError("`dim_x` and `dim_y` are both below 5, too small to push a box; raise one to 5 or more")
         if 3 * self.num_boxes > (self.dim_x - 2) * (self.dim_y - 2):
@@ -113,16 +99,14 @@ class Sokoban(Game):
         self._room, self._position = _room(self.recipe, seed)
 
     def _rules(self) -> str:
-        s, form = self.recipe.symbols, self.recipe.observation
+        s, form = SYMBOLS, self.recipe.observation
         several = self.recipe.num_boxes > 1
         if form in ("coordinates", "local"):
             task = f"Push {'every box onto a target' if several else 'the box onto the target'}."
         else:
-            task = (
-                f"Push {'every' if several else 'the'} box {s.box} onto {'a' if several else 'the'} target {s.target}."
-            )
-            task += f" You are {s.player}, or {s.player_on_target} on a target; {s.wall} is wall, {s.floor} floor"
-            task += f", {s.box_on_target} a box on a target." if several else "."
+            task = f"Push {'every' if several else 'the'} box {s['box']} onto {'a' if several else 'the'} target {s['target']}."
+            task += f" You are {s['player']}, or {s['player_on_target']} on a target; {s['wall']} is wall, {s['floor']} floor"
+            task += f", {s['box_on_target']} a box on a target." if several else "."
         text = f"{task} Walk into a box to push it; you cannot pull, nor push two at once."
         if form in ("coordinates", "both"):
             text += " Row 0 is the top, column 0 the left."
@@ -132,7 +116,7 @@ class Sokoban(Game):
         form, room = self.recipe.observation, self._room
         if form == "local":
             return self._surroundings()
-        parts = [drawing(self.cells(), self.recipe.symbols)] if form != "coordinates" else []
+        parts = [drawing(self.cells(), SYMBOLS)] if form != "coordinates" else []
         if form != "grid":
             player, boxes = self._position
             parts.append(f"You: {place(player, room.columns)}. Boxes: {places(boxes, room.columns)}.")

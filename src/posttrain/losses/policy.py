@@ -72,7 +72,8 @@ def token_weights(
 ) -> tuple[list[float], float]:
     """Weight of each stream's tokens, and the divisor of their weighted sum.
 
-    `lengths`: sampled tokens of *all* streams of the optimizer step, including streams that are not computed.
+    `lengths`: sampled tokens of *all* streams of the optimizer step, including streams that are not computed; 0 for
+    streams that are left out, such as those of a group of one with a group baseline.
     `episodes`: number of the episode of each stream; None if every stream is its own episode.
 
     - `token_mean`: weight 1, divisor sum of lengths (DAPO, arXiv 2503.14476). Biased: the divisor is
@@ -310,7 +311,8 @@ def gmpo(recipe: GmpoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[t
 
 
 def gpg_factor(groups: Sequence[int], signal: Sequence[bool]) -> float:
-    """B / (B - M) for the B streams of an update, of which M are in groups whose advantages are all 0; 1 if B = M.
+    """B / (B - M) for the B streams of an update that have a baseline, of which M are in groups whose advantages are all
+    0; 1 if B = M.
 
     `groups` [B]: the group of each stream. `signal` [B]: whether the stream has an advantage other than 0. GPG
     multiplies the loss of REINFORCE by it, so that groups whose episodes all have the same reward do not shrink the

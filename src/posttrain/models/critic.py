@@ -8,7 +8,6 @@ import torch
 
 from posttrain.models.forward import hidden_states, transformer, upload
 from posttrain.models.load import load_reward_model
-from posttrain.models.packing import pack_row
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 
@@ -29,7 +28,7 @@ class Critic(RewardModel):
         of the state before the token is sampled, read at the position that predicts it. A prefix that several streams
         share is computed once.
         """
-        row = pack_row(streams, sampled)
+        row = self.pack(streams, sampled)
         ids, positions = upload(row.ids, self.device), upload(row.layout.positions(), self.device)
         at = upload(row.predictors, self.device)
 

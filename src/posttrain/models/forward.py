@@ -4,13 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.errors import InputError
 from posttrain.models.cpu.backend import matmul
-from posttrain.models.layers import Layout
+from posttrain.models.layers import ATTENTION_NAME, Layout
+from posttrain.models.rotary import set_lengths
 
 ELEMENTS_IN_CACHE = 1 << 21
 """Float32 logits processed at a time on a CPU, so that softmax and its reductions work in the processor's cache."""
@@ -35,17 +37,78 @@ def transformer(model: torch.nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
+@dataclass(frozen=True)
+class ForwardPath:
+    """How the forward passes of a loaded model are computed. `models.gate` chooses the fastest exact one."""
+
+    packed: bool = True
+    """Whether all streams of a row share a pass. If not, each has one of its own, with the model's own attention."""
+    projects: bool = True
+    """Whether logits are the output projection of the last hidden states, as `logits_of` computes it. If not, the
+    model's own logits take the place of hidden states.
+    """
+    attention: str = ATTENTION_NAME
+    """The attention implementation of transformers."""
+    reason: str = ""
+    """Why streams are not packed."""
+
+
+def path_of(model: torch.nn.Module) -> ForwardPath:
+    """How the forward passes of `model` are computed: packed, unless `models.gate` has chosen another path."""
+    return getattr(transformer(model), "forward_path", ForwardPath())
+
+
+def base_decoder(model: torch.nn.Module) -> Any:
+    """The decoder inside `model`, without its output projection."""
+    inner = transformer(model)
+    return getattr(inner, inner.base_model_prefix, None) or inner.model
+
+
 def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Last hidden states [T, hidden] of a row of tokens; `ids` and `positions` are [T] int64."""
-    inner = transformer(model)
-    decoder = getattr(inner, inner.base_model_prefix)
+    if not path_of(model).packed:
+        return _stream_by_stream(transformer(model), ids, layout)
+    decoder = base_decoder(model)
+    set_lengths(decoder, layout.lengths())
     output = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
     return output.last_hidden_state[0]
+
+
+def _stream_by_stream(inner: Any, ids: torch.Tensor, layout: Any) -> torch.Tensor:
+    """`hidden_states` in one pass for each stream. Tokens that streams share are computed in each pass, and their
+    outputs are those of the first.
+    """
+    set_lengths(base_decoder(inner), None)  # the rotary embedding reads the length of each pass
+    outputs, source, end = [], np.full(len(ids), -1), 0
+    for places in layout.streams():
+        outputs.append(alone_states(inner, ids[upload(places, ids.device)]))
+        new = source[places] < 0
+        source[places[new]] = end + np.flatnonzero(new)
+        end += len(places)
+    return torch.cat(outputs)[upload(source, ids.device)]
+
+
+def alone_states(inner: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Hidden states [T, hidden] of one sequence `ids` [T] int64, or logits [T, V] if the model has no plain
+    projection.
+    """
+    return alone_output(inner, ids, use_cache=False)[0]
+
+
+def alone_output(inner: Any, ids: torch.Tensor, **keywords: Any) -> tuple[torch.Tensor, Any]:
+    """`alone_states`, and the output of the model that is called with `keywords`."""
+    if path_of(inner).projects:
+        output = base_decoder(inner)(input_ids=ids[None], **keywords)
+        return output.last_hidden_state[0], output
+    output = inner(input_ids=ids[None], **keywords)
+    return output.logits[0], output
 
 
 def logits_of(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Logits [N, vocabulary] float32 of hidden states [N, hidden], with the model's logit scale and soft cap."""
     inner = transformer(model)
+    if not path_of(model).projects:
+        return hidden.float()
     logits = inner.get_output_embeddings()(hidden).float()
     config = inner.config
     if getattr(config, "logit_scale", None):  # Cohere
@@ -125,6 +188,8 @@ def token_scores(
 def _plain_projection(model: torch.nn.Module) -> tuple[torch.nn.Linear, float] | None:
     """The projection and a scale if logits are just their product with the hidden states; else None."""
     inner = transformer(model)
+    if not path_of(model).projects:
+        return None
     head, config = inner.get_output_embeddings(), inner.config
     hooked = head._forward_hooks or head._forward_pre_hooks
     if type(head) not in (torch.nn.Linear, Float32Head) or head.bias is not None or hooked:

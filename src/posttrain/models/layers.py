@@ -38,6 +38,8 @@ class RowSegment(NamedTuple):
     """The stream's tokens before the segment: ranges [start, stop) of the row, each non-empty, in the stream's
     order.
     """
+    length: int = 0
+    """The length that decides the rotary frequencies of its tokens (`models.rotary.Lengths.of`)."""
 
     @property
     def seen(self) -> int:
@@ -48,6 +50,15 @@ class RowSegment(NamedTuple):
     def keys(self) -> tuple[tuple[int, int], ...]:
         """The ranges of all tokens that the segment's last token attends to."""
         return (*self.before, (self.start, self.stop))
+
+
+class Bounds(NamedTuple):
+    """What some models do to attention scores, after scaling."""
+
+    cap: float | None
+    """Scores s become cap * tanh(s / cap) (Gemma 2)."""
+    sinks: torch.Tensor | None
+    """[H]: for each head the score of one more key, whose value is zero (GPT-OSS)."""
 
 
 class Layout(Protocol):
@@ -61,36 +72,60 @@ class Layout(Protocol):
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        bounds: "Bounds | None" = None,
     ) -> torch.Tensor:
-        """Attention outputs [H, T, D] of the T tokens of this pass.
+        """Attention outputs [H, T, D_v] of the T tokens of this pass.
 
-        `query` [H, T, D], `key` and `value` [H_kv, T, D] are those of the new tokens only. `scaling` multiplies the
-        scores. `window` limits attention to the last `window` tokens, including the token itself.
+        `query` [H, T, D], `key` [H_kv, T, D] and `value` [H_kv, T, D_v] are those of the new tokens only. `scaling`
+        multiplies the scores. `window` limits attention to the last `window` tokens, including the token itself.
         """
+        ...
+
+    def lengths(self) -> list[int] | None:
+        """For each token the length that decides its rotary frequencies (`models.rotary`); None if it is 0 for all."""
         ...
 
 
 def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    bounds: Bounds | None = None,
 ) -> torch.Tensor:
-    """Causal attention [H, Q, D] of the last Q of K positions: query [H, Q, D], key and value [H_kv, K, D]."""
+    """Causal attention [H, Q, D_v] of the last Q of K positions: query [H, Q, D], key [H_kv, K, D], value [H_kv, K,
+    D_v].
+    """
     queries, keys = query.shape[1], key.shape[1]
+    key, value = _repeat(key, query.shape[0]), _repeat(value, query.shape[0])
     mask = None
     square = queries == keys and (window is None or window >= keys)
-    if not square and (queries > 1 or (window is not None and window < keys)):
+    if bounds is not None or (not square and (queries > 1 or (window is not None and window < keys))):
         rows = torch.arange(keys - queries, keys, device=query.device)[:, None]
         columns = torch.arange(keys, device=query.device)[None, :]
         mask = columns <= rows
         if window is not None:
             mask &= columns > rows - window
+    if bounds is not None:
+        return attention_probabilities(query @ key.transpose(1, 2) * scaling, mask, bounds).to(value.dtype) @ value
+    causal = square and queries > 1
     return scaled_dot_product_attention(
-        query[None],
-        _repeat(key, query.shape[0])[None],
-        _repeat(value, query.shape[0])[None],
-        attn_mask=mask,
-        is_causal=square and queries > 1,
-        scale=scaling,
+        query[None], key[None], value[None], attn_mask=mask, is_causal=causal, scale=scaling
     )[0]
+
+
+def attention_probabilities(scores: torch.Tensor, mask: torch.Tensor | None, bounds: Bounds) -> torch.Tensor:
+    """Probabilities [H, Q, K] float32 of scores with bounds, where `mask` [Q, K] is True."""
+    scores = scores.float()
+    if bounds.cap is not None:
+        scores = bounds.cap * torch.tanh(scores / bounds.cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if bounds.sinks is None:
+        return scores.softmax(-1)
+    sinks = bounds.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 def _repeat(heads: torch.Tensor, count: int) -> torch.Tensor:
@@ -99,7 +134,7 @@ def _repeat(heads: torch.Tensor, count: int) -> torch.Tensor:
     return heads if groups == 1 else heads.repeat_interleave(groups, dim=0)
 
 
-def _attention(
+def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -111,16 +146,25 @@ def _attention(
     sliding_window: int | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    if layout is None:
+    """The attention function that transformers calls: the layout of the pass attends. Without one, the tokens are the
+    last of one sequence.
+    """
+    if layout is None and (len(query) > 1 or attention_mask is not None):
         raise RuntimeError(
-            "a model with posttrain attention needs a layout in every forward pass; call models.forward.hidden_states"
+            "a model with posttrain attention computes one sequence without padding, or rows with a layout; call "
+            "models.forward.hidden_states"
         )
-    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if extra.get(name) is not None]
-    if unsupported or dropout > 0:
-        what = f"attention with {', '.join(unsupported)}" if unsupported else "attention dropout"
+    if extra.get("position_bias") is not None or dropout > 0:
+        what = "a position bias" if extra.get("position_bias") is not None else "attention dropout"
         raise InputError(f"model.path: {type(module).__name__} uses {what}, which packed attention does not support")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = layout.attend(module.layer_idx, query[0], key[0], value[0], scale, sliding_window)  # type: ignore[arg-type]
+    bounds = Bounds(extra.get("softcap"), extra.get("s_aux"))
+    heads = query[0], key[0], value[0]
+    some = None if bounds == Bounds(None, None) else bounds
+    if layout is None:
+        out = causal_attention(*heads, scale, sliding_window, some)
+    else:
+        out = layout.attend(module.layer_idx, *heads, scale, sliding_window, some)  # type: ignore[arg-type]
     return out.transpose(0, 1)[None], None
 
 
@@ -128,7 +172,7 @@ def use_packed_attention(model: torch.nn.Module) -> None:
     """Make `model`, any decoder of transformers, attend through the layout that each forward pass receives."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
 
 

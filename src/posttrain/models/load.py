@@ -18,8 +18,10 @@ from posttrain.errors import InputError
 from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16
 from posttrain.models.cuda.attention import use_flash_attention
 from posttrain.models.cuda.four_bit import quantize
-from posttrain.models.forward import use_float32_head
-from posttrain.models.layers import resolve_fused, use_fused_layers, use_packed_attention
+from posttrain.models.forward import base_decoder, path_of, use_float32_head
+from posttrain.models.gate import choose_path
+from posttrain.models.layers import resolve_fused, use_fused_layers
+from posttrain.models.rotary import use_positions_by_length
 from posttrain.plugins import entry_points, load, require_module
 from posttrain.recipe.model import SWITCHES, LoraRecipe, ModelRecipe, with_thinking
 
@@ -358,14 +360,12 @@ def _load(
     # The caller reports missing weights.
     transformers_logging.set_verbosity_error()
     try:
-        loaded: Any = auto_class.from_pretrained(
-            base, dtype=dtype, attn_implementation="sdpa", output_loading_info=True, **keywords
-        )
+        loaded: Any = auto_class.from_pretrained(base, dtype=dtype, output_loading_info=True, **keywords)
     except Exception as error:
-        raise InputError(
-            f"model.path: {recipe.path} could not be loaded ({_reason(error)}); "
-            "check that the files are complete, or that the hub id is right and reachable"
-        ) from error
+        remedy = "check that the files are complete, or that the hub id is right and reachable"
+        if "Unrecognized configuration class" in str(error):
+            remedy = f"transformers has no {auto_class.__name__} for this type of model; choose another model"
+        raise InputError(f"model.path: {recipe.path} could not be loaded ({_reason(error)}); {remedy}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
     model, info = loaded
@@ -374,19 +374,24 @@ def _load(
         model = _with_adapters(model, path)
         if adapter.get("modules_to_save"):
             missing = [name for name in missing if name.split(".")[0] not in adapter["modules_to_save"]]
-    use_packed_attention(model)
+    use_positions_by_length(base_decoder(model))
     use_fused_layers(model, resolve_fused(recipe.fused, device))
     use_flash_attention(recipe.attention, device)
     bound_kept_kernels()
     if recipe.load_in_4bit:
         quantize(model, device)
     try:
-        return model.to(device_override or device).eval(), missing
+        model = model.to(device_override or device).eval()
+        choose_path(model, cache_directory() / "gate")
     except torch.OutOfMemoryError as error:
         raise InputError(
             f"model.path: {recipe.path} does not fit into the GPU's memory; set model.dtype to bfloat16 or model.device "
             "to cpu"
         ) from error
+    if reason := path_of(model).reason:
+        kind = model.config.model_type
+        warnings.warn(f"{kind} models are computed one sequence at a time, which is slower: {reason}", stacklevel=2)
+    return model, missing
 
 
 def _adapter_config(path: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import torch
 
 from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, supports
-from posttrain.models.layers import RowSegment, causal_attention
+from posttrain.models.layers import Bounds, RowSegment, attention_probabilities, causal_attention
+from posttrain.models.rotary import Lengths
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
@@ -35,6 +36,21 @@ class PackedLayout:
         """Position ids [T] int64: each token's index in its stream."""
         return torch.cat([torch.arange(s.seen, s.seen + s.stop - s.start) for s in self.segments])
 
+    def lengths(self) -> list[int] | None:
+        """For each token the length that decides its rotary frequencies; None if it is 0 for all."""
+        if not any(segment.length for segment in self.segments):
+            return None
+        return [segment.length for segment in self.segments for _ in range(segment.start, segment.stop)]
+
+    def streams(self) -> list[np.ndarray]:
+        """The row indices of the tokens of each stream, int64, without streams that begin another one."""
+        begun = [span for segment in self.segments for span in segment.before]
+        return [
+            np.concatenate([np.arange(*span) for span in segment.keys])
+            for segment in self.segments
+            if not any(start <= segment.start and segment.stop <= stop for start, stop in begun)
+        ]
+
     def attend(
         self,
         layer: int,
@@ -43,10 +59,12 @@ class PackedLayout:
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        bounds: Bounds | None = None,
     ) -> torch.Tensor:
-        if query.device.type == "cpu":
+        usual = bounds is None and value.shape[-1] == query.shape[-1]
+        if usual and query.device.type == "cpu":
             return attend_segments(query, key, value, self.segments, scaling, window, self._masks)
-        if supports(query.device, query.dtype, query.shape[-1]):
+        if usual and supports(query.device, query.dtype, query.shape[-1]):
             self._spans = self._spans or spans_of(self.segments, query.device)
             return attend_spans(self._spans, query, key, value, scaling, window)
         outputs = []
@@ -54,7 +72,8 @@ class PackedLayout:
             keys, values = (
                 torch.cat([heads[:, start:stop] for start, stop in segment.keys], 1) for heads in (key, value)
             )
-            outputs.append(causal_attention(query[:, segment.start : segment.stop], keys, values, scaling, window))
+            queries = query[:, segment.start : segment.stop]
+            outputs.append(causal_attention(queries, keys, values, scaling, window, bounds))
         return torch.cat(outputs, dim=1)
 
 
@@ -80,10 +99,11 @@ def probed_layout(streams: Sequence[tuple[int, Sequence[int]]]) -> PackedLayout:
 class LastTokenLayout(PackedLayout):
     """Streams side by side; records the attention probabilities of each stream's last token in one layer."""
 
-    def __init__(self, lengths: Sequence[int], layer: int) -> None:
-        """`lengths`: tokens of each stream; `layer`: index of the recorded layer."""
-        ends = np.cumsum([0, *lengths]).tolist()
-        super().__init__([RowSegment(start, stop) for start, stop in pairwise(ends)])
+    def __init__(self, counts: Sequence[int], layer: int, lengths: Lengths | None = None) -> None:
+        """`counts`: tokens of each stream; `layer`: index of the recorded layer; `lengths`: as in `pack_row`."""
+        ends = np.cumsum([0, *counts]).tolist()
+        of = (lambda count: 0) if lengths is None else lengths.of
+        super().__init__([RowSegment(start, stop, (), of(stop - start)) for start, stop in pairwise(ends)])
         self._layer = layer
         self.attention: list[torch.Tensor] = []
         """Per stream [T] float32: attention probabilities of the last token, averaged over heads. Each sums to 1."""
@@ -96,15 +116,17 @@ class LastTokenLayout(PackedLayout):
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        bounds: Bounds | None = None,
     ) -> torch.Tensor:
         if layer == self._layer:
             keys = key.repeat_interleave(len(query) // len(key), dim=0).float()
-            for start, end, _ in self.segments:
+            for start, end, *_ in self.segments:
                 scores = torch.einsum("hd,htd->ht", query[:, end - 1].float(), keys[:, start:end]) * scaling
                 if window is not None:
                     scores[:, : max(0, end - start - window)] = float("-inf")
-                self.attention.append(scores.softmax(-1).mean(0))
-        return super().attend(layer, query, key, value, scaling, window)
+                last = attention_probabilities(scores[:, None], None, bounds or Bounds(None, None))
+                self.attention.append(last[:, 0].mean(0))
+        return super().attend(layer, query, key, value, scaling, window, bounds)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -138,27 +160,29 @@ def prompt_length(sampled: np.ndarray) -> int:
     return int(np.argmax(sampled))
 
 
-def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> PackedRow:
+def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray], lengths: Lengths | None = None) -> PackedRow:
     """Pack `streams` (token ids [T_i] int64) with masks `sampled` [T_i] bool into one row, as a prefix tree.
 
     Equal tokens after equal prefixes are stored once, sampled or not, whichever stream they are from. Each stream has
-    at least one sampled token, and its first token is not sampled.
+    at least one sampled token, and its first token is not sampled. With `lengths`, a stream is stored once for each set
+    of rotary frequencies that its tokens are predicted with.
     """
     segments: list[RowSegment] = []
     pieces: list[np.ndarray] = []
-    places: list[np.ndarray] = [np.zeros(0, np.int64)] * len(streams)
-    path: tuple[tuple[int, int], ...] = ()
+    places = [np.zeros(len(ids), np.int64) for ids in streams]
     end = 0
-    for index, shared in tree_order(streams):
-        ids = streams[index]
-        path = _beginning(path, shared)
-        if len(ids) > shared:
-            stop = end + len(ids) - shared
-            segments.append(RowSegment(end, stop, path))
-            pieces.append(ids[shared:])
-            path = (*path[:-1], (path[-1][0], stop)) if path and path[-1][1] == end else (*path, (end, stop))
-            end = stop
-        places[index] = np.concatenate([np.arange(start, stop) for start, stop in path])
+    for length, versions in _by_length(streams, lengths).items():
+        path: tuple[tuple[int, int], ...] = ()
+        for index, shared in tree_order([streams[stream][:stop] for stream, _, stop in versions]):
+            stream, first, stop = versions[index]
+            path = _beginning(path, shared)
+            if stop > shared:
+                until = end + stop - shared
+                segments.append(RowSegment(end, until, path, length))
+                pieces.append(streams[stream][shared:stop])
+                path = (*path[:-1], (path[-1][0], until)) if path and path[-1][1] == end else (*path, (end, until))
+                end = until
+            places[stream][first:stop] = np.concatenate([np.arange(*span) for span in path])[first:]
     return PackedRow(
         ids=np.concatenate(pieces),
         layout=PackedLayout(segments),
@@ -166,6 +190,17 @@ def pack_row(streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> Pa
         predictors=np.concatenate([at[:-1][mask[1:]] for at, mask in zip(places, sampled, strict=True)]),
         targets=np.concatenate([ids[mask] for ids, mask in zip(streams, sampled, strict=True)]),
     )
+
+
+def _by_length(streams: Sequence[np.ndarray], lengths: Lengths | None) -> dict[int, list[tuple[int, int, int]]]:
+    """For each length that decides frequencies: (stream, first token that reads its outputs there, stop)."""
+    if lengths is None:
+        return {0: [(stream, 0, len(ids)) for stream, ids in enumerate(streams)]}
+    versions: dict[int, list[tuple[int, int, int]]] = {}
+    for stream, ids in enumerate(streams):
+        for length, first, stop in lengths.spans(len(ids)):
+            versions.setdefault(length, []).append((stream, first, stop))
+    return versions
 
 
 def tree_order(streams: Sequence[np.ndarray]) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from posttrain.models.cuda.four_bit import dequantized
 from posttrain.models.forward import (
     TokenMetric,
     TokenScores,
+    base_decoder,
     hidden_states,
     logits_of,
     token_scores,
@@ -32,6 +33,7 @@ from posttrain.models.forward import (
 )
 from posttrain.models.load import add_adapters, load_end_tokens, load_model, load_tokenizer, resolve_device
 from posttrain.models.packing import PackedRow, pack_row
+from posttrain.models.rotary import lengths_of
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.seeds import derive_seed
@@ -120,6 +122,10 @@ class TrainedModel:
         inner = transformer(model)
         layers = getattr(getattr(inner, inner.base_model_prefix), "layers", ())
         return ShardedModel(model, list(layers), resolve_device(self.recipe.device), trained)
+
+    def pack(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> PackedRow:
+        """The row of `streams` for this model (`models.packing.pack_row`)."""
+        return pack_row(streams, sampled, lengths_of(base_decoder(self.model)))
 
     def compute(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return `function(*arguments)`; sharded weights are gathered while it computes with them.
@@ -359,7 +365,7 @@ class Policy(TrainedModel):
         [N] over all sampled tokens, stream by stream. `head` adds values from the same hidden states, `measure` a
         number from each distribution.
         """
-        row = pack_row(streams, sampled)
+        row = self.pack(streams, sampled)
         # Logits cost as much as several layers, so shared tokens are scored once. `measure` needs every token
         # separately.
         chosen, back = row.distinct() if measure is None else (np.arange(len(row.targets)), None)
@@ -396,7 +402,7 @@ class Policy(TrainedModel):
         of the most probable tokens and, last, of all others together, and the ids [N, top_k] int32 of the most probable
         tokens.
         """
-        row = pack_row(streams, sampled)
+        row = self.pack(streams, sampled)
         divisor = temperature if temperature > 0 else 1.0
 
         def computed() -> tuple[np.ndarray, np.ndarray | None]:
@@ -417,7 +423,7 @@ class Policy(TrainedModel):
 
     def states(self, streams: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> torch.Tensor:
         """The last hidden states [N, hidden] from which `score` predicts the sampled tokens."""
-        return self.compute(self._states, pack_row(streams, sampled))
+        return self.compute(self._states, self.pack(streams, sampled))
 
     def _states(self, row: PackedRow, chosen: np.ndarray | slice = slice(None)) -> torch.Tensor:
         """Hidden states that predict the sampled tokens of the row, or the `chosen` ones of them."""

@@ -10,10 +10,11 @@ import torch
 from pydantic import ValidationError
 
 from posttrain.errors import InputError
-from posttrain.models.forward import hidden_states, transformer, upload
+from posttrain.models.forward import base_decoder, hidden_states, path_of, transformer, upload
 from posttrain.models.load import load_reward_model
-from posttrain.models.packing import LastTokenLayout, PackedLayout, pack_row, probed_layout
+from posttrain.models.packing import LastTokenLayout, PackedLayout, probed_layout
 from posttrain.models.policy import TrainedModel
+from posttrain.models.rotary import lengths_of
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits
 from posttrain.seeds import derive_seed
@@ -31,7 +32,6 @@ class UnitValues:
     stream: torch.Tensor
     """[U] int64: index of the stream of each unit."""
     streams: int
-    """S."""
     """S."""
 
 
@@ -95,7 +95,7 @@ class RewardModel(TrainedModel):
         `streams`: token ids [T_i] int64; `sampled`: [T_i] bool, the completions. Shared prefixes are computed once.
         Equal to the output of `AutoModelForSequenceClassification(num_labels=1)` for each stream alone.
         """
-        row = pack_row(streams, sampled)
+        row = self.pack(streams, sampled)
         return self._read(row.ids, row.layout, np.array([places[-1] for places in row.places]))
 
     def unit_rewards(
@@ -106,7 +106,7 @@ class RewardModel(TrainedModel):
         `streams` and `sampled` as in `rewards`. `ends`: [K_i] int64, the index in each stream of the last token of each
         unit, at or after the first sampled token.
         """
-        row = pack_row(streams, sampled)
+        row = self.pack(streams, sampled)
         positions = [places[end] for places, end in zip(row.places, ends, strict=True)]
         counts = [len(end) for end in ends]
         owner = upload(np.repeat(np.arange(len(streams)), counts), self.device)
@@ -118,6 +118,9 @@ class RewardModel(TrainedModel):
         `streams`: token ids [T_i] int64; `lengths`: [P_i] int64, the length of each prefix, 1 to T_i. A prefix is
         scored with the end token appended, unless it already ends with one.
         """
+        lengths_by = lengths_of(base_decoder(self.model))
+        if lengths_by is not None and max(map(len, streams)) >= lengths_by.original:
+            return self._rewards_of_cuts(streams, lengths)
         rows, counts, positions = [], [], []
         start = 0
         for ids, prefixes in zip(streams, lengths, strict=True):
@@ -133,12 +136,27 @@ class RewardModel(TrainedModel):
             values = self._read(np.concatenate(rows), probed_layout(counts), np.concatenate(positions))
         return np.split(values.cpu().numpy(), np.cumsum([len(at) for at in positions])[:-1])
 
+    def _rewards_of_cuts(self, streams: Sequence[np.ndarray], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """`prefix_rewards` from one stream for each prefix, which has the rotary frequencies of its own length."""
+        cuts = [ids[:count] for ids, counts in zip(streams, lengths, strict=True) for count in counts]
+        ended = [cut if cut[-1] in self.end_tokens else np.append(cut, self.end_token) for cut in cuts]
+        with torch.no_grad():
+            values = self.rewards(ended, [np.arange(len(cut)) > 0 for cut in ended])
+        return np.split(values.cpu().numpy(), np.cumsum([len(counts) for counts in lengths])[:-1])
+
     def last_token_attention(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Attention of the last token, where the reward is read, in the last layer: per stream [T_i] float32.
 
         Probabilities are averaged over heads and sum to 1. `streams`: token ids [T_i] int64, at least 2 each.
         """
-        layout = LastTokenLayout([len(ids) for ids in streams], transformer(self.model).config.num_hidden_layers - 1)
+        if not path_of(self.model).packed:
+            kind = transformer(self.model).config.model_type
+            raise InputError(
+                f"the attention of {kind} models cannot be read ({path_of(self.model).reason}); use another estimator of "
+                "unit credit than attention"
+            )
+        layers, lengths = transformer(self.model).config.num_hidden_layers, lengths_of(base_decoder(self.model))
+        layout = LastTokenLayout([len(ids) for ids in streams], layers - 1, lengths)
         with torch.no_grad():
             self._read(np.concatenate(streams), layout, np.zeros(0, dtype=np.int64))
         return [attention.cpu().numpy() for attention in layout.attention]

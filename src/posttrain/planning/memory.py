@@ -333,7 +333,7 @@ def _ahead(recipe: RlRecipe, sizes: ModelSizes, width: int, placement: Placement
     """Memory of asynchronous rollouts in the first process: copies of the trained weights (in use and pending), and the KV
     cache of the separate engine."""
     rollout = recipe.rollout
-    copies = 2 + (rollout.async_rollouts if rollout.on_new_weights == "finish" or rollout.replay is not None else 0)
+    copies = 2 + (rollout.async_rollouts if rollout.on_new_weights == "finish" else 0)
     trained = trained_parameters(recipe.model, sizes)
     how = f"{copies} copies of the trained weights: in use and pending"
     count = copies * width * trained

@@ -15,6 +15,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Credit(Section):
     """Keys that every credit has."""
 
+    @property
+    def compared_with(self) -> Literal["group", "batch"] | None:
+        """Where the baseline needs at least one other episode: in the episode's group, or in the batch. None: nowhere."""
+        return None
+
+
+class _ComparedInGroup(Credit):
+    @property
+    def compared_with(self) -> Literal["group", "batch"] | None:
+        return "group"
+
 
 class TurnReturnsCredit(Credit):
     """Reward-to-go per turn."""
@@ -26,8 +37,12 @@ class TurnReturnsCredit(Credit):
     baseline: Literal["others", "none"] = "others"
     """`others`: subtract the mean reward-to-go of the group's other episodes at that turn (0 after their end); unbiased. `none`: no baseline."""
 
+    @property
+    def compared_with(self) -> Literal["group", "batch"] | None:
+        return "group" if self.baseline == "others" else None
 
-class MtGrpoCredit(Credit):
+
+class MtGrpoCredit(_ComparedInGroup):
     """Group-normalized turn rewards and outcome; the outcome is the reward of the last turn."""
 
     type: Literal["mt_grpo"]
@@ -36,7 +51,7 @@ class MtGrpoCredit(Credit):
     """Weight of a turn's own reward relative to the outcome, in turns before the last."""
 
 
-class GigpoCredit(Credit):
+class GigpoCredit(_ComparedInGroup):
     """Episodes compared within their group, and turns with the group's turns in the same state."""
 
     type: Literal["gigpo"]
@@ -55,6 +70,10 @@ class GroupCredit(Credit):
     type: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "remax", "maxrl"]
     """`grpo`: (R - mean) / std of the group. `dr_grpo`: R - mean. `rloo`: R - mean of the others. `opo`: R - length-weighted mean. `reinforce_pp_baseline`: R - mean, then whitened over the batch's tokens. `remax`: R - return of one greedy episode. `maxrl`: (R - mean) / mean, for returns of 0 or more."""
 
+    @property
+    def compared_with(self) -> Literal["group", "batch"] | None:
+        return None if self.type == "remax" else "group"
+
     @model_validator(mode="before")
     @classmethod
     def _returns_are_whole(cls, values: Any) -> Any:
@@ -66,7 +85,7 @@ class GroupCredit(Credit):
         return values
 
 
-class PassAtKCredit(Credit):
+class PassAtKCredit(_ComparedInGroup):
     """The gain of each episode for the best of k attempts at its task."""
 
     type: Literal["pass_at_k"]
@@ -75,7 +94,7 @@ class PassAtKCredit(Credit):
     """Number of attempts whose best return is maximized, at most `rollout.episodes_per_group`. Null: the size of the group, so only the single best episode gets credit."""
 
 
-class GdpoCredit(Credit):
+class GdpoCredit(_ComparedInGroup):
     """Several scores of an episode, each normalized within the group, then added and normalized over the batch."""
 
     type: Literal["gdpo"]
@@ -84,7 +103,7 @@ class GdpoCredit(Credit):
     """Weight of each score by name: those that the reward function or the environment reports, and `return` for the return with all penalties and the reward model's score. Null: 1 for each reported score but `score`, which is their combination."""
 
 
-class TokenBaselineCredit(Credit):
+class TokenBaselineCredit(_ComparedInGroup):
     """Reward-to-go minus a baseline per token, which weights the group's returns by the norm of their gradients."""
 
     type: Literal["optimal_token_baseline"]
@@ -96,6 +115,10 @@ class BatchCredit(Credit):
 
     type: Literal["brpo", "arpo"]
     """`brpo`: (R - mean) / std of the whole batch. `arpo`: the raw return."""
+
+    @property
+    def compared_with(self) -> Literal["group", "batch"] | None:
+        return "batch" if self.type == "brpo" else None
 
 
 class TokenCredit(Credit):

@@ -155,4 +155,4 @@ class PtxRecipe(FixedRowsRecipe):
     rows_per_update: int = Field(16, ge=1)
     """Rows per optimizer update."""
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
-    """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens. Log-probabilities use `rollout.sampling.temperature`."""
+    """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens. Their likelihood is that of the model at temperature 1, whatever `rollout.sampling.temperature` is."""

@@ -65,11 +65,7 @@ class RlRecipe(SampledRecipe):
     @property
     def compares_groups(self) -> bool:
         """Whether the credit type compares the episodes of a group, which then needs at least two."""
-        if isinstance(self.credit, TurnReturnsCredit):
-            return self.credit.baseline == "others"
-        if isinstance(self.credit, GroupCredit):
-            return self.credit.type != "remax"
-        return isinstance(self.credit, PassAtKCredit | GdpoCredit | TokenBaselineCredit | MtGrpoCredit | GigpoCredit)
+        return self.credit.compared_with == "group"
 
     def _penalties(self) -> list[str]:
         """Keys that subtract something from the environment's reward."""
@@ -253,7 +249,6 @@ class RlRecipe(SampledRecipe):
             self.hardware.processes,
             self.reward is not None,
             self.hardware.ray is not None,
-            self.engine.type,
         )
         if self.hardware.offload == "rollouts" and self.rollout.async_rollouts:
             raise ValueError(

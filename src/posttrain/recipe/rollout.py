@@ -108,8 +108,6 @@ class RolloutRecipe(BaseConfig):
     """What happens to unfinished episodes when new weights arrive. `finish`: keep the old weights. `continue`: use the new weights from the next token on. `restart`: start over with the new weights."""
     max_staleness: int | None = Field(None, ge=0)
     """Maximum number of optimizer updates between sampling a token and training on it. Episodes with an older token are dropped and counted in `rollout/stale`. Null: train on all episodes."""
-    replay: str | None = None
-    """Directory of a run whose event order is reproduced: new weights reach each episode at the same token as in that run. Null: weights apply when they arrive."""
     missing_eos_penalty: float = Field(0.0, ge=0)
     """Subtracted from the training reward of an episode whose last answer has no end token, after reward normalization."""
 
@@ -225,15 +223,8 @@ def updates_behind(rollout: RolloutRecipe, learner: LearnerRecipe) -> int:
     return rollout.async_rollouts * learner.updates_per_step * learner.epochs_per_step
 
 
-def refuse_ahead(
-    rollout: RolloutRecipe, learner: LearnerRecipe, processes: int, scored: bool, ray: bool, engine: str
-) -> None:
-    """Raise ValueError for settings of asynchronous rollouts that no episode could satisfy or that `engine` does not support."""
-    if rollout.replay is not None and (ray or engine != "local"):
-        raise ValueError(
-            "`rollout.replay` needs an engine in this process, because forward passes of external engines are not "
-            "counted; set `engine.type: local` and remove `hardware.ray`"
-        )
+def refuse_ahead(rollout: RolloutRecipe, learner: LearnerRecipe, processes: int, scored: bool, ray: bool) -> None:
+    """Raise ValueError for settings of asynchronous rollouts that no episode could satisfy or that the rest of the recipe does not support."""
     if rollout.async_rollouts and processes > 1 and scored:
         raise ValueError(
             "with `rollout.async_rollouts` above 0 only the first process samples and scores, but with `hardware.processes` above "

@@ -46,7 +46,7 @@ class GuardRecipe(BaseConfig):
     """Collapse detection. A guard triggers after `patience` consecutive steps beyond its threshold."""
 
     action: Literal["warn", "stop"] = "warn"
-    """`warn`: log a warning. `stop`: end the run and keep the last good checkpoint."""
+    """`warn`: log a warning. `stop`: end the run, also when it is resumed, and keep the last good checkpoint."""
     patience: int = Field(5, ge=1)
     """Consecutive steps beyond a threshold before a guard triggers."""
     max_zero_groups: float | None = Field(0.8, ge=0, lt=1)

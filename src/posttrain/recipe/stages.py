@@ -44,7 +44,7 @@ NOT_EVALUATED = {
     "model": ("lora", "gradient_checkpointing"),
     "rollout": (
         *("groups_per_step", "episodes_per_group", "sampling", "filter", "overlong_penalty", "missing_eos_penalty"),
-        *("async_rollouts", "on_new_weights", "max_staleness", "replay"),
+        *("async_rollouts", "on_new_weights", "max_staleness"),
     ),
 }
 """Section -> keys of training that have no effect in an evaluation."""

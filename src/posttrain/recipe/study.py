@@ -318,7 +318,7 @@ TRAINING: dict[str, tuple[str, ...]] = {
             for name in ("kl", "entropy", "mismatch", "repeated_share", "ratio", "staleness_mean", "staleness_max")
         ),
         *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_rollout_k1", "kl_rollout_k3")),
-        *(f"rollout/{name}" for name in ("stale", "stale_alone", "restarted")),
+        *(f"rollout/{name}" for name in ("stale", "restarted")),
         "tokens/discarded",
         *(
             f"policy/{name}"
@@ -330,7 +330,7 @@ TRAINING: dict[str, tuple[str, ...]] = {
         *(f"policy/{name}" for name in ("clipped_before_update", "kl_clamped")),
         *(f"correction/{name}" for name in ("weight", "mismatch", "truncated", "rejected", "rejected_streams")),
         "kl/coefficient",
-        "credit/zero_groups",
+        *(f"credit/{name}" for name in ("zero_groups", "without_baseline")),
     ),
 }
 """Stage -> metrics of its training steps; which of them a run has depends on its recipe."""

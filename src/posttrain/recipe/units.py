@@ -18,11 +18,11 @@ class _CutUnits(BaseConfig):
     merge: Literal["merge_tail", "merge_small"] = "merge_tail"
     """How units beyond `max_units` are merged. `merge_tail`: into the last unit. `merge_small`: repeatedly, the smallest unit into its smaller neighbour."""
     thinking: Literal["whole", "split"] = "whole"
-    """`whole`: a thinking block `<think>…</think>` is one unit. `split`: it is segmented like other text."""
+    """`whole`: a thinking block `<think>…</think>` is one span, which is not a unit. `split`: it is segmented like other text."""
 
 
 class StepUnits(_CutUnits):
-    """Labelled steps. Text before the first label is a unit, but not a step."""
+    """Labelled steps. Text before the first label is not a unit."""
 
     type: Literal["steps"]
     """`steps`: a unit begins at each label at the start of a line."""
@@ -31,7 +31,7 @@ class StepUnits(_CutUnits):
     ordinal: bool = True
     """true: only labels that count 1, 2, 3, … or A, B, …, Z, AA, … start a step, so a line such as `OK. fine` does not. false: every match does."""
     closing: str | None = None
-    """Regular expression (multi-line mode) that ends the steps, such as `^Rationale:`. Text from its first match after the last label is a unit, but not a step. Null: the last step runs to the end."""
+    """Regular expression (multi-line mode) that ends the steps, such as `^Rationale:`. Text from its first match after the last label is not a unit. Null: the last step runs to the end."""
 
     @field_validator("pattern", "closing")
     @classmethod
@@ -115,7 +115,7 @@ class ShareCredit(_Placed, _Read):
     """The outcome distributed over units. Reward streams that sum to the outcome."""
 
     type: Literal["even", "outcome", "attention"]
-    """`even`: equal shares. `outcome`: everything to the last unit. `attention`: in proportion to the attention of the reward model's last layer, at the position of the score, to each unit (ABC)."""
+    """`even`: equal shares. `outcome`: everything to the end of the answer. `attention`: in proportion to the attention of the reward model's last layer, at the position of the score, to each unit (ABC)."""
 
 
 class LearnedCredit(_Placed, _Mixed):

@@ -4,7 +4,6 @@ import difflib
 import json
 import re
 import typing
-from fnmatch import fnmatchcase
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,68 +15,6 @@ from posttrain.recipe.foreign import native_key
 from posttrain.recipe.reference import allowed, either, keys_of, sections_of, tags_of
 from posttrain.recipe.sources import KeyPath, Layer
 from posttrain.recipe.stages import STAGES
-
-RENAMED_KEYS = {
-    "credit.divide": "credit.divide_by_std",
-    "credit.trace_decay": "credit.gae_lambda",
-    "credit.turn_trace_decay": "credit.turn_gae_lambda",
-    "critic.trunk": "critic.backbone",
-    "*data.shuffle_rows": "data.shuffle_buffer",
-    "engine.context": "engine.max_model_len",
-    "engine.hang_seconds": "engine.hang_timeout",
-    "engine.memory_share": "engine.gpu_memory_utilization",
-    "engine.restarts": "engine.max_restarts",
-    "engine.seconds": "engine.timeout",
-    "engine.sequences": "engine.max_num_seqs",
-    "engine.start_seconds": "engine.start_timeout",
-    "engine.token_limit": "engine.token_limit_field",
-    "engine.workers": "engine.max_concurrent",
-    "entropy_coefficient": "entropy.coefficient",
-    "environment.interpreter.seconds": "environment.interpreter.timeout",
-    "environment.interpreter.tool_seconds": "environment.interpreter.tool_timeout",
-    "environment.judge.seconds": "environment.judge.timeout",
-    "environment.rule": "environment.reward",
-    "hardware.apart": "hardware.dedicated",
-    "hardware.environments.workers": "hardware.environments.count",
-    "hardware.hang_seconds": "hardware.hang_timeout",
-    "hardware.reduce": "hardware.gradient_sync",
-    "keep": "keep_columns",
-    "kl.place": "kl.apply_to",
-    "learner.passes": "learner.epochs_per_step",
-    "loss.centring": "loss.center_rewards_coefficient",
-    "loss.correction.level": "loss.correction.reject",
-    "loss.correction.type": "loss.correction.weights",
-    "loss.entropy_coefficient": "entropy.coefficient",
-    "loss.normaliser": "loss.aggregation",
-    "objective.within.*.least": "objective.within.METRIC.min",
-    "objective.within.*.most": "objective.within.METRIC.max",
-    "reference_cache": "cache_ref_logprobs",
-    "reward.normalise": "reward.normalize",
-    "rollout.ahead": "rollout.async_rollouts",
-    "rollout.environment_seconds": "rollout.environment_timeout",
-    "rollout.failures.policy": "rollout.failures.action",
-    "rollout.missing_end_penalty": "rollout.missing_eos_penalty",
-    "rollout.overlong": "rollout.overlong_penalty",
-    "rollout.stale": "rollout.max_staleness",
-    "rollout.stale_after": "rollout.max_staleness",
-    "supervised": "nll_coefficient",
-    "unit_credit.normaliser": "unit_credit.normalizer",
-    "units.entropy": "units.entropy_coefficient",
-}
-"""Dotted key of earlier versions (`*` matches any text) -> its current name."""
-
-RENAMED_VALUES = {
-    ("*data.overlong", "cut"): "truncate",
-    ("critic.backbone", "own"): "separate",
-    ("hardware.offload", True): "all",
-    ("hardware.offload", False): "none",
-    ("hardware.gradient_sync", "each"): "per_forward",
-    ("hardware.gradient_sync", "once"): "per_update",
-    ("loss.aggregation", "sequence"): "sequence_mean",
-    ("loss.aggregation", "token"): "token_mean",
-    ("unit_credit.type", "seed_compat"): "drca_published",
-}
-"""Dotted key and its value in earlier versions -> the current value."""
 
 
 def validation_errors(
@@ -120,7 +57,7 @@ def _sentence(
         choices = [tag.strip(" '") for tag in problem["ctx"]["expected_tags"].split(",")]
         tag = _value(given.values, (*path, "type"))
         where = given.origin((*path, "type"))
-        hint = _renamed_value(f"{dotted}.type", tag) or nearest_type(str(tag), choices)
+        hint = nearest_type(str(tag), choices)
         return f"{where}: {dotted}.type is {_show(tag)}{hint}; it must be {either(choices)}"
     info = _field(path[len(prefix) :], part, _value(given.values, prefix))
     words = allowed(info) if info is not None else problem["msg"]
@@ -138,9 +75,9 @@ def _sentence(
             words += f"; the nearest is {dotted}.coefficient"
     if words.startswith("text") and isinstance(value, int | float) and not isinstance(value, bool):
         words = f"{words}, in quotes"
-    hint = _renamed_value(dotted, value)
+    hint = ""
     if problem["type"] == "literal_error" and isinstance(value, str):
-        hint = hint or nearest_type(value, re.findall("'([^']*)'", problem["ctx"]["expected"]))
+        hint = nearest_type(value, re.findall("'([^']*)'", problem["ctx"]["expected"]))
     return f"{start}{dotted} is {_show(value)}{hint}; it must be {words}"
 
 
@@ -154,8 +91,6 @@ def _first_keys(dotted: str, section: type[BaseConfig]) -> str:
 def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[BaseConfig], prefix: KeyPath) -> str:
     section, name = path[:-1], path[-1]
     dotted = ".".join(path)
-    if renamed := next((new for old, new in RENAMED_KEYS.items() if fnmatchcase(dotted, old)), None):
-        return f"the nearest is {renamed}"
     other = _other_types(path, part, given, prefix)
     if other:
         kind = _value(given.values, (*section, "type"))
@@ -194,13 +129,6 @@ def _remedy(path: KeyPath, part: type[BaseConfig], given: Layer, stage: type[Bas
     shown = f" --stage {stage.model_fields['stage'].default}" if "stage" in stage.model_fields else ""
     keys = f"`posttrain recipe{shown}`"
     return f"{keys} shows the keys, and `posttrain import` converts commands of TRL, OpenRLHF, verl and RAGEN"
-
-
-def _renamed_value(dotted: str, value: Any) -> str:
-    """A hint with the current name of a value of earlier versions; empty for other values."""
-    names = (new for (key, old), new in RENAMED_VALUES.items() if old == value and fnmatchcase(dotted, key))
-    new = next(names, None)
-    return f" (did you mean {new}?)" if new else ""
 
 
 def _other_types(path: KeyPath, part: type[BaseConfig], given: Layer, prefix: KeyPath) -> list[str]:

@@ -43,7 +43,7 @@ _STARTED_WITH = (
     *("max_model_len", "dtype", "tokens_per_forward", "prefix_caching", "enforce_eager"),
 )
 """Keys of a vLLM engine that are fixed at its start."""
-_ASYNC_KEYS = ("async_rollouts", "on_new_weights", "max_staleness", "replay")
+_ASYNC_KEYS = ("async_rollouts", "on_new_weights", "max_staleness")
 
 
 def recipe_warnings(recipe: Recipe) -> list[str]:

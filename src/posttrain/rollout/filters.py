@@ -61,22 +61,3 @@ def token_staleness(episodes: Sequence[Episode], version: int) -> np.ndarray:
     """[n] int32: optimizer updates between each sampled token of `episodes` and `version`."""
     parts = [version - episode.versions for episode in episodes]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
-
-
-def drop_stale(
-    episodes: Sequence[Episode], version: int, max_staleness: int, smallest_group: int
-) -> tuple[list[Episode], int, int]:
-    """Drop episodes with a token older than `max_staleness` updates.
-
-    If that leaves a group with fewer than `smallest_group` episodes, the rest of the group is dropped as well, because
-    a group baseline compares episodes of the group. Groups that lost no episode are kept at any size.
-
-    Returns (kept episodes, number of stale episodes, number dropped because their group became too small).
-    """
-    fresh = [episode for episode in episodes if staleness(episode, version) <= max_staleness]
-    sizes: dict[int, int] = {}
-    for episode in fresh:
-        sizes[episode.group] = sizes.get(episode.group, 0) + 1
-    reduced = {episode.group for episode in episodes if staleness(episode, version) > max_staleness}
-    kept = [e for e in fresh if e.group not in reduced or sizes[e.group] >= smallest_group]
-    return kept, len(episodes) - len(fresh), len(fresh) - len(kept)

@@ -22,7 +22,7 @@ class InFlight:
         """Called every `POLL_SECONDS` while episodes are in flight, for engines that compute in another process."""
         self.restarts = 0
         """Number of episodes restarted so far."""
-        self._open: dict[asyncio.Task[Any], EpisodeRequest] = {}
+        self._open: set[asyncio.Task[Any]] = set()
         self._restarting: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Task[None] | None = None
@@ -30,7 +30,7 @@ class InFlight:
         """An exception that `poll` raised. It cancels the episodes, which raise it again."""
         self._stopped = False
 
-    async def run(self, request: EpisodeRequest, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
+    async def run(self, attempt: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
         """The episode that `attempt` plays. `restart_all` cancels it and calls `attempt` again."""
         self._loop = asyncio.get_running_loop()
         if self._stopped:  # checked after the loop is set: a concurrent `stop` then sees either the loop or this check
@@ -39,7 +39,7 @@ class InFlight:
             self._polling = asyncio.create_task(self._poll_regularly(self.poll))
         task = asyncio.current_task()
         assert task is not None
-        self._open[task] = request
+        self._open.add(task)
         try:
             while True:
                 # Restart in the same event-loop tick, so that the engine still counts the episode as in flight.
@@ -54,20 +54,18 @@ class InFlight:
                     task.uncancel()
                     self.restarts += 1
         finally:
-            del self._open[task]
+            self._open.remove(task)
 
-    def restart_all(self) -> list[EpisodeRequest]:
-        """Cancel and restart all episodes in flight; returns their requests.
+    def restart_all(self) -> None:
+        """Cancel and restart all episodes in flight.
 
         A restarted episode uses the same random numbers. With new ones, long episodes would be discarded more often
         than short ones and replaced by episodes that are shorter on average.
         """
-        requests = list(self._open.values())
         for task in self._open:
             if task not in self._restarting:
                 self._restarting.add(task)
                 task.cancel()
-        return requests
 
     def stop(self) -> None:
         """Cancel all episodes and refuse new ones. Thread-safe."""
@@ -102,7 +100,7 @@ class AsyncRolloutWorker(RolloutWorker):
     in_flight: InFlight = field(default_factory=InFlight)
 
     async def run_episode(self, request: EpisodeRequest) -> Episode:
-        episode = await self.in_flight.run(request, partial(super().run_episode, request))
+        episode = await self.in_flight.run(partial(super().run_episode, request))
         versions = episode.versions
         episode.version = int(versions[0]) if len(versions) else self.version
         return episode

@@ -1,27 +1,24 @@
-"""The on-disk buffer of sampled episodes, and the event log that makes asynchronous rollouts replayable.
+"""The on-disk buffer of sampled episodes.
 
 `batch_000012.jsonl` contains a header, a line for each episode, written when the episode ends, and an end line once the
 batch is complete. A file without an end line, or with a truncated last line, belongs to a step that was interrupted.
 """
 
-import hashlib
 import json
 import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from posttrain.episode import Episode
-from posttrain.errors import InputError, RunError
+from posttrain.errors import RunError
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, run_episodes
 from posttrain.rollout.store import episode_from_record, episode_record, json_line
-from posttrain.runs.directory import storage_errors, sync_directory, write_atomically
+from posttrain.runs.directory import storage_errors, sync_directory
 
 FORMAT = 2
-EVENT_LOG = "events.jsonl"
 _NAME = re.compile(r"^batch_(\d+)\.jsonl$")
 _SYNC_SECONDS = 1.0
 """Minimum time between two fsyncs, in seconds. A power failure may lose the episodes of this period; a killed process
@@ -141,97 +138,3 @@ def remove_batches(directory: Path, first: int, last: int | None = None) -> None
         if match and int(match[1]) >= first and (last is None or int(match[1]) <= last):
             with storage_errors(path):
                 path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class WeightUpdate:
-    """The engine loaded new weights while a batch was sampled."""
-
-    before_forward: int
-    """Index of the first forward pass of the batch that used the weights."""
-    step: int
-    """The step after which the weights were published."""
-    version: int
-    restarted: list[list[int]] = field(default_factory=list)
-    """[group, index] of each episode restarted by this update."""
-
-
-@dataclass(frozen=True)
-class BatchEvents:
-    """Events whose timing affected the sampling of one batch."""
-
-    batch: int
-    """The step that learns from the batch."""
-    weights: list[WeightUpdate]
-    forward_passes: int
-    """Forward passes of the whole batch."""
-    digest: str
-    """`episodes_digest` of the batch."""
-
-
-class EventLog:
-    """The events of a run in `events.jsonl`, one line per batch."""
-
-    def __init__(self, run: Path) -> None:
-        self.path = run / EVENT_LOG
-
-    def append(self, events: BatchEvents) -> None:
-        with storage_errors(self.path), open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(events)) + "\n")
-
-    def keep_until(self, batch: int) -> None:
-        """Remove the batches after `batch`, which will be sampled again."""
-        if not self.path.exists():
-            return
-        known = self.read()
-        kept = "".join(json.dumps(asdict(known[number])) + "\n" for number in sorted(known) if number <= batch)
-        # Also rewrite the file if only its last line is truncated; otherwise the next line would be appended to it.
-        if kept != self.path.read_text(encoding="utf-8"):
-            write_atomically(self.path, kept)
-
-    def read(self) -> dict[int, BatchEvents]:
-        """Batch -> its events. A truncated last line is ignored; InputError for any other damage."""
-        try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise InputError(
-                f"{self.path} cannot be read ({error.strerror}); only runs with rollout.async_rollouts above 0 have events"
-            ) from error
-        by_batch = {}
-        for number, line in enumerate(lines):
-            try:
-                events = _events_from_record(json.loads(line))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                if number == len(lines) - 1:
-                    break
-                raise InputError(f"{self.path}: line {number + 1} is damaged ({error}); restore the file") from error
-            by_batch[events.batch] = events
-        return by_batch
-
-
-def episodes_digest(episodes: Sequence[Episode]) -> str:
-    """16 hexadecimal digits that depend on the groups, indices, seeds, token ids and versions of the episodes."""
-    digest = hashlib.blake2b(digest_size=8)
-    for episode in episodes:
-        digest.update(f"{episode.group}/{episode.index}/{episode.seed}".encode())
-        for stream in episode.streams:
-            digest.update(stream.ids.tobytes() + stream.versions.tobytes())
-    return digest.hexdigest()
-
-
-def check_replay(recorded: BatchEvents, replayed: BatchEvents, run: str) -> None:
-    """RunError unless a replayed batch equals the recorded one of `run`."""
-    for name, expected, actual in (
-        ("weight updates", [asdict(w) for w in recorded.weights], [asdict(w) for w in replayed.weights]),
-        ("forward passes", recorded.forward_passes, replayed.forward_passes),
-        ("tokens", recorded.digest, replayed.digest),
-    ):
-        if expected != actual:
-            raise RunError(
-                f"rollout.replay: batch {recorded.batch} differs from the events of {run} in its {name} ({actual} instead of "
-                f"{expected}); replay with the recipe, code, machine and thread count of that run"
-            )
-
-
-def _events_from_record(values: dict[str, Any]) -> BatchEvents:
-    return BatchEvents(**{**values, "weights": [WeightUpdate(**each) for each in values["weights"]]})

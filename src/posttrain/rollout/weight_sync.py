@@ -4,7 +4,6 @@ The batch of step s starts once the weights after step s - 1 - `async_rollouts` 
 """
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +13,6 @@ from posttrain.engines.protocol import Engine
 from posttrain.errors import RunError
 from posttrain.models.policy import Policy
 from posttrain.rollout.in_flight import InFlight
-from posttrain.rollout.journal import BatchEvents, WeightUpdate
 
 
 class SamplingStopped(Exception):
@@ -121,24 +119,18 @@ class WeightSync:
         engine: Engine,
         published: PublishedWeights,
         in_flight: InFlight,
-        replayed: Mapping[int, BatchEvents] | None,
     ) -> None:
-        """`policy` is the replica whose weights `engine` loads; nothing else may use it. `replayed`: batch -> recorded
-        events to follow instead of the clock."""
+        """`policy` is the replica whose weights `engine` loads; nothing else may use it."""
         self._on_new_weights, self._async_rollouts = on_new_weights, async_rollouts
         self._policy, self._engine = policy, engine
         self._published, self._in_flight = published, in_flight
-        self._replayed = replayed
         self._batch = 0
         self._loaded: WeightSnapshot | None = None
-        self._first_pass = 0
-        self._updates: list[WeightUpdate] = []
-        """Weight updates of the current batch."""
-        self._remaining: list[WeightUpdate] = []
-        """Recorded updates of the current batch that have not been replayed yet."""
+        if on_new_weights == "finish":
+            return
         if hasattr(engine, "before_forward"):
             engine.before_forward = self.poll
-        elif on_new_weights != "finish":
+        else:
             in_flight.poll = self.poll
 
     def wait_for(self, batch: int) -> None:
@@ -148,49 +140,27 @@ class WeightSync:
     def begin_batch(self, batch: int) -> None:
         """Load the weights with which `batch` starts."""
         oldest = self._published.after(self._oldest_step(batch))
-        self._batch, self._updates, self._first_pass = batch, [], self._engine.counters.forwards
-        self._remaining = []
-        if self._replayed is not None:
-            if batch not in self._replayed:
-                raise RunError(f"rollout.replay: the replayed run has no events of batch {batch}; lower `steps`")
-            self._remaining = list(self._replayed[batch].weights)
-            self._load(self._published.after(self._remaining.pop(0).step))
-        else:
-            self._load(oldest if self._on_new_weights == "finish" else self._published.newest())
+        self._batch = batch
+        self._load(oldest if self._on_new_weights == "finish" else self._published.newest())
 
     def poll(self) -> None:
-        """Load newer weights if they exist and the recipe allows it. Called between two forward passes."""
-        if self._replayed is not None:
-            while self._remaining and self._remaining[0].before_forward == self.forward_passes:
-                self._update(self._published.after(self._remaining.pop(0).step))
-        elif self._on_new_weights != "finish":
-            newest = self._published.newest()
-            assert self._loaded is not None
-            if newest.version > self._loaded.version:
-                self._update(newest)
-
-    def end_batch(self) -> tuple[list[WeightUpdate], int]:
-        """The weight updates of the batch and its number of forward passes."""
-        return self._updates, self.forward_passes
+        """Load newer weights if they exist. Called between two forward passes."""
+        newest = self._published.newest()
+        assert self._loaded is not None
+        if newest.version > self._loaded.version:
+            if self._on_new_weights == "restart":
+                self._in_flight.restart_all()
+            self._load(newest)
 
     @property
     def version(self) -> int:
         """Version of the loaded weights; 0 if none are loaded."""
         return self._loaded.version if self._loaded is not None else 0
 
-    @property
-    def forward_passes(self) -> int:
-        """Forward passes of the batch so far."""
-        return self._engine.counters.forwards - self._first_pass
-
     def _oldest_step(self, batch: int) -> int:
         return max(0, batch - 1 - self._async_rollouts)
 
-    def _update(self, weights: WeightSnapshot) -> None:
-        restarted = self._in_flight.restart_all() if self._on_new_weights == "restart" else []
-        self._load(weights, [[request.group, request.index] for request in restarted])
-
-    def _load(self, weights: WeightSnapshot, restarted: list[list[int]] | None = None) -> None:
+    def _load(self, weights: WeightSnapshot) -> None:
         if weights.step < self._batch - 1 - self._async_rollouts:
             raise RunError(
                 f"internal error: batch {self._batch} was given the weights after step {weights.step}, which are older than "
@@ -200,4 +170,3 @@ class WeightSync:
             weights.load_into(self._policy)
         self._engine.load_weights(weights.version, self._policy)
         self._loaded = weights
-        self._updates.append(WeightUpdate(self.forward_passes, weights.step, weights.version, restarted or []))

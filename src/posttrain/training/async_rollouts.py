@@ -7,7 +7,7 @@ ahead. Sampled batches stay on disk until a checkpoint covers them, so a killed 
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,21 +19,11 @@ from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current_world, single_process
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import EngineCounters
-from posttrain.errors import InputError
 from posttrain.models.policy import Policy
 from posttrain.recipe.engines import LocalEngineRecipe
-from posttrain.recipe.run import LOGGED_IN
-from posttrain.recipe.stages import RlRecipe
-from posttrain.rollout.filters import drop_stale, token_staleness
+from posttrain.rollout.filters import staleness, token_staleness
 from posttrain.rollout.in_flight import AsyncRolloutWorker, InFlight
-from posttrain.rollout.journal import (
-    BatchEvents,
-    EpisodeBuffer,
-    EventLog,
-    check_replay,
-    episodes_digest,
-    remove_batches,
-)
+from posttrain.rollout.journal import EpisodeBuffer, remove_batches
 from posttrain.rollout.weight_sync import PublishedWeights, WeightSnapshot, WeightSync
 from posttrain.runs.directory import RunDirectory, storage_errors
 from posttrain.runs.metrics import record_event
@@ -65,24 +55,21 @@ class Sampler:
         run: Path,
         steps: int,
         greedy: bool,
-        replayed: Mapping[int, BatchEvents] | None,
     ) -> None:
         """Create the thread's state; `start` starts it.
 
         Args:
             manager: supplies the settings, and the engine if it runs outside this process. Evaluation uses it too.
             published: the weights that the thread may sample with.
-            run: the run directory, which holds the batches and the event log.
+            run: the run directory, which holds the batches.
             steps: steps of the whole run.
             greedy: as in `collect`.
-            replayed: recorded events to follow, by step; None without a replay.
         """
         self._manager, self._published, self._run = manager, published, run
-        self._steps, self._greedy, self._replayed = steps, greedy, replayed
+        self._steps, self._greedy = steps, greedy
         self._has_own_engine = isinstance(manager.engine, LocalEngine)
         """Whether the thread has its own engine. An engine outside this process is shared with evaluation."""
         self._in_flight = InFlight()
-        self._events = EventLog(run)
         self._batches: deque[SampledBatch] = deque()
         self._ready = threading.Condition()
         self._error: BaseException | None = None
@@ -142,7 +129,6 @@ class Sampler:
             engine,
             self._published,
             self._in_flight,
-            self._replayed,
         )
         worker = AsyncRolloutWorker(
             engine=engine,
@@ -162,7 +148,6 @@ class Sampler:
                 if on_disk and not journal.complete:
                     on_disk = False
                     remove_batches(directory, step + 1)
-                    self._events.keep_until(step - 1)
                 self._hand_over(self._batch(journal, sync, worker, tasks))
 
     def _batch(
@@ -188,7 +173,6 @@ class Sampler:
             batch.seconds = time.perf_counter() - begun
             batch.counters = engine.counters.since(counters)
             self._count_discarded(batch, journal.tokens_before, self._in_flight.restarts - restarts)
-            self._record(journal.step, sync, batch)
         journal.finish({"seconds": batch.seconds, "counters": asdict(batch.counters), "metrics": batch.metrics})
         return SampledBatch(journal.step, batch, tasks.state_dict(), waited)
 
@@ -205,14 +189,6 @@ class Sampler:
             "tokens/discarded": float(batch.counters.sampled - used),
         }
 
-    def _record(self, step: int, sync: WeightSync, batch: RolloutBatch) -> None:
-        """Write the events of the batch, before the journal marks it as complete."""
-        taken, passes = sync.end_batch()
-        recorded = BatchEvents(step, taken, passes, episodes_digest([*batch.sampled, *batch.greedy.values()]))
-        if self._replayed is not None:
-            check_replay(self._replayed[step], recorded, str(self._manager.rollout.replay))
-        self._events.append(recorded)
-
     def _hand_over(self, batch: SampledBatch) -> None:
         with self._ready:
             self._batches.append(batch)
@@ -222,33 +198,6 @@ class Sampler:
 def journals_of(run: Path) -> Path:
     """Directory of sampled batches that no checkpoint covers yet."""
     return run / "async_rollouts"
-
-
-def replayed_events(recipe: RlRecipe) -> dict[int, BatchEvents] | None:
-    """The events of the run that `rollout.replay` names, by step; None without a replay.
-
-    Raises:
-        InputError: that run had another recipe.
-    """
-    if recipe.rollout.replay is None:
-        return None
-    run = RunDirectory.open(recipe.rollout.replay)
-    values, recorded = (_values(each) for each in (recipe, run.load_recipe(to_run=True)))
-    changed = [key for key in values if values[key] != recorded.get(key)]
-    if changed:
-        raise InputError(
-            f"rollout.replay: {run.path} had another value of {', '.join(changed)}; events are replayed with the recipe "
-            "that they were recorded with, so use its recipe.yaml with another `name`"
-        )
-    return EventLog(run.path).read()
-
-
-def _values(recipe: Any) -> dict[str, Any]:
-    values = recipe.model_dump(mode="json")
-    for key in ("name", *LOGGED_IN):
-        values.pop(key, None)
-    values.get("rollout", {}).pop("replay", None)
-    return values
 
 
 class AsyncRollouts:
@@ -263,8 +212,6 @@ class AsyncRollouts:
         run: RunDirectory,
         steps: int,
         greedy: bool = False,
-        smallest_group: int = 1,
-        replayed: Mapping[int, BatchEvents] | None = None,
     ) -> None:
         """Create the rollouts; `running` starts the thread.
 
@@ -272,16 +219,14 @@ class AsyncRollouts:
             tasks: the order of tasks as stored in a checkpoint, that is, after the batches that were trained on.
             steps: steps of the whole run.
             greedy: as in `collect`.
-            smallest_group: a group with fewer fresh episodes is dropped if any of it was stale.
-            replayed: recorded events to follow, by step.
         """
         rollout = manager.rollout
         self.manager, self.tasks, self.run = manager, tasks, run
-        self.rollout, self.smallest_group = rollout, smallest_group
-        self._exact = rollout.on_new_weights == "finish" or rollout.replay is not None
+        self.rollout = rollout
+        self._exact = rollout.on_new_weights == "finish"
         """Whether a batch needs the weights of a specific step instead of the newest."""
         self._published = PublishedWeights(rollout.async_rollouts + 1 if self._exact else 1)
-        self._sampler = Sampler(manager, self._published, run.path, steps, greedy, replayed)
+        self._sampler = Sampler(manager, self._published, run.path, steps, greedy)
         self._world = current_world()
         self._older: list[WeightSnapshot] = []
         self._step = 0
@@ -392,10 +337,10 @@ class AsyncRollouts:
         most = self.rollout.max_staleness
         if most is None:
             return
-        kept, stale, alone = drop_stale(batch.episodes, version, most, self.smallest_group)
-        batch.episodes = kept
-        batch.metrics |= {"rollout/stale": float(stale), "rollout/stale_alone": float(alone)}
-        if not kept:
+        fresh = [episode for episode in batch.episodes if staleness(episode, version) <= most]
+        batch.metrics["rollout/stale"] = float(len(batch.episodes) - len(fresh))
+        batch.episodes = fresh
+        if not fresh:
             batch.warnings.append(
                 f"every episode is older than rollout.max_staleness = {most} updates, so no episode is left to train on"
             )

@@ -151,6 +151,8 @@ class Guards:
 
     def __init__(self, recipe: GuardRecipe) -> None:
         self.recipe = recipe
+        self.stopped = False
+        """Whether a guard has ended the run."""
         self._in_a_row = {guard.key: 0 for guard in _GUARDS}
         self._since = {guard.key: 0 for guard in _GUARDS}
 
@@ -176,13 +178,15 @@ class Guards:
                     f"{guard.metric} = {value:.4g} has been {side} guards.{guard.key} = {threshold:g} since step "
                     f"{self._since[guard.key]}: {guard.meaning}"
                 )
+        self.stopped = bool(fired) and self.recipe.action == "stop"
         return fired
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, and the steps at which they began."""
-        return {"in_a_row": dict(self._in_a_row), "since": dict(self._since)}
+        """The counts, the steps at which they began, and whether a guard has ended the run."""
+        return {"in_a_row": dict(self._in_a_row), "since": dict(self._since), "stopped": self.stopped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""
         self._in_a_row |= state["in_a_row"]
         self._since |= state["since"]
+        self.stopped = state.get("stopped", False)

@@ -46,7 +46,7 @@ def train(
     with trainer.working(console):
         c.rollouts.manager.played = trainer.progress.sampled
         trainer.begin()
-        while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):
+        while trainer.step < recipe.steps and not c.guards.stopped and not trainer.out_of_time(recipe.max_minutes):
             step, tokens = trainer.step + 1, learner.trained_tokens
             batch = c.rows(step) if c.is_off_policy(step) else c.sampled(step)
             with trainer.interrupts.critical():
@@ -58,10 +58,9 @@ def train(
                 fired = c.guards.check(metrics, step)
                 trainer.finish_step(metrics)
                 trainer.warn([*batch.warnings, *learner.take_warnings(), *fired])
-            trainer.evaluate_and_save()
-            if fired and recipe.guards.action == "stop":
-                trainer.warn(["stopped by a guard; the best checkpoint is kept"])
-                break
+            trainer.evaluate_and_save(metrics)
+        if c.guards.stopped:
+            trainer.warn(["stopped by a guard; the best checkpoint is kept"])
         trainer.finish()
 
 

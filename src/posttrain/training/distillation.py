@@ -21,7 +21,8 @@ def distillation_forward(
     """A forward pass that returns the scores of the sampled tokens and, for `jsd`, their divergences from the teacher.
 
     The divergence is computed beside the output projection, so that the policy's full distributions exist for
-    `learner.logits_per_chunk` tokens at a time.
+    `learner.logits_per_chunk` tokens at a time. Policy and teacher are compared at the sampling `temperature`, also on
+    fixed rows, so that all steps minimize one divergence.
     """
     if isinstance(loss, ReverseKlLoss):
         return token_forward(policy, settings, temperature)

@@ -214,6 +214,11 @@ def token_forward(
 ) -> Callable[[Sequence[Sample]], TokenScores]:
     """A forward pass that returns the scores of the sampled tokens, sample after sample.
 
+    Everything about tokens that the policy sampled refers to the distribution that they were drawn from, softmax(logits
+    / temperature): ratios, policy gradients, entropies, the KL divergence from a reference model or teacher, and hence
+    the scores of those too. The likelihood of written text (rows of `sft`, `dpo` and `ptx`, evaluation) is that of the
+    model itself, at temperature 1, because no temperature drew it. `pack` keeps the rows of `ptx` apart from episodes.
+
     Args:
         temperature: the temperature that the tokens were sampled with.
         head: reads values from the same hidden states, as in `Policy.score`.
@@ -221,7 +226,7 @@ def token_forward(
 
     def forward(samples: Sequence[Sample]) -> TokenScores:
         ids, sampled = [s.stream.ids for s in samples], [s.stream.sampled for s in samples]
-        return policy.score(ids, sampled, temperature, settings.logits_per_chunk, head)
+        return policy.score(ids, sampled, 1.0 if samples[0].ptx else temperature, settings.logits_per_chunk, head)
 
     return forward
 
@@ -379,7 +384,10 @@ class PolicyObjective:
 
     def weigh(self, samples: Sequence[Sample]) -> tuple[list[float], float]:
         """One weight per sample, and the divisor. Also sets the values that depend on the whole update: `factors` and
-        `held` of the samples, and the scale of the entropy bonus."""
+        `held` of the samples, and the scale of the entropy bonus.
+
+        Samples without a baseline and masked ones have weight 0 and no part in the divisor, unless it is constant.
+        Samples that were compared and have advantages of 0 keep theirs: their part of the gradient is 0 by the data."""
         masked = [self._is_masked(sample) for sample in samples]
         lengths = [0 if out else s.sampled_tokens for s, out in zip(samples, masked, strict=True)]
         weights, divisor = token_weights(self.loss.aggregation, lengths, self.loss.constant, episode_ids(samples))
@@ -387,7 +395,8 @@ class PolicyObjective:
         rules = self.loss.type == "gpg" or self.entropy.top_share < 1 or self.entropy.covariance is not None
         self._of_update = set_factors(self.loss, self.entropy, samples, trained, self.random) if rules else {}
         if self.loss.mask_truncated:
-            self._of_update["policy/truncated_masked"] = (float(sum(masked)), float(len(samples)))
+            truncated = sum(sample.truncated for sample in samples)
+            self._of_update["policy/truncated_masked"] = (float(truncated), float(len(samples)))
         weights = [0.0 if out else weight for weight, out in zip(weights, masked, strict=True)]
         if self.entropy.tokens != "all":
             self._set_bonus_scale(samples, weights)
@@ -400,7 +409,7 @@ class PolicyObjective:
         self._bonus_scale = whole / bonus if bonus else 0.0
 
     def _is_masked(self, sample: Sample) -> bool:
-        return self.loss.mask_truncated and sample.truncated
+        return not sample.has_baseline or (self.loss.mask_truncated and sample.truncated)
 
     def has_signal(self, sample: Sample) -> bool:
         """Tokens without credit do not contribute, unless there is a KL penalty or an entropy bonus. With a target
@@ -468,7 +477,7 @@ def metrics_without_pass(objective: Objective[TokenScores], samples: Sequence[Sa
 
 class MixedObjective:
     """The policy's objective on episodes + coefficient x negative log-likelihood of supervised rows, a mean over
-    tokens.
+    tokens. A micro-batch contains either episodes or rows.
 
     Source: "PPO-ptx" of Ouyang et al. 2022, arXiv 2203.02155.
     """
@@ -492,20 +501,13 @@ class MixedObjective:
     def __call__(
         self, output: TokenScores, samples: Sequence[Sample], weights: Sequence[float]
     ) -> tuple[torch.Tensor, Totals]:
-        mask = np.repeat([s.ptx for s in samples], [s.sampled_tokens for s in samples])
-        loss = output.logprobs.new_zeros(())
-        metrics: Totals = {}
-        for supervised in (False, True):
-            chosen = [(s, w) for s, w in zip(samples, weights, strict=True) if s.ptx == supervised]
-            if chosen:
-                places = upload(np.flatnonzero(mask == supervised), output.logprobs.device)
-                scores = output.at(places)
-                objective = self.ptx if supervised else self.policy
-                part, more = objective(scores, [s for s, _ in chosen], [w for _, w in chosen])
-                loss = loss + part
-                # The policy's entropy is measured only at tokens that it sampled.
-                metrics |= {"ptx/loss": (number(-scores.logprobs.detach().sum()), len(places))} if supervised else more
-        return loss, metrics
+        if not samples[0].ptx:
+            return self.policy(output, samples, weights)
+        loss, _ = self.ptx(output, samples, weights)
+        if output.values is not None:
+            loss = loss + 0 * output.values.sum()  # processes add up their gradients, so each needs one of the head
+        # The policy's entropy is measured only at tokens that it sampled.
+        return loss, {"ptx/loss": (number(-output.logprobs.detach().sum()), float(len(output.logprobs)))}
 
 
 class ValueObjective:

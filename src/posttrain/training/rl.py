@@ -25,7 +25,7 @@ from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.evaluated import start_values
 from posttrain.seeds import random_stream
-from posttrain.training.async_rollouts import AsyncRollouts, replayed_events
+from posttrain.training.async_rollouts import AsyncRollouts
 from posttrain.training.controllers import EntropyController, Guards, KlController
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
@@ -67,8 +67,7 @@ def make_rollouts(recipe: RlRecipe, manager: RolloutManager, tasks: TaskOrder, r
     greedy = recipe.credit.type == "remax"
     if recipe.rollout.async_rollouts == 0:
         return SyncRollouts(manager, tasks, greedy)
-    smallest_group = 2 if recipe.compares_groups else 1
-    return AsyncRollouts(manager, tasks, run, recipe.steps, greedy, smallest_group, replayed_events(recipe))
+    return AsyncRollouts(manager, tasks, run, recipe.steps, greedy)
 
 
 def train(
@@ -89,7 +88,7 @@ def train(
         rollouts.manager.played = trainer.progress.sampled
         trainer.begin()
         with rollouts.running(trainer.step + 1):
-            while trainer.step < recipe.steps and not trainer.out_of_time(recipe.max_minutes):
+            while trainer.step < recipe.steps and not c.guards.stopped and not trainer.out_of_time(recipe.max_minutes):
                 step, tokens = trainer.step + 1, learner.trained_tokens
                 with trainer.phase(rollouts.phase):
                     batch = rollouts.take(step)
@@ -105,6 +104,8 @@ def train(
                     with trainer.phase("update"):
                         totals = c.update(batch.episodes, samples, step)
                     metrics = rollout_metrics(batch) | means(totals) | credit.metrics
+                    if recipe.credit.compared_with is not None:
+                        metrics["credit/without_baseline"] = float(len(credit.advantages.without_baseline))
                     metrics["credit/zero_groups"] = zero_groups(batch.episodes, credit.advantages)
                     by_episode = recipe.loss.aggregation == "sequence_mean"
                     metrics["credit/mean_advantage"] = mean_advantage(batch.episodes, credit.advantages, by_episode)
@@ -122,10 +123,9 @@ def train(
                     trainer.finish_step(metrics)
                     rollouts.learned(step)
                     trainer.warn([*batch.warnings, *credit.warnings, *c.take_warnings(), *fired])
-                trainer.evaluate_and_save()
-                if fired and recipe.guards.action == "stop":
-                    trainer.warn(["stopped by a guard; the best checkpoint is kept"])
-                    break
+                trainer.evaluate_and_save(metrics)
+        if c.guards.stopped:
+            trainer.warn(["stopped by a guard; the best checkpoint is kept"])
         trainer.finish()
 
 
@@ -257,10 +257,14 @@ class Components:
 
 
 def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
-    """Set `advantages` of each sample."""
-    streams = [stream for episode in credit.values for stream in episode]
-    for sample, advantages in zip(samples, streams, strict=True):
-        sample.advantages = advantages[sample.stream.sampled]
+    """Set `advantages` and `has_baseline` of each sample."""
+    streams = [
+        (stream, position not in credit.without_baseline)
+        for position, episode in enumerate(credit.values)
+        for stream in episode
+    ]
+    for sample, (advantages, has_baseline) in zip(samples, streams, strict=True):
+        sample.advantages, sample.has_baseline = advantages[sample.stream.sampled], has_baseline
 
 
 def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:

@@ -345,5 +345,5 @@ def train_on(
                 trainer.finish_step(metrics)
                 over = trainer.step == steps
                 trainer.warn([*learner.take_warnings(), *(batches.warnings() if over else [])])
-            trainer.evaluate_and_save()
+            trainer.evaluate_and_save(metrics)
         trainer.finish()

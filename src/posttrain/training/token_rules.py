@@ -31,7 +31,8 @@ def set_factors(
     factors = np.ones(sum(tokens), dtype=np.float32)
     held = np.zeros(sum(tokens), dtype=bool)
     if loss.type == "gpg":
-        factors *= gpg_factor([s.group for s in samples], [bool(np.any(s.advantages != 0)) for s in samples])
+        compared = [s for s in samples if s.has_baseline]
+        factors *= gpg_factor([s.group for s in compared], [bool(np.any(s.advantages != 0)) for s in compared])
     if entropy.top_share < 1:
         kept = top_entropy(_joined([computed(s.entropies) for s in trained]), entropy.top_share)
         factors[~kept] = 0.0

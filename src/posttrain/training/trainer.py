@@ -64,11 +64,13 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 class Callback:
     """User functions that a training run calls. Subclass it and override the methods you need.
 
-    With several processes, only rank 0 calls them. An exception stops the run.
+    With several processes, only rank 0 calls them. An exception stops the run. It leaves the state of the last finished
+    step, so the run can be resumed to the same bits; after a KeyboardInterrupt this state is also saved as a checkpoint.
     """
 
     def on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Called after each step, counted from 1, with the values of its line in the metrics log."""
+        """Called after each step, counted from 1, with the values of its line in the metrics log. Its evaluation and
+        checkpoint follow."""
 
     def on_evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """Called after each evaluation of the learning curve. Step 0 is the model before training."""
@@ -268,9 +270,10 @@ class Trainer(Generic[Output]):
                 yield
             except KeyboardInterrupt as stop:
                 with self.interrupts.critical():
-                    saved = "" if self._finished or not self._state else f", saved as {self.save().name}"
+                    whole = self._state and not (self._finished or self.interrupts.torn)
+                    saved = f", saved as {self.save().name}" if whole else ""
                 command = f"posttrain {self.settings.stage} --resume {self.run.path}"
-                sentence = f"stopped by {stop} after step {self.step}{saved}; continue with `{command}`"
+                sentence = f"stopped by {str(stop) or 'KeyboardInterrupt'} after step {self.step}{saved}; continue with `{command}`"
                 self.progress.message(sentence)
                 stop.add_note(sentence)  # for a launcher that no longer receives this process's output
                 raise
@@ -345,7 +348,6 @@ class Trainer(Generic[Output]):
         self.progress.update(self.step, metrics)
         self._remember()
         self.warn(take_events())
-        self._call(lambda callback: callback.on_step(self.step, metrics))
 
     def warn(self, messages: Sequence[str]) -> None:
         """Show and log sentences about the step that was just counted."""
@@ -353,8 +355,10 @@ class Trainer(Generic[Output]):
             self.progress.message(f"step {self.step}: {message}")
             self._log.write(self.step, "warning", {"message": message})
 
-    def evaluate_and_save(self) -> None:
-        """Evaluate and save a checkpoint, each if it is due after this step. The checkpoint includes the evaluation."""
+    def evaluate_and_save(self, metrics: Mapping[str, Any]) -> None:
+        """Pass the `metrics` of this step to the callbacks. Then evaluate and save a checkpoint, each if it is due. The
+        checkpoint includes the evaluation. Call it outside `critical()`, with everything that the step changes done."""
+        self._call(lambda callback: callback.on_step(self.step, metrics))
         improved = self._evaluate_if_due()
         if improved or self.step % self.settings.checkpoint.every == 0 or self.step == self.settings.steps:
             with self.phase("checkpoint"):

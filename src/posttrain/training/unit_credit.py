@@ -317,6 +317,8 @@ class UnitCreditor:
                     f"{answer.label}: the reward model's values of parts of the answer are not all finite; use another reward model "
                     "or reward.dtype"
                 )
+            if kind is UnitAdvantages:
+                credit = np.where(answer.units.is_unit, credit, 0.0)
             credited[number] = kind(answer.units, credit, answer.outcome, of_empty)
         metrics = unit_metrics(credited) | {
             "units/forwards": float(valuer.forwards),
@@ -388,11 +390,11 @@ class UnitCreditor:
         return self._shared(recipe, answers, valuer), [0.0] * len(answers)
 
     def _shared(self, recipe: ShareCredit, answers: Sequence[JudgedAnswer], valuer: UnitValuer) -> list[np.ndarray]:
-        if recipe.type == "attention":
-            weights = valuer.attention(answers)
-            return [estimators.attention(a.outcome, w) for a, w in zip(answers, weights, strict=True)]
-        share = estimators.even if recipe.type == "even" else estimators.last
-        return [share(a.outcome, len(a.units)) for a in answers]
+        if recipe.type == "outcome":
+            return [estimators.last(a.outcome, len(a.units)) for a in answers]
+        equal = [np.ones(len(a.units)) for a in answers]
+        weights = valuer.attention(answers) if recipe.type == "attention" else equal
+        return [estimators.attention(a.outcome, w * a.units.is_unit) for a, w in zip(answers, weights, strict=True)]
 
     def _learned(self, episode: Episode, scale: Callable[[float], float]) -> np.ndarray:
         """Unit rewards [K], normalized by position (without a fit, like outcomes) and clipped like outcomes."""
@@ -413,12 +415,15 @@ def unit_metrics(units: Sequence[CreditedUnits | None]) -> dict[str, float]:
     metrics = {"units/without": 1 - len(having) / len(scored)} if scored else {}
     if not having:
         return metrics
-    credits = np.concatenate([answer.credits for answer in having])
+    of_units = [answer.credits[answer.spans.is_unit] for answer in having]
+    credits = np.concatenate(of_units)
     return metrics | {
-        "units/per_answer": float(np.mean([len(answer.spans) for answer in having])),
-        "units/tokens_per_unit": float(np.mean([answer.spans.tokens / len(answer.spans) for answer in having])),
+        "units/per_answer": float(np.mean([len(part) for part in of_units])),
+        "units/tokens_per_unit": float(
+            np.mean([answer.spans.lengths[answer.spans.is_unit].mean() for answer in having])
+        ),
         "units/credit": float(credits.mean()),
-        "units/spread": float(np.mean([answer.credits.std() for answer in having])),
+        "units/spread": float(np.mean([part.std() for part in of_units])),
         "units/negative": float((credits < 0).mean()),
         "units/residual": float(np.mean([abs(answer.residual) for answer in having])),
     }

@@ -13,10 +13,11 @@ from posttrain.credit.units.segment import unit_ends
 from posttrain.errors import InputError
 from posttrain.losses.policy import number
 from posttrain.losses.reward import unit_entropies, unit_entropy_penalty, unit_means, unit_stds
-from posttrain.models.forward import hidden_states, token_scores
+from posttrain.models.forward import base_decoder, hidden_states, token_scores
 from posttrain.models.load import load_model, resolve_path
 from posttrain.models.packing import pack_row
 from posttrain.models.reward import RewardModel, UnitValues
+from posttrain.models.rotary import lengths_of
 from posttrain.recipe.loss import RewardLossRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits, UnitRewardsRecipe
@@ -37,7 +38,8 @@ def entropies_under(model: torch.nn.Module, samples: Sequence[Sample], tokens_pe
     alone = [replace(sample, side=None) for sample in samples]  # samples may be packed in any combination
     device = next(model.parameters()).device
     for group in pack(alone, tokens_per_batch):
-        row = pack_row([alone[i].stream.ids for i in group], [alone[i].stream.sampled for i in group])
+        streams = [alone[i].stream for i in group]
+        row = pack_row([s.ids for s in streams], [s.sampled for s in streams], lengths_of(base_decoder(model)))
         ids, positions, predictors, targets = (
             part.to(device)
             for part in (

@@ -70,6 +70,8 @@ class Sample:
     """[n] bool: whether KL-Cov holds the token near the old policy; None means none."""
     group: int = 0
     """The episode's group."""
+    has_baseline: bool = True
+    """False: the credit needs another episode to compare with and there is none, so the sample is left out."""
     truncated: bool = False
     """Whether a token limit cut the last answer of the episode."""
     teacher: TeacherScores | None = None
@@ -128,9 +130,10 @@ def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_
     """Indices of samples, in groups of at most `budget` tokens each.
 
     Samples with the same prompt stay together as far as the budget allows, because shared tokens are computed once. The
-    two answers of a preference pair are never divided. These bundles are packed first-fit decreasing: the longest
-    first, each into the first group with room. That needs at most 11/9 of the fewest possible groups, plus one (Johnson
-    1973).
+    two answers of a preference pair are never divided. Supervised rows of `ptx` are not packed with episodes, because
+    the two are scored at different temperatures. These bundles are packed first-fit decreasing: the longest first, each
+    into the first group with room. That needs at most 11/9 of the fewest possible groups of each kind, plus one
+    (Johnson 1973).
 
     Raises:
         RunError: a sample is longer than the budget; the message names the sample and the budget's `key`.
@@ -143,7 +146,8 @@ def pack(samples: Sequence[Sample], budget: int, key: str = "learner.tokens_per_
                 f"{samples[indices[0]].label} has {size} tokens, more than {key} = {budget}; raise "
                 "it, or lower the maximum number of tokens of an episode or row"
             )
-        place = next((g for g, free in enumerate(room) if free >= size), None)
+        ptx = samples[indices[0]].ptx
+        place = next((g for g, free in enumerate(room) if free >= size and samples[groups[g][0]].ptx == ptx), None)
         if place is None:
             groups.append([])
             room.append(budget)
@@ -168,14 +172,12 @@ def _bundles(samples: Sequence[Sample], budget: int) -> list[tuple[int, list[int
     return bundles
 
 
-def _prompt(sample: Sample) -> bytes:
-    return sample.stream.ids[: prompt_length(sample.stream.sampled)].tobytes()
-
-
-def _by_prompt(indices: Sequence[int], samples: Sequence[Sample]) -> dict[bytes, list[int]]:
-    groups: dict[bytes, list[int]] = {}
+def _by_prompt(indices: Sequence[int], samples: Sequence[Sample]) -> dict[tuple[bool, bytes], list[int]]:
+    groups: dict[tuple[bool, bytes], list[int]] = {}
     for index in indices:
-        groups.setdefault(_prompt(samples[index]), []).append(index)
+        sample = samples[index]
+        prompt = sample.stream.ids[: prompt_length(sample.stream.sampled)].tobytes()
+        groups.setdefault((sample.ptx, prompt), []).append(index)
     return groups
 
 

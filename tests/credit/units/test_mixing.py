@@ -193,6 +193,45 @@ def test_each_unit_counts_once_for_any_length():
     np.testing.assert_allclose(found, [0, -1, -1, -1, -1, 1], atol=2e-6)
 
 
+@pytest.mark.parametrize("statistics", ["batch", "group"])
+@pytest.mark.parametrize("beta", BETAS[1:])
+@pytest.mark.parametrize("where", ["before", "between", "after", "everywhere"])
+def test_spans_outside_units_have_no_part_in_hindsight_credit(where, beta, statistics):
+    """The tokens of units get what they get without the other spans, whose credits may be anything."""
+    made, outcome, units = in_groups()
+    plain = with_unit_advantages(made, outcome, units, beta, statistics, 5.0).values
+    flags = {
+        "before": [False, True, True],
+        "between": [True, False, True],
+        "after": [True, True, False],
+        "everywhere": [False, True, False, True, False],
+    }[where]
+    is_unit = np.repeat(flags, 2)  # spans of two tokens
+    longer = [episode(("." + "s" * len(is_unit) + ".", {}), group=own.group, index=own.index) for own in made]
+    wider = []
+    for number, unit in enumerate(units):
+        credits = np.full(len(flags), 100.0 * number - 50)
+        credits[flags] = unit.credits
+        spans = Spans(2 * np.arange(len(flags) + 1), np.array(flags))
+        wider.append(UnitAdvantages(spans, credits, unit.outcome, unit.empty_value))
+    twos = Advantages([[np.array([0, *[2.0] * len(is_unit), 0], np.float32)] for _ in made])
+    found = with_unit_advantages(longer, twos, wider, beta, statistics, 5.0).values
+    for one, other in zip(found, plain, strict=True):
+        tokens = one[0][1:-1]
+        np.testing.assert_array_equal(tokens[is_unit], np.repeat(other[0][1:-1], 2))
+        np.testing.assert_array_equal(tokens[~is_unit], np.float32((1 - beta) * 2))
+
+
+def test_an_episode_with_units_has_a_baseline_in_a_group_of_one():
+    units = in_groups()[2]
+    alone = [episode((".ss.", {}), group=g) for g in range(3)]
+    outcome = compute_advantages(alone, recipe("grpo"), reward_streams(alone))
+    assert outcome.without_baseline == {0, 1, 2}
+    mixed = with_unit_advantages(alone, outcome, [units[0], None, units[1]], 0.5, "batch", 5.0)
+    assert mixed.without_baseline == {1}
+    assert with_unit_advantages(alone, outcome, units[:3], 0.0, "batch", 5.0).without_baseline == {0, 1, 2}
+
+
 def reward_streams_of_zero(episodes):
     return Advantages([[np.zeros(len(stream), np.float32) for stream in one.streams] for one in episodes])
 

@@ -16,7 +16,8 @@ def prefix(values: np.ndarray) -> np.ndarray:
     Potential-based shaping with the potential Phi (Ng, Harada, Russell 1999): it changes when reward arrives, but not
     which policy is optimal. Reward models trained on whole answers rarely see such prefixes.
     Unbiased for any Phi if placed at the end of units: the return from unit k on is R - beta Phi_(k-1), which is a
-    baseline that depends on the past only. Biased as an advantage, which would ignore effects on later units.
+    baseline that depends on the past only. Spans that are not units, such as a thinking block, have their increase too,
+    because the sum would otherwise depend on them. Biased as an advantage, which would ignore effects on later units.
     """
     return np.diff(np.asarray(values, dtype=np.float64))
 
@@ -24,7 +25,8 @@ def prefix(values: np.ndarray) -> np.ndarray:
 def trunc(values: np.ndarray) -> np.ndarray:
     """d_k = R - Phi_(k-1): [K] float64, an advantage: the return minus a baseline that depends on the past of unit k.
 
-    Unbiased for any Phi, provided that the start of unit k depends on the text before it only. Biased as a reward,
+    Unbiased for any Phi, provided that the start of unit k depends on the text before it only and that every token is in
+    a unit; the mixture gives other tokens the outcome's share alone. Biased as a reward,
     which would count unit j of additive value w_j j times.
     """
     values = np.asarray(values, dtype=np.float64)

@@ -19,7 +19,8 @@ class CreditedUnits:
     spans: Spans
     """Over the sampled tokens [n] of the episode."""
     credits: np.ndarray
-    """[K] float64, in units of the normalized reward."""
+    """[K] float64, in units of the normalized reward; 0 for spans that are not units, except with `prefix`, `outcome`
+    and `unit_rewards`."""
     outcome: float
     """R: the normalized reward-model score of the episode, placed on its last sampled token."""
     empty_value: float
@@ -112,7 +113,8 @@ def with_unit_advantages(
     """A_t = (1 - beta) A_t + beta z(d_u(t)): unit credit used as is, without return or discount.
 
     z subtracts the mean and divides by the population standard deviation + 1e-6, over all units of the step or of the
-    episode's group, each unit once, and clips to [-clip, clip]. It is exactly 0 if all credits are equal. The result is
+    episode's group, each unit once, and clips to [-clip, clip]. It is exactly 0 if all credits are equal, and in spans
+    that are not units, such as a thinking block, which have no part in the statistics either. The result is
     bit-identical for any order of episodes and groups. Biased for any credit, because mean and deviation come from the
     batch itself. Episodes without units, and all episodes if beta is 0, keep their advantages bit for bit. TypeError
     for units whose credit is a reward.
@@ -130,24 +132,27 @@ def with_unit_advantages(
             continue
         outcome = [((1 - beta) * stream).astype(np.float32) for stream in streams]
         mixed.append(_added(episode, outcome, beta * np.clip(score, -clip, clip)[credited.spans.unit_of_token]))
-    return Advantages(mixed)
+    scored = {position for position, score in enumerate(scores) if score is not None}
+    return Advantages(mixed, advantages.without_baseline - scored)
 
 
 def _scores(
     episodes: Sequence[Episode], units: Sequence[UnitAdvantages | None], statistics: Literal["batch", "group"]
 ) -> list[np.ndarray | None]:
-    """Per episode the standardized credits [K] of its units; None without units."""
+    """Per episode [K] the standardized credits of its units, 0 for other spans; None without units."""
     by_set: dict[int, list[int]] = {}
     for position, (episode, credited) in enumerate(zip(episodes, units, strict=True)):
         if credited is not None and credited.has_units:
             by_set.setdefault(episode.group if statistics == "group" else 0, []).append(position)
     scores: list[np.ndarray | None] = [None] * len(episodes)
     for positions in by_set.values():
-        credits = [credited.credits for credited in map(units.__getitem__, positions) if credited is not None]
-        ends = np.cumsum([len(part) for part in credits])[:-1]
-        for position, score in zip(
-            positions, np.split(standardize(np.concatenate(credits), correction=0), ends), strict=False
-        ):
+        chosen = [credited for credited in map(units.__getitem__, positions) if credited is not None]
+        is_unit = np.concatenate([credited.spans.is_unit for credited in chosen])
+        standardized = np.zeros(len(is_unit))
+        credits = np.concatenate([credited.credits for credited in chosen])
+        standardized[is_unit] = standardize(credits[is_unit], correction=0)
+        ends = np.cumsum([len(credited.spans) for credited in chosen])[:-1]
+        for position, score in zip(positions, np.split(standardized, ends), strict=True):
             scores[position] = score
     return scores
 

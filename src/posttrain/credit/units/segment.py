@@ -383,7 +383,8 @@ def unit_ends(
     decode: Decode,
     entropies: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[K] int64, increasing: position in the stream of the last token of each unit, over all answers.
+    """[K] int64, increasing: position in the stream of the last token of each span, over all answers. A model that rewards
+    units rewards every span, also those that are not units.
 
     The last one is the last sampled token, so the reward there is that of the whole answer. Arguments as in
     `stream_answers`.

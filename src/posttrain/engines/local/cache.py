@@ -19,7 +19,7 @@ import torch
 from posttrain.engines.local.cpu.kernel import PAGE, DecodingKernel, decoding_kernel
 from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.forward import upload
-from posttrain.models.layers import RowSegment, causal_attention
+from posttrain.models.layers import Bounds, RowSegment, causal_attention
 
 _DONT_NEED: int | None = mmap.MADV_DONTNEED if sys.platform == "linux" else None
 """On other systems memory cannot be returned, so the whole cache is allocated at once."""
@@ -49,6 +49,8 @@ class Segment:
     count: int
     prefix: Prefix | None = None
     """The prefix that the sequence shares with others; not longer than `start`."""
+    length: int = 0
+    """The length that decides the rotary frequencies of its tokens (`models.rotary.Lengths.of`)."""
 
     @property
     def pairs(self) -> int:
@@ -120,14 +122,19 @@ class KeyValuePages:
 
     def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys and values [T, H_kv, D] at `rows` [T x H_kv] int64, indices of cache rows of D numbers."""
-        keys, values = self.layer(layer, key)
+        keys, values = self.layer(layer, key, value)
         keys.flatten(0, 3).index_copy_(0, rows, key.flatten(0, 1))
         values.flatten(0, 3).index_copy_(0, rows, value.flatten(0, 1))
 
-    def layer(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, allocated on first use for heads like those of `like` [T, H_kv, D]."""
+    def layer(
+        self, layer: int, like: torch.Tensor, value: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, allocated on first use for heads like those of `like` [T, H_kv, D], and for values
+        like `value` if their width differs.
+        """
         if layer not in self.keys:
-            self.keys[layer], self.values[layer] = (self._empty(like.shape[1], like) for _ in range(2))
+            self.keys[layer] = self._empty(like.shape[1], like)
+            self.values[layer] = self._empty(like.shape[1], like if value is None else value)
         return self.keys[layer], self.values[layer]
 
     def rows(self, segments: Sequence[Segment], heads: int) -> torch.Tensor:
@@ -404,6 +411,12 @@ class CachedLayout:
         """The segments in row order."""
         return self.singles + self.short + self.longer
 
+    def lengths(self) -> list[int] | None:
+        """For each token the length that decides its rotary frequencies; None if it is 0 for all."""
+        if not any(segment.length for segment in self.segments):
+            return None
+        return [segment.length for segment in self.segments for _ in range(segment.count)]
+
     def attend(
         self,
         layer: int,
@@ -412,9 +425,10 @@ class CachedLayout:
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        bounds: Bounds | None = None,
     ) -> torch.Tensor:
         query, key, value = (part.transpose(0, 1) for part in (query, key, value))
-        return self.attend_tokens(layer, query, key, value, scaling, window).transpose(0, 1)
+        return self.attend_tokens(layer, query, key, value, scaling, window, bounds).transpose(0, 1)
 
     def attend_tokens(
         self,
@@ -424,10 +438,11 @@ class CachedLayout:
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        bounds: Bounds | None = None,
     ) -> torch.Tensor:
         """`attend` with tokens first: `query` [T, H, D], `key` and `value` [T, H_kv, D]; returns [T, H, D]."""
         self.cache.write(layer, self._rows_of(key.shape[1]), key, value)
-        return self._attention(layer, query, key, value, scaling, window)
+        return self._attention(layer, query, key, value, scaling, window, bounds)
 
     def attend_fused(
         self,
@@ -460,14 +475,18 @@ class CachedLayout:
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        bounds: Bounds | None = None,
     ) -> torch.Tensor:
         """Attention over the cache, which already contains the new tokens."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         kv_heads = key.shape[1]
+        usual = bounds is None and query.shape[2] == value.shape[2]
         kernel = None
-        if query.device.type == "cpu":
+        if usual and query.device.type == "cpu":
             kernel = decoding_kernel(query.dtype, query.shape[2], query.shape[1] // kv_heads)
         together = self.singles if kernel is None else self.singles + self.short
+        if not usual:
+            together = []
         offset = sum(s.count for s in together)
         outputs = []
         if together:
@@ -482,7 +501,11 @@ class CachedLayout:
             if segment.start:
                 seen = segment.start + segment.count
                 seen_keys, seen_values = (self.cache.tokens(store, segment.slot, seen) for store in (keys, values))
-            outputs.append(self._prefill(queries, seen_keys, seen_values, scaling, window).transpose(0, 1))
+            if usual:
+                attended = self._prefill(queries, seen_keys, seen_values, scaling, window)
+            else:
+                attended = causal_attention(queries, seen_keys, seen_values, scaling, window, bounds)
+            outputs.append(attended.transpose(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def first_rows(self, kv_heads: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.errors import RunError
 from posttrain.models.cuda.attention import Kernel, Spans, flash_over_cache
 from posttrain.models.forward import upload
+from posttrain.models.layers import Bounds
 
 if TYPE_CHECKING:
     from posttrain.engines.local.decoder import Decoder
@@ -66,7 +67,7 @@ class KeyValueRows(KeyValuePages):
 
     def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store keys and values [T, H_kv, D] at `rows` [T] int64."""
-        for store, new in zip(self.layer(layer, key), (key, value), strict=True):
+        for store, new in zip(self.layer(layer, key, value), (key, value), strict=True):
             store.flatten(0, 1).index_copy_(0, rows, new)
 
     def rows(self, segments: Sequence[Segment], heads: int) -> torch.Tensor:
@@ -142,7 +143,10 @@ class FlashLayout(CachedLayout):
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        bounds: Bounds | None = None,
     ) -> torch.Tensor:
+        if bounds is not None:
+            raise ValueError("the flash kernel has no soft caps and sinks")
         keys, values = (store[layer].flatten(0, 1) for store in (self.cache.keys, self.cache.values))
         if self._spans is None:
             self._spans = cached_spans(self._ordered, len(keys) // self.cache.slots, self.device)

@@ -16,7 +16,16 @@ from posttrain.engines.local.cpu.kernel import decoding_kernel
 from posttrain.engines.local.cpu.layers import CompiledLayer, CompiledLayers, SamplingLinear
 from posttrain.engines.local.cuda import RecordedDecoder, sum_by_products
 from posttrain.models.cpu.backend import rotate
-from posttrain.models.forward import Float32Head, float32_product, hidden_states, logits_of, transformer, upload
+from posttrain.models.forward import (
+    Float32Head,
+    base_decoder,
+    float32_product,
+    hidden_states,
+    logits_of,
+    transformer,
+    upload,
+)
+from posttrain.models.rotary import lengths_of, set_lengths
 from posttrain.recipe.rollout import SamplingRecipe
 
 STREAMLINED = ("llama", "mistral", "qwen2", "qwen3")
@@ -75,7 +84,7 @@ class StreamlinedDecoder:
     """
 
     def __init__(self, inner: Any) -> None:
-        body = getattr(inner, inner.base_model_prefix)
+        body = self._body = base_decoder(inner)
         self._embed = body.embed_tokens
         self._rotary = body.rotary_emb
         dtype = next(self._embed.parameters()).dtype
@@ -87,10 +96,11 @@ class StreamlinedDecoder:
     @property
     def waits(self) -> bool:
         """Whether a pass waits for the GPU: these rotary positions read the longest one."""
-        return self._rotary.rope_type in ("dynamic", "longrope")
+        return lengths_of(self._body) is not None
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: CachedLayout) -> torch.Tensor:
         x = self._embed(ids)
+        set_lengths(self._body, layout.lengths())
         cos, sin = (part[0] for part in self._rotary(x[None], positions[None]))
         if self._compiled is not None and not layout.longer:
             return _normed(self._norm, self._compiled(x, cos, sin, layout))

@@ -16,17 +16,19 @@ import numpy as np
 import torch
 
 from posttrain.distributed.sharding import compute_dtype
-from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Prefix, Segment
+from posttrain.engines.local.cache import CachedLayout, Prefix, Segment
 from posttrain.engines.local.cpu.kernel import PAGE
-from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
-from posttrain.engines.local.decoder import Decoder, decoder_of, sample
+from posttrain.engines.local.decoder import Decoder, sample
+from posttrain.engines.local.gate import Parts, choose_decoding
 from posttrain.engines.protocol import Completion, EngineCounters, Request, StopStrings
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, RunError
 from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.cuda.attention import supports
-from posttrain.models.forward import transformer, upload
+from posttrain.models.forward import base_decoder, transformer, upload
+from posttrain.models.load import cache_directory
 from posttrain.models.policy import Policy
+from posttrain.models.rotary import lengths_of
 from posttrain.recipe.compose import section
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.seeds import random_stream
@@ -55,6 +57,8 @@ class Slot:
     last_used: int = -1
     prefix: Prefix | None = None
     """A prefix of `ids` that other slots contain as well."""
+    length: int = 0
+    """The length that decides the rotary frequencies of the cached keys (`models.rotary.Lengths.of`)."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,10 @@ class Placement:
 class Slots:
     """Allocation of the cache's slots to sequences."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, whole: bool = False) -> None:
+        """`whole`: a slot can only be continued after all of its tokens, and by one sequence."""
         self.slots = [Slot() for _ in range(count)]
+        self._whole = whole
 
     def __getitem__(self, index: int) -> Slot:
         return self.slots[index]
@@ -84,20 +90,22 @@ class Slots:
         """Discard all cached tokens, and the order in which slots were used: it decides which row of a pass a sequence
         gets, and the last bit of a small product can depend on its row.
         """
-        for slot in self.slots:
-            slot.ids, slot.prefix, slot.last_used = np.empty(0, dtype=np.int64), None, -1
+        for index, slot in enumerate(self.slots):
+            self.clear(index, slot.length)
+            slot.last_used = -1
 
-    def place(self, prompt: np.ndarray, pending: int) -> Placement | None:
+    def place(self, prompt: np.ndarray, pending: int, length: int = 0) -> Placement | None:
         """The placement that leaves the fewest tokens of `prompt` [T] int64 to compute.
 
-        `pending`: first tokens of the prompt that a running sequence is about to compute. Returns None if no slot is
+        `pending`: first tokens of the prompt that a running sequence is about to compute. `length`: the one that decides
+        the prompt's rotary frequencies. Returns None if no slot is
         free, or if waiting for the pending tokens saves enough.
         """
         free = self.free
         if not free:
             return None
         # The last token is always computed: its output predicts the first sampled token.
-        cached = [common_prefix(slot.ids, prompt[:-1]) for slot in self.slots]
+        cached = [self._cached(slot, prompt, length) for slot in self.slots]
         source = int(np.argmax(cached))
         shared = cached[source]
         if pending >= shared + MIN_PENDING_TOKENS:
@@ -108,14 +116,24 @@ class Slots:
         target = in_place[0] if in_place else min(free, key=lambda i: (self.slots[i].last_used, i))
         return Placement(target, target if cached[target] == shared else source, shared)
 
-    def acquire(self, placement: Placement, prompt: np.ndarray, clock: int) -> None:
+    def _cached(self, slot: Slot, prompt: np.ndarray, length: int) -> int:
+        """Number of first tokens of `prompt` that a sequence can take from `slot`."""
+        count = common_prefix(slot.ids, prompt[:-1]) if slot.length == length else 0
+        return count if not self._whole or (count == len(slot.ids) and not slot.busy) else 0
+
+    def acquire(self, placement: Placement, prompt: np.ndarray, clock: int, length: int = 0) -> None:
         """Mark the slot as used by a sequence; its shared tokens count as cached."""
         slot, source = self.slots[placement.slot], self.slots[placement.source]
         if slot is not source:
             slot.prefix = self._common(source, placement.shared)
         elif slot.prefix is not None and slot.prefix.tokens > placement.shared:
             slot.prefix = None
-        slot.ids, slot.busy, slot.last_used = prompt[: placement.shared], True, clock
+        slot.ids, slot.busy, slot.last_used, slot.length = prompt[: placement.shared], True, clock, length
+
+    def clear(self, index: int, length: int = 0) -> None:
+        """Discard the cached tokens of a slot, whose next ones have the frequencies of `length`."""
+        slot = self.slots[index]
+        slot.ids, slot.prefix, slot.length = np.empty(0, dtype=np.int64), None, length
 
     def release(self, index: int, ids: np.ndarray, clock: int) -> None:
         """Free the slot. Its cached tokens `ids` remain for the episode's next turn or another prompt."""
@@ -255,10 +273,17 @@ class LocalEngine:
         """Called before each forward pass, when every open episode waits for the engine. It may load weights and cancel
         requests. The same calls before the same passes give bit-identical results.
         """
-        self._flash = _flash_supports(policy)
+        self._parts = self._choose_parts()
+        self._lengths = lengths_of(base_decoder(policy.model))
+        self._flash = self._parts.kind == "flash"
         self._page_limit: int | None = None
         """Largest number of pages of the cache, by `cache_bytes`."""
         most_pages = None
+        if recipe.cache_bytes is not None and self._parts.streams:
+            raise InputError(
+                "engine.cache_bytes does not limit the caches of a model whose sequences are computed one at a time; "
+                "remove it, and lower engine.slots"
+            )
         if recipe.cache_bytes is not None:
             longest = PAGE if policy.device.type == "cpu" else transformer(policy.model).config.max_position_embeddings
             context = max_context or longest
@@ -270,8 +295,8 @@ class LocalEngine:
             else:
                 most_pages = pages
                 self.capacity = min(recipe.slots, recipe.cache_bytes // (pages * page_bytes(policy)))
-        self._cache = (KeyValueRows if self._flash else KeyValuePages)(self.capacity, most_pages)
-        self._slots = Slots(self.capacity)
+        self._cache = self._parts.cache(self.capacity, most_pages)
+        self._slots = Slots(self.capacity, self._parts.streams)
         self._source = policy
         """The policy whose weights are loaded."""
         self._decoder: Decoder | None = None
@@ -280,6 +305,17 @@ class LocalEngine:
         self._open_episodes = 0
         self._clock = 0
         self._pump: asyncio.Task[None] | None = None
+
+    def _choose_parts(self) -> Parts:
+        """The parts that decode exactly, measured with whole weights."""
+        sharded = getattr(self.policy, "sharded", None)
+        if sharded is not None:
+            sharded.hold()
+        try:
+            return choose_decoding(self.policy.model, _flash_supports(self.policy), cache_directory() / "gate")
+        finally:
+            if sharded is not None:
+                sharded.release()
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 
@@ -324,7 +360,7 @@ class LocalEngine:
         """Reshard gathered weights, and free the cache of a GPU for the learner. A CPU keeps it for the next step."""
         if self._flash:
             tokens = self._cache.pages * PAGE
-            self._cache = KeyValueRows(self.capacity, self._cache.most_pages)
+            self._cache = self._parts.cache(self.capacity, self._cache.most_pages)
             self._cache.reserve(tokens)  # The next step needs as many again.
             self._slots.invalidate()
             self._decoder = None  # Its recorded passes read the old cache.
@@ -366,7 +402,7 @@ class LocalEngine:
             if not sequence.future.done():
                 sequence.future.set_exception(RunError(f"the engine failed: {type(error).__name__}: {error}"))
         self._waiting, self._running = [], []
-        self._slots = Slots(self.capacity)
+        self._slots = Slots(self.capacity, self._parts.streams)
 
     def _step(self) -> None:
         """Admit requests, run one forward pass, sample, and return finished completions."""
@@ -378,8 +414,9 @@ class LocalEngine:
         if not self._running:
             return
         # With a limit, sequences stay in their slots, because swapping two slots needs the memory of both.
-        if not self._flash and self._page_limit is None:
+        if not self._flash and not self._parts.streams and self._page_limit is None:
             self._close_gaps()
+        self._recompute_crossed()
         layout, ordered = self._schedule()
         begun = time.perf_counter()
         self._compute(layout, ordered)
@@ -399,7 +436,7 @@ class LocalEngine:
         device = self.policy.device
         with torch.no_grad():
             if self._decoder is None:
-                self._decoder = decoder_of(self._source.model, recorded=self._flash)
+                self._decoder = self._parts.decoder(self._source.model)
             hidden = self._decoder.hidden(upload(ids, device), upload(positions, device), layout)
             self.counters.forwards += 1
             self.counters.cache_bytes = max(self.counters.cache_bytes, self._cache.bytes)
@@ -425,18 +462,21 @@ class LocalEngine:
                 self._finish(sequence, reason)
 
     def _schedule(self) -> tuple[CachedLayout, list[tuple[_Sequence, Segment]]]:
-        """The next pass in row order: all decoding sequences, then prompts up to `tokens_per_forward`."""
+        """The next pass in row order: all decoding sequences, then prompts up to `tokens_per_forward`. A prompt is whole
+        where sequences do not share passes.
+        """
         segments, budget = [], self.recipe.tokens_per_forward
         by_slot = {}
         for sequence in sorted(self._running, key=lambda s: s.pending > 1):
             if sequence.pending > 1 and budget <= 0:
                 break
-            count = 1 if sequence.pending == 1 else min(sequence.pending, budget)
+            whole = sequence.pending == 1 or self._parts.streams
+            count = sequence.pending if whole else min(sequence.pending, budget)
             budget -= count
+            slot = self._slots[sequence.slot]
             by_slot[sequence.slot] = sequence
-            segments.append(Segment(sequence.slot, sequence.computed, count, self._slots[sequence.slot].prefix))
-        kind: Any = FlashLayout if self._flash else CachedLayout
-        layout = kind(self._cache, segments, self.policy.device)
+            segments.append(Segment(sequence.slot, sequence.computed, count, slot.prefix, slot.length))
+        layout = self._parts.layout(self._cache, segments, self.policy.device)
         return layout, [(by_slot[segment.slot], segment) for segment in layout.segments]
 
     def _admit(self) -> None:
@@ -453,8 +493,10 @@ class LocalEngine:
                 kept_waiting += self._waiting[index:]
                 break
             prompt = sequence.tokens[: sequence.prompt]
-            pending = max((common_prefix(s.tokens[: s.prompt], prompt[:-1]) for s in computing), default=0)
-            placement = self._slots.place(prompt, pending)
+            length = self._length(sequence)
+            shared = [s for s in computing if not self._parts.streams and self._length(s) == length]
+            pending = max((common_prefix(s.tokens[: s.prompt], prompt[:-1]) for s in shared), default=0)
+            placement = self._slots.place(prompt, pending, length)
             if placement is None:
                 kept_waiting.append(sequence)
                 continue
@@ -469,11 +511,22 @@ class LocalEngine:
             placement = self._make_room(sequence, placement)
         if placement.source != placement.slot:
             self._cache.copy_prefix(placement.source, placement.slot, placement.shared)
-        self._slots.acquire(placement, sequence.tokens[: sequence.prompt], self._clock)
+        self._slots.acquire(placement, sequence.tokens[: sequence.prompt], self._clock, self._length(sequence))
         sequence.slot, sequence.computed = placement.slot, placement.shared
         self.counters.reused += placement.shared
         self.counters.prefilled += sequence.prompt - placement.shared
         self._running.append(sequence)
+
+    def _length(self, sequence: _Sequence) -> int:
+        """The length that decides the rotary frequencies of the next token of `sequence`."""
+        return 0 if self._lengths is None else self._lengths.of(sequence.length)
+
+    def _recompute_crossed(self) -> None:
+        """Compute sequences again whose cached keys have the frequencies of another length."""
+        for sequence in self._running if self._lengths is not None else ():
+            if self._slots[sequence.slot].length != (length := self._length(sequence)):
+                self._slots.clear(sequence.slot, length)
+                sequence.computed = 0
 
     def _has_pages(self, sequence: _Sequence) -> bool:
         """Whether the limit has room for `sequence` in addition to the running sequences, all at their maximum
@@ -506,7 +559,7 @@ class LocalEngine:
 
     def _evict(self, index: int) -> None:
         """Discard the cached tokens of a free slot, and return its memory."""
-        self._slots[index].ids, self._slots[index].prefix = np.empty(0, dtype=np.int64), None
+        self._slots.clear(index)
         self._cache.drop(index)
 
     def _too_small(self, tokens: int) -> str:

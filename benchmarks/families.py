@@ -1,0 +1,177 @@
+"""Every causal language model of the installed transformers: how posttrain computes it, and how exactly.
+
+    python benchmarks/families.py [--out docs/reference/families.md] [type ...]
+
+makes a tiny random model of each type (`tiny_families.py`), loads it as a policy, samples two turns of three conversations of
+different lengths with the local engine, and scores them. A row of the table has the path that the exactness gate chose, and
+the largest distances in nats per token: of streams packed in one row from each alone, of streams from transformers' own
+forward pass, and of the engine's log-probabilities from the learner's.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers.utils import logging as transformers_logging
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_families import SPECIAL_IDS, UNBUILDABLE, model_types, tiny_model
+
+import posttrain
+from posttrain.engines.protocol import Request
+from posttrain.errors import InputError
+from posttrain.models.forward import path_of
+from posttrain.recipe.rollout import SamplingRecipe
+
+VOCABULARY = 320
+LIMIT = 1e-3
+"""Largest distance of a row that is not wrong, in nats per token."""
+PROMPTS, TOKENS = (9, 22, 45), 24
+"""Tokens of the prompts and of each answer."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model type in the table. Distances are in nats per token, None where the model is refused."""
+
+    type: str
+    path: str
+    engine: str = ""
+    alone: float | None = None
+    own: float | None = None
+    sampled: float | None = None
+    reason: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the model is accepted and not exact, or ends in an error that is not a sentence."""
+        distances = (self.alone, self.own, self.sampled)
+        return self.path == "error" or any(value is not None and not value <= LIMIT for value in distances)
+
+
+def tokenizer_of(vocabulary: int) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of single characters with `vocabulary` tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["<pad>", "<s>", "</s>", *(chr(0x4E00 + index) for index in range(vocabulary - 3))]
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+    fast.chat_template = "{% for message in messages %}{{ message['content'] }}</s>{% endfor %}"
+    return fast
+
+
+def sampled_streams(engine: posttrain.LocalEngine) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+    """Ids and masks of streams of one and of two turns, and the engine's log-probabilities of the sampled tokens."""
+    random = np.random.default_rng(0)
+    prompts = [tuple(int(token) for token in random.integers(SPECIAL_IDS, VOCABULARY, count)) for count in PROMPTS]
+
+    async def answers(prompts: list[tuple[int, ...]], first: int) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        requests = [Request(ids, SamplingRecipe(), first + seed, TOKENS) for seed, ids in enumerate(prompts)]
+        done = await asyncio.gather(*(engine.generate(request) for request in requests))
+        return [(answer.ids, answer.logprobs) for answer in done]
+
+    async def played() -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]]:
+        first = await answers(prompts, 0)
+        longer = [prompt + ids + prompt[:5] for prompt, (ids, _) in zip(prompts, first, strict=True)]
+        second = await answers(longer, 100)
+        pairs = [*zip(prompts, first, strict=True), *zip(longer, second, strict=True)]
+        return [(prompt, ids, logprobs) for prompt, (ids, logprobs) in pairs]
+
+    turns = asyncio.run(played())
+    streams = [np.array(prompt + ids) for prompt, ids, _ in turns]
+    masks = [np.arange(len(prompt + ids)) >= len(prompt) for prompt, ids, _ in turns]
+    return streams, masks, np.concatenate([np.array(logprobs) for _, _, logprobs in turns])
+
+
+def measured(kind: str) -> Row:
+    """The row of the model type `kind`."""
+    if kind in UNBUILDABLE:
+        return Row(kind, "not a language model", reason=UNBUILDABLE[kind])
+    with tempfile.TemporaryDirectory() as directory:
+        tiny_model(kind, VOCABULARY).save_pretrained(directory)
+        tokenizer_of(VOCABULARY).save_pretrained(directory)
+        try:
+            policy = posttrain.Policy(directory)
+            engine = posttrain.LocalEngine(policy, slots=4)
+        except InputError as error:
+            return Row(kind, "refused", reason=str(error).removeprefix("model.path: ").replace(directory, "the model"))
+        path = path_of(policy.model)
+        attention = {} if path.packed else {"attn_implementation": path.attention}
+        reference = transformers.AutoModelForCausalLM.from_pretrained(directory, **attention).eval()
+    engine.load_weights(0)
+    streams, masks, logprobs = sampled_streams(engine)
+    with torch.no_grad():
+        together = policy.score(streams, masks, 1.0, 512).logprobs.numpy()
+        apart = np.concatenate(
+            [policy.score([ids], [mask], 1.0, 512).logprobs.numpy() for ids, mask in zip(streams, masks, strict=True)]
+        )
+        theirs = []
+        for ids, mask in zip(streams, masks, strict=True):
+            scores = reference(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].log_softmax(-1).numpy()
+            theirs.append(scores[np.flatnonzero(mask) - 1, ids[mask]])
+    return Row(
+        kind,
+        "packed" if path.packed else "alone",
+        engine._parts.kind,
+        float(np.abs(together - apart).max()),
+        float(np.abs(together - np.concatenate(theirs)).max()),
+        float(np.abs(together - logprobs).max()),
+        path.reason,
+    )
+
+
+def safely(kind: str) -> Row:
+    """`measured`, or a row with the error that it ends in."""
+    try:
+        return measured(kind)
+    except Exception as error:
+        return Row(kind, "error", reason=f"{type(error).__name__}: {error}".splitlines()[0][:160])
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as Markdown."""
+
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.0e}"
+
+    lines = [
+        "| type | path | engine | packed - alone | ours - theirs | engine - learner | why |",
+        "|---|---|---|---:|---:|---:|---|",
+    ]
+    lines += [
+        f"| {row.type} | {row.path} | {row.engine} | {number(row.alone)} | {number(row.own)} | {number(row.sampled)} | {row.reason} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Print the table, and return 1 if a row is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("types", nargs="*", help="model types; all by default")
+    parser.add_argument("--out", type=Path, help="a page whose table is replaced")
+    chosen = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    transformers_logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    rows = []
+    for kind in chosen.types or model_types():
+        rows.append(safely(kind))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+    counts = {path: sum(row.path == path for row in rows) for path in dict.fromkeys(row.path for row in rows)}
+    wrong = [row.type for row in rows if row.wrong]
+    print(", ".join(f"{count} {path}" for path, count in counts.items()), "; wrong:", ", ".join(wrong) or "none")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

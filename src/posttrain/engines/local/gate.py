@@ -1,0 +1,135 @@
+"""The exactness gate of the local engine: which way of decoding has the learner's log-probabilities.
+
+The engine's parts are compared with the learner on the loaded weights, from the fastest to the slowest, as
+`models.gate` compares forward passes. The last one recomputes every sequence by the learner's own pass.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
+from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
+from posttrain.engines.local.decoder import Decoder, ModuleDecoder, decoder_of
+from posttrain.engines.local.streams import StreamCaches, StreamDecoder, StreamLayout
+from posttrain.models.forward import base_decoder, logits_of, path_of, transformer
+from posttrain.models.gate import (
+    distance,
+    gate_rows,
+    keep_verdict,
+    pack_rows,
+    read_verdict,
+    short_windows,
+    tolerance,
+    verdict_key,
+)
+from posttrain.models.rotary import lengths_of
+
+Decoding = Literal["flash", "paged", "modules", "cached", "whole"]
+"""`flash`: GPU kernels, recorded. `paged`: the paged cache, with the fastest operations. `modules`: the same by the
+model's modules. `cached`: a cache of transformers for each sequence. `whole`: every sequence from its first token."""
+STEPS = (1, 1, 5, 1, 1)
+"""New tokens of each sequence in the passes after its prompt: decoding, and an observation."""
+
+
+class Parts:
+    """What `Decoding` selects."""
+
+    def __init__(self, kind: Decoding) -> None:
+        self.kind = kind
+        self.streams = kind in ("cached", "whole")
+        layouts = {"flash": FlashLayout, "paged": CachedLayout, "modules": CachedLayout}
+        self.layout: Any = layouts.get(kind, StreamLayout)
+
+    def cache(self, slots: int, most_pages: int | None = None) -> Any:
+        """An empty cache."""
+        if self.streams:
+            return StreamCaches(slots)
+        return (KeyValueRows if self.kind == "flash" else KeyValuePages)(slots, most_pages)
+
+    def decoder(self, model: torch.nn.Module) -> Decoder:
+        """A decoder with the current weights of `model`."""
+        if self.streams:
+            return StreamDecoder(model, caches=self.kind == "cached")  # type: ignore[return-value]
+        return ModuleDecoder(model) if self.kind == "modules" else decoder_of(model, recorded=self.kind == "flash")
+
+
+def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
+    """The fastest exact way of decoding with `model`; `flash`: whether the flash kernel runs for its shapes. Verdicts are
+    kept in the directory `cache`.
+    """
+    kinds: tuple[Decoding, ...] = ("cached", "whole")
+    if path_of(model).packed:
+        kinds = (*(("flash",) if flash else ()), "paged", "modules", *kinds)
+    key = verdict_key(model, "decoding", *kinds)
+    stored = read_verdict(cache, key) or _verdict(model, kinds)
+    keep_verdict(cache, key, stored)
+    if stored["kind"] == "whole":
+        warnings.warn(
+            f"sampling from {transformer(model).config.model_type} models computes every sequence again for each token, "
+            f"which is slow: {stored['reason']}",
+            stacklevel=3,
+        )
+    return Parts(stored["kind"])
+
+
+def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, str]:
+    inner, reason = transformer(model), ""
+    limit = tolerance(next(inner.parameters()).dtype)
+    with short_windows(inner), torch.no_grad():
+        rows = gate_rows(inner)
+        references = _learned(model, rows)
+        for kind in kinds[:-1]:
+            try:
+                found = distance(_decoded(model, Parts(kind), rows), references)
+            except Exception as error:
+                reason = f"{kind} decoding fails ({type(error).__name__})"
+                continue
+            if found.within(limit):
+                return {"kind": kind, "reason": reason}
+            reason = f"{kind} decoding differs from the learner by {found.nats:.2g} nats per token"
+    return {"kind": "whole", "reason": reason}
+
+
+def _counts(row: torch.Tensor) -> list[int]:
+    """New tokens of a row in each pass: its prompt, `STEPS`, and the last ten one by one."""
+    prompt = len(row) - 10 - sum(STEPS)
+    return [prompt, *STEPS, *[1] * 10]
+
+
+def _learned(model: torch.nn.Module, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Log-probabilities after each pass of `_counts`, by the learner."""
+    states, places = pack_rows(model, rows)
+    ends = [at[np.cumsum(_counts(row)) - 1] for at, row in zip(places, rows, strict=True)]
+    return [torch.log_softmax(logits_of(model, states[torch.from_numpy(at).to(states.device)]), dim=-1) for at in ends]
+
+
+def _decoded(model: torch.nn.Module, parts: Parts, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Log-probabilities after each pass of `_counts`, by the engine's parts."""
+    device = rows[0].device
+    cache, decoder = parts.cache(len(rows)), parts.decoder(model)
+    outputs: list[list[torch.Tensor]] = [[] for _ in rows]
+    computed, lengths, by_length = [0] * len(rows), [0] * len(rows), lengths_of(base_decoder(model))
+    counts = [_counts(row) for row in rows]
+    for number in range(max(map(len, counts))):
+        segments = []
+        for slot, each in enumerate(counts):
+            if number < len(each):
+                stop = sum(each[: number + 1])
+                length = 0 if by_length is None else by_length.of(stop)
+                start = computed[slot] if length == lengths[slot] else 0
+                lengths[slot] = length
+                segments.append(Segment(slot, start, stop - start, length=length))
+        layout = parts.layout(cache, segments, device)
+        spans = [(segment.slot, segment.start, segment.start + segment.count) for segment in layout.segments]
+        ids = torch.cat([rows[slot][start:stop] for slot, start, stop in spans])
+        positions = torch.cat([torch.arange(start, stop, device=device) for _, start, stop in spans])
+        last = torch.tensor([stop - start for _, start, stop in spans], device=device).cumsum(0) - 1
+        logits = decoder.logits(decoder.hidden(ids, positions, layout)[last])
+        for (slot, _, stop), row in zip(spans, logits, strict=True):
+            outputs[slot].append(torch.log_softmax(row.float(), dim=-1))
+            computed[slot] = stop
+    return [torch.stack(rows) for rows in outputs]

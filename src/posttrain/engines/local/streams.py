@@ -1,0 +1,88 @@
+"""Decoding one sequence at a time, for models whose sequences cannot share a pass (`ForwardPath`).
+
+Each slot has a cache of transformers of its own, whatever kind the model makes: keys and values, convolution and recurrent
+states. Such states cannot be cut or copied, so a slot is continued whole or begun again. Tokens are decoded one by one after
+the first pass, because many recurrent layers read a state only then. A model whose caches are not exact is computed from
+its first token each time.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.engines.local.cache import Segment
+from posttrain.models.forward import alone_output, hidden_states, logits_of, transformer
+from posttrain.models.layers import RowSegment
+from posttrain.models.packing import PackedLayout
+
+_CACHES = ("past_key_values", "cache_params", "state", "mems")
+"""Names under which models return their cache and take it again."""
+
+
+class StreamCaches:
+    """The tokens of each slot, and what the model keeps of them. The counterpart of `KeyValuePages`."""
+
+    pages = bytes = 0
+
+    def __init__(self, slots: int) -> None:
+        self.ids: list[torch.Tensor | None] = [None] * slots
+        self.states: list[dict[str, Any]] = [{} for _ in range(slots)]
+
+    def trim(self) -> None:
+        """Discard everything."""
+        self.__init__(len(self.ids))  # type: ignore[misc]
+
+
+class StreamLayout:
+    """New tokens of several sequences, in the order of `segments`."""
+
+    longer = ()
+
+    def __init__(self, cache: StreamCaches, segments: Sequence[Segment], device: torch.device) -> None:
+        self.cache = cache
+        self.segments = list(segments)
+        self.singles = [segment for segment in segments if segment.count == 1]
+
+
+class StreamDecoder:
+    """Runs a model of transformers on one sequence after the other, with its current weights."""
+
+    def __init__(self, model: torch.nn.Module, caches: bool) -> None:
+        """`caches`: whether it uses the model's own caches, or computes every token again."""
+        self._model = model
+        self._caches = caches
+
+    def hidden(self, ids: torch.Tensor, positions: torch.Tensor, layout: StreamLayout) -> torch.Tensor:
+        """States [T, hidden] that `logits` takes; `ids` and `positions` are [T] int64."""
+        cache, outputs = layout.cache, []
+        ends = np.cumsum([0, *(segment.count for segment in layout.segments)]).tolist()
+        for segment, (start, stop) in zip(layout.segments, pairwise(ends), strict=True):
+            new = ids[start:stop]
+            if segment.start == 0:
+                cache.ids[segment.slot], cache.states[segment.slot] = new, {}
+            else:
+                cache.ids[segment.slot] = torch.cat([cache.ids[segment.slot], new])
+            outputs.append(self._cached(cache, segment, new) if self._caches else self._whole(cache, segment))
+        return torch.cat(outputs)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return logits_of(self._model, hidden)
+
+    def _whole(self, cache: StreamCaches, segment: Segment) -> torch.Tensor:
+        """The states of the new tokens, from a pass over the whole sequence."""
+        ids = cache.ids[segment.slot]
+        layout = PackedLayout([RowSegment(0, len(ids), length=segment.length)])
+        return hidden_states(self._model, ids, layout.positions().to(ids.device), layout)[segment.start :]
+
+    def _cached(self, cache: StreamCaches, segment: Segment, ids: torch.Tensor) -> torch.Tensor:
+        """The states of the new tokens, from passes that continue the slot's cache."""
+        outputs = []
+        for piece in [ids] if segment.start == 0 else ids.split(1):
+            states, output = alone_output(transformer(self._model), piece, use_cache=True, **cache.states[segment.slot])
+            outputs.append(states)
+            kept = ((name, getattr(output, name, None)) for name in _CACHES)
+            cache.states[segment.slot] = {name: value for name, value in kept if value is not None}
+        return torch.cat(outputs)

@@ -1,0 +1,305 @@
+"""The exactness gate: which forward pass of a loaded model equals its own, measured on the loaded weights.
+
+A list of families would be wrong for the next one. So short seeded rows are computed by transformers, each alone and with the
+attention that it chooses, and by each `ForwardPath` from the fastest to the slowest. The first one that agrees is used; a model
+for which none does is refused. Verdicts are kept on disk by weights and version of the code.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.errors import InputError
+from posttrain.models.forward import ForwardPath, alone_states, base_decoder, hidden_states, logits_of, transformer
+from posttrain.models.layers import ATTENTION_NAME, packed_attention
+from posttrain.models.packing import pack_row
+from posttrain.models.rotary import lengths_of
+from posttrain.seeds import random_stream
+
+ROWS = (20, 90, 70)
+"""Tokens of the rows that are compared."""
+SHARED = 40
+"""Tokens that the last two rows have in common."""
+WINDOW = 16
+"""Sliding windows and attention chunks are shortened to this during the comparison, so that short rows exceed them."""
+TOLERANCE = {torch.float32: 1e-3}
+"""Largest distance of two exact paths, in nats."""
+ROUNDED_TOLERANCE = 0.15
+"""The same in bfloat16, which rounds to 8 bits where float32 keeps 24."""
+MOST_PARAMETERS = 1 << 31
+"""Models with more parameters are compared in their own precision, because a float32 copy of them may not fit."""
+_WINDOWS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "window_size",
+    "local_attention",
+    "attention_window_size",
+    "keep_window_size",
+)
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The largest distance, in nats per token, of two exact computations in `dtype`."""
+    return TOLERANCE.get(dtype, ROUNDED_TOLERANCE)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two computations of the same rows are from each other."""
+
+    nats: float
+    """Largest root mean square difference, over the vocabulary, of the log-probabilities of a token. Infinite if a row
+    has numbers that are not finite.
+    """
+    spread: float
+    """Standard deviation of log-probabilities over the vocabulary, on average over tokens."""
+
+    def within(self, limit: float) -> bool:
+        """Whether it is at most `limit`, or a like share of the spread if that is below one nat."""
+        return self.nats <= limit * min(1.0, max(self.spread, 1e-4))
+
+
+def distance(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> Distance:
+    """The distance of rows [T_i, D] from their references of the same shapes."""
+    differences = [
+        (a.float() - b.float()).square().mean(-1).sqrt().max() for a, b in zip(values, references, strict=True)
+    ]
+    nats = float(torch.stack(differences).nan_to_num(float("inf")).max())
+    return Distance(nats, float(torch.cat(list(references)).float().std(-1).mean()))
+
+
+def choose_path(model: torch.nn.Module, cache: Path) -> None:
+    """Set how the passes of `model`, a model of transformers, are computed; verdicts are kept in the directory `cache`.
+
+    InputError, which names the model type, if no path is exact.
+    """
+    key = verdict_key(model)
+    if (stored := read_verdict(cache, key)) is None:
+        with computing_in_float32(model) as dtype, short_windows(model), torch.no_grad():
+            path = _exact_path(model, tolerance(dtype))
+        keep_verdict(cache, key, asdict(path))
+    else:
+        path = ForwardPath(**stored)
+    use_path(model, path)
+
+
+def _exact_path(model: Any, limit: float) -> ForwardPath:
+    kind, rows = model.config.model_type, gate_rows(model)
+    language = _is_language_model(model)
+    refused = f"model.path: {kind} models are not supported"
+    default = model.config._attn_implementation
+    try:
+        # Some models are causal with eager attention alone.
+        for attention in (default, "eager"):
+            use_path(model, ForwardPath(packed=False, projects=not language, attention=attention))
+            references = [_reference(model, row) for row in rows]
+            if causal := _is_causal(model, rows[1], references[1], limit):
+                break
+    except Exception as error:
+        first = str(error).strip().splitlines()[:1]
+        raise InputError(
+            f"{refused}: a plain row of tokens fails ({type(error).__name__}: {''.join(first)})"
+        ) from error
+    if not all(bool(torch.isfinite(reference).all()) for reference in references):
+        raise InputError(f"model.path: outputs of this {kind} model are not finite; restore its weights")
+    if not causal:
+        raise InputError(f"{refused}: their outputs depend on later tokens; choose a decoder-only model")
+    reason = "their attention is not that of transformers' interface"
+    for path in (
+        ForwardPath(),
+        ForwardPath(packed=False, attention=attention),
+        *([ForwardPath(packed=False, projects=False, attention=attention)] if language else []),
+    ):
+        try:
+            if not use_path(model, path):
+                continue
+            found = distance(_outputs(model, rows), references)
+        except Exception as error:
+            if path.packed:
+                reason = f"their layers do not accept packed rows ({type(error).__name__})"
+            continue
+        if found.within(limit):
+            return replace(path, reason="" if path.packed else reason)
+        if path.packed:
+            reason = f"packed rows differ from rows alone by {found.nats:.2g} nats per token"
+    raise InputError(f"{refused}: outputs of this one differ from those of transformers in every forward pass")
+
+
+def use_path(model: Any, path: ForwardPath) -> bool:
+    """Compute the passes of `model` by `path`. False if the model does not have its attention implementation."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    model.forward_path = path
+    if path.attention != model.config._attn_implementation:
+        with quiet_transformers():
+            model.set_attn_implementation(path.attention)
+    return not path.packed or model.config._attn_implementation == ATTENTION_NAME
+
+
+def _is_language_model(model: Any) -> bool:
+    """Whether it predicts tokens. Others, such as reward models, are compared by their hidden states."""
+    return getattr(model, "score", None) is None and model.get_output_embeddings() is not None
+
+
+def _is_causal(model: Any, row: torch.Tensor, reference: torch.Tensor, limit: float) -> bool:
+    """Whether scores of the first tokens of a row are the same without the others."""
+    stops = (len(row) // 3, 2 * len(row) // 3, len(row) - 1)
+    cuts = [_reference(model, row[:stop]) for stop in stops]
+    return distance(cuts, [reference[:stop] for stop in stops]).within(limit)
+
+
+def _scores(model: Any, states: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities [T, V] of the states of a language model; the states of another one."""
+    return torch.log_softmax(logits_of(model, states), dim=-1) if _is_language_model(model) else states.float()
+
+
+def _reference(model: Any, row: torch.Tensor) -> torch.Tensor:
+    """Scores of a row by transformers. Where positions depend on the length, each token's are from a pass that ends with
+    the tokens of its length.
+    """
+    lengths = lengths_of(base_decoder(model))
+    spans = [(0, 0, len(row))] if lengths is None else lengths.spans(len(row))
+    parts = [_scores(model, alone_states(model, row[:stop]))[first:] for _, first, stop in spans]
+    return torch.cat(parts)
+
+
+def pack_rows(model: Any, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[np.ndarray]]:
+    """Hidden states [T, hidden] of one packed row of all `rows`, and the places of each row's tokens in it."""
+    streams = [row.cpu().numpy() for row in rows]
+    masks = [np.arange(len(stream)) > 0 for stream in streams]
+    row = pack_row(streams, masks, lengths_of(base_decoder(model)))
+    device = rows[0].device
+    ids, positions = torch.from_numpy(row.ids).to(device), row.layout.positions().to(device)
+    return hidden_states(model, ids, positions, row.layout), row.places
+
+
+def _outputs(model: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Scores of each row, from one call for all of them."""
+    states, places = pack_rows(model, rows)
+    scores = _scores(model, states)
+    return [scores[torch.from_numpy(at).to(scores.device)] for at in places]
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+def gate_rows(model: Any) -> list[torch.Tensor]:
+    """Seeded rows of token ids [T_i] int64 on the model's device; the last two begin with the same tokens."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    first, second, third = (
+        random_stream("gate", index).integers(0, vocabulary, count) for index, count in enumerate(ROWS)
+    )
+    # Answers can have any token, and some models count positions without pads.
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    if isinstance(pad, int) and 0 <= pad < vocabulary:
+        first[[5, -3]] = second[[8, 50, -4]] = pad
+    third[:SHARED] = second[:SHARED]
+    device = model.get_input_embeddings().weight.device
+    return [torch.from_numpy(row).to(device) for row in (first, second, third)]
+
+
+@contextmanager
+def computing_in_float32(model: torch.nn.Module) -> Iterator[torch.dtype]:
+    """Hold the weights of `model` in float32 inside the block, if they fit; yields the dtype of its computation."""
+    tensors = [*model.parameters(), *model.buffers()]
+    dtype = next(model.parameters()).dtype
+    if sum(tensor.numel() for tensor in tensors) > MOST_PARAMETERS or getattr(model, "is_loaded_in_4bit", False):
+        yield dtype
+        return
+    rounded = [(tensor, tensor.data) for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)]
+    try:
+        for tensor, data in rounded:
+            tensor.data = data.float()
+        yield torch.float32
+    finally:
+        for tensor, data in rounded:
+            tensor.data = data
+
+
+@contextmanager
+def short_windows(model: Any) -> Iterator[None]:
+    """Shorten sliding windows and attention chunks to `WINDOW` tokens inside the block, so that short rows exceed
+    them.
+    """
+    owners = [model.config, model.config.get_text_config(), *model.modules()]
+    kept = [
+        (owner, name, value)
+        for owner in owners
+        for name in _WINDOWS
+        if isinstance(value := getattr(owner, name, None), int) and not isinstance(value, bool) and value > WINDOW
+    ]
+    try:
+        for owner, name, _ in kept:
+            setattr(owner, name, WINDOW)
+        yield
+    finally:
+        for owner, name, value in kept:
+            setattr(owner, name, value)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers from logging warnings inside the block."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+# -- verdicts on disk --------------------------------------------------------------------------------------------------
+
+
+def verdict_key(model: torch.nn.Module, *settings: object) -> str:
+    """A digest of the model's configuration and weights (16 numbers of each), and of the code that computes it."""
+    inner: Any = transformer(model)
+    digest = hashlib.blake2b(_code().encode(), digest_size=12)
+    digest.update(repr((type(inner).__name__, inner.config.to_json_string(use_diff=False), settings)).encode())
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()[:16].float().cpu().numpy().tobytes()
+        digest.update(repr((name, tuple(parameter.shape), parameter.dtype, parameter.device.type)).encode() + values)
+    return digest.hexdigest()
+
+
+@cache
+def _code() -> str:
+    """The versions of torch and transformers, and the source of models and of the local engine."""
+    digest = hashlib.blake2b(repr([version(name) for name in ("torch", "transformers", "peft")]).encode())
+    package = Path(__file__).parents[1]
+    for folder in ("models", "engines/local"):
+        for file in sorted((package / folder).rglob("*.*")):
+            if file.suffix in (".py", ".cpp", ".h"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def read_verdict(cache: Path, key: str) -> dict[str, Any] | None:
+    """What `keep_verdict` wrote for `key`; None if it wrote nothing, or if the file is damaged."""
+    try:
+        stored = json.loads((cache / f"{key}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return stored if isinstance(stored, dict) else None
+
+
+def keep_verdict(cache: Path, key: str, verdict: dict[str, Any]) -> None:
+    """Write `verdict` for later loads. A directory that cannot be written to only costs time."""
+    with suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+        temporary = cache / f"{key}.{os.getpid()}"
+        temporary.write_text(json.dumps(verdict))
+        temporary.replace(cache / f"{key}.json")
