@@ -73,8 +73,8 @@ def test_the_interval_of_a_clustered_rate_covers(seeds, attempts):
     assert hits >= 279
 
 
-@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=FEW - 1))
-def test_the_mean_of_few_values_has_students_interval(values):
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=50))
+def test_a_mean_difference_has_students_interval(values):
     known = mean_difference(values)
     assert known.value == pytest.approx(np.mean(values))
     assert known.n == len(values)
@@ -90,20 +90,19 @@ def test_the_quantile_is_students():
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=FEW, max_size=50))
 def test_the_mean_of_many_values_has_halls_interval(values):
-    """Hall's transformation of the standardized limits gives Student's quantiles back; without skewness, it is Student's t."""
+    """Hall's transformation of the standardized limits gives Student's quantiles back."""
     n, center, deviation = len(values), np.mean(values), np.std(values, ddof=1)
-    known = mean_difference(values)
-    if np.ptp(values) <= 1e-3:
+    known = mean(values)
+    if np.ptp(values) <= 1e-3 or len(set(values)) < 3:
         assert not known.low > known.value
         return
     g = stats.skew(values, bias=False)
     for limit, quantile in ((known.low, stats.t.ppf(0.975, n - 1)), (known.high, stats.t.ppf(0.025, n - 1))):
+        if limit in (0, 1) or values.count(limit) * 2 >= n:
+            continue  # a bound
         w = (center - limit) / deviation
         assert w + g * w**2 / 3 + g**2 * w**3 / 27 + g / (6 * n) == pytest.approx(quantile / n**0.5, abs=1e-6)
     assert known.low < known.value < known.high
-    symmetric = mean_difference([*values, *(2 * center - value for value in values)])
-    half = stats.t.ppf(0.975, 2 * n - 1) * np.std([values, 2 * center - np.array(values)], ddof=1) / (2 * n) ** 0.5
-    assert symmetric.high - symmetric.value == pytest.approx(half, rel=1e-5)
 
 
 @pytest.mark.parametrize("values", [[2.0], [1.0] * 64, [0.1 + 0.2, 0.3], [0.0] * 5])
@@ -156,3 +155,10 @@ def test_a_difference_is_not_taken_for_a_rate():
     """B is better once in five items: that it is never worse is not known."""
     assert mean([0, 0, 0, 0, 1.0]).low > 0
     assert mean_difference([0, 0, 0, 0, 1.0]).low < 0
+
+
+def test_few_values_have_students_interval_within_the_range_of_a_rate():
+    few = [0.2, 0.35, 0.5]
+    assert mean(few) == mean_difference(few)
+    assert mean([0.5, 0.9], rate=True).limits == (0.7, 0.0, 1.0)
+    assert mean([0.9, 1.0, 0.95]).high == 1.0

@@ -33,7 +33,8 @@ class Estimate:
 
     def scaled(self, low: float, high: float) -> "Estimate":
         """The mean of values `low` and `high`, where this is the rate of `high`."""
-        return Estimate(*(low + (high - low) * rate for rate in self.limits), n=self.n)
+        value, least, most = (low + (high - low) * rate for rate in self.limits)
+        return Estimate(value, least, most, self.n)
 
 
 def success_rate(successes: int, n: int) -> Estimate:
@@ -110,12 +111,14 @@ def two_values(values: Sequence[float]) -> tuple[float, float] | None:
 def mean(values: Sequence[float], rate: bool = False) -> Estimate:
     """Mean of independent `values` of unknown range with its 95% interval.
 
-    Values that are one of two have the interval of `success_rate`, others that of `mean_difference`. The limits do not pass
-    a minimum of 0, a maximum of 1, and an extreme that at least half of 8 or more values have; with `rate`, they are in [0, 1].
+    Values that are one of two have the interval of `success_rate`. Others have that of `mean_difference`, from 8 values on
+    with Hall's transformation of t for skewed values (Hall 1992, J. of the Royal Statistical Society B 54). The limits do
+    not pass a minimum of 0, a maximum of 1, and an extreme that at least half of 8 or more values have; with `rate`, they
+    are in [0, 1]. No interval can know of values that are so rare that the sample has none.
     """
     if two := two_values(values):
         return success_rate(sum(2 * value > sum(two) for value in values), len(values)).scaled(*two)
-    center, low, high = mean_difference(values).limits
+    center, low, high = _student(values, len(values) >= FEW).limits
     least, most = min(values), max(values)
     if rate or least == 0 or _is_frequent(least, values):
         low = max(low, 0.0 if rate else least)
@@ -125,13 +128,15 @@ def mean(values: Sequence[float], rate: bool = False) -> Estimate:
 
 
 def mean_difference(values: Sequence[float]) -> Estimate:
-    """Mean of independent `values` of any sign and size, such as paired differences, with Student's t interval.
+    """Mean of independent differences, about symmetric and of any size, with Student's t interval.
 
-    mean ± t(0.975, n - 1) s / sqrt(n), where s has divisor n - 1; from 8 values on with Hall's transformation of t for skewed
-    values (Hall 1992, J. of the Royal Statistical Society B 54). Fewer values are assumed to be about symmetric. No interval
-    can know of values that are so rare that the sample has none. The limits are NaN for a single value, and for values that
+    mean ± t(0.975, n - 1) s / sqrt(n), where s has divisor n - 1. The limits are NaN for a single value, and for values that
     are equal.
     """
+    return _student(values, skewed=False)
+
+
+def _student(values: Sequence[float], skewed: bool) -> Estimate:
     n = len(values)
     if n < 1:
         raise ValueError("a mean needs at least one value")
@@ -143,9 +148,7 @@ def mean_difference(values: Sequence[float]) -> Estimate:
     parts = [(value - center) / (most - least) for value in values]
     deviation = math.sqrt(math.fsum(part**2 for part in parts) / (n - 1))
     quantile = t_975(min(n - 1, _MANY)) / math.sqrt(n)
-    skewness = 0.0
-    if n >= FEW:
-        skewness = math.fsum((part / deviation) ** 3 for part in parts) * n / ((n - 1) * (n - 2))
+    skewness = math.fsum((part / deviation) ** 3 for part in parts) * n / ((n - 1) * (n - 2)) if skewed else 0.0
     low, high = (center - (most - least) * deviation * _unskewed(limit, skewness, n) for limit in (quantile, -quantile))
     return Estimate(center, low, high, n)
 
