@@ -245,6 +245,7 @@ VALUES: dict[str, tuple[Callable[[Draws, int], np.ndarray], float]] = {
 FEW_VALUES = "too few values to measure how skewed they are"
 NO_BONUS = "samples without the bonus cannot know of it"
 WHY = {
+    ("uniform", 0): "short tails",
     ("exponential", 5): FEW_VALUES,
     ("exponential", 8): FEW_VALUES,
     ("1 to 5", 5): FEW_RESULTS,
@@ -264,6 +265,7 @@ def differences() -> list[Row]:
                 f"n = {n}, {name}",
                 0.3,
                 lambda draws, n=n, draw=draw: mean_difference((draw(draws, n) - draw(draws, n) + 0.3).tolist()),
+                why="long tails" if name == "exponential" else "",
             )
             for name, draw in (("normal", VALUES["normal"][0]), ("exponential", VALUES["exponential"][0]))
         ]
@@ -317,6 +319,7 @@ def metrics() -> list[Row]:
                 f"{n} rows of 5 to 199 tokens",
                 1 + 20 / 102,
                 lambda draws, n=n: loss(draws, draws.integers(5, 200, n)),
+                why="few rows",
             )
         )
     # Lengths differ by a factor of seven in two thirds of the rows.
