@@ -44,7 +44,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--only", help="estimators whose name holds one of these words, separated by commas")
     parser.add_argument("--final", default="A: ", help="what the models have read before a final answer")
     parser.add_argument("--permutations", type=int, default=8, help="orders of shapley, where sampled")
-    parser.add_argument("--seed", type=int, default=0, help="of the changes, the orders and the intervals")
+    parser.add_argument("--seed", type=int, default=0, help="of the changes and the orders")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="float32", help="of both models")
     parser.add_argument("--tokens", type=int, default=4096, help="most tokens in a forward pass")
     parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads")
@@ -94,9 +94,9 @@ def main() -> None:
         notes.append(f"{name}: {len(cases)} of them have 3 units or more, {units:.2f} in the mean")
         notes += judged(judge, name, cases, held)
         wrong, right = (credits_of(judge, cases, side, chosen) for side in ("wrong", "right"))
-        found += [row(name, key, wrong[key], right[key], cases, chosen.seed) for key in wrong]
+        found += [row(name, key, wrong[key], right[key], cases) for key in wrong]
         if judge is of_answers and all(f"loo, {how}" in wrong for how in RENDERINGS):
-            related = renderings(wrong, chosen.seed)
+            related = renderings(wrong)
     notes += [
         "answers: a reward model of whole answers; units: one of units; calculator: minus the number of wrong calculations",
         "lowest: share of solutions whose wrong step has the least credit, a tie among m counts 1/m; 95% intervals over "
@@ -124,10 +124,10 @@ def credits_of(judge: Judge, cases: Sequence[Case], side: str, chosen: argparse.
     )
 
 
-def row(name: str, key: str, wrong: Credits, right: Credits, cases: Sequence[Case], seed: int) -> dict[str, Any]:
+def row(name: str, key: str, wrong: Credits, right: Credits, cases: Sequence[Case]) -> dict[str, Any]:
     """A line of the table."""
     n = len(cases)
-    found = ranking.found(wrong.values, right.values, [case.step for case in cases], seed)
+    found = ranking.found(wrong.values, right.values, [case.step for case in cases])
     return {
         "judge": name,
         "credit": key,
@@ -170,12 +170,12 @@ def judged(judge: Judge, name: str, cases: Sequence[Case], held: Sequence[tuple[
     return [f"{name}: the better one is ranked above in {' and '.join(lines)}"]
 
 
-def renderings(wrong: dict[str, Credits], seed: int) -> list[dict[str, Any]]:
+def renderings(wrong: dict[str, Credits]) -> list[dict[str, Any]]:
     """How alike `loo` is by the ways to leave a unit out."""
     rows = []
     for number, one in enumerate(RENDERINGS):
         for other in RENDERINGS[number + 1 :]:
-            related, same = ranking.agreement(wrong[f"loo, {one}"].values, wrong[f"loo, {other}"].values, seed)
+            related, same = ranking.agreement(wrong[f"loo, {one}"].values, wrong[f"loo, {other}"].values)
             rows.append(
                 {
                     "loo": f"{one} and {other}",

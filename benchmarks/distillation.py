@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import t as student_t
 
 import posttrain
+from posttrain.runs.intervals import mean
 
 TASK = Path(__file__).with_name("toy") / "named_letter.py"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -106,14 +106,11 @@ def needed(curve: list[tuple[int, float]], target: float) -> float:
 
 
 def interval(values: list[float]) -> str:
-    """Mean and 95% interval over seeds (Student's t); where some runs did not get there, over those that did."""
+    """Mean and 95% interval over seeds; where some runs did not get there, over those that did."""
     if (reached := [value for value in values if math.isfinite(value)]) != values:
         return f"{len(reached)} of {len(values)} runs: {interval(reached)}" if reached else "none"
-    mean, n = float(np.mean(values)), len(values)
-    if n < 2:
-        return f"{mean:.3g}"
-    half = float(student_t.ppf(0.975, n - 1)) * float(np.std(values, ddof=1)) / math.sqrt(n)
-    return f"{mean:.3g} [{mean - half:.3g}, {mean + half:.3g}]"
+    value, low, high = mean(values).limits
+    return f"{value:.3g}" if math.isnan(low) else f"{value:.3g} [{low:.3g}, {high:.3g}]"
 
 
 def main() -> None:

@@ -24,14 +24,9 @@ from harness.options import names
 from harness.table import markdown, read_lines
 
 from posttrain.errors import InputError, PosttrainError
-from posttrain.evaluation.statistics import (
-    Estimate,
-    bootstrap_mean,
-    interquartile_mean,
-    mean,
-    probability_of_improvement,
-)
+from posttrain.evaluation.statistics import interquartile_mean, probability_above
 from posttrain.runs.directory import describe_machine
+from posttrain.runs.intervals import Estimate, mean, mean_difference
 
 Keys = dict[str, Any]
 
@@ -259,7 +254,7 @@ def table(lines: list[Keys]) -> list[Keys]:
         runs = variants[variant]
         final = [line["final"] for line in runs]
         pairs = [_area(line) - base_areas[line["seed"]] for line in runs if line["seed"] in base_areas]
-        better = probability_of_improvement([final], [base]) if base and variant != "base" else None
+        better = probability_above([final], [base]) if base and variant != "base" else None
         rows.append(
             {
                 "variant": variant,
@@ -267,7 +262,7 @@ def table(lines: list[Keys]) -> list[Keys]:
                 "final success": _text(interquartile_mean([final])),
                 "worst": f"{min(final):.1%}",
                 "area": f"{np.mean([_area(line) for line in runs]):.1%}",
-                "area - base": _text(mean(pairs)) if pairs and variant != "base" else "–",
+                "area - base": _text(mean_difference(pairs)) if pairs and variant != "base" else "–",
                 "better than base": _text(better) if better else "–",
                 f"s to {SHARE:.0%} of optimal": _times([_time_to(line) for line in runs]),
             }
@@ -294,7 +289,7 @@ def _times(times: list[float]) -> str:
 
 
 def _text(estimate: Estimate) -> str:
-    if estimate.n < 2:  # one training seed says nothing about others
+    if math.isnan(estimate.low):  # one training seed, or equal ones, say nothing about others
         return f"{estimate.value:.1%}"
     return f"{estimate.value:.1%} [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
 
@@ -321,7 +316,7 @@ def small_multiples(axes: Any, lines: list[Keys], curve: str, base: str, text: s
         panel = axes.inset_axes((column / COLUMNS, 1 - (row + 0.78) / rows, 0.86 / COLUMNS, 0.66 / rows))
         steps = [step for step, _, _ in by[name][0]["curve"]]
         points = [
-            bootstrap_mean(values, draws=500)
+            mean(values, rate=True)
             for values in zip(*[[success for _, _, success in line["curve"]] for line in by[name]], strict=True)
         ]
         for key in ("random", "optimal"):

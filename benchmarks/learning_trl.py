@@ -13,6 +13,7 @@ A run's outcome is one line of OUT/results.jsonl; runs that are there are not ru
 
 import argparse
 import json
+import math
 import shutil
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -25,7 +26,8 @@ import numpy as np
 from harness.options import names
 from harness.table import read_lines, show
 
-from posttrain.evaluation.statistics import bootstrap_mean, interquartile_mean, mean
+from posttrain.evaluation.statistics import interquartile_mean
+from posttrain.runs.intervals import Estimate, mean, mean_difference
 
 Line = dict[str, Any]
 
@@ -240,7 +242,7 @@ def table(lines: list[Line]) -> list[Line]:
                     "side": side,
                     "learning rate": f"{runs[0]['learning_rate']:g}",
                     "seeds": len(runs),
-                    "final success": f"{final.value:.1%} [{100 * final.low:.1f}, {100 * final.high:.1f}]",
+                    "final success": f"{final.value:.1%}{_limits(final, 100)}",
                     "success of all samples": float(np.mean([line["successes"] for line in runs])),
                     f"reached {SHARE:.0%}": f"{len(points)} of {len(runs)}",
                     "samples until then": float(np.median([samples for samples, _ in points])) if points else None,
@@ -265,11 +267,16 @@ def differences(lines: list[Line]) -> list[Line]:
     for task in dict.fromkeys(line["task"] for line in lines):
         row: Line = {"task": task}
         for name, key in (("success of all samples", "successes"), ("final success", "final")):
-            points = mean(100 * (seed_means(task, "posttrain", key) - seed_means(task, "trl", key)))
-            row[name] = f"{points.value:+.1f} [{points.low:.1f}, {points.high:.1f}]"
+            points = mean_difference(100 * (seed_means(task, "posttrain", key) - seed_means(task, "trl", key)))
+            row[name] = f"{points.value:+.1f}{_limits(points)}"
             row["seeds"] = points.n
         rows.append(row)
     return rows
+
+
+def _limits(estimate: Estimate, scale: float = 1) -> str:
+    known = not math.isnan(estimate.low)
+    return f" [{scale * estimate.low:.1f}, {scale * estimate.high:.1f}]" if known else ""
 
 
 def show_tables(lines: list[Line], json_file: Path | None = None) -> None:
@@ -292,7 +299,7 @@ def panels(axes: Any, lines: list[Line], colors: dict[str, str], faint: str, ink
             for side in SIDES:
                 runs = best_runs(lines, task, side)
                 points = [
-                    bootstrap_mean(values, draws=500)
+                    mean(values, rate=True)
                     for values in zip(*[_smooth(line["successes"]) for line in runs], strict=True)
                 ]
                 samples = [(step + 1) * GROUPS * GROUP for step in range(len(points))]

@@ -5,10 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.evaluation.statistics import Difference, Estimate, bootstrap_mean, clustered_rate, paired_difference
-
-DRAWS = 2_000
-"""Of the bootstrap."""
+from posttrain.runs.intervals import Estimate, clustered_rate, mean, mean_difference
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class Found:
     unchanged_of_steps: float
     unchanged: float
     """The share before the change: how often that step is lowest in the right solution."""
-    above_unchanged: Difference
+    above_unchanged: Estimate
     auc: Estimate
     """Share of the other steps with more credit; a tie is half. 0.5 by chance."""
     drop: Estimate
@@ -48,7 +45,7 @@ def auc(credits: np.ndarray, step: int) -> float:
     return 1 - (rank(credits, step) - 1) / (len(credits) - 1)
 
 
-def found(wrong: Sequence[np.ndarray], right: Sequence[np.ndarray], steps: Sequence[int], seed: int) -> Found:
+def found(wrong: Sequence[np.ndarray], right: Sequence[np.ndarray], steps: Sequence[int]) -> Found:
     """`wrong` and `right`: credits [K_i] of n solutions with and without the wrong step, whose number is in `steps` and
     which is not the last unit."""
     least = [lowest(own, step) for own, step in zip(wrong, steps, strict=True)]
@@ -56,19 +53,19 @@ def found(wrong: Sequence[np.ndarray], right: Sequence[np.ndarray], steps: Seque
     steps_alone = [lowest(own[:-1], step) for own, step in zip(wrong, steps, strict=True)]
     moved = [float(np.sign(w[k] - r[k])) for w, r, k in zip(wrong, right, steps, strict=True)]
     return Found(
-        lowest=bootstrap_mean(least, seed, DRAWS),
+        lowest=mean(least, rate=True),
         chance=float(np.mean([1 / len(own) for own in wrong])),
-        of_steps=bootstrap_mean(steps_alone, seed, DRAWS),
+        of_steps=mean(steps_alone, rate=True),
         chance_of_steps=float(np.mean([1 / (len(own) - 1) for own in wrong])),
         unchanged_of_steps=float(np.mean([lowest(own[:-1], step) for own, step in zip(right, steps, strict=True)])),
         unchanged=float(np.mean(before)),
-        above_unchanged=paired_difference(least, before, seed, DRAWS),
-        auc=bootstrap_mean([auc(own, step) for own, step in zip(wrong, steps, strict=True)], seed, DRAWS),
+        above_unchanged=mean_difference([a - b for a, b in zip(least, before, strict=True)]),
+        auc=mean([auc(own, step) for own, step in zip(wrong, steps, strict=True)], rate=True),
         drop=clustered_rate([(1 - sign) / 2 for sign in moved], len(moved)),
     )
 
 
-def agreement(one: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int) -> tuple[Estimate, Estimate]:
+def agreement(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[Estimate, Estimate]:
     """Of two ways to credit the same answers: the mean over answers of Spearman's rank correlation between their
     credits, where neither is the same for all units, and the share of answers in which both find the same lowest."""
     from scipy.stats import spearmanr
@@ -76,7 +73,7 @@ def agreement(one: Sequence[np.ndarray], other: Sequence[np.ndarray], seed: int)
     pairs = list(zip(one, other, strict=True))
     related = [float(spearmanr(a, b).statistic) for a, b in pairs if np.ptp(a) > 0 and np.ptp(b) > 0]
     same = [float(int(a.argmin()) == int(b.argmin())) for a, b in pairs]
-    return bootstrap_mean(related, seed, DRAWS), bootstrap_mean(same, seed, DRAWS)
+    return mean_difference(related), mean(same, rate=True)
 
 
 def accuracy(margins: np.ndarray, questions: Sequence[str]) -> Estimate:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from posttrain.evaluation.statistics import mean, success_rate
+from posttrain.runs.intervals import mean, success_rate
 from posttrain.seeds import random_stream
 from toy.credit import Way, advantages, episodes, summed
 from toy.tasks import ANSWERS, TASKS, UNITS, Policy, pairs

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from posttrain.environments.protocol import Baseline
+from posttrain.runs.intervals import success_rate
 from posttrain.seeds import random_stream
 from posttrain_memory.privacy.facts import Fact, facts_of, names_of
 from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter, split_question
@@ -138,7 +139,6 @@ NOTES, ASKED_AFTER = "update, notes", "update, asked after"
 """Names of scores with `follow_up`: the notes are as the update requires, and the question after it is answered
 correctly.
 """
-_Z = 1.959963984540054
 
 
 @dataclass(frozen=True)
@@ -171,21 +171,18 @@ def measure_baselines(recipe: MemoryRecipe, assignments: Sequence[Assignment]) -
 def summary(outcomes: Sequence[Outcome], sampled: bool = False) -> Baseline:
     """Success overall, by kind of task, and of both halves of updates with a follow-up.
 
-    `sampled`: the policy is random, so the success has a confidence interval (Wilson 1927).
+    `sampled`: the policy is random, so the success has a confidence interval.
     """
     n = len(outcomes)
-    rate = sum(one.success for one in outcomes) / n
+    rate = success_rate(sum(one.success for one in outcomes), n)
     columns: dict[str, list[bool]] = {}
     for one in outcomes:
         columns.setdefault(one.kind, []).append(one.success)
         for name, success in zip((NOTES, ASKED_AFTER), one.halves or (), strict=False):
             columns.setdefault(name, []).append(success)
-    scores = {
-        name: (sum(successes) / len(successes), *_interval(sum(successes) / len(successes), len(successes)))
-        for name, successes in columns.items()
-    }
+    scores = {name: success_rate(sum(successes), len(successes)).limits for name, successes in columns.items()}
     mean_reward = math.fsum(one.reward for one in outcomes) / n
-    return Baseline(rate, mean_reward, n, _interval(rate, n) if sampled else None, scores)
+    return Baseline(rate.value, mean_reward, n, (rate.low, rate.high) if sampled else None, scores)
 
 
 def _play(recipe: MemoryRecipe, player: BaselinePolicy, one: Assignment) -> Outcome | None:
@@ -295,9 +292,3 @@ def _value(fact: Fact, files: dict[str, str]) -> str:
 
 def _sentence(fact: Fact, files: dict[str, str]) -> str:
     return f"{_value(fact, files)}."
-
-
-def _interval(p: float, n: int) -> tuple[float, float]:
-    center = (p + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
-    half = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2)) / (1 + _Z**2 / n)
-    return max(0.0, center - half), min(1.0, center + half)

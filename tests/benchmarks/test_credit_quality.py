@@ -164,16 +164,16 @@ def test_credit_is_ranked_with_ties_counting_one_half():
     assert [ranking.rank(np.array([4.0, 2, 2, 9]), k) for k in range(4)] == [3, 1.5, 1.5, 4]
     assert ranking.auc(np.array([4.0, 2, 2, 9]), 1) == pytest.approx(2.5 / 3)
     same = [np.full(k, 0.7) for k in (3, 4, 5)]
-    found = ranking.found(same, same, [0, 2, 2], 0)
+    found = ranking.found(same, same, [0, 2, 2])
     assert found.lowest.value == pytest.approx((1 / 3 + 1 / 4 + 1 / 5) / 3)
-    assert found.chance == found.lowest.value
+    assert found.chance == pytest.approx(found.lowest.value)
     assert found.of_steps.value == found.chance_of_steps == pytest.approx((1 / 2 + 1 / 3 + 1 / 4) / 3)
     assert (found.auc.value, found.drop.value) == (0.5, 0.5)
     right = [np.array([1.0, 2, 3]), np.array([3.0, 2, 1])]
     wrong = [np.array([1.0, -2, 3]), np.array([0.0, 2, 1])]
-    best = ranking.found(wrong, right, [1, 0], 0)
+    best = ranking.found(wrong, right, [1, 0])
     assert (best.lowest.value, best.unchanged, best.auc.value, best.of_steps.value, best.drop.value) == (1, 0, 1, 1, 1)
-    related, agreed = ranking.agreement(right, [-own for own in right], 0)
+    related, agreed = ranking.agreement(right, [-own for own in right])
     assert (related.value, agreed.value) == (-1, 0)
 
 

@@ -51,7 +51,13 @@ DATA = (
 )
 """Sources whose strings are data or prompts of a model, and a page of commands that a script writes."""
 WRITTEN_WORDS = 35_000
-GENERATED = ("reference/recipes.md", "results/coverage.md", "results/scaling_tables.md", "results/crosscheck.md")
+GENERATED = (
+    "reference/recipes.md",
+    "results/coverage.md",
+    "results/scaling_tables.md",
+    "results/crosscheck.md",
+    "results/intervals.md",
+)
 
 
 def prose() -> list[Path]:

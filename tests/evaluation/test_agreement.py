@@ -29,7 +29,7 @@ def row(item, text, **values):
 
 
 def value_of(results, name):
-    return estimate(next(one for one in results if one.name == name).scores, draws=200)
+    return estimate(next(one for one in results if one.name == name).scores)
 
 
 def deciders(position, length, own, wrong):
@@ -69,7 +69,7 @@ def test_without_a_truth_quality_counts_as_bias():
     pairs = [(row(i, "long" if i % 2 else "l", truth=1), row(i, "ll", truth=0)) for i in range(20)]
     records = [{"first_shown": [float(i % 2), 1.0 - i % 2]} for i in range(20)]  # the longer one, as if it were better
     (alone,) = pair_agreement(pairs, records, None, None)
-    assert (alone.name, estimate(alone.scores, draws=50).value) == ("length_bias", pytest.approx(1))
+    assert (alone.name, estimate(alone.scores).value) == ("length_bias", pytest.approx(1))
     assert "includes differences in quality" in alone.about["measures"]
 
 
@@ -106,7 +106,7 @@ def test_least_squares_and_correlation_are_those_of_numpy():
     sums = item_sums(
         "correlation", ((str(i), [1, u, v, u * u, v * v, u * v]) for i, (u, v) in enumerate(zip(a, b, strict=True)))
     )
-    assert estimate(sums, draws=100).value == pytest.approx(np.corrcoef(a, b)[0, 1])
+    assert estimate(sums).value == pytest.approx(np.corrcoef(a, b)[0, 1])
     flat = item_sums("correlation", ((str(i), [1, 2, i, 4, i * i, 2 * i]) for i in range(5)))
     assert combine("correlation", flat.table().sum(0)) == 0
 

@@ -68,9 +68,7 @@ def test_references_given_their_prompts(model, plain, rows):
     one = nats(plain, asked("Reach the goal"), "Up Up Down<|im_end|>")
     other = nats(plain, asked("Where are the holes?"), "row 3<|im_end|>")
     assert found.about["tokens"] == one[1] + other[1]
-    assert estimate(found.scores, draws=50).value == pytest.approx(
-        math.exp((one[0] + other[0]) / (one[1] + other[1])), rel=1e-4
-    )
+    assert estimate(found.scores).value == pytest.approx(math.exp((one[0] + other[0]) / (one[1] + other[1])), rel=1e-4)
     assert (found.texts, found.left_out, found.better) == (2, {"empty reference": 1}, "lower")
 
 
@@ -81,7 +79,7 @@ def test_predictions_given_their_prompts(model, plain, rows):
         nats(plain, asked("Reach the goal"), "go<|im_end|>"),
         nats(plain, asked("Where are the holes?"), "row 1 column 2"),  # cut off, so without its end
     ]
-    assert estimate(found.scores, draws=50).value == pytest.approx(
+    assert estimate(found.scores).value == pytest.approx(
         math.exp(sum(own for own, _ in known) / sum(count for _, count in known)), rel=1e-4
     )
     assert found.left_out == {"empty prediction": 1}
@@ -91,7 +89,7 @@ def test_the_published_one_is_a_mean_over_texts_without_prompts(model, plain, ro
     found = unconditional(rows, model)
     known = [nats(plain, "<|im_start|>", text) for text in ("Up Up Down", "row 3")]
     expected = sum(math.exp(own / count) for own, count in known) / 2
-    assert estimate(found.scores, draws=50).value == pytest.approx(expected, rel=1e-4)
+    assert estimate(found.scores).value == pytest.approx(expected, rel=1e-4)
     assert found.left_out == {"no reference": 1}
 
 
@@ -111,7 +109,7 @@ def test_perplexities_that_are_not_finite_are_omitted(model, loaded, rows, monke
     monkeypatch.setattr(loaded, "nats", lambda texts: [(math.nan, 3), *[(3.0, 3)] * (len(texts) - 1)])
     found = conditional(rows, model, "prediction")
     assert found.left_out["not a finite number"] == 1
-    assert estimate(found.scores, draws=20).value == pytest.approx(math.e)
+    assert estimate(found.scores).value == pytest.approx(math.e)
 
 
 def failed_and_measured(path, rows, tiny_model):

@@ -3,8 +3,8 @@ import math
 import pytest
 
 from posttrain.episode import Outcome
-from posttrain.evaluation.statistics import mean, success_rate
 from posttrain.evaluation.summary import summarize
+from posttrain.runs.intervals import clustered_rate, mean, success_rate
 from tests.rollout.episodes import played
 
 
@@ -69,3 +69,20 @@ def test_a_score_that_is_right_or_wrong_is_a_rate_and_any_other_a_mean() -> None
     assert found.scores["easy"] == success_rate(1, 1)
     assert found.scores["length"] == mean([0.5, 2.0])
     assert found.scores["hard"].high > 0.5, "two failures do not prove that it never succeeds"
+
+
+def test_a_return_of_two_values_has_the_interval_of_its_rate():
+    """One success of 64 tasks is a return of 0.016; Student's t goes from -0.016 to 0.047, and covers 48% at a rate of 1%."""
+    found = summarize([played(seed, (0.7, 0.3) if seed == 5 else (0.0,), success=seed == 5) for seed in range(64)])
+    assert found.mean_return.limits == pytest.approx(success_rate(1, 64).limits)
+    attempts = [played(seed, (-1.0,) if (seed + number) % 4 else (3.0,)) for seed in range(8) for number in range(4)]
+    known = summarize(attempts).mean_return
+    assert known.value == pytest.approx(0)
+    assert known.limits[1:] == pytest.approx([4 * limit - 1 for limit in clustered_rate([0.25] * 8, 32).limits[1:]])
+    assert -1 <= known.low < known.high <= 3
+
+
+def test_returns_that_are_all_equal_have_no_interval():
+    found = summarize([played(seed, (0.0,), success=False) for seed in range(64)])
+    assert math.isnan(found.mean_return.low)
+    assert 0 < found.success.high < 0.06

@@ -5,17 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
-from scipy import stats
 
 from posttrain.errors import InputError
 from posttrain.runs.comparison import MOST_CURVES, draw_metric, looks
 from posttrain.runs.figures import encode
+from posttrain.runs.intervals import mean
 from posttrain.runs.panels import DOMAINS, Series, known_metrics, metric_of
 from posttrain.runs.plots import compare, plot_files
 from posttrain.runs.results import draw_results, result_table
-from posttrain.runs.sources import Source, bundles_of, mean_over_seeds, open_sources, shared_metrics, t_975, t_interval
+from posttrain.runs.sources import Source, bundles_of, mean_over_seeds, open_sources, shared_metrics
 from tests.runs.comparing import make_run
 
 
@@ -34,21 +33,10 @@ def seeds(folder: Path, offsets: Sequence[float] = (0.0, 1.0, 2.0), name: str = 
     ]
 
 
-def test_the_interval_is_that_of_students_t():
-    values = [0.3, 0.5, 0.45, 0.9]
-    expected = stats.t.interval(0.95, 3, loc=np.mean(values), scale=stats.sem(values))
-    assert t_interval(values) == pytest.approx((np.mean(values), *expected))
-    assert t_interval([2.0])[0] == 2.0
-    assert math.isnan(t_interval([2.0])[1])
-    assert t_interval([0.5, 0.9], rate=True) == (0.7, 0.0, 1.0)
-    for freedom in (*range(1, 40), 255, 1000):
-        assert t_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-12), freedom
-
-
 def test_means_are_of_the_steps_that_every_seed_has():
-    mean = mean_over_seeds([Series([1, 2, 3], [1.0, 2.0, 3.0], []), Series([1, 3], [3.0, 5.0], [2])])
-    assert (mean.steps, mean.values) == ([1, 3], [2.0, 4.0])
-    assert mean.low[0] < 2.0 < mean.high[0]
+    averaged = mean_over_seeds([Series([1, 2, 3], [1.0, 2.0, 3.0], []), Series([1, 3], [3.0, 5.0], [2])])
+    assert (averaged.steps, averaged.values) == ([1, 3], [2.0, 4.0])
+    assert averaged.low[0] < 2.0 < averaged.high[0]
     geometric = mean_over_seeds([Series([1], [1.0], []), Series([1], [100.0], [])], geometric=True)
     assert geometric.values == pytest.approx([10.0])
     assert 0 < geometric.low[0] < 10 < geometric.high[0]
@@ -67,7 +55,7 @@ def test_runs_that_differ_only_by_seed_are_one_curve_with_a_band(tmp_path):
     assert list(line_of(axes, "ppo, mean of n = 3 seeds").get_ydata()) == pytest.approx([2, 3, 4, 5])
     assert list(line_of(axes, "other").get_ydata()) == [1, 2, 3, 4]
     (band,) = axes.collections  # with one seed there is none
-    _, low, high = t_interval([1.0, 2.0, 3.0])
+    _, low, high = mean([1.0, 2.0, 3.0]).limits
     corners = band.get_paths()[0].vertices
     at_first = corners[corners[:, 0] == 1, 1]
     assert (at_first.min(), at_first.max()) == pytest.approx((low, high))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.cli.main import main
-from posttrain.evaluation.statistics import success_rate
+from posttrain.runs.intervals import success_rate
 from tests.rollout.chat_server import Reply, serving
 from tests.training.test_generate import lines_of, write_rows
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from posttrain.cli.main import main
-from posttrain.evaluation.statistics import success_rate
 from posttrain.rollout.store import read_episodes
+from posttrain.runs.intervals import success_rate
 from posttrain_memory.environment import Memory
 from posttrain_memory.recipe import MemoryRecipe
 from tests.rollout.chat_server import Reply, scripted, serving

@@ -23,6 +23,7 @@ from posttrain.environments.game import (
 from posttrain.environments.protocol import Baseline, Cells
 from posttrain.environments.sokoban_rooms import Room, State, random_player, room_of, shortest_solution
 from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.runs.intervals import success_rate
 from posttrain.seeds import random_stream
 
 ACTIONS = ("Up", "Down", "Left", "Right")
@@ -180,7 +181,7 @@ class Sokoban(Game):
         """The policy that follows shortest solutions, and the policy of uniformly random moves.
 
         The random policy's values are exact for rooms with at most 4000 reachable states. Other rooms are played 256
-        times each, and the interval is that of this sampling. "optimal" is missing if a room is too large to search.
+        times each, and the interval is that of this sampling, with all of these episodes as one sample. "optimal" is missing if a room is too large to search.
         """
         assert isinstance(recipe, SokobanRecipe)
         baselines = {"random": _random_baseline(recipe, seeds)}
@@ -230,20 +231,21 @@ def _boxes(room: Room, state: State, way: Sequence[int]) -> list[tuple[frozenset
 
 def _random_baseline(recipe: SokobanRecipe, seeds: Sequence[int]) -> Baseline:
     moves, n = recipe.max_turns * recipe.format.actions_per_turn, len(seeds)
-    success = total = variance = 0.0
-    sampled = False
+    success = total = 0.0
+    solved = plays = 0
     for seed in seeds:
         room, start = _room(recipe, seed)
         exact = random_player(room, start, moves, partial(recipe.move_reward, room), _MOST_STATES)
         if exact is None:
-            sampled = True
             exact = _random_plays(recipe, seed, moves)
-            # One success and one failure are added (Laplace), so that 0 of 256 does not have variance 0.
-            p = (exact[0] * _PLAYS + 1) / (_PLAYS + 2)
-            variance += p * (1 - p) / _PLAYS
+            solved, plays = solved + round(exact[0] * _PLAYS), plays + _PLAYS
         success, total = success + exact[0] / n, total + exact[1] / n
-    half = 1.96 * variance**0.5 / n
-    interval = (max(0.0, success - half), min(1.0, success + half)) if sampled else None
+    interval = None
+    if plays:
+        # Rooms differ in difficulty, so the total varies less than that of as many plays of one room.
+        rate = success_rate(solved, plays)
+        low, high = (success + (limit - rate.value) * plays / _PLAYS / n for limit in (rate.low, rate.high))
+        interval = max(0.0, low), min(1.0, high)
     return Baseline(success, total, n, interval)
 
 

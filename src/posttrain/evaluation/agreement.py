@@ -92,7 +92,7 @@ def score_agreement(
         measures = "rate at which single claims are decided wrongly: slope of score - truth on 1 - 2 truth"
     results = [
         ("error_rate", rate, measures),
-        ("mean_error", item_means("mean", zip(items, errors, strict=True)), "score - truth, as a share of the scale"),
+        ("mean_error", _fit(items, errors, [np.ones(len(known))]), "score - truth, as a share of the scale"),
         (
             "length_bias",
             _fit(items, errors, [lengths, np.ones(len(known)), truths]),

@@ -15,7 +15,6 @@ from posttrain.evaluation.sides import Run, Side
 from posttrain.evaluation.statistics import (
     DRAWS,
     Difference,
-    Estimate,
     ItemScores,
     Kind,
     combine,
@@ -27,6 +26,7 @@ from posttrain.evaluation.statistics import (
     standardized_difference,
 )
 from posttrain.runs.directory import write_atomically
+from posttrain.runs.intervals import Estimate
 from posttrain.runs.tables import Table
 
 _ROUNDING = 1e-12
@@ -103,10 +103,11 @@ def paired_test(
     over_items = float(np.var(drawn_b - drawn_a)) * len(items) / (len(items) - 1)
     difference, p = t_test(totals_a, totals_b, over_items, len(items))
     if kind == "rate":
-        difference = replace(difference, low=max(difference.low, -1.0), high=min(difference.high, 1.0))
+        low, high = np.clip((difference.low, difference.high), -1.0, 1.0).tolist()
+        difference = replace(difference, low=low, high=high)
     dz = None
     if kind in ("rate", "mean"):
-        dz = standardized_difference((np.mean(values_b, axis=0) - np.mean(values_a, axis=0)).tolist(), seed)
+        dz = standardized_difference((np.mean(values_b, axis=0) - np.mean(values_a, axis=0)).tolist())
     return PairedTest(metric, kind, better, value_a, value_b, difference, p, "t", len(items), runs, dz)
 
 
@@ -118,7 +119,7 @@ def t_test(a: Sequence[float], b: Sequence[float], over_items: float, n: int) ->
     degrees of freedom are those of Welch and Satterthwaite (Satterthwaite 1946) for these terms, with n - 1 and R - 1.
     If only one side has a single run, its variance is assumed equal to that of the other side, and the degrees of
     freedom are at most the other side's R - 1. If both have a single run, the variance of training is not included.
-    p is at least 2^(1 - n), the smallest p-value of a sign test on n differences.
+    p is at least 2^(1 - n), the smallest p-value of a sign test on n differences. Without any variance, the limits are NaN.
     """
     from scipy.special import stdtr, stdtrit
 
@@ -134,7 +135,7 @@ def t_test(a: Sequence[float], b: Sequence[float], over_items: float, n: int) ->
     scale = max(abs(value_a), abs(value_b))
     variance = math.fsum(part for part, _ in parts)
     if variance <= (_ROUNDING * scale) ** 2:
-        return Difference(value, value, value), 1.0 if abs(value) <= _ROUNDING * scale else 2.0 ** (1 - n)
+        return Difference(value, math.nan, math.nan), 1.0 if abs(value) <= _ROUNDING * scale else 2.0 ** (1 - n)
     # Use fractions of the variance, because the square of a tiny variance underflows.
     freedom = 1 / math.fsum((part / variance) ** 2 / degrees for part, degrees in parts)
     freedom = min(freedom, most) if 1 in (len(a), len(b)) else freedom
@@ -199,7 +200,7 @@ class Comparison:
             f"{who}. `n` is the number of items that all runs have; intervals are 95%. Binary scores with one run per side: "
             "McNemar's exact test, Newcombe's interval for pairs, and OR, the odds ratio of the items that only one side got "
             "right. Otherwise: Student's t with the variance over items (bootstrap) and between runs, and Cohen's d_z over "
-            "items, with an interval from ten items on. p has Holm's correction for all "
+            "items. p has Holm's correction for all "
             f"{len(self.tests)} tests of this table."
         )
         return Table("", headings, rows, note, words=("B", "metric") if several else ("metric",))
@@ -388,7 +389,9 @@ def _size(test: PairedTest) -> str:
 
 
 def limits_text(test: PairedTest) -> str:
-    """The 95% interval of the difference, as text."""
+    """The 95% interval of the difference, as text; a dash if it is unknown."""
+    if math.isnan(test.difference.low):
+        return "–"
     low, high = (
         value_text(test, limit, True).removesuffix(" pp") for limit in (test.difference.low, test.difference.high)
     )

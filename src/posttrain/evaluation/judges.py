@@ -321,7 +321,7 @@ def judge_predictions(predictions: Predictions, options: Options, progress: Prog
         scores = item_means("mean", samples)
         if len(scores) > 1 and len(set(scores.values().tolist())) == 1:
             warnings.append(
-                "all prompts have the same mean score, so the interval has zero width, which does not mean certainty"
+                "all prompts have the same mean score, which does not mean certainty; without a difference there is no interval"
             )
         missing = left_out(records)
         results.metrics = [MetricResult(options.rubric.name, scores, "higher", len(samples), missing, options.about())]

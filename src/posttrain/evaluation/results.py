@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from posttrain.errors import InputError
-from posttrain.evaluation.statistics import Estimate, ItemScores, Kind, estimate
+from posttrain.evaluation.statistics import ItemScores, Kind, estimate
 from posttrain.runs.directory import write_atomically
+from posttrain.runs.intervals import Estimate
 from posttrain.runs.tables import Table
 
 Better = Literal["higher", "lower", "neither"]

@@ -6,135 +6,66 @@ corpus metrics such as BLEU are not means of sentence scores: BLEU is computed f
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 
 from posttrain.plugins import require_module
+from posttrain.runs.intervals import ROUNDING, Estimate, clustered_rate, mean, rate_limits, success_rate
 from posttrain.seeds import random_stream
-
-Z = 1.959963984540054
-"""97.5% quantile of the standard normal distribution."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A rate or mean over `n` independent seeds or items with its 95% interval; limits are NaN if unknown."""
-
-    value: float
-    low: float
-    high: float
-    n: int
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference with its 95% interval."""
+    """A difference with its 95% interval; limits are NaN if unknown."""
 
     value: float
     low: float
     high: float
 
 
-def success_rate(successes: int, n: int) -> Estimate:
-    """Rate of `successes` in `n` independent trials with Wilson's score interval (Wilson 1927).
+def ratio(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
+    """sum(sums) / sum(counts), such as nats per token, over n independent rows; both are positive.
 
-    center = (p + z^2 / 2n) / (1 + z^2 / n);  half = z sqrt(p (1 - p) / n + z^2 / 4n^2) / (1 + z^2 / n)
-    """
-    if not 0 <= successes <= n or n < 1:
-        raise ValueError(f"invalid rate: {successes} successes of {n} trials")
-    return _wilson(successes / n, float(n), n)
-
-
-def clustered_rate(seed_means: Sequence[float], episodes: int) -> Estimate:
-    """Success rate over seeds with several, correlated episodes each.
-
-    `seed_means`: mean success in [0, 1] of each of the k seeds. `episodes`: total number of episodes. The value is the
-    mean of the seed means. The interval is Wilson's with the effective number of trials
-    k p (1 - p) / var(seed means), clipped to [k, `episodes`] (Korn and Graubard 1998, with Wilson's limits). It equals
-    `success_rate` for one episode per seed, and is wider than an interval over episodes if seeds differ in difficulty.
-    """
-    means = np.asarray(seed_means, dtype=np.float64)
-    k = len(means)
-    if k < 1 or episodes < k or means.min() < 0 or means.max() > 1:
-        raise ValueError(
-            f"invalid rate: {k} seed means of {episodes} episodes; means must lie in [0, 1], with an episode or more per seed"
-        )
-    p = float(means.mean())
-    spread = float(means.var())
-    if p in (0.0, 1.0):
-        effective = float(k)
-    elif spread == 0:
-        effective = float(episodes)
-    else:
-        effective = min(max(k * p * (1 - p) / spread, k), episodes)
-    return _wilson(p, effective, k)
-
-
-def mean(values: Sequence[float]) -> Estimate:
-    """Mean of `values` with Student's t interval, mean ± t(0.975, n - 1) s / sqrt(n), where s has divisor n - 1.
-
-    The limits are NaN for a single value. For fewer than 30 heavily skewed values, use `bootstrap_mean`.
+    Student's t interval of the logarithm. The standard error is the jackknife's about the ratio, which counts that a long
+    row pulls the ratio to itself (MacKinnon and White 1985, HC3). Rows of unequal counts are as informative as
+    (sum counts)^2 / sum counts^2 equal ones (Kish 1965), which are the degrees of freedom, less one. The limits are NaN for
+    a single row, and for rows whose ratios are equal.
     """
     from scipy.special import stdtrit
 
-    sample = np.asarray(values, dtype=np.float64)
-    n = len(sample)
-    if n < 1:
-        raise ValueError("a mean needs at least one value")
-    center = float(sample.mean())
-    if n == 1:
-        return Estimate(center, math.nan, math.nan, 1)
-    half = float(stdtrit(n - 1, 0.975)) * float(sample.std(ddof=1)) / math.sqrt(n)
-    return Estimate(center, center - half, center + half, n)
-
-
-def bootstrap_mean(values: Sequence[float], seed: int = 0, draws: int = 10_000) -> Estimate:
-    """Mean of `values` with a percentile bootstrap interval (Efron 1979), deterministic given `seed`."""
-    sample = np.asarray(values, dtype=np.float64)
-    if len(sample) < 1:
-        raise ValueError("a mean needs at least one value")
-    low, high = _bootstrap(sample, seed, draws)
-    return Estimate(float(sample.mean()), low, high, len(sample))
-
-
-def bootstrap_ratio(sums: Sequence[float], counts: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
-    """sum(sums) / sum(counts), such as nats per token, with a percentile bootstrap interval over rows."""
     above, below = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     n = len(above)
     if n < 1 or len(below) != n or below.sum() <= 0:
         raise ValueError(
             f"invalid ratio: {n} sums, {len(below)} counts; counts must have the same length and a positive sum"
         )
-    if n == 1:
-        return Estimate(float(above[0] / below[0]), math.nan, math.nan, 1)
-    generator = random_stream("bootstrap ratio", seed)
-    ratios = []
-    for _ in range(draws):
-        chosen = generator.integers(n, size=n)
-        ratios.append(float(above[chosen].sum() / below[chosen].sum()))
-    low, high = np.quantile(ratios, [0.025, 0.975])
-    return Estimate(float(above.sum() / below.sum()), float(low), float(high), n)
-
-
-def paired_difference(a: Sequence[float], b: Sequence[float], seed: int = 0, draws: int = 10_000) -> Difference:
-    """Mean of `a[i] - b[i]`, for two policies on the same seeds, with a percentile bootstrap interval."""
-    if len(a) != len(b) or len(a) < 1:
-        raise ValueError(f"paired values must have equal, positive lengths, got {len(a)} and {len(b)}")
-    sample = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
-    low, high = _bootstrap(sample, seed, draws)
-    return Difference(float(sample.mean()), low, high)
+    total = float(below.sum())
+    value = float(above.sum()) / total
+    # Where all tokens are in one row, nothing is left without it.
+    if n == 1 or value <= 0 or below.max() == total:
+        return Estimate(value, math.nan, math.nan, n)
+    error = math.sqrt((n - 1) / n * float((((above - value * below) / (total - below)) ** 2).sum()))
+    if error <= ROUNDING * value:
+        return Estimate(value, math.nan, math.nan, n)
+    freedom = max(total**2 / float((below**2).sum()) - 1, 1.0)
+    half = float(stdtrit(freedom, 0.975)) * error / value
+    return Estimate(value, value * math.exp(-half), value * math.exp(half), n)
 
 
 def interquartile_mean(runs: Sequence[Sequence[float]], seed: int = 0, draws: int = 2_000) -> Estimate:
-    """Mean of the middle half of the results of training runs, with a stratified bootstrap interval.
+    """Mean of the middle half of the success rates of training runs, with Student's t interval, clipped to [0, 1].
 
-    `runs[e]`: one result per training seed in environment e; all are pooled, and the lowest and highest quarters left
-    out. Each draw resamples the runs within every environment (Agarwal et al. 2021, arXiv 2108.13264). Runs at the
-    boundary count with a fractional weight, so fewer than four runs are allowed.
+    `runs[e]`: one rate per training seed in environment e; all are pooled, and the lowest and highest quarters left out
+    (Agarwal et al. 2021, arXiv 2108.13264). Runs at the boundary count with a fractional weight, so fewer than four runs
+    are allowed. The standard error is that of a bootstrap within every environment times sqrt(n / (n - E)) for n runs of E
+    environments, with n - E degrees of freedom, because percentiles of a bootstrap of five runs are too near. The limits are
+    NaN for a single run per environment, and where all runs of each environment are equal.
     """
+    from scipy.special import stdtrit
+
     strata = [np.asarray(results, dtype=np.float64) for results in runs]
     if not strata or min(map(len, strata)) < 1:
         raise ValueError("an interquartile mean needs at least one run in every environment")
@@ -143,9 +74,13 @@ def interquartile_mean(runs: Sequence[Sequence[float]], seed: int = 0, draws: in
         np.concatenate([results[generator.integers(len(results), size=len(results))] for results in strata])
         for _ in range(draws)
     ]
-    low, high = np.quantile([_middle_mean(sample) for sample in samples], [0.025, 0.975])
     pooled = np.concatenate(strata)
-    return Estimate(_middle_mean(pooled), float(low), float(high), len(pooled))
+    value, n, freedom = _middle_mean(pooled), len(pooled), len(pooled) - len(strata)
+    error = float(np.std([_middle_mean(sample) for sample in samples]))
+    if not freedom or error <= ROUNDING * abs(value):
+        return Estimate(value, math.nan, math.nan, n)
+    half = float(stdtrit(freedom, 0.975)) * error * math.sqrt(n / freedom)
+    return Estimate(value, max(value - half, 0.0), min(value + half, 1.0), n)
 
 
 def _middle_mean(values: np.ndarray) -> float:
@@ -161,12 +96,19 @@ def crossed_mean(table: np.ndarray, seed: int = 0, draws: int = 10_000) -> Estim
     times the standard error of the S seed means. The seeds are not resampled, because a bootstrap of five is too narrow:
     where the seeds differ most, a bootstrap over both (Owen 2007, "The pigeonhole bootstrap", Annals of Applied Statistics
     1) covered the truth in 87 to 90% of simulated tables, this interval in 95%. Noise within a seed counts in both parts,
-    so it errs towards wide intervals. The limits are clipped to the range of the values.
+    so it errs towards wide intervals. The limits are clipped to the range of the values. If all results are 0, or all are 1,
+    the limits are those of a rate over the tasks; for other equal values, they are NaN.
     """
     values = np.asarray(table, dtype=np.float64)
     if values.ndim != 2 or 0 in values.shape:
         raise ValueError(f"the table must have a row per training seed and a column per task, got shape {values.shape}")
     seeds, tasks = values.shape
+    if not np.ptp(values):
+        value = float(values.flat[0])
+        rate = (
+            success_rate(int(value) * tasks, tasks) if value in (0.0, 1.0) else Estimate(value, math.nan, math.nan, 0)
+        )
+        return Estimate(value, rate.low, rate.high, seeds)
     generator = random_stream("crossed mean", seed)
     columns = generator.multinomial(tasks, np.full(tasks, 1 / tasks), size=draws)
     means = columns @ values.mean(0) / tasks
@@ -177,50 +119,34 @@ def crossed_mean(table: np.ndarray, seed: int = 0, draws: int = 10_000) -> Estim
     return Estimate(float(values.mean()), float(low), float(high), seeds)
 
 
-def probability_of_improvement(
-    a: Sequence[Sequence[float]], b: Sequence[Sequence[float]], seed: int = 0, draws: int = 2_000
-) -> Estimate:
-    """Probability that a training run of `a` ends above one of `b`, the mean over environments; a tie counts half.
+def probability_above(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> Estimate:
+    """Probability that a result of `a` is above one of `b`, the mean over environments; a tie counts half.
 
-    `a[e]`, `b[e]`: results of the runs in environment e. The interval is a stratified bootstrap's over the runs of both
-    sides (Agarwal et al. 2021, arXiv 2108.13264).
+    `a[e]`, `b[e]`: results in environment e, such as the final success of training runs; then it is the probability of
+    improvement of Agarwal et al. (2021, arXiv 2108.13264). Of one environment, it is the area under the ROC curve (Mann and
+    Whitney 1947). The interval is that of a rate (see `clustered_rate`) with the variance of DeLong et al. (1988), and at
+    least as many trials as the smaller side has results, because so many pairs are independent. `n`: results of both sides.
     """
     sides = [[np.asarray(results, dtype=np.float64) for results in side] for side in (a, b)]
     if not sides[0] or len(sides[0]) != len(sides[1]):
         raise ValueError(f"the sides must have the same environments, got {len(a)} and {len(b)}")
+    if not min(len(results) for side in sides for results in side):
+        raise ValueError("each side needs a result in every environment")
     wins = [
         (x[:, None] > y[None, :]) + 0.5 * (x[:, None] == y[None, :]) for x, y in zip(sides[0], sides[1], strict=True)
     ]
-    generator = random_stream("probability of improvement", seed)
-    means = []
-    for _ in range(draws):
-        chosen = [[generator.integers(size, size=size) for size in table.shape] for table in wins]
-        means.append(np.mean([table[np.ix_(*rows)].mean() for table, rows in zip(wins, chosen, strict=True)]))
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Estimate(
-        float(np.mean([table.mean() for table in wins])), float(low), float(high), sum(len(t) for t in sides[0])
-    )
-
-
-def _wilson(p: float, trials: float, n: int) -> Estimate:
-    scale = 1 + Z**2 / trials
-    center = (p + Z**2 / (2 * trials)) / scale
-    half = Z * math.sqrt(p * (1 - p) / trials + Z**2 / (4 * trials**2)) / scale
-    # At p = 0 and p = 1 a limit equals p; clip rounding errors.
-    return Estimate(p, max(0.0, min(center - half, p)), min(1.0, max(center + half, p)), n)
-
-
-def _bootstrap(sample: np.ndarray, seed: int, draws: int) -> tuple[float, float]:
-    generator = random_stream("bootstrap", seed)
-    means = [float(sample[generator.integers(len(sample), size=len(sample))].mean()) for _ in range(draws)]
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
-
-
-_MIN_DIFFERENCES = 10
-"""Minimum number of differences for an interval of the standardized difference."""
-_ROUNDING = 1e-9
-"""A spread below this fraction of the values counts as zero."""
+    value = float(np.mean([table.mean() for table in wins]))
+    fewest = len(wins) * min(min(table.shape) for table in wins)
+    # A single result and pairs that are alike show no spread. The largest is that of pairs that are all right or all wrong.
+    spread = [
+        float(table.mean(1 - axis).var(ddof=1) if size > 1 and np.ptp(table) else table.mean() * (1 - table.mean()))
+        for table in wins
+        for axis, size in enumerate(table.shape)
+    ]
+    sizes = [size for table in wins for size in table.shape]
+    variance = sum(v / size for v, size in zip(spread, sizes, strict=True)) / len(wins) ** 2
+    low, high = rate_limits(value, variance * fewest, fewest, sum(table.size for table in wins))
+    return Estimate(value, low, high, sum(sizes))
 
 
 @dataclass(frozen=True)
@@ -239,34 +165,6 @@ def pair_accuracy(margins: Sequence[float]) -> Estimate:
     """Fraction of pairs with a positive margin (reward of chosen minus rejected); ties count half."""
     values = np.asarray(margins, dtype=np.float64)
     return clustered_rate(list((np.sign(values) + 1) / 2), len(values))
-
-
-def ranking_accuracy(chosen: Sequence[float], rejected: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
-    """Probability that a chosen answer's reward exceeds a rejected one's (area under the ROC curve; Mann, Whitney
-    1947).
-
-    Computed over all pairs of a chosen and a rejected answer; ties count half. The interval is a percentile bootstrap
-    over answers. If all pairs have the same result, or one side has a single answer, resampling shows no spread. The
-    interval is then Wilson's, with the size of the smaller side as the number of trials, because at most that many
-    pairs are independent.
-    """
-    better, worse = np.asarray(chosen, dtype=np.float64), np.asarray(rejected, dtype=np.float64)
-    if not len(better) or not len(worse):
-        raise ValueError("a ranking needs chosen and rejected answers")
-    wins = (better[:, None] > worse[None]) + 0.5 * (better[:, None] == worse[None])
-    value, n = float(wins.mean()), len(better) + len(worse)
-    if min(wins.shape) == 1 or wins.min() == wins.max():
-        return replace(clustered_rate([value] * min(wins.shape), min(wins.shape)), value=value, n=n)
-    generator = random_stream("ranking", seed)
-    drawn = []
-    for _ in range(draws):
-        rows, columns = (generator.integers(size, size=size) for size in wins.shape)
-        # The mean over a resample is a weighted mean of the table, with the counts of the drawn answers as weights.
-        over = np.bincount(rows, minlength=len(better)) / len(better)
-        under = np.bincount(columns, minlength=len(worse)) / len(worse)
-        drawn.append(float(over @ wins @ under))
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return Estimate(value, float(low), float(high), n)
 
 
 def calibration(margins: Sequence[float], bins: int = 5) -> tuple[list[CalibrationBin], float]:
@@ -305,10 +203,10 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
 
 def paired_rates(a: Sequence[float], b: Sequence[float]) -> Difference:
-    """Rate of `b` minus rate of `a` (values 0 or 1 on the same items) with Newcombe's paired score interval.
+    """Rate of `b` minus rate of `a` (values 0 or 1 on the same items) with Newcombe's interval for pairs.
 
-    Newcombe 1998 (Statistics in Medicine 17, 2635), method 10: combines the Wilson limits of both rates and subtracts a
-    term for their correlation phi, whose numerator has a continuity correction.
+    Newcombe 1998 (Statistics in Medicine 17, 2635), method 10: combines the limits of both rates, here those of
+    `success_rate`, and subtracts a term for their correlation phi, whose numerator has a continuity correction.
     """
     first, second = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
     n = len(first)
@@ -329,41 +227,38 @@ def paired_rates(a: Sequence[float], b: Sequence[float]) -> Difference:
 
 
 def odds_ratio(only_a: int, only_b: int) -> Estimate:
-    """Conditional odds ratio of paired rates, only_b / only_a, with its exact interval (Clopper and Pearson 1934).
+    """Conditional odds ratio of paired rates, only_b / only_a, with the exact interval of `success_rate` as odds.
 
     Infinite if `only_a` is 0, NaN without discordant items. `n` is the number of discordant items.
     """
-    from scipy.special import betaincinv
-
     n = only_a + only_b
     if not n:
         return Estimate(math.nan, math.nan, math.nan, 0)
-    low = float(betaincinv(only_b, only_a + 1, 0.025)) if only_b else 0.0
-    high = float(betaincinv(only_b + 1, only_a, 0.975)) if only_a else 1.0
-    value, *limits = (p / (1 - p) if p < 1 else math.inf for p in (only_b / n, low, high))
+    rate = success_rate(only_b, n)
+    value, *limits = (p / (1 - p) if p < 1 else math.inf for p in (rate.value, rate.low, rate.high))
     return Estimate(value, limits[0], limits[1], n)
 
 
-def standardized_difference(differences: Sequence[float], seed: int = 0, draws: int = 2_000) -> Estimate:
+def standardized_difference(differences: Sequence[float]) -> Estimate:
     """Cohen's d_z of paired differences, mean / standard deviation (divisor n - 1; Cohen 1988).
 
-    The interval is a percentile bootstrap over items. The value is NaN for fewer than two differences, or if they are
-    equal up to rounding. The limits are NaN for fewer than ten, whose resamples often have almost no spread.
+    Student's t interval with the variance of the delta method, that of z - d (z^2 - (n - 1) / n) / 2 over items, where z
+    are the standardized differences. The value is NaN for fewer than two differences, or if they are equal up to rounding,
+    and the limits are NaN for fewer than three.
     """
+    from scipy.special import stdtrit
+
     values = np.asarray(differences, dtype=np.float64)
     n = len(values)
     deviation = float(values.std(ddof=1)) if n > 1 else 0.0
-    if not deviation or np.ptp(values) <= _ROUNDING * np.abs(values).max():
+    if not deviation or np.ptp(values) <= ROUNDING * np.abs(values).max():
         return Estimate(math.nan, math.nan, math.nan, n)
-    value = float(values.mean())
-    if n < _MIN_DIFFERENCES:
-        return Estimate(value / deviation, math.nan, math.nan, n)
-    generator = random_stream("standardised difference", seed)
-    drawn = values[generator.integers(n, size=(draws, n))]
-    spread = drawn.std(axis=1, ddof=1)
-    varied = spread > _ROUNDING * np.abs(drawn).max(axis=1)
-    low, high = np.quantile(drawn.mean(axis=1)[varied] / spread[varied], [0.025, 0.975])
-    return Estimate(value / deviation, float(low), float(high), n)
+    value = float(values.mean()) / deviation
+    if n < 3:
+        return Estimate(value, math.nan, math.nan, n)
+    z = (values - values.mean()) / deviation
+    half = float(stdtrit(n - 1, 0.975)) * float((z - value * z**2 / 2).std(ddof=1)) / math.sqrt(n)
+    return Estimate(value, value - half, value + half, n)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -386,8 +281,6 @@ and `chrf`, the normal equations x x^T [k k] and x y [k] for `least_squares`, an
 
 DRAWS = 5_000
 """Bootstrap resamples."""
-_UNLIMITED_TRIALS = 10**12
-"""No upper bound on the effective number of trials, because the number of samples per item is unknown here."""
 
 
 @dataclass(frozen=True)
@@ -449,37 +342,43 @@ def combine(kind: Kind, sums: np.ndarray) -> np.ndarray:
     return np.array(scores).reshape(sums.shape[:-1])
 
 
-def estimate(scores: ItemScores, seed: int = 0, draws: int = DRAWS) -> Estimate:
+def estimate(scores: ItemScores) -> Estimate:
     """The metric over all items with a 95% interval over items.
 
-    Means have Student's t interval, rates the interval of `clustered_rate`. Other metrics have a percentile bootstrap
-    interval (Efron 1979) whose half-widths are multiplied by t(0.975, n - 1) / z sqrt(n / (n - 1)), because percentile
-    intervals are too narrow by that factor (Hesterberg 2015); for a perplexity, on the logarithm. Except for a rate,
-    the limits are NaN for a single item.
+    Rates have the interval of `clustered_rate`, means that of `mean`, perplexities exp of that of `ratio`. Other metrics
+    have Student's t interval with the standard error of the jackknife, for a correlation on Fisher's z. Except for a rate,
+    the limits are NaN for a single item and for items that are alike.
     """
     from scipy.special import stdtrit
 
     if not len(scores):
         raise ValueError("an estimate needs at least one item")
     table, n = scores.table(), len(scores)
-    value = float(combine(scores.kind, table.sum(0)))
     if scores.kind == "rate":
-        per_item = scores.values()
-        known = clustered_rate(per_item.tolist(), n if np.ptp(per_item) == 0 else _UNLIMITED_TRIALS)
-        return Estimate(value, known.low, known.high, n)
-    if n == 1:
-        return Estimate(value, math.nan, math.nan, 1)
+        rates = scores.values()
+        # The number of samples per item is unknown. Items that are alike do not show that it is large.
+        return clustered_rate(rates.tolist(), math.inf if np.ptp(rates) else n)
     if scores.kind == "mean":
         return mean(scores.values().tolist())
-    limits = np.quantile(combine(scores.kind, resampled_sums(table, seed, draws)), [0.025, 0.975])
-    # With few items and a skewed metric, the percentiles may not contain the value.
-    low, high = min(float(limits[0]), value), max(float(limits[1]), value)
-    wider = float(stdtrit(n - 1, 0.975)) / Z * math.sqrt(n / (n - 1))
     if scores.kind == "perplexity":
-        low, high = (value * float(np.exp(wider * math.log(limit / value))) for limit in (low, high))
+        nats = ratio(*table.T.tolist())
+        value, low, high = np.exp([nats.value, nats.low, nats.high]).tolist()
         return Estimate(value, low, high, n)
-    bounds = {"correlation": (-1.0, 1.0), "least_squares": (-math.inf, math.inf)}.get(scores.kind, (0.0, 100.0))
-    low, high = (value + wider * (limit - value) for limit in (low, high))
+    value = float(combine(scores.kind, table.sum(0)))
+    if n == 1:
+        return Estimate(value, math.nan, math.nan, 1)
+    without = combine(scores.kind, table.sum(0) - table)
+    center = value
+    if scores.kind == "correlation":
+        center, without = (np.arctanh(np.clip(r, -1 + 1e-12, 1 - 1e-12)) for r in (value, without))
+    error = math.sqrt((n - 1) ** 2 / n * float(without.var(ddof=1)))
+    if error <= ROUNDING * abs(value):
+        return Estimate(value, math.nan, math.nan, n)
+    half = float(stdtrit(n - 1, 0.975)) * error
+    low, high = center - half, center + half
+    if scores.kind == "correlation":
+        return Estimate(value, math.tanh(low), math.tanh(high), n)
+    bounds = (-math.inf, math.inf) if scores.kind == "least_squares" else (0.0, 100.0)
     return Estimate(value, max(bounds[0], low), min(bounds[1], high), n)
 
 

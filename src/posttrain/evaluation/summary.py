@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from posttrain.episode import Episode, Outcome, reports_success, score_names
-from posttrain.evaluation.statistics import Estimate, clustered_rate, mean
 from posttrain.recipe.rollout import SCORES
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Played, collect_episodes, quiet
+from posttrain.runs.intervals import Estimate, clustered_rate, mean, two_values
 
 PASS = "pass@k/"
 """Prefix of the pass@k keys in the metrics log."""
@@ -137,7 +137,7 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
     has_success = bool(successes) and reports_success(episodes)
     return Evaluation(
         success=clustered_rate(rates, sum(map(len, successes.values()))) if has_success else None,
-        mean_return=mean([_average(of_seed) for of_seed in returns.values()]) if returns else _NO_RETURN,
+        mean_return=_over_seeds(returns) if returns else _NO_RETURN,
         n=len(successes),
         episodes=len(episodes),
         failed=sum(episode.outcome is Outcome.FAILED for episode in episodes),
@@ -145,7 +145,7 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
         rejected_share=_average([bool(turn.info.get("rejected")) for turn in turns]),
         tokens_per_answer=_average([turn.stop - turn.start for turn in turns if turn.stop > turn.start]),
         turns=len(turns) / len(episodes),
-        scores={name: _score(by_seed) for name, by_seed in scores.items()},
+        scores={name: _over_seeds(by_seed, is_score=True) for name, by_seed in scores.items()},
         attempts=_attempts(successes) if has_success else {},
     )
 
@@ -156,11 +156,18 @@ def _attempts(successes: Mapping[int, Sequence[bool]]) -> dict[str, Estimate]:
     return {f"{MEAN}{n}": mean_at_k(successes)} | {f"{PASS}{k}": rate for k, rate in pass_rates(successes).items()}
 
 
-def _score(by_seed: Mapping[int, Sequence[float]]) -> Estimate:
-    """Mean over seeds; a score that is always 0 or 1, such as success per task kind, has the interval of a rate."""
-    means = [_average(values_of_seed) for values_of_seed in by_seed.values()]
-    values = {value for values_of_seed in by_seed.values() for value in values_of_seed}
-    return clustered_rate(means, sum(map(len, by_seed.values()))) if values <= {0.0, 1.0} else mean(means)
+def _over_seeds(by_seed: Mapping[int, Sequence[float]], is_score: bool = False) -> Estimate:
+    """Mean over seeds; values that are one of two, such as rewards of 0 and 1, have the interval of a rate.
+
+    A score that is always 0, or always 1, such as success per task kind, is a rate; a return that is always the same may be
+    of any range.
+    """
+    values = [value for of_seed in by_seed.values() for value in of_seed]
+    two = (0.0, 1.0) if is_score and set(values) <= {0.0, 1.0} else two_values(values)
+    if two is None:
+        return mean([_average(of_seed) for of_seed in by_seed.values()])
+    rates = [_average([2 * value > sum(two) for value in of_seed]) for of_seed in by_seed.values()]
+    return clustered_rate(rates, len(values)).scaled(*two)
 
 
 def _with_limits(name: str, estimate: Estimate) -> dict[str, float | int]:

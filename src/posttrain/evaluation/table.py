@@ -20,8 +20,9 @@ from posttrain.evaluation.compare import (
 )
 from posttrain.evaluation.results import Better, estimate_cells
 from posttrain.evaluation.sides import Run
-from posttrain.evaluation.statistics import DRAWS, Estimate, Kind, estimate, holm
+from posttrain.evaluation.statistics import DRAWS, Kind, estimate, holm
 from posttrain.runs.directory import storage_errors, write_atomically
+from posttrain.runs.intervals import Estimate
 from posttrain.runs.tables import Table
 
 FORMATS = (".md", ".csv", ".tex", ".html")
@@ -179,7 +180,7 @@ def model_table(
             result = model.metrics[metric]
             details += [f"{model.path}: {metric}: {count} left out: {why}" for why, count in result.left_out.items()]
             test = None if model is first else _test(metric, first, model, details, seed, draws)
-            value = estimate(result.scores, seed, draws)
+            value = estimate(result.scores)
             entries.append(Entry(model.path, metric, result.scores.kind, result.better, value, test))
     corrected = iter(holm([entry.test.p for entry in entries if entry.test]))
     entries = [

@@ -37,7 +37,7 @@ from posttrain.runs.panels import (
     limits_of,
     series_of,
 )
-from posttrain.runs.sources import Bundle, mean_over_seeds
+from posttrain.runs.sources import Averaged, Bundle, mean_over_seeds
 
 DASHES = ("-", "--", ":", "-.")
 MARKERS = "o^vDsP"
@@ -105,9 +105,8 @@ def _draw(metric: Metric, drawn: list[tuple[Bundle, Look, list[Series]]]) -> tup
     warnings: list[str] = []
     for bundle, look, curves in drawn:
         if len(curves) > 1:
-            drawn_limits = _draw_mean(
-                axes, bundle, look, [_smooth(one) if smooth else one for one in curves], geometric
-            )
+            smoothed = [_smooth(one) if smooth else one for one in curves]
+            drawn_limits = _draw_mean(axes, bundle, look, mean_over_seeds(smoothed, geometric, metric.panel.percent))
             if not drawn_limits:
                 warnings.append(f"{metric.key}: {bundle.title} is left out because its runs have no step in common")
             limits += drawn_limits
@@ -130,9 +129,8 @@ def _draw(metric: Metric, drawn: list[tuple[Bundle, Look, list[Series]]]) -> tup
     return figure, warnings
 
 
-def _draw_mean(axes: Axes, bundle: Bundle, look: Look, curves: list[Series], geometric: bool) -> list[float]:
+def _draw_mean(axes: Axes, bundle: Bundle, look: Look, mean: Averaged) -> list[float]:
     """Draw the mean over seeds and its interval; returns the values to fit on the axis, none without a common step."""
-    mean = mean_over_seeds(curves, geometric)
     if not mean.steps:
         return []
     marker = look.marker if len(mean.steps) <= _MOST_MARKED else ""
@@ -143,7 +141,7 @@ def _draw_mean(axes: Axes, bundle: Bundle, look: Look, curves: list[Series], geo
         lengths = [[mean.values[0] - mean.low[0]], [mean.high[0] - mean.values[0]]]
         axes.errorbar(mean.steps, mean.values, lengths, fmt="none", ecolor=look.color, capsize=3)
     axes.fill_between(mean.steps, mean.low, mean.high, color=look.color, alpha=0.18, linewidth=0)
-    return [*mean.values, *mean.low, *mean.high]
+    return [value for value in (*mean.values, *mean.low, *mean.high) if not math.isnan(value)]
 
 
 def _draw_run(axes: Axes, series: Series, look: Look, label: str, smooth: bool, faint: bool) -> None:

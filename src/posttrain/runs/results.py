@@ -18,8 +18,9 @@ from posttrain.recipe.rollout import SCORES
 from posttrain.runs.comparison import Look, looks
 from posttrain.runs.evaluated import checkpoint_of
 from posttrain.runs.figures import STYLE, entitle, new_figure, plain
+from posttrain.runs.intervals import mean
 from posttrain.runs.panels import DOMAINS, GREY, ORANGE, Line, metric_of
-from posttrain.runs.sources import Bundle, Source, t_interval
+from posttrain.runs.sources import Bundle, Source
 from posttrain.runs.tables import (
     Checkpoint,
     Interval,
@@ -310,13 +311,11 @@ def _final(source: Source) -> Mapping[str, Any]:
 
 def _mean(results: Sequence[Mapping[str, Interval]]) -> dict[str, Interval]:
     common = [key for key in results[0] if all(key in result for result in results)]
-    return {key: t_interval([result[key][0] for result in results]) for key in common}
+    return {key: mean([result[key][0] for result in results], key in _RATES).limits for key in common}
 
 
 def _result_cell(key: str, result: Interval | None) -> str:
     if result is None or key not in _RATES:
         return score_cell(result)
     value, low, high = result
-    # Student's t limits of a rate may lie outside [0, 1].
-    low, high = max(low, 0.0), min(high, 1.0)
     return f"{100 * value:.1f}%" + ("" if math.isnan(low) else f" [{100 * low:.1f}, {100 * high:.1f}]")

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from posttrain.plugins import require_module
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.sources import read_text
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.intervals import mean
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.panels import (
     Line,
@@ -217,52 +217,17 @@ def bundles_of(sources: Sequence[Source]) -> tuple[list[Bundle], list[str]]:
 
 
 def mean_over_seeds(series: Sequence[Series], geometric: bool = False, rate: bool = False) -> Averaged:
-    """Mean over n >= 2 runs with Student's t interval, mean ± t(0.975, n - 1) s / sqrt(n), at each common step.
+    """Mean over n >= 2 runs with the interval of `mean` at each common step.
 
-    `geometric`: geometric mean, with the interval computed on the logarithms; all values must be positive. `rate`: see
-    `t_interval`.
+    `geometric`: geometric mean, with the interval computed on the logarithms; all values must be positive. `rate`: the
+    limits are clipped to [0, 1].
     """
     by_step = [dict(zip(one.steps, one.values, strict=True)) for one in series]
     steps = sorted(set.intersection(*(set(values) for values in by_step)))
     columns = [[math.log(values[step]) if geometric else values[step] for values in by_step] for step in steps]
-    limits = [t_interval(column, rate) for column in columns]
+    limits = [mean(column, rate).limits for column in columns]
     means, low, high = ([math.exp(one[i]) if geometric else one[i] for one in limits] for i in range(3))
     return Averaged(steps, means, low, high)
-
-
-def t_interval(values: Sequence[float], rate: bool = False) -> tuple[float, float, float]:
-    """Mean and its 95% Student's t interval; the limits are NaN for fewer than two values, and in [0, 1] for a `rate`."""
-    n = len(values)
-    mean = math.fsum(values) / n
-    if n < 2:
-        return mean, math.nan, math.nan
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    half = t_975(n - 1) * spread / math.sqrt(n)
-    low, high = mean - half, mean + half
-    return (mean, max(low, 0.0), min(high, 1.0)) if rate else (mean, low, high)
-
-
-@cache
-def t_975(freedom: int) -> float:
-    """The 0.975 quantile of Student's t with `freedom` >= 1 degrees of freedom.
-
-    Bisects P(|T| < sqrt(freedom) tan a) = 0.95 in the angle a, a finite sum for whole degrees of freedom (Abramowitz and
-    Stegun 26.7.3 and 26.7.4). Not from scipy, which would double the memory of `posttrain view`.
-    """
-
-    def inside(angle: float) -> float:
-        sine, cosine, odd = math.sin(angle), math.cos(angle), freedom % 2
-        total, term = 0.0, cosine if odd else 1.0
-        for power in range(2 + odd, freedom + 1, 2):
-            total += term
-            term *= cosine * cosine * (power - 1) / power
-        return 2 / math.pi * (angle + sine * total) if odd else sine * total
-
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if inside(middle) < 0.95 else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
 
 
 def common_name(names: Sequence[str]) -> str:

@@ -222,8 +222,8 @@ class PolicyRow:
 def policy_tables(rows: Sequence[PolicyRow], title: str = "") -> list[Table]:
     """The table of success and return, and one of the further scores if the environment reports any."""
     note = (
-        "`n` is the number of environment seeds. Intervals are 95% over seeds: Wilson's for success, Student's t for "
-        "returns; `exact` values are computed for these seeds, not sampled."
+        "`n` is the number of environment seeds. Intervals are 95% over seeds; `exact` values are computed for "
+        "these seeds, not sampled."
     )
     names = list(dict.fromkeys(name for row in rows for name in row.scores))
     tables = [Table(title, POLICY_HEADINGS, [row.cells for row in rows], note, played=True)]

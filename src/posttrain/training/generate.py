@@ -10,13 +10,13 @@ from rich.console import Console
 from posttrain.distributed.world import Interrupts
 from posttrain.episode import CUT_OFF, Episode, Outcome
 from posttrain.errors import InputError, RunError
-from posttrain.evaluation.statistics import clustered_rate
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.driver import run_episodes
 from posttrain.runs.completions import CompletionLog, Key, line_of, write_lines
 from posttrain.runs.directory import RunDirectory, recipe_hash
+from posttrain.runs.intervals import clustered_rate
 from posttrain.runs.metrics import SECONDS_PER_LINE, MetricsLog, Progress, duration, take_events
 from posttrain.runs.tables import show_line
 from posttrain.training.completers import (

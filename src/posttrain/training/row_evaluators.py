@@ -8,10 +8,11 @@ import numpy as np
 
 from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import TokenRow
-from posttrain.evaluation.statistics import Estimate, bootstrap_ratio, calibration, pair_accuracy, ranking_accuracy
+from posttrain.evaluation.statistics import calibration, pair_accuracy, probability_above, ratio
 from posttrain.models.forward import TokenScores
 from posttrain.models.reward import RewardModel
 from posttrain.rollout.driver import Played, quiet
+from posttrain.runs.intervals import Estimate
 from posttrain.runs.tables import START, TRAINED, Table, checkpoint_note
 from posttrain.training.objectives import PairObjective, RewardObjective, UnpairedObjective, logprobs
 from posttrain.training.rows import DataSet, samples_of_row
@@ -61,7 +62,7 @@ class LossEvaluator:
             title=f"{self.title}: held-out rows",
             headings=headings,
             rows=rows,
-            note="Loss in nats per trained token; `n` rows; intervals are 95%, by bootstrap over rows." + about,
+            note="Loss in nats per trained token; `n` rows; intervals are 95%, over rows." + about,
             words=("policy", "rows of", "note"),
         )
         return [table]
@@ -86,10 +87,10 @@ class LossEvaluator:
         domains = sorted({row.domain for row in rows if row.domain is not None})
         for domain in [None, *domains]:
             chosen = [row for row in rows if domain is None or row.domain == domain]
-            estimate = bootstrap_ratio([nats[id(row)] for row in chosen], [tokens[id(row)] for row in chosen])
+            estimate = ratio([nats[id(row)] for row in chosen], [tokens[id(row)] for row in chosen])
             suffix = "" if domain is None else f"/{domain}"
             values[f"{name}/loss{suffix}"] = estimate.value
-            has_interval = not math.isnan(estimate.low)  # a single row has no interval
+            has_interval = not math.isnan(estimate.low)
             values[f"{name}/loss_low{suffix}"] = estimate.low if has_interval else None
             values[f"{name}/loss_high{suffix}"] = estimate.high if has_interval else None
             values[f"{name}/rows{suffix}"] = len(chosen)
@@ -261,7 +262,7 @@ def _accuracy(chosen: np.ndarray, rejected: np.ndarray) -> Estimate:
         return pair_accuracy(list(chosen - rejected))
     if not len(good) or not len(bad):
         return Estimate(math.nan, math.nan, math.nan, len(chosen))
-    return ranking_accuracy(list(good), list(bad))
+    return probability_above([good], [bad])
 
 
 def _calibration_lines(margins: np.ndarray) -> list[str]:

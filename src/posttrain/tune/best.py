@@ -1,5 +1,6 @@
 """The best trial of a study, and the retest of the best points with other seeds."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -7,8 +8,9 @@ from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
 from posttrain.errors import PosttrainError
-from posttrain.evaluation.statistics import Estimate, mean
 from posttrain.recipe.study_file import Study, shown
+from posttrain.runs.intervals import Estimate, mean, mean_difference
+from posttrain.runs.panels import metric_of
 from posttrain.runs.tables import show_line
 from posttrain.tune.study import from_storage
 from posttrain.tune.trial import Attempt, Outcome, outcome, run_jobs
@@ -67,6 +69,8 @@ class RetestResult:
     """A point of the search space, and the outcomes of its runs with other seeds."""
 
     trial: FrozenTrial
+    rate: bool
+    """Whether the objective lies in [0, 1]."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """Run seed -> best evaluation of the run."""
     failed: dict[int, str] = field(default_factory=dict)
@@ -74,8 +78,8 @@ class RetestResult:
 
     @property
     def estimate(self) -> Estimate | None:
-        """Mean over the seeds with Student's t interval; None if all runs failed."""
-        return mean([one.value for one in self.outcomes.values()]) if self.outcomes else None
+        """Mean over the seeds with its interval; None if all runs failed."""
+        return mean([one.value for one in self.outcomes.values()], self.rate) if self.outcomes else None
 
     @property
     def feasible(self) -> bool:
@@ -89,7 +93,8 @@ def retest(study: Study, points: Sequence[FrozenTrial], console: Console) -> lis
     first.
     """
     assert study.recipe.retest is not None
-    results = [RetestResult(trial) for trial in points]
+    rate = metric_of(study.recipe.objective.metric).panel.percent
+    results = [RetestResult(trial, rate) for trial in points]
     jobs = [_RetestJob(study, result, seed, console) for result in results for seed in study.recipe.retest.seeds]
     waiting = list(reversed(jobs))
     run_jobs(lambda: waiting.pop() if waiting else None, study.recipe.workers, study.recipe.devices)
@@ -122,9 +127,11 @@ def verdict(study: Study, results: Sequence[RetestResult]) -> str:
     if len(seeds) < 2:
         return f"{names.capitalize()} share {len(seeds)} finished seeds, too few for a comparison."
     sign = 1 if maximize else -1
-    lead = mean([sign * (first.outcomes[seed].value - other.outcomes[seed].value) for seed in seeds])
-    interval = f"[{lead.low:.4g}, {lead.high:.4g}]"
-    how = f"leads trial {other.trial.number} by {lead.value:.4g} in {metric} over {lead.n} seeds, 95% interval of the paired difference {interval}"
+    lead = mean_difference([sign * (first.outcomes[seed].value - other.outcomes[seed].value) for seed in seeds])
+    how = f"leads trial {other.trial.number} by {lead.value:.4g} in {metric} over {lead.n} seeds"
+    if math.isnan(lead.low):
+        return f"Trial {first.trial.number} {how}, the same in each: without a spread there is no interval, and the retest is inconclusive."
+    how += f", 95% interval of the paired difference [{lead.low:.4g}, {lead.high:.4g}]"
     if lead.low > 0:
         return f"Trial {first.trial.number} {how}: the difference is significant."
     return f"Trial {first.trial.number} {how}, which contains 0: {names} do not differ significantly."

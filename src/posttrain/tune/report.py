@@ -1,5 +1,6 @@
 """The report of a study: tables of trials and retests, `best.yaml`, warnings and report.md."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,8 @@ def retest_table(study: Study, results: Sequence[RetestResult]) -> Table:
     rows = []
     for result in results:
         estimate = result.estimate
-        known = estimate is not None and estimate.n > 1
         cells = [str(result.trial.number), "–" if estimate is None else f"{estimate.value:.4g}"]
-        cells += [f"[{estimate.low:.4g}, {estimate.high:.4g}]" if known and estimate is not None else "–"]
+        cells += ["–" if estimate is None or math.isnan(estimate.low) else f"[{estimate.low:.4g}, {estimate.high:.4g}]"]
         cells += [str(len(result.outcomes))]
         cells += [f"{result.outcomes[seed].value:.4g}" if seed in result.outcomes else "–" for seed in seeds]
         for metric in objective.within:
@@ -93,7 +93,7 @@ def retest_table(study: Study, results: Sequence[RetestResult]) -> Table:
             cells.append(f"{sum(values) / len(values):.4g}" if values else "–")
         failed = "; ".join(f"seed {seed}: {reason}" for seed, reason in result.failed.items())
         rows.append((*cells, failed or ("" if result.feasible else "exceeds its limits")))
-    note = f"{objective.metric} with other seeds; `n` is the number of runs; intervals are 95%, Student's t over runs."
+    note = f"{objective.metric} with other seeds; `n` is the number of runs; intervals are 95%, over runs."
     return Table(f"{study.recipe.name}: retest", headings, rows, note, ("note",))
 
 
@@ -104,7 +104,8 @@ def write_best(study: Study, trial: FrozenTrial, retested: RetestResult | None, 
     result = f"{objective.metric} {trial.value:.6g}"
     estimate = retested.estimate if retested is not None else None
     if estimate is not None and estimate.n > 1:
-        result += f"; with other seeds {estimate.value:.4g} [{estimate.low:.4g}, {estimate.high:.4g}], n = {estimate.n}"
+        limits = "" if math.isnan(estimate.low) else f" [{estimate.low:.4g}, {estimate.high:.4g}]"
+        result += f"; with other seeds {estimate.value:.4g}{limits}, n = {estimate.n}"
     files = " ".join(study.recipe.recipe) or "RECIPE.yaml"
     lines = [
         f"# Trial {trial.number} of the study {study.recipe.name}: {result}.",

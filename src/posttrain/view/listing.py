@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from posttrain.runs.sources import common_name, t_interval
+from posttrain.runs.intervals import mean
+from posttrain.runs.sources import common_name
 from posttrain.runs.tables import Interval
 from posttrain.view.scan import Scanner, Summary
 
@@ -59,7 +60,7 @@ class Line:
 
     runs: tuple[Summary, ...]
     mean: Interval | None = None
-    """Over the results of several seeds, with Student's t interval."""
+    """Over the results of several seeds."""
 
     @property
     def first(self) -> Summary:
@@ -147,8 +148,8 @@ def _lines(runs: Sequence[Summary]) -> list[Line]:
             continue
         ordered = tuple(sorted(group, key=lambda run: run.seed or 0))
         values = [run.best[0] for run in ordered if run.best is not None and run.final == ordered[0].final]
-        mean = t_interval(values, ordered[0].percent) if len(values) == len(ordered) else None
-        lines.append(Line(ordered, mean))
+        whole = len(values) == len(ordered)
+        lines.append(Line(ordered, mean(values, ordered[0].percent).limits if whole else None))
     return lines
 
 
