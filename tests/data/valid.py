@@ -24,9 +24,10 @@ def check(example: Example) -> None:
             if message["role"] == "assistant" and not message["content"].strip():
                 assert len(message["tool_calls"]) > 0
         roles = "".join(letters[message["role"]] for message in messages)
-        assert re.match(r"[su]", roles)
+        assert re.match(r"[su]|au", roles)
         assert not re.search(r"aa|[su]t", roles)
-        assert "".join(m["content"] for m in messages[: (roles + "a").index("a")]).strip()
+        opens = int(roles.startswith("a"))
+        assert "".join(m["content"] for m in messages[opens : (roles + "a").index("a", opens)]).strip()
         if answer_at_end is not None:
             assert (roles[-1] == "a") == answer_at_end
         return roles
@@ -35,7 +36,9 @@ def check(example: Example) -> None:
         assert any(m["role"] == "assistant" and m.get("train", True) for m in messages)
 
     if isinstance(example, ConversationExample):
-        assert "a" in spoken(example.messages, None)
+        roles = spoken(example.messages, None)
+        assert "a" in roles[1:]
+        assert not roles.startswith("a") or example.messages[0]["train"] is False
     elif isinstance(example, TextExample):
         assert example.text.strip()
         example.text.encode()
