@@ -216,7 +216,7 @@ def _content(value: Any, optional: bool, where: str) -> str:
     if value is None:
         raise UnusableRow("null", f"{where} has no content")
     texts = []
-    for part in value if isinstance(value, list) and value else [value]:
+    for part in value if isinstance(value, list) and value else [None]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
             shown = f"a part of type {kind[:40]}" if isinstance(kind, str) else kind_of(value)
