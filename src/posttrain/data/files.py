@@ -492,7 +492,10 @@ def _hub_rows(rows: Any, name: str) -> Iterator[Row]:
         for row in rows:
             number += 1
             typed = isinstance(row, dict) and features is not None
-            yield f"{name} row {number}", _table_row(row, features.arrow_schema, False) if typed else _object(plain(row))
+            yield (
+                f"{name} row {number}",
+                _table_row(row, features.arrow_schema, False) if typed else _object(plain(row)),
+            )
     except Exception as error:
         raise RunError(f"{name}: reading stopped after row {number} ({_first_line(error)}); try again") from error
 

@@ -109,7 +109,9 @@ def messages_of(value: Any, name: str) -> list[Message]:
     if not isinstance(value, list):
         raise UnusableRow("wrong type", f"`{name}` is {kind_of(value)}, not a list of messages")
     messages = [_message(item, f"message {number} of `{name}`") for number, item in enumerate(value, 1)]
-    names = {str(call["id"]): call["function"]["name"] for m in messages for call in m.get("tool_calls", []) if "id" in call}
+    names = {
+        str(call["id"]): call["function"]["name"] for m in messages for call in m.get("tool_calls", []) if "id" in call
+    }
     for message in messages:
         # Some templates show the name of the tool with its result.
         if message["role"] == "tool" and (id := str(message.get("tool_call_id", ""))) in names:
