@@ -21,6 +21,10 @@ def check(example: Example) -> None:
             assert None not in message.values()
             assert type(message.get("train", True)) is bool
             assert type(message.get("primer", "")) is str
+            for call in message.get("tool_calls", []):
+                arguments = call["function"].get("arguments", {})
+                assert isinstance(arguments, dict)
+                json.dumps(arguments, allow_nan=False)
             if message["role"] == "assistant" and not message["content"].strip():
                 assert len(message["tool_calls"]) > 0
         roles = "".join(letters[message["role"]] for message in messages)

@@ -8,6 +8,7 @@ from scipy import stats
 
 from posttrain.evaluation.statistics import (
     bootstrap_mean,
+    calibration,
     clustered_rate,
     crossed_mean,
     interquartile_mean,
@@ -182,3 +183,8 @@ def test_probability_of_improvement_is_mann_whitneys_u():
     assert probability_of_improvement([[1.0, 2.0]], [[0.0]]).low == 1.0
     with pytest.raises(ValueError, match="same environments"):
         probability_of_improvement([[1.0]], [[1.0], [2.0]])
+
+
+def test_ties_are_half_right_in_a_calibration():
+    bins, error = calibration([0.0] * 4)
+    assert (bins[0].accuracy.value, error) == (0.5, 0.0)

@@ -137,7 +137,7 @@ def _message(value: Any, where: str) -> Message:
     if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UnusableRow("wrong type", f"`tool_calls` of {where} is not a list of objects")
     if legacy and (calls or not isinstance(legacy, dict)):
-        problem = "stands beside `tool_calls`" if calls else f"is {kind_of(legacy)}, not an object"
+        problem = "is given with `tool_calls`" if calls else f"is {kind_of(legacy)}, not an object"
         raise UnusableRow("wrong type", f"`function_call` of {where} {problem}")
     calls = [legacy] if legacy else calls
     if calls and role != "assistant":
