@@ -296,6 +296,6 @@ def test_a_policy_that_is_its_reference_ranks_nothing(keys, tiny_model, tmp_path
     directory, _ = run({**recipe_values("dpo", tiny_model, tmp_path, steps=2), **keys})
     lines = [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
     first, *later = [line["preference/accuracy"] for line in lines if line["kind"] == "train"]
-    assert [line["validation/accuracy"] for line in lines if line["kind"] == "evaluation"][0] == 0.5
+    assert next(line["validation/accuracy"] for line in lines if line["kind"] == "evaluation") == 0.5
     assert first == 0.5
     assert "reference" not in keys or later == [0.5] * len(later)

@@ -487,15 +487,12 @@ def _read_hub(source: SourceRecipe) -> Iterator[Row]:
 
 
 def _hub_rows(rows: Any, name: str) -> Iterator[Row]:
-    number, features = 0, getattr(rows, "features", None)
+    number, schema = 0, getattr(getattr(rows, "features", None), "arrow_schema", None)
     try:
         for row in rows:
             number += 1
-            typed = isinstance(row, dict) and features is not None
-            yield (
-                f"{name} row {number}",
-                _table_row(row, features.arrow_schema, False) if typed else _object(plain(row)),
-            )
+            typed = isinstance(row, dict) and schema is not None
+            yield f"{name} row {number}", _table_row(row, schema, False) if typed else _object(plain(row))
     except Exception as error:
         raise RunError(f"{name}: reading stopped after row {number} ({_first_line(error)}); try again") from error
 

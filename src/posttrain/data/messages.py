@@ -159,7 +159,7 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     A call without `function` is itself the function, as in `function_call`.
     """
     given = {key: item for key, item in call.items() if item is not None}
-    head = {key: given.pop(key) for key in ("id", "type") if key in given}
+    head: dict[str, Any] = {key: given.pop(key) for key in ("id", "type") if key in given}
     function = given.pop("function", None)
     if function is None:
         head, function, given = {**head, "type": "function"}, given, {}
@@ -219,11 +219,11 @@ def _content(value: Any, optional: bool, where: str) -> str:
         raise UnusableRow("null", f"{where} has no content")
     texts = []
     for part in value if isinstance(value, list) and value else [None]:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
             shown = f"a part of type {kind[:40]}" if isinstance(kind, str) else kind_of(value)
             raise UnusableRow("content is not text", f"{where} holds {shown}, and only text is supported")
-        texts.append(part["text"])
+        texts.append(text)
     return "".join(texts)
 
 

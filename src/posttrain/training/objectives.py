@@ -191,10 +191,8 @@ def stream_sums(output: TokenScores, samples: Sequence[Sample]) -> tuple[torch.T
 
 def _reference_sums(samples: Sequence[Sample], logps: torch.Tensor) -> torch.Tensor:
     """Summed log-probabilities [S] of the reference model; those of the policy, `logps`, where the samples have none."""
-    references = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
-    if not references:
-        return logps.detach()
-    return upload(torch.tensor([float(r.sum()) for r in references], dtype=torch.float32), logps.device)
+    sums = [float(sample.ref_logprobs.sum()) for sample in samples if sample.ref_logprobs is not None]
+    return upload(torch.tensor(sums, dtype=torch.float32), logps.device) if sums else logps.detach()
 
 
 def row_weights(compared: Comparisons, samples: Sequence[Sample]) -> torch.Tensor:
