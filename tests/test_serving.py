@@ -169,6 +169,18 @@ def test_tools_reach_the_template(client: Any) -> None:
         ({"messages": [{"role": "user", "content": "word " * 20_000}], "stream": True}, "fewer than the model's"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is supported"),
+        (
+            {
+                "messages": [
+                    *MESSAGES,
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "x", "type": "function", "function": {"name": "f", "arguments": "["}}],
+                    },
+                ]
+            },
+            "arguments of a tool call",
+        ),
         ({"extra_body": {"seed": -1}}, "seed"),
         ({"extra_body": {"stop": [1]}}, "stop"),
     ],

@@ -152,7 +152,7 @@ def _commands(place: Path) -> list[list[str]]:
         ["episodes", run],
         ["compare", run, run, "--out", str(out / "compared.json")],
         ["table", run, "--out", str(out / "table.md")],
-        ["data", "inspect", str(place / "rows.jsonl"), "--model", str(tiny_model())],
+        ["data", "inspect", str(place / "rows.jsonl"), f"model.path={tiny_model()}"],
         ["memory", "journal", vault],
         ["memory", "undo", vault],
     ]

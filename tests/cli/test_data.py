@@ -23,7 +23,7 @@ def inspected(capsys, *words):
 
 def test_pairs_are_shown_side_by_side_with_lengths_and_problems(tiny_model, tmp_path, capsys):
     rows = [*pair_rows(6), {"chosen": "x"}]
-    out = inspected(capsys, write_jsonl(tmp_path / "p.jsonl", rows), "--model", str(tiny_model), "--rows", "1")
+    out = inspected(capsys, write_jsonl(tmp_path / "p.jsonl", rows), f"model.path={tiny_model}", "--rows", "1")
     assert "p.jsonl row 1 chosen (" in out
     assert "p.jsonl row 1 rejected (" in out
     assert "6 usable rows (pair)" in out
@@ -33,25 +33,25 @@ def test_pairs_are_shown_side_by_side_with_lengths_and_problems(tiny_model, tmp_
 
 def test_kinds_are_inferred_from_the_columns(tiny_model, tmp_path, capsys):
     asked = [{"question": "Up?", "answer": "Goal"}]
-    keys = ["columns.prompt=question", "columns.completion=answer", "--model", str(tiny_model)]
+    keys = ["columns.prompt=question", "columns.completion=answer", f"model.path={tiny_model}"]
     assert "1 usable rows (conversation)" in inspected(capsys, write_jsonl(tmp_path / "q.jsonl", asked), *keys)
     judged = write_jsonl(tmp_path / "v.jsonl", unpaired_rows(3))
-    assert "6 usable rows (unpaired)" in inspected(capsys, judged, "--model", str(tiny_model))
+    assert "6 usable rows (unpaired)" in inspected(capsys, judged, f"model.path={tiny_model}")
 
 
 def test_columns_of_no_known_kind_are_reported(tiny_model, tmp_path, capsys):
     file = write_jsonl(tmp_path / "x.jsonl", [{"a": 1, "b": 2}])
-    assert main(["data", "inspect", file, "--model", str(tiny_model)]) == 2
+    assert main(["data", "inspect", file, f"model.path={tiny_model}"]) == 2
     assert capsys.readouterr().err == (
         f"posttrain: {file}: the columns a, b are not those of conversations, pairs or unpaired answers; name them, for example "
         "`columns.prompt=question columns.completion=answer`\n"
     )
-    assert main(["data", "inspect", file, "colums.prompt=a", "--model", str(tiny_model)]) == 2
+    assert main(["data", "inspect", file, "colums.prompt=a", f"model.path={tiny_model}"]) == 2
     assert "there is no key data.colums.prompt; the nearest is data.columns.prompt" in capsys.readouterr().err
 
 
 def refused(capsys, tiny_model, file, *words):
-    assert main(["data", "inspect", str(file), *words, "--model", str(tiny_model)]) == 2
+    assert main(["data", "inspect", str(file), *words, f"model.path={tiny_model}"]) == 2
     return capsys.readouterr().err.removeprefix(f"posttrain: {file}: ").rstrip()
 
 
@@ -72,7 +72,7 @@ def test_files_without_rows_are_reported_by_reason(tiny_model, tmp_path, capsys)
     # Beside a whole file, the broken one is a problem among others.
     empty.unlink()
     (tmp_path / "broken.jsonl").unlink()
-    assert "50 usable rows (conversation)" in inspected(capsys, str(tmp_path), "--model", str(tiny_model))
+    assert "50 usable rows (conversation)" in inspected(capsys, str(tmp_path), f"model.path={tiny_model}")
 
 
 def test_sharegpt_is_converted_as_the_error_suggests(tiny_model, tmp_path, capsys):
@@ -80,7 +80,7 @@ def test_sharegpt_is_converted_as_the_error_suggests(tiny_model, tmp_path, capsy
     file = write_jsonl(tmp_path / "s.jsonl", [{"id": "1", "conversations": turns}])
     said = refused(capsys, tiny_model, file)
     assert said.endswith("name them, for example `columns.messages=conversations`")
-    out = inspected(capsys, file, "columns.messages=conversations", "--model", str(tiny_model))
+    out = inspected(capsys, file, "columns.messages=conversations", f"model.path={tiny_model}")
     assert "1 usable rows (conversation)" in out
     assert "no row has a problem" in out
 
@@ -92,11 +92,11 @@ def test_labels_as_words_are_reported(tiny_model, tmp_path, capsys):
     assert "`label` is 'good'; write true or false, or 1 or 0" in said
     for words in (("true", "false"), ("1", "0"), (1, 0)):
         rows = [{**row, "label": words[not row["label"]]} for row in unpaired_rows(2)]
-        out = inspected(capsys, write_jsonl(tmp_path / "v.jsonl", rows), "--model", str(tiny_model))
+        out = inspected(capsys, write_jsonl(tmp_path / "v.jsonl", rows), f"model.path={tiny_model}")
         assert "4 usable rows (unpaired)" in out
     # Right answers in a column of that name are no verdicts, although one of them is 1.
     rows = [{"prompt": "q", "completion": "a", "label": str(n)} for n in range(1, 4)]
-    out = inspected(capsys, write_jsonl(tmp_path / "v.jsonl", rows), "--model", str(tiny_model))
+    out = inspected(capsys, write_jsonl(tmp_path / "v.jsonl", rows), f"model.path={tiny_model}")
     assert "3 usable rows (conversation)" in out
 
 

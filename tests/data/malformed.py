@@ -12,6 +12,8 @@ BAD = {"role": "assistant", "content": "5"}
 BLANK = {"role": "assistant", "content": " \n"}
 SYSTEM = {"role": "system", "content": "Be short."}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+LEGACY = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+FLAT = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": None}}]}
 TOOL = {"role": "tool", "content": "4"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
@@ -22,6 +24,8 @@ VALID: dict[str, list[dict[str, Any]]] = {
         {"prompt": "2 + 2?", "completion": "4", "domain": None},
         {"context_messages": [SYSTEM, USER], "completion": [GOOD]},
         {"messages": [USER, CALL, TOOL, GOOD], "tools": TOOLS},
+        {"messages": [GOOD, USER, LEGACY, {"role": "function", "name": "add", "content": None}, GOOD]},
+        {"messages": [{"role": "developer", "content": "x"}, USER, FLAT, TOOL, GOOD], "tools": "[]"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}, {**GOOD, "primer": "4"}]},
     ],
     "pair": [
@@ -117,6 +121,8 @@ _NAMES = [
     "train",
     "primer",
     "tool_calls",
+    "function_call",
+    "arguments",
     "type",
     "text",
     "",
@@ -154,6 +160,10 @@ def text(draws: np.random.Generator) -> str:
         "true",
         "4",
         "5",
+        '{"a": NaN}',
+        '{"a": "\\ud800"}',
+        '"{}"',
+        '{"a": 1, "a": 2}',
         "é" * 50,
         "\U0001f600",
     ]

@@ -349,3 +349,89 @@ def test_a_missing_source_is_an_error_before_rows_are_read(tmp_path):
     path.write_text('{"prompt": "q"}')
     with pytest.raises(InputError, match=r"missing\.jsonl"):
         read_examples("prompt", [SourceRecipe(path=str(path)), SourceRecipe(path="missing.jsonl")], COLUMNS, Problems())
+
+
+# Tool calls and roles of other forms.
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    return calls({"function": {"name": "add", "arguments": arguments}})
+
+
+def calls(call: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1, "b": None}, '{"a": 1, "b": null}', '"{\\"a\\": 1, \\"b\\": null}"'])
+def test_arguments_are_read_from_json_text_of_any_depth(arguments):
+    messages = made("conversation", {"messages": [USER, called(arguments), TOOL, GOOD]}).messages
+    assert messages[1]["tool_calls"] == [{"function": {"name": "add", "arguments": {"a": 1, "b": None}}}]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "add", "arguments": '{"a": 1}'},
+        {"name": "add", "arguments": {"a": 1}, "type": "function", "function": None},
+        {"name": "add", "parameters": {"a": 1}},
+    ],
+)
+def test_calls_without_a_function_are_read(call):
+    messages = made("conversation", {"messages": [USER, calls(call), TOOL, GOOD]}).messages
+    assert messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": ',
+        "[1]",
+        [1],
+        3,
+        '"Paris"',
+        '{"a": NaN}',
+        '{"a": Infinity}',
+        '{"a": 1e999}',
+        {"a": math.nan},
+        '{"a": 1, "a": 2}',
+    ],
+)
+def test_other_arguments_are_a_problem_of_the_row(arguments):
+    problem = made("conversation", {"messages": [USER, called(arguments), TOOL, GOOD]})
+    assert problem.startswith("arguments of a tool call are not an object: those of 'add' in message 2 of `messages`")
+
+
+def test_a_lone_surrogate_in_the_arguments_is_a_problem_of_the_row():
+    problem = made("conversation", {"messages": [USER, called('{"a": "\\ud83d"}'), TOOL, GOOD]})
+    assert problem.startswith("text is not Unicode: ")
+    assert made("conversation", {"messages": [USER, calls({"id": "x"}), TOOL, GOOD]}).startswith(
+        "tool call without a name"
+    )
+
+
+def test_developers_functions_and_null_results_are_read():
+    legacy = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    rows = [
+        {"role": "developer", "content": "s"},
+        USER,
+        legacy,
+        {"role": "function", "name": "add", "content": None},
+        GOOD,
+    ]
+    messages = made("conversation", {"messages": rows}).messages
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    assert "function_call" not in messages[2]
+    assert messages[3] == {"role": "tool", "name": "add", "content": ""}
+
+
+def test_an_answer_that_opens_a_conversation_is_context():
+    opening = {**GOOD, "content": "Hello!"}
+    example = made("conversation", {"messages": [opening, USER, GOOD]})
+    assert example.messages == [{**opening, "train": False}, USER, GOOD]
+    pair = made("pair", {"prompt": [opening, USER], "chosen": [opening, USER, GOOD], "rejected": "5"})
+    assert (pair.prompt, pair.chosen) == ([opening, USER], [GOOD])
+    assert made("prompt", {"messages": [opening, USER, GOOD]}).messages == [opening, USER]
+    assert made("conversation", {"messages": [opening, USER]}) == "no assistant message"
+    check(example)
+    check(pair)

@@ -1,5 +1,6 @@
 """Rows of files, directories and the hub with their origins. Damage affects only the damaged rows."""
 
+import copy
 import datetime
 import gzip
 import json
@@ -10,7 +11,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from posttrain.data.files import _Limits, _read_listed, plain, read_rows, read_split
+from posttrain.data.files import _Limits, _read_listed, plain, read_rows, read_split, write_rows
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import SourceRecipe
 
@@ -460,3 +461,74 @@ def test_the_nesting_of_rows_has_a_limit_per_source(tmp_path):
     assert found[1:] == ["nested too deeply: the row has more than 32 levels (`max_depth`)"] * 2
     found = [row for _, row in read_rows(SourceRecipe(path=str(tmp_path / "a.jsonl"), max_depth=50))]
     assert [type(row) for row in found] == [dict, dict, str]
+
+
+# Absent keys of messages and tools.
+
+TYPES: list[dict] = [
+    {"city": {"type": "string", "enum": ["a", None], "default": None}},
+    {"a": {"type": "integer"}, "b": {}},
+]
+CALLED = [
+    {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
+            {"role": "tool", "content": "r"},
+            {"role": "assistant", "content": "a"},
+        ]
+    }
+    | (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": types}}}]}
+        if types
+        else {}
+    )
+    for arguments, types in [({"city": "Paris"}, TYPES[0]), ({"a": 1, "b": None}, TYPES[1]), ({"a": [1, "x"]}, None)]
+]
+
+
+def conversations(path):
+    from posttrain.data.examples import load_dataset
+
+    return [(example.messages, example.tools) for example in load_dataset(path, strict=True)]
+
+
+def test_parquet_has_the_conversations_of_the_rows_that_were_written(tmp_path):
+    write_rows(tmp_path / "a.jsonl", CALLED)
+    write_rows(tmp_path / "a.parquet", CALLED)
+    assert conversations(tmp_path / "a.parquet") == conversations(tmp_path / "a.jsonl")
+
+
+def test_nulls_that_arrow_adds_to_messages_and_tools_are_absent(tmp_path):
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    rows = [{**row, "extra": {"kept": None}} for row in copy.deepcopy(CALLED[:2])]
+    rows[1]["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"a": 1}
+    rows[0]["tools"][0]["function"]["parameters"]["properties"] = {"city": {"type": "string"}}
+    rows[1]["tools"][0]["function"]["parameters"]["properties"] = {"a": {"type": "integer"}}
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "b.parquet")
+    write_rows(tmp_path / "b.jsonl", rows)
+    assert conversations(tmp_path / "b.parquet") == conversations(tmp_path / "b.jsonl")
+    assert [row["extra"] for _, row in read_rows(SourceRecipe(path=str(tmp_path / "b.parquet")))] == [
+        {"kept": None}
+    ] * 2
+
+
+def test_parquet_cells_of_the_type_json_are_parsed(tmp_path):
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    texts = [json.dumps(message) for row in CALLED for message in row["messages"]]
+    cells = arrow.array(texts).cast(arrow.json_())
+    table = arrow.table({"messages": arrow.ListArray.from_arrays(range(0, len(texts) + 1, 4), cells)})
+    parquet.write_table(table, tmp_path / "c.parquet")
+    write_rows(tmp_path / "c.jsonl", [{"messages": row["messages"]} for row in CALLED])
+    assert conversations(tmp_path / "c.parquet") == conversations(tmp_path / "c.jsonl")
+
+
+def test_a_row_with_a_lone_surrogate_in_any_column_is_dropped_by_name(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"x": "\\ud83d"}\n{"x": "\\ud83d\\ude00"}\n')
+    (_, broken), (_, good) = read_rows(SourceRecipe(path=str(tmp_path / "d.jsonl")))
+    assert broken.startswith("broken UTF-8")
+    assert good == {"x": "\U0001f600"}

@@ -21,12 +21,17 @@ def check(example: Example) -> None:
             assert None not in message.values()
             assert type(message.get("train", True)) is bool
             assert type(message.get("primer", "")) is str
+            for call in message.get("tool_calls", []):
+                arguments = call["function"].get("arguments", {})
+                assert isinstance(arguments, dict)
+                json.dumps(arguments, allow_nan=False)
             if message["role"] == "assistant" and not message["content"].strip():
                 assert len(message["tool_calls"]) > 0
         roles = "".join(letters[message["role"]] for message in messages)
-        assert re.match(r"[su]", roles)
+        assert re.match(r"[su]|au", roles)
         assert not re.search(r"aa|[su]t", roles)
-        assert "".join(m["content"] for m in messages[: (roles + "a").index("a")]).strip()
+        opens = int(roles.startswith("a"))
+        assert "".join(m["content"] for m in messages[opens : (roles + "a").index("a", opens)]).strip()
         if answer_at_end is not None:
             assert (roles[-1] == "a") == answer_at_end
         return roles
@@ -35,7 +40,9 @@ def check(example: Example) -> None:
         assert any(m["role"] == "assistant" and m.get("train", True) for m in messages)
 
     if isinstance(example, ConversationExample):
-        assert "a" in spoken(example.messages, None)
+        roles = spoken(example.messages, None)
+        assert "a" in roles[1:]
+        assert not roles.startswith("a") or example.messages[0]["train"] is False
     elif isinstance(example, TextExample):
         assert example.text.strip()
         example.text.encode()

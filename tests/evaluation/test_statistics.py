@@ -8,6 +8,7 @@ from scipy import stats
 
 from posttrain.evaluation.statistics import (
     ItemScores,
+    calibration,
     crossed_mean,
     estimate,
     interquartile_mean,
@@ -152,3 +153,8 @@ def test_the_interval_of_a_probability_of_improvement_covers(seeds):
         known = probability_above([draws.normal(1, 1, seeds)], [draws.normal(0, 1, seeds)])
         hits += known.low <= 0.7602 <= known.high  # P(N(1, 2) > 0)
     assert hits >= 187
+
+
+def test_ties_are_half_right_in_a_calibration():
+    bins, error = calibration([0.0] * 4)
+    assert (bins[0].accuracy.value, error) == (0.5, 0.0)

@@ -455,3 +455,26 @@ def test_mistakes_in_the_environment_of_evaluations_are_named(training, words, e
 def test_a_misspelt_key_gets_the_one_in_the_fewest_sections():
     with pytest.raises(InputError, match=r"the nearest is optimizer\.learning_rate"):
         load_recipe([], ["lerning_rate=1"], "rl")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *(
+            "seed=9223372036854775808",
+            "seed=1000000000000000000000000000000",
+            "seed=-1",
+            "learner.tokens_per_batch=1" + "0" * 30,
+        ),
+        *("seeds.start=18446744073709551610", "seeds.start=9223372036854775807", "seeds.count=9223372036854775807"),
+    ],
+)
+def test_numbers_that_no_array_holds_are_refused(override):
+    with pytest.raises(InputError, match=override.partition("=")[0]):
+        load_recipe([], ["environment.type=bandit", override], "rl")
+
+
+def test_the_largest_seeds_are_accepted():
+    largest = ["seed=9223372036854775807", "seeds.start=4611686018427387903", "seeds.count=100000000"]
+    recipe = load_recipe([], ["environment.type=bandit", *largest], "rl")
+    assert recipe.seeds.of_generated("seeds").stop < 2**63

@@ -382,3 +382,22 @@ def test_random_agents_record_every_token(tiny_policy):
         engine, streams, turns, _ = asyncio.run(play(seed))
         assert 1 < len(streams) < len(turns)
         assert_streams_are_what_was_sampled(engine, streams, turns)
+
+
+def test_messages_of_requests_are_read_as_those_of_rows():
+    from posttrain.data.messages import messages_of
+    from posttrain.rollout.agents.formats import openai_call
+
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": null}'}},
+        {"role": "function", "name": "add", "content": "3"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "name": "add", "arguments": {"a": 1}}]},
+        {"role": "tool", "content": None, "tool_call_id": "x"},
+    ]
+    call = openai_call({"messages": messages}, False)
+    assert call.messages == messages_of(messages, "messages")
+    assert call.messages[0] == {"role": "system", "content": "ab"}
+    assert call.messages[5] == {"role": "tool", "content": "", "tool_call_id": "x", "name": "add"}
+    assert call.digest

@@ -286,3 +286,16 @@ def test_kto_with_verdicts_of_one_kind_in_a_domain_ends_with_a_table(tiny_model,
     trained = {row[1]: row[2] for row in table["rows"] if row[0] == "trained model"}
     assert trained["odd"] == "–"
     assert trained["even"].endswith("%")
+
+
+@pytest.mark.parametrize(
+    "keys", [{"loss": {"type": "dpo"}}, {"loss": {"type": "ipo"}}, {"reference": {"update_every": 1}}]
+)
+def test_a_policy_that_is_its_reference_ranks_nothing(keys, tiny_model, tmp_path):
+    """Rounding differs between batches, and must not decide which answer has the larger reward."""
+    directory, _ = run({**recipe_values("dpo", tiny_model, tmp_path, steps=2), **keys})
+    lines = [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
+    first, *later = [line["preference/accuracy"] for line in lines if line["kind"] == "train"]
+    assert next(line["validation/accuracy"] for line in lines if line["kind"] == "evaluation") == 0.5
+    assert first == 0.5
+    assert "reference" not in keys or later == [0.5] * len(later)

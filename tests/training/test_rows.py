@@ -11,8 +11,16 @@ from posttrain.data.rendering import Renderer, TokenStream
 from posttrain.data.tokens import TokenRow
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
-from posttrain.recipe.stages import RewardRecipe
-from posttrain.training.rows import EpochRows, StreamedRows, check_margins, hold_out, load_data, samples_of_row
+from posttrain.recipe.stages import DpoRecipe, RewardRecipe
+from posttrain.training.rows import (
+    EpochRows,
+    StreamedRows,
+    check_labels,
+    check_margins,
+    hold_out,
+    load_data,
+    samples_of_row,
+)
 from tests.conftest import make_tokenizer
 from tests.training.preferences import pair_rows, write_jsonl
 
@@ -322,3 +330,16 @@ def test_samples_carry_their_side_and_nothing_of_a_rollout():
     assert (sample.side.row, sample.side.chosen) == (2, False)
     (plain,) = samples_of_row(row("a"))
     assert plain.side is None
+
+
+@pytest.mark.parametrize(("labels", "warned"), [([True] * 40, None), ([False] * 40, None), ([True] * 39 + [False], 1), ([1, 0] * 9, 0)])  # fmt: skip
+def test_labels_of_one_kind_are_refused_and_rare_ones_warned_of(labels, warned, tmp_path):
+    rows = [{"prompt": f"q{n}", "completion": "a", "label": label} for n, label in enumerate(labels)]
+    data = {"train": write_jsonl(tmp_path / "k.jsonl", rows), "max_tokens": 64, "cache": str(tmp_path / "tokens")}
+    recipe = DpoRecipe(data=data, loss={"type": "kto"})
+    data = load(recipe.data, "unpaired")
+    if warned is None:
+        with pytest.raises(InputError, match="answers"):
+            check_labels(recipe, data)
+    else:
+        assert len(check_labels(recipe, data)) == warned

@@ -1,6 +1,7 @@
 """`posttrain data`: inspect, convert and generate rows."""
 
 import json
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
@@ -225,13 +226,12 @@ def inspect(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[key=value ...]", help="Keys of `data`, such as columns.prompt=question or max_tokens=512."
+            metavar="[key=value ...]",
+            help="Keys of `data`, such as columns.prompt=question or max_tokens=512, and of `model`: model.path=NAME is the model "
+            "whose tokenizer and chat template render the rows.",
         ),
     ] = None,
     kind: Annotated[Kind | None, typer.Option(help="Kind of rows. Default: inferred from the columns.")] = None,
-    model: Annotated[
-        str, typer.Option(help="The model whose tokenizer and chat template render the rows.")
-    ] = "packaged:smollm2-135m",
     loss_on: Annotated[LossOn, typer.Option(help="Which tokens are trained.")] = LossOn.ASSISTANT,
     rows: Annotated[int, typer.Option(help="Rows to show in full.", min=0)] = 3,
     limit: Annotated[int, typer.Option(help="Rows to read.", min=1)] = 1000,
@@ -242,7 +242,7 @@ def inspect(
 
     posttrain data inspect pairs_train.jsonl
 
-    posttrain data inspect train.jsonl columns.prompt=question columns.completion=answer --rows 1
+    posttrain data inspect train.jsonl columns.prompt=question columns.completion=answer model.path=runs/sft/model --rows 1
     """
     from rich.console import Console
 
@@ -253,21 +253,13 @@ def inspect(
     from posttrain.recipe.supervised import SftRecipe
 
     # Load a whole recipe, so that keys are validated as everywhere else.
-    keys = [f"data.{word.removeprefix('--')}" for word in words or []]
-    recipe = load_recipe(
-        [],
-        [
-            f"data.train={json.dumps(path)}",
-            *keys,
-            f"model.path={json.dumps(model)}",
-            "learner.tokens_per_batch=1000000000",
-        ],
-        "sft",
-    )
+    plain = [word.removeprefix("--") for word in words or []]
+    keys = [word if re.match(r"model\b", word) else f"data.{word}" for word in plain]
+    recipe = load_recipe([], [f"data.train={json.dumps(path)}", *keys, "learner.tokens_per_batch=1000000000"], "sft")
     assert isinstance(recipe, SftRecipe)
     assert recipe.data is not None
     tokenizer = load_tokenizer(recipe.model)
-    renderer = Renderer(tokenizer, load_end_tokens(model, tokenizer))
+    renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
     inspect_rows(
         recipe.data, _KINDS[kind] if kind else None, renderer, loss_on.value, rows, limit, Console(highlight=False)
     )

@@ -4,11 +4,11 @@ For any row, the functions in this file return an example of `posttrain.data.mes
 that describes the problem. They never raise. Every example satisfies:
 
 - Roles are system, user, assistant and tool.
-- An assistant message follows a message of another role; a tool message follows an assistant or a tool message.
+- An assistant message follows a message of another role, or opens the conversation before a user message and is not
+  trained; a tool message follows an assistant or a tool message.
 - Contents are Unicode text. No answer is blank unless it calls tools, and the prompt is not blank.
 """
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,9 @@ from posttrain.data.messages import (
     check_value,
     kind_of,
     messages_of,
+    read_json,
     short,
+    without_trained_opening,
     without_training_keys,
 )
 from posttrain.data.problems import Problems
@@ -151,7 +153,7 @@ def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> ConversationE
                 raise _missing(row, columns.messages, columns.prompt, hint=_messages_hint(row))
             messages = [*prompt, *_answer(row, columns.completion, prompt)]
         check_conversation(messages)
-        weight = _weight(row, columns)
+        messages, weight = without_trained_opening(messages), _weight(row, columns)
         return ConversationExample(messages, origin, _domain(row, columns), _tools(row, columns), weight)
     except UnusableRow as problem:
         return str(problem)
@@ -178,6 +180,8 @@ def pair(row: Any, origin: str, columns: ColumnsRecipe) -> PairExample | str:
         if not prompt:
             shared = _shared(chosen, rejected)
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        if not prompt:
+            chosen, rejected = without_trained_opening(chosen), without_trained_opening(rejected)
         for side in (chosen, rejected):
             _check_trained(side)
         margin, domain, tools = _margin(row, columns), _domain(row, columns), _tools(row, columns)
@@ -293,10 +297,10 @@ def _answer(row: dict[str, Any], name: str, prompt: list[Message]) -> list[Messa
     if row.get(name) is None:
         raise _missing(row, name)
     messages = as_messages(row[name], name, "assistant")
-    if prompt and messages and messages[0]["role"] != "assistant":
-        if list(map(without_training_keys, messages[: len(prompt)])) != list(map(without_training_keys, prompt)):
-            raise UnusableRow("roles out of order", f"`{name}` starts with {messages[0]['role']} instead of the prompt")
+    if prompt and list(map(without_training_keys, messages[: len(prompt)])) == list(map(without_training_keys, prompt)):
         messages = messages[len(prompt) :]
+    elif prompt and messages and messages[0]["role"] != "assistant":
+        raise UnusableRow("roles out of order", f"`{name}` starts with {messages[0]['role']} instead of the prompt")
     if not any(message["role"] == "assistant" for message in messages):
         raise UnusableRow("no assistant message", f"in `{name}`")
     if messages[-1]["role"] != "assistant":
@@ -367,19 +371,10 @@ def _domain(row: dict[str, Any], columns: ColumnsRecipe) -> str | None:
 
 
 def _tools(row: dict[str, Any], columns: ColumnsRecipe) -> list[Any] | None:
-    value = row.get(columns.tools)
-    if isinstance(value, str) and not value.strip():
-        return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise UnusableRow(
-                "tools are not a list of objects", f"`{columns.tools}` is text that is not JSON"
-            ) from None
+    category = "tools are not a list of objects"
+    value = read_json(row.get(columns.tools), category, f"those in `{columns.tools}`")
     if value is None or (isinstance(value, list) and not value):
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UnusableRow("tools are not a list of objects", f"`{columns.tools}` is {short(value)}")
-    check_value(value, f"`{columns.tools}`")
+        raise UnusableRow(category, f"`{columns.tools}` is {short(value)}")
     return value

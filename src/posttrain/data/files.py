@@ -44,6 +44,11 @@ _SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 """Split -> the words that identify it in file names, as in the library `datasets`."""
+_ESCAPED = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape of a surrogate, which is a character only beside another."""
+_MESSAGE_KEYS = {"role", "from"}
+_CHAT_KEYS = _MESSAGE_KEYS | {"function", "parameters", "input_schema"}
+"""Keys that show that the objects of a list are messages or tools."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _HUB_SECONDS = 10.0
 """Time-out of the request that checks whether a data set exists."""
@@ -241,7 +246,8 @@ def _lines(lines: Any, name: str, limits: _Limits) -> Iterator[Row]:
 
 def _parsed_line(line: bytes) -> dict[str, Any] | str:
     try:
-        return _object(json.loads(line.decode()))
+        value = json.loads(line.decode())
+        return _NOT_UNICODE if _ESCAPED.search(line) and not _is_unicode(value) else _object(value)
     except UnicodeDecodeError as error:
         return f"broken UTF-8: byte {line[error.start]:#04x} at position {error.start + 1} of the line"
     except json.JSONDecodeError as error:
@@ -429,13 +435,37 @@ def _check_group(group: Any, limits: _Limits) -> None:
 def _batch_rows(batch: Any) -> list[dict[str, Any] | str]:
     """Return the rows of a record batch, decoded one by one where a cell of the batch cannot be decoded."""
     try:
-        return [plain(row) for row in batch.to_pylist()]
+        return [_table_row(row, batch.schema) for row in batch.to_pylist()]
     except Exception as error:
         if batch.num_rows == 1:
             if isinstance(error, UnicodeDecodeError):
                 return [f"broken UTF-8: byte {error.object[error.start]:#04x} in a text"]
             return [f"broken row: {_first_line(error)}"]
         return [row for index in range(batch.num_rows) for row in _batch_rows(batch.slice(index, 1))]
+
+
+def _table_row(row: dict[str, Any], schema: Any, decode: bool = True) -> dict[str, Any]:
+    """Return a row of an Arrow table. `decode`: parse its texts of the type JSON.
+
+    All objects of a column have the same keys, with null for those that they lack. Messages and tools lose these nulls.
+    """
+    types = dict(zip(schema.names, schema.types, strict=True))
+    return {name: _cell(cell, types[name], _has_chat_keys(types[name]), decode) for name, cell in row.items()}
+
+
+def _has_chat_keys(column: Any) -> bool:
+    return not _CHAT_KEYS.isdisjoint(getattr(getattr(column, "value_type", None), "names", ()))
+
+
+def _cell(value: Any, type: Any, chat: bool, decode: bool) -> Any:
+    if str(type) == "extension<arrow.json>":
+        return json.loads(value) if decode and value is not None else value
+    if isinstance(value, dict):
+        cells = {field.name: _cell(value[field.name], field.type, chat, decode) for field in type}
+        return {name: cell for name, cell in cells.items() if cell is not None or not chat}
+    if isinstance(value, list) and hasattr(type, "value_type"):
+        return [_cell(item, type.value_type, chat, decode) for item in value]
+    return plain(value)
 
 
 def _read_hub(source: SourceRecipe) -> Iterator[Row]:
@@ -457,11 +487,12 @@ def _read_hub(source: SourceRecipe) -> Iterator[Row]:
 
 
 def _hub_rows(rows: Any, name: str) -> Iterator[Row]:
-    number = 0
+    number, schema = 0, getattr(getattr(rows, "features", None), "arrow_schema", None)
     try:
         for row in rows:
             number += 1
-            yield f"{name} row {number}", _object(plain(row))
+            typed = isinstance(row, dict) and schema is not None
+            yield f"{name} row {number}", _table_row(row, schema, False) if typed else _object(plain(row))
     except Exception as error:
         raise RunError(f"{name}: reading stopped after row {number} ({_first_line(error)}); try again") from error
 
@@ -528,9 +559,27 @@ def _write_parquet(file: Any, rows: Sequence[dict[str, Any]], out: Path) -> None
     columns = {}
     for name in names:
         try:
-            columns[name] = arrow.array([row.get(name) for row in rows])
+            columns[name] = arrow.array(_as_column([row.get(name) for row in rows]))
         except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise InputError(
                 f"{out}: column {name} cannot be written as parquet ({error}); write .jsonl instead"
             ) from error
     parquet.write_table(arrow.table(columns), file)
+
+
+def _as_column(cells: list[Any]) -> list[Any]:
+    """The cells with tools, and the arguments of calls, as JSON text: objects of a column would get each other's keys."""
+    keys = {key for cell in cells if isinstance(cell, list) for item in cell if isinstance(item, dict) for key in item}
+    if keys & _MESSAGE_KEYS:
+        return [_with_text_arguments(cell) for cell in cells]
+    return cells if keys.isdisjoint(_CHAT_KEYS) else [_json_text(cell) for cell in cells]
+
+
+def _with_text_arguments(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _json_text(item) if k == "arguments" else _with_text_arguments(item) for k, item in value.items()}
+    return [_with_text_arguments(item) for item in value] if isinstance(value, list) else value
+
+
+def _json_text(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -75,16 +75,18 @@ class PromptExample:
     tools: list[Any] | None = None
 
 
-ROLES = ("system", "user", "assistant", "tool")
-SHAREGPT = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
+ROLES = {
     "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
     "tool": "tool",
+    "function": "tool",
 }
-"""Values of `from` in ShareGPT rows -> role."""
+"""Values of `role` -> role."""
+SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""Values of `from` in ShareGPT rows -> role, besides those of `ROLES`."""
+_TEXT_PARTS = ["text", "input_text", "output_text"]
 
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -110,11 +112,19 @@ def messages_of(value: Any, name: str) -> list[Message]:
     """Return the list of messages of the cell `name`, without checking their order. Raises UnusableRow."""
     if not isinstance(value, list):
         raise UnusableRow("wrong type", f"`{name}` is {kind_of(value)}, not a list of messages")
-    return [_message(item, f"message {number} of `{name}`") for number, item in enumerate(value, 1)]
+    messages = [_message(item, f"message {number} of `{name}`") for number, item in enumerate(value, 1)]
+    names = {
+        str(call["id"]): call["function"]["name"] for m in messages for call in m.get("tool_calls", []) if "id" in call
+    }
+    for message in messages:
+        # Some templates show the name of the tool with its result.
+        if message["role"] == "tool" and (id := str(message.get("tool_call_id", ""))) in names:
+            message.setdefault("name", names[id])
+    return messages
 
 
 def _message(value: Any, where: str) -> Message:
-    """Return the message with its content as text and without null keys (parquet adds every key to every message)."""
+    """Return the message in the form of `ROLES` and `tool_calls`, with its content as text and without null keys."""
     if not isinstance(value, dict):
         raise UnusableRow("null" if value is None else "wrong type", f"{where} is {kind_of(value)}, not an object")
     check_value(value, where)
@@ -125,37 +135,73 @@ def _message(value: Any, where: str) -> Message:
         dropped |= {"from", "value"}
     if not isinstance(role, str) or role not in ROLES:
         raise UnusableRow("wrong role", f"{where} has {short(role)}; use {', '.join(ROLES)}")
+    role = ROLES[role]
     kept = {key: item for key, item in value.items() if item is not None and key not in dropped}
     if role == "assistant":
         content = _take_reasoning(kept, content, where)
-    calls = kept.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+    calls, legacy = kept.pop("tool_calls", []), kept.pop("function_call", None)
+    if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UnusableRow("wrong type", f"`tool_calls` of {where} is not a list of objects")
+    if legacy and (calls or not isinstance(legacy, dict)):
+        problem = "is given with `tool_calls`" if calls else f"is {kind_of(legacy)}, not an object"
+        raise UnusableRow("wrong type", f"`function_call` of {where} {problem}")
+    calls = [legacy] if legacy else calls
     if calls and role != "assistant":
         raise UnusableRow("wrong role", f"{where} calls tools as {role}")
     if calls:
-        kept["tool_calls"] = [_with_object(call) for call in calls]
+        kept["tool_calls"] = [_call(call, where) for call in calls]
     if "weight" in kept:
         kept |= _trained_by_weight(kept.pop("weight"), kept, where)
     if not isinstance(kept.get("train", True), bool):
         raise UnusableRow("wrong type", f"`train` of {where} is {kind_of(kept['train'])}, not true or false")
     if not isinstance(kept.get("primer", ""), str):
         raise UnusableRow("wrong type", f"`primer` of {where} is {kind_of(kept['primer'])}, not text")
-    return {"role": role, "content": _content(content, bool(calls), where), **kept}
+    return {"role": role, "content": _content(content, bool(calls) or role == "tool", where), **kept}
 
 
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, parsed if they are JSON text, as in OpenAI's files. Templates
-    would quote the text.
+def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a call in OpenAI's form, with its arguments as an object. Templates would quote arguments that are text.
+
+    A call without `function` is itself the function, as in `function_call`.
     """
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
+    given = {key: item for key, item in call.items() if item is not None}
+    head: dict[str, Any] = {key: given.pop(key) for key in ("id", "type") if key in given}
+    function = given.pop("function", None)
+    if function is None:
+        head, function, given = {**head, "type": "function"}, given, {}
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name.strip():
+        raise UnusableRow("tool call without a name", f"in {where}")
+    rest = {key: item for key, item in function.items() if item is not None and key != "name"}
+    key = "arguments" if "arguments" in rest else "parameters"
+    if key in rest:
+        category = "arguments of a tool call are not an object"
+        arguments = read_json(rest.pop(key), category, f"those of {short(name)} in {where}")
+        if not isinstance(arguments, dict | None):
+            raise UnusableRow(category, f"those of {short(name)} in {where} are {kind_of(arguments)}")
+        rest = {"arguments": arguments or {}, **rest}
+    return {**head, "function": {"name": name, **rest}, **given}
+
+
+def read_json(value: Any, category: str, where: str) -> Any:
+    """Return a value of JSON types with finite numbers, decoded as often as it is JSON text. Blank text is None.
+
+    Raises UnusableRow of `category` for anything else, and for an object with a key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(made := dict(pairs)) < len(pairs):
+            raise ValueError("an object has a key twice")
+        return made
+
     try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+        while isinstance(value, str):
+            value = json.loads(value, object_pairs_hook=unique) if value.strip() else None
+        check_value(value, where)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise UnusableRow(category, f"{where} are not JSON ({str(error)[:80]})") from None
+    return value
 
 
 def _trained_by_weight(weight: Any, kept: dict[str, Any], where: str) -> dict[str, bool]:
@@ -190,39 +236,53 @@ def _take_reasoning(message: dict[str, Any], content: Any, where: str) -> Any:
     return content
 
 
-def _content(value: Any, calls_tools: bool, where: str) -> str:
+def _content(value: Any, optional: bool, where: str) -> str:
     if isinstance(value, str):
         return value
-    if value is None and calls_tools:
+    if value is None and optional:
         return ""
     if value is None:
         raise UnusableRow("null", f"{where} has no content")
-    parts = value if isinstance(value, list) else []
-    texts = [part["text"] for part in parts if isinstance(part, dict) and part.get("type") == "text" and "text" in part]
-    if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise UnusableRow("content is not text", f"{where} holds {kind_of(value)}")
+    texts = []
+    for part in value if isinstance(value, list) and value else [None]:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
+            shown = f"a part of type {kind[:40]}" if isinstance(kind, str) else kind_of(value)
+            raise UnusableRow("content is not text", f"{where} holds {shown}, and only text is supported")
+        texts.append(text)
     return "".join(texts)
 
 
 def check_conversation(messages: list[Message], answered: bool = True) -> None:
-    """Check the order of roles, and that no answer and no prompt is blank. Raises UnusableRow."""
+    """Check the order of roles, and that no answer and no prompt is blank. Raises UnusableRow.
+
+    An assistant's message that opens the conversation is part of the prompt of the first answer.
+    """
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if answered and not answers:
-        raise UnusableRow("no assistant message")
+    opens = answers[:1] == [0] and [message["role"] for message in messages[1:2]] == ["user"]
     before: str | None = None
     for number, message in enumerate(messages, 1):
         role = message["role"]
-        if (role == "assistant" and before in (None, "assistant")) or (
+        if (role == "assistant" and before in (None, "assistant") and not (opens and number == 1)) or (
             role == "tool" and before not in ("assistant", "tool")
         ):
             raise UnusableRow("roles out of order", f"message {number}, {role}, follows {before or 'nothing'}")
         before = role
-    prompt = messages[: answers[0]] if answers else messages
+    later = answers[1:] if opens else answers
+    if answered and not later:
+        raise UnusableRow("no assistant message")
+    prompt = messages[int(opens) : later[0]] if later else messages[int(opens) :]
     if not any(message["content"].strip() for message in prompt):
         raise UnusableRow("empty prompt")
     for index in answers:
         if not messages[index]["content"].strip() and not messages[index].get("tool_calls"):
             raise UnusableRow("empty answer", f"message {index + 1}" if len(answers) > 1 else "")
+
+
+def without_trained_opening(messages: list[Message]) -> list[Message]:
+    """Return the conversation with an assistant's message that opens it as context, because no prompt renders it."""
+    opening, *others = messages
+    return [{**opening, "train": False}, *others] if opening["role"] == "assistant" else messages
 
 
 def without_training_keys(message: Message) -> Message:

@@ -105,6 +105,9 @@ def tokenize(
             continue
         if fitted is not row:
             problems.note("cut to data.max_tokens", row.origin)
+        opened = isinstance(example, ConversationExample) and example.messages[0]["role"] == "assistant"
+        if opened and loss_on == "assistant":
+            problems.note("with an answer as first message, which has no loss because it has no prompt", row.origin)
         for note in _notes(example, renderer):
             problems.note(note, row.origin)
         yield fitted
@@ -154,7 +157,8 @@ def plain_text(renderer: Renderer, text: str) -> TokenStream:
 
 
 def _prompt_digest(example: ConversationExample) -> str:
-    first = next(index for index, message in enumerate(example.messages) if message["role"] == "assistant")
+    answers = [index for index, message in enumerate(example.messages) if message["role"] == "assistant"]
+    first = next(index for index in answers if index > 0)
     return hashlib.blake2b(json.dumps([example.messages[:first], example.tools]).encode(), digest_size=16).hexdigest()
 
 

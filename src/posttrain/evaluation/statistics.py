@@ -158,10 +158,10 @@ class CalibrationBin:
     confidence: float
     """Mean predicted probability that the answer with the larger reward is the chosen one."""
     accuracy: Estimate
-    """Fraction of pairs in which this answer is the chosen one."""
+    """Fraction of pairs in which this answer is the chosen one; ties count half."""
 
 
-def pair_accuracy(margins: Sequence[float]) -> Estimate:
+def pair_accuracy(margins: Sequence[float] | np.ndarray) -> Estimate:
     """Fraction of pairs with a positive margin (reward of chosen minus rejected); ties count half."""
     values = np.asarray(margins, dtype=np.float64)
     return clustered_rate(list((np.sign(values) + 1) / 2), len(values))
@@ -182,7 +182,7 @@ def calibration(margins: Sequence[float], bins: int = 5) -> tuple[list[Calibrati
         n = int(inside.sum())
         if not n:
             continue
-        right = success_rate(int((values[inside] > 0).sum()), n)
+        right = pair_accuracy(values[inside])
         mean = float(confidence[inside].mean())
         calibration.append(CalibrationBin(0.5 + number / 2 / bins, 0.5 + (number + 1) / 2 / bins, mean, right))
         error += n / len(values) * abs(mean - right.value)

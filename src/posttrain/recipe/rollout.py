@@ -117,9 +117,9 @@ class RolloutRecipe(BaseConfig):
 class SeedRange(BaseConfig):
     """Environment seeds start, start + 1, ..., start + count - 1."""
 
-    start: int | None = Field(None, ge=0)
+    start: int | None = Field(None, ge=0, lt=2**62)
     """First seed. Null: tasks that are rows of a file are drawn from its rows; seeds of generated tasks start at their usual number."""
-    count: int | None = Field(None, ge=1)
+    count: int | None = Field(None, ge=1, le=100_000_000)
     """Number of seeds; of rows that are drawn to train on, at most. Null: with `start`, all rows of a file from there on; otherwise the usual number."""
 
     def of_generated(self, key: str) -> range:

@@ -31,7 +31,7 @@ from posttrain.recipe.stages import (
     SftRecipe,
 )
 from posttrain.training.completers import read_prompts
-from posttrain.training.rows import FixedRows, check_margins, load_data
+from posttrain.training.rows import FixedRows, check_labels, check_margins, load_data
 from posttrain.training.tasks import check_tasks, parts_of, too_long
 
 Result = TypeVar("Result")
@@ -175,6 +175,8 @@ class _Checks:
         self.lines += rows.problems.summary()
         if isinstance(recipe, RewardRecipe):
             self.lines += check_margins(recipe, rows)
+        if isinstance(recipe, DpoRecipe):
+            self.lines += check_labels(recipe, rows)
 
     def tasks(self, recipe: Played, environment: EnvironmentRecipe, renderer: Renderer | None) -> None:
         """Tasks, the functions and judges that score them, and how the chat template renders the first."""

@@ -29,7 +29,7 @@ from posttrain.training.objectives import PairObjective, UnpairedObjective, logp
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import MovingReference
 from posttrain.training.row_evaluators import PreferenceEvaluator, choice_of
-from posttrain.training.rows import Batches, load_data, samples_of_row, stream_of, train_on
+from posttrain.training.rows import Batches, check_labels, load_data, samples_of_row, stream_of, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
 from posttrain.training.updater import Sample, Totals, Updater
 
@@ -39,20 +39,27 @@ class ReferenceLogprobs:
     disk.
     """
 
-    def __init__(self, recipe: DpoRecipe, policy: Policy, learner: Updater[TokenScores], cached: bool = True) -> None:
+    def __init__(
+        self, recipe: DpoRecipe, policy: Policy, learner: Updater[TokenScores], moving: MovingReference | None = None
+    ) -> None:
         """Create it before the policy's weights change or are restored from a checkpoint.
 
-        Without `cached`, nothing is stored on disk or in memory. Use this for a reference model that changes.
+        With `moving`, the reference model changes, and nothing is stored on disk or in memory.
         """
         self.policy = policy
+        self.moving = moving
         self.learner = learner
         self._known: dict[bytes, np.ndarray] = {}
         self._directory: Path | None = None
-        self.cached = cached
-        if recipe.loss.needs_reference and recipe.cache_ref_logprobs and cached:
+        if recipe.loss.needs_reference and recipe.cache_ref_logprobs and moving is None:
             home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain"
             self._directory = Path(recipe.data.cache).parent if recipe.data.cache else home
             self._model = _digest_of(policy)
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether the reference model has the weights of the policy."""
+        return self.policy.version == 0 if self.moving is None else self.moving.is_policy
 
     def precompute(self, samples: Sequence[Sample]) -> None:
         """Compute the log-probabilities of `samples`, or read them from the cache.
@@ -61,7 +68,7 @@ class ReferenceLogprobs:
         needed.
         """
         assert self.policy.version == 0, "the policy was already trained"
-        assert self.cached, "the reference model changes"
+        assert self.moving is None, "the reference model changes"
         names = [_name(sample.stream) for sample in samples]
         missing = sorted({name for name in names if name not in self._known})
         if not missing:
@@ -166,11 +173,12 @@ def train(
     learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
     reference = ReferenceLogprobs(recipe, policy, learner)
     pool = data.stored if isinstance(recipe.loss, KtoLoss) else []
+    warnings = [*_one_prompt(pool), *check_labels(recipe, data)]
     shift = RewardShift() if isinstance(recipe.loss, BcoLoss) and recipe.loss.shift else None
     held_out = partial(_objective, recipe, learner, reference, pool, shift)
     evaluator = PreferenceEvaluator(learner, data, recipe.name, held_out, unpaired=kind == "unpaired")
     moving = MovingReference(recipe.reference, policy, optimizer) if recipe.moves_reference else None
-    current = reference if moving is None else ReferenceLogprobs(recipe, policy, learner, cached=False)
+    current = reference if moving is None else ReferenceLogprobs(recipe, policy, learner, moving)
     trainer = Trainer(
         LoopSettings.of(recipe, total),
         run,
@@ -178,7 +186,7 @@ def train(
         learner,
         evaluators=[evaluator] if data.validation or data.test else [],
         best_by=choice_of(recipe.evaluation.metric) if data.validation else None,
-        warnings=[*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings(), *_one_prompt(pool)],
+        warnings=[*recipe_warnings(recipe), *data.problems.summary(), *renderer.warnings(), *warnings],
         stateful={"shift": shift} if shift is not None else {},
         checkpointables={"reference": moving} if moving is not None else {},
         callbacks=callbacks,
@@ -217,11 +225,13 @@ def _objective(
     shift: RewardShift | None,
     samples: Sequence[Sample],
 ) -> PairObjective | UnpairedObjective:
-    """Return the objective of these samples, after setting their reference log-probabilities if the loss needs them.
+    """Return the objective of these samples, after setting their reference log-probabilities if the loss needs them and
+    they are not those of the policy.
 
     `pool`: rows whose answers KTO's KL estimate uses if all samples have the same prompt.
     """
-    if recipe.loss.needs_reference:
+    # Log-probabilities of another batch would differ by rounding, which would decide which answer has the larger reward.
+    if recipe.loss.needs_reference and not reference.is_policy:
         reference.assign(samples)
     if isinstance(recipe.loss, KtoLoss):
         mismatched = mismatched_samples(samples, pool, recipe.data.max_tokens)
@@ -240,6 +250,8 @@ def _kl_estimate(
     learner: Updater[TokenScores], reference: ReferenceLogprobs, mismatched: Sequence[Sample]
 ) -> torch.Tensor:
     """Return KTO's KL estimate over the whole step, so that it does not depend on the micro-batches."""
+    if reference.is_policy:
+        return kto_kl(torch.zeros(len(mismatched)))
     reference.assign(mismatched)
     ratios = []
     for sample, scores in zip(mismatched, logprobs(learner, mismatched), strict=True):

@@ -85,7 +85,7 @@ class PairObjective(_PerRow):
         """Losses without the supervised term."""
         rows, chosen, rejected = pair_places(samples, output.logprobs.device)
         logps, lengths = stream_sums(output, samples)
-        references = _reference_sums(samples, logps.device) if self.loss.needs_reference else None
+        references = _reference_sums(samples, logps) if self.loss.needs_reference else None
         losses = preference_losses(
             self.loss,
             PairLogprobs(
@@ -135,7 +135,7 @@ class UnpairedObjective(_PerRow):
 
     def compare(self, output: TokenScores, samples: Sequence[Sample]) -> Comparisons:
         logps, _ = stream_sums(output, samples)
-        ratios = logps - _reference_sums(samples, logps.device)
+        ratios = logps - _reference_sums(samples, logps)
         good = upload([sample.side is not None and sample.side.chosen for sample in samples], logps.device)
         losses = kto_losses(self.loss, ratios, good, self.kl.to(logps.device))
         rewards, nothing = self.loss.beta * ratios.detach(), torch.full_like(ratios.detach(), torch.nan)
@@ -189,9 +189,10 @@ def stream_sums(output: TokenScores, samples: Sequence[Sample]) -> tuple[torch.T
     return sums, upload(counts, device)
 
 
-def _reference_sums(samples: Sequence[Sample], device: torch.device) -> torch.Tensor:
-    references = [sample.ref_logprobs for sample in samples]
-    return upload(torch.tensor([float(r.sum()) for r in references if r is not None], dtype=torch.float32), device)
+def _reference_sums(samples: Sequence[Sample], logps: torch.Tensor) -> torch.Tensor:
+    """Summed log-probabilities [S] of the reference model; those of the policy, `logps`, where the samples have none."""
+    sums = [float(sample.ref_logprobs.sum()) for sample in samples if sample.ref_logprobs is not None]
+    return upload(torch.tensor(sums, dtype=torch.float32), logps.device) if sums else logps.detach()
 
 
 def row_weights(compared: Comparisons, samples: Sequence[Sample]) -> torch.Tensor:

@@ -94,6 +94,12 @@ class MovingReference:
         rounded = recipe.mix < 1
         self._averages = [p.float() if rounded and p.dtype != torch.float32 else p for p in self._parameters]
 
+    @property
+    def is_policy(self) -> bool:
+        """Whether the reference model has the weights of the policy."""
+        updated = self._start + self.every * self.updates
+        return self.policy.version == updated and (self.mix == 1 or not self.updates)
+
     def follow(self) -> None:
         """Update the reference model if it is due. Call it after each optimizer step of the policy, inside
         `critical()`.

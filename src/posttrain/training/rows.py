@@ -13,18 +13,22 @@ from rich.console import Console
 
 from posttrain.data.examples import read_examples
 from posttrain.data.held_out import as_count, divide
+from posttrain.data.messages import UnpairedExample
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import LossOn, Renderer
 from posttrain.data.tokens import Kind, TokenRow, load_rows, tokenize
 from posttrain.episode import Stream
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe
-from posttrain.recipe.stages import RewardRecipe
+from posttrain.recipe.loss import KtoLoss
+from posttrain.recipe.stages import DpoRecipe, RewardRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.trainer import Trainer
 from posttrain.training.updater import Objective, PreferenceSide, Sample, Totals, means
 
 Output = TypeVar("Output")
+RARE = 0.05
+"""Share of rows below which a label is rare."""
 
 
 class Rows(Protocol):
@@ -107,6 +111,30 @@ def check_margins(recipe: RewardRecipe, data: DataSet) -> list[str]:
     if column != type(recipe.data.columns)().margin:
         raise InputError(f"data.columns.margin: {problem}; correct the name, or set loss.margin to false")
     return [f"loss.margin has no effect: {problem} (data.columns.margin)"]
+
+
+def check_labels(recipe: DpoRecipe, data: DataSet) -> list[str]:
+    """Return a warning if few training rows of `kto` have one of the labels; InputError if none has it.
+
+    Streamed rows are those that the first steps are drawn from, and only warned of.
+    """
+    if not isinstance(recipe.loss, KtoLoss):
+        return []
+    if recipe.data.streaming:
+        read = read_examples("unpaired", recipe.data.train, recipe.data.columns, Problems())
+        labels = [one.label for one in islice(read, recipe.data.shuffle_buffer) if isinstance(one, UnpairedExample)]
+    else:
+        labels = [row.chosen for row in data.stored]
+    good = sum(labels)
+    count, rare, common = min((good, "good", "bad"), (len(labels) - good, "bad", "good"))
+    problem = f"{count} of {'the first ' * recipe.data.streaming}{len(labels)} training rows are {rare} answers"
+    if not count and not recipe.data.streaming:
+        raise InputError(
+            f"{', '.join(source.path for source in recipe.data.train)}: {problem} (data.columns.label), and `loss.type: kto` "
+            f"compares good answers with bad ones; add {rare} answers, or train on pairs or with `posttrain sft`"
+        )
+    weight = "loss.desirable_weight" if rare == "good" else "loss.undesirable_weight"
+    return [f"{problem}, so {common} ones decide the loss; add some, or raise {weight}"] * (count < RARE * len(labels))
 
 
 def _content(row: TokenRow) -> bytes:

@@ -7,15 +7,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from posttrain.data.messages import UnusableRow, check_value
-from posttrain.data.rendering import Message, reasoning_of
-from posttrain.data.tools import json_or_text
+from posttrain.data.messages import UnusableRow, check_value, messages_of, without_training_keys
+from posttrain.data.rendering import Message
 from posttrain.episode import CUT_OFF, StopReason
 from posttrain.rollout.agents.session import CallRefused, ChatAnswer, ChatCall
 
 MODEL = "policy"
 """The name under which the endpoint offers the policy. Requests may name any model."""
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 MAX_BODY = 32 << 20
@@ -103,9 +101,12 @@ def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [_mapping(message, "a message") for message in messages]
 
 
-def _arguments(text: Any) -> Any:
-    """Arguments of a call, parsed if they are a JSON object, for the chat template."""
-    return json_or_text(text or "{}") if isinstance(text, str) else text
+def _as_in_rows(messages: list[dict[str, Any]]) -> list[Message]:
+    """The messages as those of a training row are read."""
+    try:
+        return [without_training_keys(message) for message in messages_of(messages, "messages")]
+    except UnusableRow as error:
+        raise _refuse(str(error)) from error
 
 
 def _call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
@@ -130,37 +131,17 @@ def openai_call(body: dict[str, Any], retry: bool) -> ChatCall:
     for tool in tools:
         if not isinstance(_mapping(tool.get("function"), "the function of a tool").get("name"), str):
             raise _refuse("a tool has no name")
-    messages: list[Message] = []
-    for message in _messages(body):
-        role = _ROLES.get(_get(message, "role", str, ""))
-        if role is None:
-            raise _refuse(f"a message has the role {message.get('role')!r}")
-        plain: Message = {"role": role, "content": _text(message.get("content"), f"the content of a {role} message")}
-        if role == "assistant" and message.get("tool_calls"):
-            calls = [_mapping(call, "a tool call") for call in _get(message, "tool_calls", list, [])]
-            named = [(call.get("id"), _mapping(call.get("function"), "the function of a call")) for call in calls]
-            plain["tool_calls"] = [_call(id, f.get("name"), _arguments(f.get("arguments"))) for id, f in named]
-        if reasoning := reasoning_of({**message, "role": role}):
-            plain["reasoning_content"] = reasoning
-        if role == "tool":
-            plain["tool_call_id"] = str(message.get("tool_call_id", ""))
-        messages.append(plain)
+    # Clients send null or no parts where a message has no text.
+    messages = [
+        {**message, "content": ""} if message.get("content") in (None, []) else message for message in _messages(body)
+    ]
     return ChatCall(
-        _with_names(messages),
+        _as_in_rows(messages),
         [] if body.get("tool_choice") == "none" else tools,
         _budget(body, "max_completion_tokens", "max_tokens"),
         _stops(body.get("stop"), "stop"),
         retry,
     )
-
-
-def _with_names(messages: list[Message]) -> list[Message]:
-    """Give tool results the name of their tool, which some chat templates show."""
-    names = {call["id"]: call["function"]["name"] for m in messages for call in m.get("tool_calls", [])}
-    return [
-        {**m, "name": names[m["tool_call_id"]]} if m["role"] == "tool" and m["tool_call_id"] in names else m
-        for m in messages
-    ]
 
 
 def _openai_reason(answer: ChatAnswer) -> str:
@@ -251,7 +232,7 @@ def anthropic_call(body: dict[str, Any], retry: bool) -> ChatCall:
         }
         described.append({"type": "function", "function": function})
     return ChatCall(
-        _with_names(messages),
+        _as_in_rows(messages),
         [] if _get(body, "tool_choice", dict, {}).get("type") == "none" else described,
         _budget(body, "max_tokens"),
         _stops(body.get("stop_sequences"), "stop_sequences"),

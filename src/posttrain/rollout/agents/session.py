@@ -284,7 +284,8 @@ class AgentSession:
 
 def _normal(message: Message) -> list[Any]:
     """The fields that identify a message. Clients drop ids and add other fields."""
-    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or []]
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    calls = [[function["name"], function.get("arguments") or {}] for function in functions]
     return [message["role"], message.get("content") or "", calls]
 
 
