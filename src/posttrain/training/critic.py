@@ -130,7 +130,7 @@ def open_critic(
     if settings.backbone == "shared":
         return CriticUpdater(SharedCritic(policy), settings, learner, updates)
     critic = Critic(settings.model(policy.recipe), seed)
-    if critic.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+    if not policy.tokenizer.get_vocab().items() <= critic.tokenizer.get_vocab().items():
         raise InputError(
             f"critic.path: {settings.path} does not have the tokenizer of {policy.recipe.path}; the critic reads the "
             "policy's tokens, so start it from a model of the same family, or leave critic.path out"
