@@ -187,7 +187,7 @@ class TrainedModel:
             assert gathered is not None
             own = {name: tensor.clone() for name, tensor in gathered.items()} if world.size == 1 else gathered
             self.tokenizer.save_pretrained(directory)
-            return lambda: self.model.save_pretrained(directory, state_dict=own)  # type: ignore[operator]
+            return lambda: _write_weights(self.model, directory, own)
         copies: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.saved_tensors().items():  # a tensor with several names stays one
@@ -196,7 +196,7 @@ class TrainedModel:
             tensors[name] = copies[id(tensor)]
         # A fast tokenizer raises when two threads use it at a time.
         self.tokenizer.save_pretrained(directory)
-        return lambda: self.model.save_pretrained(directory, state_dict=tensors)  # type: ignore[operator]
+        return lambda: _write_weights(self.model, directory, tensors)
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint: the model's whole state, or the adapters alone."""
@@ -212,7 +212,7 @@ class TrainedModel:
         return gather_to_rank0(self.model.state_dict(keep_vars=True) if tensors is None else tensors)
 
     def _write(self, model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None) -> None:
-        model.save_pretrained(directory, **({} if tensors is None else {"state_dict": tensors}))
+        _write_weights(model, directory, tensors)
         self.tokenizer.save_pretrained(directory)
 
     def restore(self, directory: Path) -> None:
@@ -256,7 +256,7 @@ class TrainedModel:
             from peft import get_peft_model_state_dict
 
             # Rename the state as peft does in its files.
-            state = get_peft_model_state_dict(self.model, state_dict=state)
+            state = get_peft_model_state_dict(self.model, state_dict=state, save_embedding_layers=False)
             missing = [name for name in state if name not in tensors]
         for name, tensor in tensors.items():
             if name in state and state[name].shape != tensor.shape:
@@ -279,6 +279,12 @@ class TrainedModel:
         whole: Any = merged.merge_and_unload()  # type: ignore[operator]
         whole.config = transformer(self.model).config
         return whole
+
+
+def _write_weights(model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None) -> None:
+    """Write the `tensors` of the model, by default all. peft would add the frozen weights of adapted embeddings."""
+    keywords: dict[str, Any] = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    model.save_pretrained(directory, **keywords, **({} if tensors is None else {"state_dict": tensors}))
 
 
 def checkpoint_layers(model: torch.nn.Module) -> None:
@@ -492,7 +498,7 @@ class Policy(TrainedModel):
         from peft import get_peft_model_state_dict
 
         self.reshard()
-        for name, tensor in get_peft_model_state_dict(self.model).items():
+        for name, tensor in get_peft_model_state_dict(self.model, save_embedding_layers=False).items():
             yield name, full_tensor(tensor).detach()
 
 
