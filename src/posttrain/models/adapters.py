@@ -56,8 +56,11 @@ def check_targets(recipe: ModelRecipe, reward: bool) -> list[str]:
         with torch.device("meta"):
             model = auto_class.from_config(load_config(recipe), trust_remote_code=recipe.trust_remote_code)
     except Exception as error:
-        return [f"not checked: model.lora.targets, because the model's configuration is not usable ({first_line(error)})"]
-    return coverage_warnings(add_adapters(model, recipe.lora, "SEQ_CLS" if reward else "CAUSAL_LM"))
+        return [
+            f"not checked: model.lora.targets, because the model's configuration is not usable ({first_line(error)})"
+        ]
+    with torch.device("meta"):
+        return coverage_warnings(add_adapters(model, recipe.lora, "SEQ_CLS" if reward else "CAUSAL_LM"))
 
 
 def coverage_warnings(model: torch.nn.Module) -> list[str]:
@@ -65,9 +68,7 @@ def coverage_warnings(model: torch.nn.Module) -> list[str]:
     base = transformer(model)
     adapted = _adapted(base)
     factors = _factor_ids(adapted)
-    experts = {
-        _base_name(name): matrix.numel() for name, matrix in _expert_matrices(base) if id(matrix) not in factors
-    }
+    experts = {_base_name(name): matrix.numel() for name, matrix in _expert_matrices(base) if id(matrix) not in factors}
     covered = sum(count for name, count in experts.items() if name in adapted)
     if 2 * covered >= sum(experts.values()):
         return []
@@ -75,6 +76,17 @@ def coverage_warnings(model: torch.nn.Module) -> list[str]:
     return [
         f"model.lora.targets adapts {covered / sum(experts.values()):.0%} of the experts' weights, so most of the model does "
         f"not learn; add {', '.join(left)}, or use all-linear"
+    ]
+
+
+def adapted_beside_layers(model: torch.nn.Module) -> list[str]:
+    """Names of adapted parameters of experts, of embeddings and of the output projection."""
+    base = transformer(model)
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    return [
+        name
+        for name, module in _adapted(base).items()
+        if hasattr(module, "parameter_name") or any(module is end for end in ends)
     ]
 
 
@@ -104,14 +116,16 @@ def _set_targets(config: Any, model: Any, targets: str | list[str]) -> None:
             renamed = set(targets) - set(old.target_modules)
             for target in targets or [""]:
                 if target not in renamed and not any(_ends(name.removesuffix(".weight"), [target]) for name in chosen):
-                    raise _no_match(f"no linear module, embedding or matrix of experts is named {target!r}", target, names)
+                    raise _no_match(
+                        f"no linear module, embedding or matrix of experts is named {target!r}", target, names
+                    )
     _refuse_shared(model, chosen)
     linear = {name for name in chosen if name in modules}
     # peft takes these names for those of experts, also if they are modules.
-    leaves = {leaf for leaf in map(_leaf, linear) if _is_taken(config, model, leaf)}
-    # peft would replace the forward pass of a router that is a linear module.
-    routers = {name for name in linear if type(modules[name]).__module__.startswith("transformers.models.")}
-    config.target_modules = {name for name in linear - routers if _leaf(name) not in leaves}
+    leaves = {leaf for leaf in set(map(_leaf, linear)) if _is_taken(config, model, leaf)}
+    # peft would replace the forward pass of these linear modules, such as routers.
+    special = {name for name in linear if type(modules[name]).__module__.startswith("transformers.models.")}
+    config.target_modules = {name for name in linear - special if _leaf(name) not in leaves}
     config.target_parameters = {f"{name}.weight" if name in linear else name for name in chosen - config.target_modules}
     packed = [name for name in linear - config.target_modules if not modules[name].weight.is_floating_point()]
     if packed:
