@@ -36,8 +36,8 @@ def add_adapters(model: torch.nn.Module, lora: LoraRecipe, task: str) -> torch.n
         if config.target_parameters and lora.dropout > 0:
             raise InputError("model.lora.dropout: adapters of experts have no dropout; set it to 0")
         with warnings.catch_warnings():
-            # peft reads a property of transformers under its deprecated name.
-            warnings.simplefilter("ignore", FutureWarning)
+            # peft uses deprecated names of transformers, and reports patterns of ranks of adapted parameters as unused.
+            warnings.simplefilter("ignore")
             return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         raise InputError(f"model.lora.targets: {first_line(error)}") from error
