@@ -42,6 +42,11 @@ def end_token_of(tokenizer: Any, end_tokens: frozenset[int]) -> int:
     return eos if eos in end_tokens else min(end_tokens)
 
 
+def vocabulary(tokenizer: Any) -> dict[str, int]:
+    """Ids by token, without the padding token that `RewardModel` adds."""
+    return {token: number for token, number in tokenizer.get_vocab().items() if token != PADDING}
+
+
 class RewardModel(TrainedModel):
     """A decoder with a scalar head that scores token streams.
 
