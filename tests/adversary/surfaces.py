@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from tests.adversary import architectures, callers, disguises, hosts, models, strangers
+from tests.adversary import architectures, callers, disguises, exports, hosts, models, strangers
 
 SECRET = "hunter2-outside"
 
@@ -541,6 +541,7 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "serve": models.serve,
     "harness": models.harness,
     "inspect_log": models.inspect_log,
+    "exported": exports.exported,
     "archive": strangers.archive,
     "poisoned_episode": strangers.poisoned_episode,
     "environments": strangers.environments,

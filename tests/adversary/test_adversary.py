@@ -24,6 +24,7 @@ CASES = {
     "letter_case": 200,
     "injection": 200,
     "serve": 4,
+    "exported": 10,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
 SLOW = {"kill": 3, "permission": 12, "harness": 60, "inspect_log": 60}

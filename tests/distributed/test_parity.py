@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from posttrain.seeds import random_stream
 from tests.conftest import save_tiny_model
+from tests.models.families import save_family
 from tests.training import preferences, small
 
 from . import together
@@ -88,11 +89,16 @@ def values_of(case, tiny, folder):
     return found
 
 
-GIVEN = {"given": None, "given_dropout": {"rank": 4, "dropout": 0.5}}
-"""Names of the updates on given episodes -> their adapters."""
+GIVEN = {
+    "given": ("tiny", None),
+    "given_dropout": ("tiny", {"rank": 4, "dropout": 0.5}),
+    "given_embeddings": ("untied", {"rank": 4, "targets": ["embed_tokens", "lm_head", "q_proj"]}),
+    "given_experts": ("experts", {"rank": 4}),
+}
+"""Names of the updates on given episodes -> their model and adapters."""
 
 
-def given_updates(tiny, out, lora):
+def given_updates(model, out, lora):
     """Two updates of PPO's loss on given episodes, one of which alone is longer than the others; saves the weights."""
     from posttrain.distributed.world import current_world
     from posttrain.models.policy import Policy
@@ -103,7 +109,7 @@ def given_updates(tiny, out, lora):
     from posttrain.training.rows import stream_of
     from posttrain.training.updater import Sample, Updater
 
-    policy = Policy(str(tiny), threads=1, lora=lora)
+    policy = Policy(str(model), threads=1, lora=lora)
     # Two micro-batches, one with the long episode; no number of processes divides them further.
     recipe = LearnerRecipe(tokens_per_batch=120)
     optimizer = Optimizer(policy.trainable(), OptimizerRecipe(learning_rate=1e-3), 2)
@@ -121,10 +127,11 @@ def given_updates(tiny, out, lora):
     if current_world().is_rank0:
         Path(out).mkdir(parents=True)
     policy.save(Path(out) / "policy")
-    if lora is None:
-        whole = dict(policy.weights())
-        stored = load_file(Path(out) / "policy" / "model.safetensors")
-        lines.append({"wrong": float(sum(not torch.equal(whole[name], stored[name]) for name in stored))})
+    policy.export(Path(out) / "exported")
+    whole = dict(policy.weights())
+    stored = load_file(Path(out) / "exported" / "model.safetensors")
+    lines.append({"wrong": float(sum(not torch.equal(whole[name], stored[name]) for name in stored))})
+    policy.restore(Path(out) / "policy")
     if current_world().is_rank0:
         (Path(out) / "lines.json").write_text(json.dumps(lines))
 
@@ -134,7 +141,10 @@ def jobs(tiny, folder, cases=tuple(CASES)):
     found = [{"values": values_of(case, tiny, folder / case), "apart": case == "rl_apart"} for case in cases]
     return [
         *found,
-        *({"call": given_updates, "arguments": (tiny, folder / name, lora)} for name, lora in GIVEN.items()),
+        *(
+            {"call": given_updates, "arguments": (tiny.parent / model, folder / name, lora)}
+            for name, (model, lora) in GIVEN.items()
+        ),
     ]
 
 
@@ -142,6 +152,7 @@ def jobs(tiny, folder, cases=tuple(CASES)):
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     save_tiny_model(folder / "untied", "qwen2")
+    save_family(folder / "experts", "qwen3_moe")
     return save_tiny_model(folder / "tiny")
 
 
@@ -236,9 +247,8 @@ def test_updates_on_given_episodes_are_those_of_one_process(name, alone, divided
     where, cases = divided
     expected, found = alone(cases) / name, where / name
     lines, others = (json.loads((folder / "lines.json").read_text()) for folder in (expected, found))
-    if name == "given":
-        # What an engine outside would be given is what a checkpoint holds.
-        assert lines.pop() == others.pop() == {"wrong": 0.0}
+    # What an engine outside would be given is what an export holds.
+    assert lines.pop() == others.pop() == {"wrong": 0.0}
     for line, other in zip(lines, others, strict=True):
         close(line, other, name)
         assert line["optimizer/gradient_norm"] > 0.01

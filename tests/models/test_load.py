@@ -13,9 +13,14 @@ from posttrain.cli.stages import run
 from posttrain.errors import InputError
 from posttrain.models.load import load_model, load_tokenizer, resolve_device, resolve_dtype, resolve_path
 from posttrain.models.policy import Policy
+from posttrain.models.reward import RewardModel
+from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 from posttrain.recipe.rl import RlRecipe
+from posttrain.training.checks import check_recipe
 from posttrain.training.stage import precision_notes
+from tests.conftest import make_tokenizer
+from tests.models.families import save_family
 
 IDS = np.arange(3, 40)
 MASK = np.arange(37) > 4
@@ -94,6 +99,36 @@ def test_a_wrong_adapter_target_is_named(tiny_model):
         Policy(ModelRecipe(path=str(tiny_model), lora=LoraRecipe(targets=["no_such_module"])))
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(["<tool>", "</tool>"], 0), (["<a>", "<b>"], 1), ([], -3)])
+def test_tokens_beyond_the_embedding_are_named(tokens, rows, tmp_path):
+    tokenizer = make_tokenizer()
+    rows += len(tokenizer)
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    path = save_family(tmp_path / "model", "qwen2", tokenizer, vocab_size=rows)
+    beyond = [token for token, number in tokenizer.get_vocab().items() if number >= rows]
+    assert beyond
+    rows_file = tmp_path / "rows.jsonl"
+    rows_file.write_text('{"prompt": "Up?", "completion": "Down"}\n')
+    recipe = load_recipe([], [f"model.path={path}", f"data.train={rows_file}"], "sft")
+    for load in (Policy, RewardModel, lambda _: check_recipe(recipe)):
+        with pytest.raises(InputError, match=r"model\.path: .*resize") as error:
+            load(str(path))
+        assert all(repr(token) in str(error.value) for token in beyond)
+
+
+def test_a_token_of_images_needs_no_row_of_the_embedding(tmp_path):
+    """Gemma 3 of 1B is published so."""
+    tokenizer = make_tokenizer()
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
+    path = save_family(tmp_path / "model", "qwen2", tokenizer, vocab_size=rows)
+    with pytest.raises(InputError, match="image_soft_token"):
+        Policy(str(path))
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_token": "<image_soft_token>"}))
+    Policy(str(path))
+
+
 @pytest.mark.parametrize("lora", [None, LoraRecipe(rank=4), LoraRecipe(rank=4, export="adapter")])
 def test_an_export_loads_in_transformers_and_scores_the_same(lora, tiny_model, tmp_path):
     policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))
@@ -128,6 +163,22 @@ def test_saved_weights_restore_bit_for_bit(lora, tiny_model, tmp_path):
     other.restore(tmp_path / "saved")
     for (name, mine), (_, theirs) in zip(policy.trainable(), other.trainable(), strict=True):
         assert torch.equal(mine, theirs), name
+
+
+def test_a_dry_run_checks_the_targets_of_adapters(tiny_model, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "Up?", "completion": "Down"}\n')
+    experts = save_family(tmp_path / "experts", "mixtral")
+
+    def lines(path, targets):
+        keys = [f"model.path={path}", f"model.lora.targets={targets}", f"data.train={rows}"]
+        return check_recipe(load_recipe([], keys, "sft"))
+
+    assert [line for line in lines(tiny_model, "all-linear") if "lora" in line] == []
+    for targets in ("[q_proj,v_porj]", "[lm_head]"):
+        with pytest.raises(InputError, match=r"model\.lora\.targets"):
+            lines(tiny_model, targets)
+    assert len([line for line in lines(experts, "[q_proj]") if "model.lora.targets" in line]) == 1
 
 
 def test_a_missing_gpu_is_an_error_unless_the_device_is_auto(tiny_model, monkeypatch):

@@ -7,7 +7,10 @@ import torch
 from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
-from tests.conftest import save_tiny_model
+from tests.conftest import CHATML, save_tiny_model
+from tests.models.families import save_family
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 LENGTHS = [(5, 3), (5, 9), (12, 1), (7, 20)]
 
@@ -24,7 +27,7 @@ def streams(seed=0):
     return ids, sampled
 
 
-def transformers_scores(path, ids, padded):
+def transformers_scores(path, ids, padded, left=False):
     """Scores of `AutoModelForSequenceClassification` for token ids, one by one or padded in one batch."""
     from transformers import AutoModelForSequenceClassification
 
@@ -34,9 +37,10 @@ def transformers_scores(path, ids, padded):
             return torch.cat([model(torch.from_numpy(row)[None]).logits[:, 0] for row in ids])
         longest = max(len(row) for row in ids)
         batch = torch.full((len(ids), longest), model.config.pad_token_id)
+        attention = torch.zeros_like(batch)
         for number, row in enumerate(ids):
-            batch[number, : len(row)] = torch.from_numpy(row)
-        attention = torch.tensor([[place < len(row) for place in range(longest)] for row in ids])
+            places = slice(longest - len(row), longest) if left else slice(0, len(row))
+            batch[number, places], attention[number, places] = torch.from_numpy(row), 1
         return model(batch, attention_mask=attention).logits[:, 0]
 
 
@@ -113,6 +117,91 @@ def test_padding_is_not_an_end_token(tiny_model, tmp_path):
     with torch.no_grad():
         ours = model.rewards(ids, sampled)
     torch.testing.assert_close(transformers_scores(tmp_path / "model", ids, True), ours, atol=1e-5, rtol=1e-5)
+
+
+ONE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"
+TOKENIZERS = {
+    "the end token pads": {"pad_token": "<|im_end|>"},
+    "nothing pads": {"pad_token": None},
+    "a base model's end token pads": {"eos_token": "<|endoftext|>"},
+    "the token that ends turns pads": {"eos_token": "<|endoftext|>", "pad_token": "<|im_end|>"},
+    "a token of turns pads": {"pad_token": "<|im_start|>"},
+    "text pads": {"pad_token": "a"},
+    "the end token is the only special one": {"special": ["<|endoftext|>"], "template": ONE},
+    "another token is reserved": {
+        "special": [*SPECIAL, "<|reserved|>"],
+        "pad_token": "<|im_end|>",
+        "eos_token": "<|endoftext|>",
+    },
+}
+
+
+def tokenizer_with(special=SPECIAL, template=CHATML, **tokens):
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        ["a few words, a few more"] * 4, vocab_size=280, special_tokens=special, show_progress=False
+    )
+    if special == ["<|endoftext|>"]:
+        tokens = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, **({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"} | tokens)
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("lora", [None, LoraRecipe(rank=4)])
+def test_transformers_scores_alone_and_in_batches_for_any_padding_token(kind, family, lora, tmp_path):
+    tokenizer = tokenizer_with(**TOKENIZERS[kind])
+    path = save_family(tmp_path / "base", family, tokenizer)
+    model = RewardModel(ModelRecipe(path=str(path), lora=lora), seed=3)
+    ends = [tokenizer.eos_token_id, *(n for t, n in tokenizer.get_vocab().items() if t == "<|im_end|>")]
+    texts = [
+        tokenizer(text, add_special_tokens=False).input_ids for text in ("a", "a few", "words, a", "more a few words")
+    ]
+    ids = [np.array([*text, *end]) for text in texts for end in [[], *([one] for one in dict.fromkeys(ends))]]
+    sampled = [np.arange(len(row)) > 0 for row in ids]
+    with torch.no_grad():
+        for _, parameter in model.trainable():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        ours = model.rewards(ids, sampled)
+    model.export(tmp_path / "model")
+    for padded, left in ((False, False), (True, False), (True, True)):
+        theirs = transformers_scores(tmp_path / "model", ids, padded, left)
+        torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=1e-5, msg=f"padded {padded}, left {left}")
+    again = RewardModel(ModelRecipe(path=str(tmp_path / "model")), new_head=False)
+    with torch.no_grad():
+        torch.testing.assert_close(again.rewards(ids, sampled), ours, atol=2e-5, rtol=1e-5)
+
+
+def test_adapters_without_a_token_to_pad_with_are_refused(tmp_path):
+    path = save_family(tmp_path / "base", "qwen2", tokenizer_with(["<|endoftext|>"], ONE))
+    with pytest.raises(InputError, match=r"model\.lora\.export"):
+        RewardModel(ModelRecipe(path=str(path), lora=LoraRecipe(rank=4, export="adapter")))
+
+
+def test_an_added_padding_token_is_no_other_tokenizer(tmp_path):
+    from posttrain.models.policy import Policy
+    from posttrain.recipe.credit import CriticRecipe
+    from posttrain.recipe.model import LearnerRecipe
+    from posttrain.training.critic import open_critic
+    from posttrain.training.reward_scorer import render_alike
+
+    path = save_family(tmp_path / "base", "qwen2", tokenizer_with(["<|endoftext|>"], ONE))
+    RewardModel(str(path), seed=3).export(tmp_path / "reward")
+    policy, reward = Policy(str(path)), RewardModel(str(tmp_path / "reward"), new_head=False)
+    assert len(reward.tokenizer) == len(policy.tokenizer) + 1
+    assert render_alike(reward.tokenizer, policy.tokenizer)
+    critic = open_critic(CriticRecipe(path=str(tmp_path / "reward")), policy, LearnerRecipe(), 3).model
+    ids, sampled = np.arange(9), np.arange(9) > 3
+    with torch.no_grad():
+        value, before = critic.values([ids], [sampled])[-1], reward.rewards([ids[:-1]], [sampled[:-1]])[0]
+    torch.testing.assert_close(value, before)
 
 
 def test_the_head_is_drawn_from_its_own_seed(tiny_model):

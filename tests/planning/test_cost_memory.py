@@ -127,7 +127,9 @@ def test_experts_take_memory_though_few_are_active():
     few, many = (sizes_of(memory_estimate(recipe_of(), sizes)) for sizes in (MIXTURE, more))
     assert many["weights"] - few["weights"] == 2 * 2 * 4 * 3 * 8 * 16
     assert many["activations, roughly"] == few["activations, roughly"]
-    assert trained_parameters(recipe_of("model.lora.rank=1").model, MIXTURE) == 2 * (16 + 12 + 12 + 16)
+    assert trained_parameters(recipe_of("model.lora.rank=1").model, MIXTURE) == 2 * (
+        (16 + 12 + 12 + 16) + 4 * (2 * (8 + 2 * 16) + (16 + 8))
+    )
 
 
 def test_experts_on_separate_devices_are_not_gathered():

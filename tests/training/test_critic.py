@@ -16,7 +16,8 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.training.critic import CriticLearner
 from posttrain.training.objectives import ValueObjective
 from posttrain.training.updater import pack
-from tests.conftest import make_tokenizer, save_tiny_model
+from tests.conftest import make_tokenizer
+from tests.models.families import save_family
 
 from . import small
 from .preferences import write_jsonl
@@ -155,10 +156,9 @@ def test_a_critic_starts_from_a_reward_model_with_its_head(tiny_model, reward_mo
 
 
 def test_another_tokenizer_is_refused(tiny_model, tmp_path):
-    other = save_tiny_model(tmp_path / "other")
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<|more|>"])
-    tokenizer.save_pretrained(other)
+    other = save_family(tmp_path / "other", "llama", tokenizer)
     with pytest.raises(
         InputError, match=r"critic\.path: .*other does not have the tokenizer of .*leave critic\.path out"
     ):

@@ -27,7 +27,7 @@ from .small import recipe_values as rl_values
 from .test_updater import samples
 
 DROPOUT = {"rank": 4, "dropout": 0.5}
-SIZES = {"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+SIZES = {"vocab_size": 512, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
 def updater(model, budget=4096, learning_rate=1e-2, **settings):

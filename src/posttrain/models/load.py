@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import shutil
-import warnings
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from posttrain.models.forward import base_decoder, path_of, use_float32_head
 from posttrain.models.gate import choose_path
 from posttrain.models.layers import resolve_fused, use_fused_layers, use_layers_by_stream, use_positions_by_length
 from posttrain.plugins import entry_points, load, require_module
-from posttrain.recipe.model import SWITCHES, LoraRecipe, ModelRecipe, with_thinking
+from posttrain.recipe.model import SWITCHES, ModelRecipe, with_thinking
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 """peft imports bitsandbytes, which warns about a kernel for 4-bit models on CPUs that posttrain does not use."""
@@ -225,6 +224,16 @@ def _is_cached(hub_id: str) -> bool:
         return False
 
 
+def load_config(recipe: ModelRecipe) -> Any:
+    """The configuration of the recipe's model, or of its base model if the files are adapters."""
+    from transformers import AutoConfig
+
+    path = resolve_path(recipe.path)
+    if _is_adapter(path) and not (Path(path) / "config.json").is_file():
+        path = resolve_path(_adapter_config(path)["base_model_name_or_path"])
+    return AutoConfig.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
+
+
 def load_tokenizer(recipe: ModelRecipe) -> Any:
     """The tokenizer of the recipe's model. InputError if there is none, or if it has no chat template."""
     from transformers import AutoTokenizer
@@ -245,7 +254,26 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
         )
     if recipe.thinking != "template":
         tokenizer.chat_template = _switched(tokenizer, recipe)
+    _refuse_tokens_without_embedding(tokenizer, recipe)
     return tokenizer
+
+
+def _refuse_tokens_without_embedding(tokenizer: Any, recipe: ModelRecipe) -> None:
+    """InputError for token ids beyond the model's embedding, but for those of images and sound, which no text has."""
+    try:
+        rows = getattr(load_config(recipe).get_text_config(decoder=True), "vocab_size", None)
+    except Exception:  # the loader of the model reports it
+        return
+    unused = {getattr(tokenizer, f"{medium}_token", None) for medium in ("image", "audio", "video")}
+    names = {number: token for token, number in tokenizer.get_vocab().items() if token not in unused}
+    beyond = [repr(names[number]) for number in sorted(names) if rows is not None and number >= rows]
+    if beyond:
+        tokens = ", ".join([*beyond[:5], *(["..."] if len(beyond) > 5 else [])])
+        raise InputError(
+            f"model.path: the tokenizer of {recipe.path} has {len(beyond)} tokens ({tokens}) beyond the {rows} rows of the "
+            "model's embedding; remove them from the tokenizer, or resize the embedding with `resize_token_embeddings` of "
+            "transformers, and save the model again"
+        )
 
 
 def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
@@ -283,7 +311,7 @@ def load_end_tokens(path: str, tokenizer: Any) -> frozenset[int]:
         configured = None
     except Exception as error:
         raise InputError(
-            f"model.path: the generation configuration of {path} cannot be read ({_first_line(error)}); correct its "
+            f"model.path: the generation configuration of {path} cannot be read ({first_line(error)}); correct its "
             "generation_config.json, or delete the file"
         ) from error
     listed = configured if isinstance(configured, list | tuple) else [configured]
@@ -410,7 +438,7 @@ def _adapter_config(path: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"model.path: {file} cannot be read ({_first_line(error)}); restore the file") from error
+        raise InputError(f"model.path: {file} cannot be read ({first_line(error)}); restore the file") from error
     if not isinstance(values, dict) or not isinstance(values.get("base_model_name_or_path"), str):
         raise InputError(f"model.path: {file} has no text `base_model_name_or_path`; name the base model there")
     return values
@@ -431,29 +459,9 @@ def _with_adapters(model: Any, path: str) -> Any:
         return PeftModel.from_pretrained(model, path).merge_and_unload()
     except Exception as error:
         raise InputError(
-            f"model.path: the adapters {path} could not be loaded ({_first_line(error)}); check that they are complete "
+            f"model.path: the adapters {path} could not be loaded ({first_line(error)}); check that they are complete "
             "and were trained on the base model that adapter_config.json names"
         ) from error
-
-
-def add_adapters(model: torch.nn.Module, lora: LoraRecipe, task: str) -> torch.nn.Module:
-    """`model` with new LoRA adapters. Only they are trainable, and for `task` SEQ_CLS the head."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.targets,
-        task_type=task,
-    )
-    try:
-        with warnings.catch_warnings():
-            # peft reads a property of transformers under its deprecated name.
-            warnings.simplefilter("ignore", FutureWarning)
-            return get_peft_model(model, config, autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise InputError(f"model.lora.targets: {_first_line(error)}") from error
 
 
 def _require_available(hub_id: str) -> None:
@@ -466,7 +474,7 @@ def _require_available(hub_id: str) -> None:
         HfApi().model_info(hub_id, timeout=10)
     except Exception as error:
         raise InputError(
-            f"model.path: {hub_id} is not in the local cache and the hub did not return it ({_first_line(error)}); "
+            f"model.path: {hub_id} is not in the local cache and the hub did not return it ({first_line(error)}); "
             "check the id and the network, or give a directory"
         ) from error
 
@@ -479,10 +487,10 @@ def _reason(error: BaseException) -> str:
     """The first line of `error`, or what to set where transformers refused to run a model's own code."""
     if "trust_remote_code" in str(error):
         return "its files contain Python code that must be executed; set model.trust_remote_code=true if you trust their authors"
-    return _first_line(error)
+    return first_line(error)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The type of the error with its first line, and the second one if the first announces it with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, is_sharded, set_shard
+from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, set_shard
 from posttrain.distributed.world import current_world, threads_per_process
 from posttrain.errors import InputError
+from posttrain.models.adapters import add_adapters, coverage_warnings, merged_parameters
 from posttrain.models.cuda.copies import copied_to
-from posttrain.models.cuda.four_bit import dequantized
 from posttrain.models.forward import (
     TokenMetric,
     TokenScores,
@@ -32,7 +32,7 @@ from posttrain.models.forward import (
     upload,
 )
 from posttrain.models.layers import lengths_of
-from posttrain.models.load import add_adapters, load_end_tokens, load_model, load_tokenizer, resolve_device
+from posttrain.models.load import load_end_tokens, load_model, load_tokenizer, resolve_device
 from posttrain.models.packing import PackedRow, pack_row
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
@@ -77,10 +77,13 @@ class TrainedModel:
         template."""
         self.model = self.load()
         self.version = 0
+        self.warnings: list[str] = []
+        """Sentences about the recipe's adapters; stages report them at their start."""
         if recipe.lora is not None:
             torch.manual_seed(derive_seed(seed, "adapters"))
             # peft returns the model in training mode, with dropout on.
             self.model = add_adapters(self.model, recipe.lora, self.task).eval()
+            self.warnings += coverage_warnings(self.model)
             if recipe.load_in_4bit:  # peft makes adapters of packed matrices in float32
                 dtype = self.model.get_input_embeddings().weight.dtype  # type: ignore[operator]
                 for parameter in (p for p in self.model.parameters() if p.requires_grad):
@@ -191,7 +194,7 @@ class TrainedModel:
             assert gathered is not None
             own = {name: tensor.clone() for name, tensor in gathered.items()} if world.size == 1 else gathered
             self.tokenizer.save_pretrained(directory)
-            return lambda: self.model.save_pretrained(directory, state_dict=own)  # type: ignore[operator]
+            return lambda: _write_weights(self.model, directory, own)
         copies: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.saved_tensors().items():  # a tensor with several names stays one
@@ -200,7 +203,7 @@ class TrainedModel:
             tensors[name] = copies[id(tensor)]
         # A fast tokenizer raises when two threads use it at a time.
         self.tokenizer.save_pretrained(directory)
-        return lambda: self.model.save_pretrained(directory, state_dict=tensors)  # type: ignore[operator]
+        return lambda: _write_weights(self.model, directory, tensors)
 
     def saved_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of a checkpoint: the model's whole state, or the adapters alone."""
@@ -216,7 +219,7 @@ class TrainedModel:
         return gather_to_rank0(self.model.state_dict(keep_vars=True) if tensors is None else tensors)
 
     def _write(self, model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None) -> None:
-        model.save_pretrained(directory, **({} if tensors is None else {"state_dict": tensors}))
+        _write_weights(model, directory, tensors)
         self.tokenizer.save_pretrained(directory)
 
     def restore(self, directory: Path) -> None:
@@ -260,7 +263,7 @@ class TrainedModel:
             from peft import get_peft_model_state_dict
 
             # Rename the state as peft does in its files.
-            state = get_peft_model_state_dict(self.model, state_dict=state)
+            state = get_peft_model_state_dict(self.model, state_dict=state, save_embedding_layers=False)
             missing = [name for name in state if name not in tensors]
         for name, tensor in tensors.items():
             if name in state and state[name].shape != tensor.shape:
@@ -283,6 +286,12 @@ class TrainedModel:
         whole: Any = merged.merge_and_unload()  # type: ignore[operator]
         whole.config = transformer(self.model).config
         return whole
+
+
+def _write_weights(model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None) -> None:
+    """Write the `tensors` of the model, by default all. peft would add the frozen weights of adapted embeddings."""
+    keywords: dict[str, Any] = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    model.save_pretrained(directory, **keywords, **({} if tensors is None else {"state_dict": tensors}))
 
 
 def checkpoint_layers(model: torch.nn.Module) -> None:
@@ -491,7 +500,7 @@ class Policy(TrainedModel):
         layer = ""
         tensors: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for name, tensor in _merged_parameters(self.model):
+            for name, tensor in merged_parameters(self.model):
                 match = _LAYER.search(name)
                 prefix = name[: match.end()] if match else name
                 if prefix != layer:
@@ -505,44 +514,8 @@ class Policy(TrainedModel):
         from peft import get_peft_model_state_dict
 
         self.reshard()
-        for name, tensor in get_peft_model_state_dict(self.model).items():
+        for name, tensor in get_peft_model_state_dict(self.model, save_embedding_layers=False).items():
             yield name, full_tensor(tensor).detach()
-
-
-def _merged_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole parameters of the base model; adapted weights include the adapters' contribution."""
-    base = transformer(model)
-    adapted = {
-        f"{name}.": module
-        for name, module in base.named_modules()
-        if hasattr(module, "base_layer") and hasattr(module, "get_delta_weight")
-    }
-    for name, parameter in base.named_parameters():
-        owner = next((prefix for prefix in _module_prefixes(name) if prefix in adapted), None)
-        if owner is None:
-            yield name, full_tensor(dequantized(parameter)).detach()
-        elif name.startswith(f"{owner}base_layer."):
-            last = name.removeprefix(f"{owner}base_layer.")
-            tensor = full_tensor(dequantized(parameter)).detach()
-            if last == "weight":
-                for adapter in adapted[owner].active_adapters:
-                    tensor = tensor + _adapter_delta(adapted[owner], adapter)
-            yield owner + last, tensor
-
-
-def _adapter_delta(module: Any, adapter: str) -> torch.Tensor:
-    """The tensor that the adapter adds to the weight of its base layer."""
-    down, up = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-    if not is_sharded(down) and not is_sharded(up):
-        return module.get_delta_weight(adapter)
-    return (full_tensor(up) @ full_tensor(down)) * module.scaling[adapter]
-
-
-def _module_prefixes(name: str) -> Iterator[str]:
-    """`a.b.c` -> `a.b.`, `a.`"""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield f"{name}."
 
 
 def _as_exported(model: Any, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,6 +23,8 @@ from posttrain.seeds import derive_seed
 
 _UNITS = "posttrain_units"
 """Key of `config.json` that stores how the model divides completions into rewarded units."""
+PADDING = "<|padding|>"
+"""The padding token of a reward model whose tokenizer has none that never ends a stream."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class UnitValues:
     """S."""
 
 
+def vocabulary(tokenizer: Any) -> dict[str, int]:
+    """Ids by token, without the padding token that `RewardModel` adds."""
+    return {token: number for token, number in tokenizer.get_vocab().items() if token != PADDING}
+
+
 class RewardModel(TrainedModel):
     """A decoder with a scalar head that scores token streams.
 
@@ -49,12 +56,10 @@ class RewardModel(TrainedModel):
         """As `Policy`. Without `new_head`, a model that has no head is an `InputError`."""
         self._new_head = new_head
         super().__init__(model, seed, trained=new_head, **settings)
-        self._set_padding()
 
     def load(self) -> torch.nn.Module:
-        return load_reward_model(
-            self.recipe, derive_seed(self.seed, "reward head") if self._new_head else None, device=self.load_device
-        )
+        head_seed = derive_seed(self.seed, "reward head") if self._new_head else None
+        return self._padded(load_reward_model(self.recipe, head_seed, device=self.load_device))
 
     @property
     def statistics(self) -> tuple[float, float] | None:
@@ -185,15 +190,35 @@ class RewardModel(TrainedModel):
             transformer(self.model).config.save_pretrained(directory)
         super().export(directory)
 
-    def _set_padding(self) -> None:
-        """Pad with a token that never ends a completion.
+    def _padded(self, model: Any) -> Any:
+        """`model` with a padding token in its configuration and tokenizer, and a row of the embedding if it is new.
 
-        transformers reads the reward at the last token that is not padding. If the padding token were the end token, it
-        would read one token early.
+        transformers reads the reward at the last token that is not padding, so no stream may end with this token.
         """
+        tokenizer, rows = self.tokenizer, len(model.get_input_embeddings().weight)
+        tokens = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        if not self._never_ends(tokenizer.pad_token_id, tokenizer.pad_token):
+            spare = [number for number, token in tokens.items() if number < rows and self._never_ends(number, token)]
+            named = [number for number in spare if "pad" in tokens[number].lower()]
+            tokenizer.add_special_tokens({"pad_token": tokens[max(named or spare)] if spare else PADDING})
+        padding = tokenizer.pad_token_id
+        if padding >= rows:
+            if self.recipe.lora is not None and self.recipe.lora.export == "adapter":
+                raise InputError(
+                    f"model.lora.export: the tokenizer of {self.recipe.path} has no token to pad with, and adapters have no "
+                    "embedding for a new one; use merged"
+                )
+            with torch.random.fork_rng(devices=[]):
+                embedding = model.resize_token_embeddings(padding + 1, mean_resizing=False)
+            embedding.weight.data[rows:] = 0
+        model.config.get_text_config().pad_token_id = padding
+        return model
+
+    def _never_ends(self, number: int | None, token: str) -> bool:
+        """Whether no stream ends with this special token: templates do not write it, and text does not encode to it."""
         tokenizer = self.tokenizer
-        if tokenizer.pad_token_id is None or tokenizer.pad_token_id in self.end_tokens:
-            spare = [token for token in tokenizer.all_special_ids if token not in self.end_tokens]
-            if spare:
-                tokenizer.pad_token = tokenizer.convert_ids_to_tokens(spare[-1])
-        transformer(self.model).config.pad_token_id = tokenizer.pad_token_id
+        if number is None or number in {*self.end_tokens, tokenizer.bos_token_id}:
+            return False
+        # The second character is in no vocabulary, so it shows whether text encodes to the token for unknown text.
+        text = tokenizer(f"{token}\U0010fffd", add_special_tokens=False, split_special_tokens=True).input_ids
+        return token not in str(tokenizer.chat_template) and number not in text

@@ -376,7 +376,9 @@ def trained_parameters(model: ModelRecipe, sizes: ModelSizes, scorer: bool = Fal
         for name, (inputs, outputs) in zip(_MATRICES, sizes.linear_sizes, strict=False)
         if wanted == "all-linear" or name in ([wanted] if isinstance(wanted, str) else wanted)
     ]
-    return sizes.layers * model.lora.rank * sum(adapted)
+    # Of each expert, gate and up are one matrix with adapters of twice the rank.
+    experts = sizes.experts * (3 * sizes.hidden + 5 * sizes.intermediate) if wanted == "all-linear" else 0
+    return sizes.layers * model.lora.rank * (sum(adapted) + experts)
 
 
 def kept_activations(sizes: ModelSizes) -> int:

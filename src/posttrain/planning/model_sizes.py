@@ -38,8 +38,7 @@ class ModelSizes:
 
     @property
     def linear_sizes(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the matrices of one layer that `all-linear` adapts: seven, or the four of attention if the
-        layer has experts."""
+        """(inputs, outputs) of the matrices of one layer without experts: seven, or the four of attention if it has experts."""
         queries, keys = self.heads * self.head_size, self.key_value_heads * self.head_size
         attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
         if self.experts:

@@ -61,7 +61,7 @@ class LoraRecipe(BaseConfig):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapter. Above 0, engine and learner compute different policies, and a warning is shown."""
     targets: str | list[str] = "all-linear"
-    """Names of the modules to adapt, or `all-linear`."""
+    """Names of the linear modules, embeddings and fused matrices of experts to adapt, a regular expression that matches whole names, or `all-linear`: all but embeddings and the output projection. A name that matches nothing is an error, as is a weight that two modules share (tied embeddings)."""
     export: Literal["merged", "adapter"] = "merged"
     """What the run exports. `merged`: a full model with the adapters merged. `adapter`: the adapters alone, for peft."""
 

@@ -11,6 +11,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.data.tokens import Kind
 from posttrain.engines.openai import chat_client, require_reachable
 from posttrain.errors import InputError
+from posttrain.models.adapters import check_targets
 from posttrain.models.load import load_end_tokens, load_tokenizer, on_disk, require_reward_model
 from posttrain.planning.dry_run import Played, tasks_of
 from posttrain.planning.workers import placed_recipe, refuse_placement
@@ -52,6 +53,8 @@ def check_recipe(recipe: Recipe, made: Sequence[Path] = ()) -> list[str]:
     if isinstance(recipe, GenerateRecipe | EvaluateRecipe) and recipe.remote is not None:
         checks.server(recipe.remote)
     there = [checks.model_is_there(key, path) for key, path in _models(recipe)]
+    if there and there[0] and recipe.model.lora is not None:
+        checks.lines += checks.run(lambda: check_targets(recipe.model, isinstance(recipe, RewardRecipe))) or []
     renderer = checks.run(lambda: _renderer(recipe.model)) if there and there[0] else None
     if renderer is not None:
         checks.lines += renderer.warnings()

@@ -17,6 +17,7 @@ from posttrain.episode import Episode, PerToken, RewardStreams
 from posttrain.errors import InputError
 from posttrain.models.critic import Critic, SharedCritic, ValueHead
 from posttrain.models.policy import Policy
+from posttrain.models.reward import vocabulary
 from posttrain.recipe.components import Factory
 from posttrain.recipe.credit import CriticCredit, CriticRecipe
 from posttrain.recipe.model import LearnerRecipe
@@ -130,7 +131,7 @@ def open_critic(
     if settings.backbone == "shared":
         return CriticUpdater(SharedCritic(policy), settings, learner, updates)
     critic = Critic(settings.model(policy.recipe), seed)
-    if critic.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+    if vocabulary(critic.tokenizer) != vocabulary(policy.tokenizer):
         raise InputError(
             f"critic.path: {settings.path} does not have the tokenizer of {policy.recipe.path}; the critic reads the "
             "policy's tokens, so start it from a model of the same family, or leave critic.path out"

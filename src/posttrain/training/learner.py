@@ -135,6 +135,8 @@ class Learner:
             self.entropy = section(EntropyRecipe, coefficient=entropy)
         else:
             self.entropy = section(EntropyRecipe, entropy)
+        for message in policy.warnings:
+            warnings.warn(message, stacklevel=2)
         self._entropy_controller = EntropyController(self.entropy)
         self.optimizer = Optimizer(policy.trainable(), section(OptimizerRecipe, **optimizer), updates)
         batches = section(LearnerRecipe, tokens_per_batch=tokens_per_batch)

@@ -18,7 +18,7 @@ from posttrain.errors import InputError
 from posttrain.losses.kl import apply_kl_penalty, estimate_kl
 from posttrain.models.load import load_tokenizer
 from posttrain.models.policy import Policy
-from posttrain.models.reward import RewardModel
+from posttrain.models.reward import RewardModel, vocabulary
 from posttrain.recipe.components import Factory
 from posttrain.recipe.loss import KlRecipe
 from posttrain.recipe.model import ModelRecipe, RewardSource
@@ -124,7 +124,7 @@ def render_alike(one: Any, other: Any) -> bool:
 
     def writing(tokenizer: Any) -> tuple[Any, ...]:
         model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-        return tokenizer.get_vocab(), model.get("merges"), tokenizer.chat_template, tokenizer.eos_token_id
+        return vocabulary(tokenizer), model.get("merges"), tokenizer.chat_template, tokenizer.eos_token_id
 
     return writing(one) == writing(other)
 

@@ -174,7 +174,7 @@ class Trainer(Generic[Output]):
         self.stateful = dict(stateful or {})
         self.checkpointables = dict(checkpointables or {})
         self.remote = dict(remote or {})
-        self.warnings = list(warnings)
+        self.warnings = [*warnings, *model.warnings]
         self.callbacks = list(callbacks)
         self.start = start
         self.checkpoints = Checkpoints(run.checkpoints, run.load_environment()["id"], settings.checkpoint)

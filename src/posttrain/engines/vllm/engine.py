@@ -37,6 +37,7 @@ from posttrain.engines.vllm.transfer import address_for, broadcast, joined_group
 from posttrain.engines.vllm.weights import Bucket, WeightStore, buckets
 from posttrain.episode import StopReason
 from posttrain.errors import InputError, PosttrainError, RunError
+from posttrain.models.adapters import adapted_beside_layers
 from posttrain.models.load import resolve_path
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
@@ -516,6 +517,10 @@ def settings_of(
             )
         raise InputError(
             f"model.path: {path} is an adapter, and vLLM needs a whole model; train with model.lora.export=merged"
+        )
+    if recipe.adapters == "adapter_only" and (others := adapted_beside_layers(policy.model)):
+        raise InputError(
+            f"engine.adapters: adapter_only sends adapters of the linear modules of layers, and {others[0]} is none; use merged"
         )
     limit = getattr(policy.model.config, "max_position_embeddings", None)
     context = recipe.max_model_len or max_context or limit or 0

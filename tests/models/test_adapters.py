@@ -1,0 +1,223 @@
+"""LoRA adapters: which matrices they adapt, and that exports, engines and the policy are one model."""
+
+import asyncio
+import re
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from posttrain.engines.local.engine import LocalEngine
+from posttrain.engines.protocol import Request
+from posttrain.errors import InputError
+from posttrain.models.adapters import adapted_beside_layers, check_targets
+from posttrain.models.policy import Policy
+from posttrain.recipe.model import LoraRecipe, ModelRecipe
+from posttrain.recipe.rollout import SamplingRecipe
+from tests.models.families import EXPERTS, save_family
+
+UNABLE = ("deepseek_v3",)
+"""Families whose forward pass is not tested here."""
+WHOLE = re.compile(r"embed_tokens|lm_head|norm|bias|conv")
+ROUTERS = re.compile(r"mlp\.gate\.weight|router")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder, there = tmp_path_factory.mktemp("families"), {}
+
+    def save(family, **keys):
+        name = f"{family}-{keys}"
+        return there.get(name) or there.setdefault(name, save_family(folder / str(len(there)), family, **keys))
+
+    return save
+
+
+def trained(path, seed=1, **lora):
+    """A policy whose adapters have an effect."""
+    policy = Policy(ModelRecipe(path=str(path), lora=LoraRecipe(rank=4, **lora)))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in policy.trainable():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return policy
+
+
+def files(directory):
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+IDS = [np.random.default_rng(length).integers(3, 250, length) for length in (11, 26)]
+SAMPLED = [np.arange(len(ids)) > 2 for ids in IDS]
+
+
+def logprobs(policy):
+    with torch.no_grad():
+        return policy.score(IDS, SAMPLED, 1.0, 64).logprobs
+
+
+def transformers_logprobs(model):
+    parts = []
+    for ids, sampled in zip(IDS, SAMPLED, strict=True):
+        with torch.no_grad():
+            scores = model(torch.from_numpy(ids)[None]).logits[0, :-1].log_softmax(-1)
+        parts.append(scores.gather(1, torch.from_numpy(ids)[1:, None])[sampled[1:], 0])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_all_linear_adapts_experts_and_engines_get_them(family, saved, tmp_path):
+    policy = trained(saved(family))
+    policy.export(tmp_path / "exported")
+    initial, written, sent = files(saved(family)), files(tmp_path / "exported"), dict(policy.weights())
+    assert sorted(sent) == sorted(written)
+    assert [name for name in sent if not torch.equal(sent[name], written[name])] == []
+    same = [name for name in written if torch.equal(written[name], initial[name])]
+    assert [name for name in same if not WHOLE.search(name) and not ROUTERS.search(name)] == []
+    if family in UNABLE:
+        return
+    ours = logprobs(policy)
+    with policy.as_reference():
+        assert (logprobs(policy) - ours).abs().max() > 0.1
+    theirs = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "exported"))
+    torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "phimoe"])
+def test_exported_adapters_of_experts_load_in_peft_and_here(family, saved, tmp_path):
+    from peft import PeftModel
+
+    policy = trained(saved(family), export="adapter")
+    policy.export(tmp_path / "exported")
+    ours = logprobs(policy)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(saved(family)), tmp_path / "exported")
+    torch.testing.assert_close(transformers_logprobs(theirs), ours, atol=2e-5, rtol=0)
+    again = Policy(ModelRecipe(path=str(tmp_path / "exported")))
+    torch.testing.assert_close(logprobs(again), ours, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen3_moe", "all-linear"),
+        ("llama", ["lm_head"]),
+        ("qwen2", ["embed_tokens", "lm_head", "q_proj"]),
+        ("llama", ["embed_tokens"]),
+        ("gpt2", ["wte", "c_attn"]),
+        ("gpt2", "all-linear"),
+    ],
+)
+@pytest.mark.parametrize("export", ["merged", "adapter"])
+def test_policy_engine_and_export_are_one_model(family, targets, export, saved, tmp_path):
+    path = saved(family)
+    policy = trained(path, targets=targets, export=export)
+    ours = logprobs(policy)
+    policy.export(tmp_path / "exported")
+    again = Policy(ModelRecipe(path=str(tmp_path / "exported")))
+    torch.testing.assert_close(logprobs(again), ours, atol=2e-5, rtol=0)
+    if export == "merged":
+        theirs = transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "exported"))
+        torch.testing.assert_close(theirs, ours, atol=2e-5, rtol=0)
+        written, sent = files(tmp_path / "exported"), dict(policy.weights())
+        assert sorted(sent) == sorted(written)
+        assert all(torch.equal(sent[name], written[name]) for name in sent)
+        return
+    prompt = tuple(IDS[0].tolist())
+    answer = asyncio.run(LocalEngine(policy).generate(Request(prompt, SamplingRecipe(), 3, 12)))
+    ids = np.array([*prompt, *answer.ids])
+    with torch.no_grad():
+        scores = policy.score([ids], [np.arange(len(ids)) >= len(prompt)], 1.0, 64).logprobs
+    assert np.abs(scores.numpy() - answer.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_checkpoints_of_adapted_embeddings_contain_the_adapters_alone(later, saved, tmp_path):
+    targets = ["embed_tokens", "lm_head"]
+    policy = trained(saved("llama"), targets=targets)
+    policy.save_later(tmp_path / "saved")() if later else policy.save(tmp_path / "saved")
+    assert sum(tensor.numel() for tensor in files(tmp_path / "saved").values()) == sum(
+        parameter.numel() for _, parameter in policy.trainable()
+    )
+    other = trained(saved("llama"), seed=2, targets=targets)
+    other.restore(tmp_path / "saved")
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(policy.trainable(), other.trainable(), strict=True))
+    assert [name for name, _ in policy.adapter_weights() if "base_layer" in name] == []
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    "targets", [["lm_head", "q_proj"], ["embed_tokens"], r".*(lm_head|q_proj)", ["model.embed_tokens", "v_proj"]]
+)
+def test_adapters_of_tied_weights_are_refused(family, targets, saved):
+    recipe = ModelRecipe(path=str(saved(family, tie_word_embeddings=True)), lora=LoraRecipe(rank=4, targets=targets))
+    for refuse in (Policy, lambda one: check_targets(one, reward=False)):
+        with pytest.raises(InputError, match=r"model\.lora\.targets: .*(lm_head|embed_tokens)"):
+            refuse(recipe)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "named"),
+    [
+        ("llama", ["q_proj", "v_porj"], "v_proj"),
+        ("llama", ["q_proj", "self_attn.k_prj"], "k_proj"),
+        ("llama", "q_proj", "q_proj"),
+        ("llama", r".*\.query", "the model has"),
+        ("llama", "[", "invalid regular expression"),
+        ("llama", [], "the model has"),
+        ("llama", ["q_proj", "input_layernorm"], "input_layernorm"),
+        ("llama", ["layers.9.self_attn.q_proj"], "q_proj"),
+        ("mixtral", ["q_proj", "gate_proj"], "gate_up_proj"),
+        ("gpt2", ["c_atn"], "c_attn"),
+        ("qwen3_moe", ["q_proj", "gate_proj"], "up_proj"),
+    ],
+)
+def test_a_target_that_names_nothing_is_refused_with_near_names(family, targets, named, saved):
+    recipe = ModelRecipe(path=str(saved(family)), lora=LoraRecipe(rank=4, targets=targets))
+    for refuse in (Policy, lambda one: check_targets(one, reward=False)):
+        with pytest.raises(InputError, match=re.escape(named)) as error:
+            refuse(recipe)
+        assert str(error.value).startswith("model.lora.targets: ")
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "left"),
+    [
+        ("mixtral", ["q_proj", "v_proj"], ["gate_up_proj", "down_proj"]),
+        ("qwen2_moe", ["gate_proj", "q_proj"], ["gate_up_proj", "down_proj"]),
+        ("granitemoe", ["down_proj"], ["gate_up_proj"]),
+        ("granitemoe", ["gate_up_proj"], None),
+        ("mixtral", ["w1", "w2", "w3"], None),
+        ("jetmoe", ["input_linear", "output_linear"], None),
+        ("llama", ["q_proj"], None),
+        ("qwen3_moe", "all-linear", None),
+    ],
+)
+def test_experts_without_adapters_are_a_warning(family, targets, left, saved):
+    recipe = ModelRecipe(path=str(saved(family)), lora=LoraRecipe(rank=4, targets=targets))
+    warnings = Policy(recipe).warnings
+    assert warnings == check_targets(recipe, reward=False)
+    assert len(warnings) == (left is not None)
+    assert left is None or all(name in warnings[0] for name in left)
+
+
+def test_a_learner_warns_of_experts_without_adapters(saved):
+    from posttrain import Learner
+
+    policy = Policy(str(saved("mixtral")), lora={"rank": 2, "targets": ["q_proj"]})
+    with pytest.warns(UserWarning, match="experts"):
+        Learner(policy)
+
+
+def test_adapters_that_vllm_cannot_get_alone(saved):
+    assert adapted_beside_layers(trained(saved("llama")).model) == []
+    assert adapted_beside_layers(trained(saved("llama"), targets=["lm_head", "q_proj"]).model) == ["lm_head.weight"]
+    assert any("experts" in name for name in adapted_beside_layers(trained(saved("mixtral")).model))
+
+
+def test_adapters_of_experts_have_no_dropout(saved):
+    recipe = ModelRecipe(path=str(saved("mixtral")), lora=LoraRecipe(rank=4, dropout=0.1))
+    with pytest.raises(InputError, match=r"model\.lora\.dropout"):
+        Policy(recipe)
