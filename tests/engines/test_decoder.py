@@ -289,6 +289,7 @@ class Stub:
         self.end_tokens = frozenset()
         self.tokenizer = None
         self.version = 0
+        self.sharded = None
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -207,11 +207,11 @@ class _ByStream(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *extra: Any, layout: Any = None, **named: Any) -> Any:
         if layout is None:
-            return super().forward(hidden_states, *extra, **named)  # type: ignore[misc]
+            return super().forward(hidden_states, *extra, **named)
 
         def compute(places: np.ndarray) -> torch.Tensor:
             rows = torch.from_numpy(places).to(hidden_states.device)
-            return super(_ByStream, self).forward(hidden_states[:, rows], *extra, **named)[0]  # type: ignore[misc]
+            return super(_ByStream, self).forward(hidden_states[:, rows], *extra, **named)[0]
 
         return by_stream(layout, compute)[None]
 
@@ -266,7 +266,7 @@ class _ByLength(torch.nn.Module):
         module: Any = self
         if self.lengths is None:
             self._forget()
-            return super().forward(x, position_ids, *extra, **named)  # type: ignore[misc]
+            return super().forward(x, position_ids, *extra, **named)
         lengths = torch.tensor(self.lengths)
         parts: list[Any] = [None, None]
         for length in lengths.unique().tolist():
@@ -275,7 +275,7 @@ class _ByLength(torch.nn.Module):
             # The position after the tokens decides the frequencies.
             last = position_ids.new_full((1, 1), max(length, 1) - 1)
             positions = torch.cat([position_ids[:, chosen], last], dim=1)
-            for index, part in enumerate(super().forward(x, positions, *extra, **named)):  # type: ignore[misc]
+            for index, part in enumerate(super().forward(x, positions, *extra, **named)):
                 if parts[index] is None:
                     parts[index] = part.new_empty(part.shape[0], len(self.lengths), part.shape[2])
                 parts[index][:, chosen] = part[:, :-1]
@@ -310,9 +310,10 @@ def use_positions_by_length(decoder: Any) -> None:
 
 def lengths_of(decoder: Any) -> Lengths | None:
     """Which lengths share frequencies in `decoder`; None if all do."""
-    module: Any = getattr(decoder, "rotary_emb", None)
-    if not isinstance(module, _ByLength):
+    rotary = getattr(decoder, "rotary_emb", None)
+    if not isinstance(rotary, _ByLength):
         return None
+    module: Any = rotary
     if module.rope_type == "longrope":
         return Lengths(int(module.config.rope_parameters["original_max_position_embeddings"]), each=False)
     return Lengths(int(module.original_max_seq_len), each=True)

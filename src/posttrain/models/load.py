@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import shutil
+import warnings
 from glob import has_magic
 from pathlib import Path
 from typing import Any

@@ -597,5 +597,4 @@ class SupervisedObjective:
         }
         if self.loss.type == "nll":
             return likelihood, metrics
-        loss = dft(output.logprobs, batch)
-        return loss, metrics | {"loss/dft": (number(loss), count)}
+        return (loss := dft(output.logprobs, batch)), metrics | {"loss/dft": (number(loss), count)}

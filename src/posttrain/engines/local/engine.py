@@ -308,14 +308,13 @@ class LocalEngine:
 
     def _choose_parts(self) -> Parts:
         """The parts that decode exactly, measured with whole weights."""
-        sharded = getattr(self.policy, "sharded", None)
+        sharded = self.policy.sharded
         if sharded is not None:
             sharded.hold()
-        try:
-            return choose_decoding(self.policy.model, _flash_supports(self.policy), cache_directory() / "gate")
-        finally:
-            if sharded is not None:
-                sharded.release()
+        parts = choose_decoding(self.policy.model, _flash_supports(self.policy), cache_directory() / "gate")
+        if sharded is not None:
+            sharded.release()
+        return parts
 
     # -- the protocol -------------------------------------------------------------------------------------------------
 
@@ -462,9 +461,7 @@ class LocalEngine:
                 self._finish(sequence, reason)
 
     def _schedule(self) -> tuple[CachedLayout, list[tuple[_Sequence, Segment]]]:
-        """The next pass in row order: all decoding sequences, then prompts up to `tokens_per_forward`. A prompt is whole
-        where sequences do not share passes.
-        """
+        """The next pass in row order: all decoding sequences, then prompts up to `tokens_per_forward`, or whole."""
         segments, budget = [], self.recipe.tokens_per_forward
         by_slot = {}
         for sequence in sorted(self._running, key=lambda s: s.pending > 1):

@@ -80,7 +80,7 @@ def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
     return Parts(stored["kind"])
 
 
-def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, str]:
+def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, Any]:
     inner, reason = transformer(model), ""
     # A GPU's kernels for bfloat16 do not compute in float32.
     arithmetic = computing_in_float32 if next(inner.parameters()).is_cpu else _as_it_is

@@ -28,7 +28,7 @@ class StreamCaches:
     pages = bytes = 0
 
     def __init__(self, slots: int) -> None:
-        self.ids: list[torch.Tensor | None] = [None] * slots
+        self.ids = [torch.empty(0, dtype=torch.int64)] * slots
         self.states: list[dict[str, Any]] = [{} for _ in range(slots)]
 
     def trim(self) -> None:
