@@ -130,7 +130,7 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, mo
         paged.load_weights(version)
         expected = sampled(paged)
         with monkeypatch.context() as patch:
-            patch.setattr(gate, "decoder_of", decoder)
+            patch.setattr(engine._parts, "decoder", partial(decoder, recorded=True))
             engine.load_weights(version)
             found = sampled(engine)
             if version == 0:

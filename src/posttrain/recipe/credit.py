@@ -1,6 +1,7 @@
 """Credit assignment: from rewards to one advantage per sampled token."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
@@ -15,14 +16,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Credit(Section):
     """Keys that every credit has."""
 
-    @property
+    @cached_property
     def compared_with(self) -> Literal["group", "batch"] | None:
         """Where the baseline needs at least one other episode: in the episode's group, or in the batch. None: nowhere."""
         return None
 
 
 class _ComparedInGroup(Credit):
-    @property
+    @cached_property
     def compared_with(self) -> Literal["group", "batch"] | None:
         return "group"
 
@@ -37,7 +38,7 @@ class TurnReturnsCredit(Credit):
     baseline: Literal["others", "none"] = "others"
     """`others`: subtract the mean reward-to-go of the group's other episodes at that turn (0 after their end); unbiased. `none`: no baseline."""
 
-    @property
+    @cached_property
     def compared_with(self) -> Literal["group", "batch"] | None:
         return "group" if self.baseline == "others" else None
 
@@ -70,7 +71,7 @@ class GroupCredit(Credit):
     type: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "remax", "maxrl"]
     """`grpo`: (R - mean) / std of the group. `dr_grpo`: R - mean. `rloo`: R - mean of the others. `opo`: R - length-weighted mean. `reinforce_pp_baseline`: R - mean, then whitened over the batch's tokens. `remax`: R - return of one greedy episode. `maxrl`: (R - mean) / mean, for returns of 0 or more."""
 
-    @property
+    @cached_property
     def compared_with(self) -> Literal["group", "batch"] | None:
         return None if self.type == "remax" else "group"
 
@@ -116,7 +117,7 @@ class BatchCredit(Credit):
     type: Literal["brpo", "arpo"]
     """`brpo`: (R - mean) / std of the whole batch. `arpo`: the raw return."""
 
-    @property
+    @cached_property
     def compared_with(self) -> Literal["group", "batch"] | None:
         return "batch" if self.type == "brpo" else None
 

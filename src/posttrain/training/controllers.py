@@ -217,6 +217,6 @@ def check_mismatch(metrics: Mapping[str, float], limit: float, step: int) -> Non
     if not mismatch <= limit:
         raise RunError(
             f"step {step}: policy/mismatch is {mismatch:.3g} nats per token, and the precision of engine and learner "
-            f"explains {limit:g}, so the policy is trained on other probabilities than it samples with; check that the "
+            f"explains {limit:g}, so the policy is not trained on the probabilities that it samples with; check that the "
             "engine serves this model, tokenizer and temperature, or set engine.type=local"
         )

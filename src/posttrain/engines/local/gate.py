@@ -5,8 +5,9 @@ The engine's parts are compared with the learner on the loaded weights, from the
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import torch
 
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
-from posttrain.engines.local.decoder import Decoder, ModuleDecoder, decoder_of
+from posttrain.engines.local.decoder import ModuleDecoder, decoder_of
 from posttrain.engines.local.streams import StreamCaches, StreamDecoder, StreamLayout
 from posttrain.models.forward import base_decoder, logits_of, path_of, transformer
 from posttrain.models.gate import (
@@ -47,18 +48,18 @@ class Parts:
         self.streams = kind in ("cached", "placed", "whole")
         layouts = {"flash": FlashLayout, "paged": CachedLayout, "modules": CachedLayout}
         self.layout: Any = layouts.get(kind, StreamLayout)
+        self.decoder: Callable[[torch.nn.Module], Any] = partial(decoder_of, recorded=kind == "flash")
+        """Makes a decoder with the current weights of a model."""
+        if self.streams:
+            self.decoder = partial(StreamDecoder, caches=kind != "whole", places=kind == "placed")
+        elif kind == "modules":
+            self.decoder = ModuleDecoder
 
     def cache(self, slots: int, most_pages: int | None = None) -> Any:
         """An empty cache."""
         if self.streams:
             return StreamCaches(slots)
         return (KeyValueRows if self.kind == "flash" else KeyValuePages)(slots, most_pages)
-
-    def decoder(self, model: torch.nn.Module) -> Decoder:
-        """A decoder with the current weights of `model`."""
-        if self.streams:
-            return StreamDecoder(model, self.kind != "whole", self.kind == "placed")  # type: ignore[return-value]
-        return ModuleDecoder(model) if self.kind == "modules" else decoder_of(model, recorded=self.kind == "flash")
 
 
 def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
