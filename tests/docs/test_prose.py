@@ -53,6 +53,7 @@ DATA = (
 WRITTEN_WORDS = 35_000
 GENERATED = (
     "reference/recipes.md",
+    "reference/families.md",
     "results/coverage.md",
     "results/scaling_tables.md",
     "results/crosscheck.md",
