@@ -58,10 +58,10 @@ class Row:
 
 
 def tokenizer_of(vocabulary: int) -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer of single characters with `vocabulary` tokens."""
+    """A tokenizer of single characters. Some types add tokens of their own, so it has fewer than `vocabulary`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    names = ["<pad>", "<s>", "</s>", *(chr(0x4E00 + index) for index in range(vocabulary - 3))]
+    names = ["<pad>", "<s>", "</s>", *(chr(0x4E00 + index) for index in range(vocabulary - 13))]
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")

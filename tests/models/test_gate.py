@@ -119,6 +119,7 @@ def sampled(policy, counts=(9, 30, 50), tokens=20):
 PATHS = {
     "llama": (True, "paged"),
     "gemma2": (True, "paged"),  # soft caps, windows
+    "gemma4_text": (True, "paged"),  # heads of several sizes
     "gpt_oss": (True, "paged"),  # sinks
     "deepseek_v3": (True, "paged"),  # values narrower than keys
     "qwen3_5_text": (True, "cached"),

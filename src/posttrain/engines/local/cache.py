@@ -403,7 +403,7 @@ class CachedLayout:
             cache.fill(segment.slot, segment.start + segment.count)
         self._rows: dict[int, torch.Tensor] = {}
         self._first_rows: torch.Tensor | None = None
-        self._paged: dict[int | None, PagedAttention] = {}
+        self._paged: dict[tuple[int | None, DecodingKernel | None], PagedAttention] = {}
         self._masks = MaskCache()
 
     @property
@@ -543,10 +543,11 @@ class CachedLayout:
         """The attention of `segments`. With a window, prefixes are not shared: it may hide parts of them."""
         if window is not None and window >= max(s.start + s.count for s in segments):
             window = None
-        if window not in self._paged:
-            self._paged[window] = (
+        # Layers of a model can have heads of different sizes.
+        if (window, kernel) not in self._paged:
+            self._paged[window, kernel] = (
                 TorchDecodingAttention(segments, window, self.device)
                 if kernel is None
                 else CompiledAttention(kernel, segments, window)
             )
-        return self._paged[window]
+        return self._paged[window, kernel]
