@@ -28,6 +28,14 @@ def tiny_families() -> Any:
         sys.path.remove(folder)
 
 
+def enlarge(model: torch.nn.Module) -> None:
+    """Enlarge the matrices of a random model, so that mistakes show in its outputs."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(12)
+
+
 def rope(draw: random.Random, original: int, half: int) -> dict[str, Any]:
     """Rotary positions of a random kind, for `half` frequencies and the `original` length."""
     kind = draw.choice(["default", "linear", "dynamic", "longrope", "yarn"])
@@ -67,10 +75,7 @@ def architecture(seed: int, folder: Path) -> None:
             config = config_class(**(keys | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}))
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.mul_(12)
+        enlarge(model)
         model.save_pretrained(folder)
     else:
         maker = tiny_families()

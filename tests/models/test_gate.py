@@ -18,7 +18,7 @@ from posttrain.models.packing import PackedLayout
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.rollout import SamplingRecipe
-from tests.adversary.architectures import tiny_families
+from tests.adversary.architectures import enlarge, tiny_families
 from tests.conftest import make_tokenizer
 
 LIMIT = 1e-3
@@ -58,10 +58,7 @@ def saved_llama(folder, original=32, **keys):
         **keys,
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(12)
+    enlarge(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
