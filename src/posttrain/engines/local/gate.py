@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from posttrain.distributed.world import current_world
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cuda import FlashLayout, KeyValueRows
 from posttrain.engines.local.decoder import ModuleDecoder, decoder_of
@@ -83,8 +84,9 @@ def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
 
 def _verdict(model: torch.nn.Module, kinds: tuple[Decoding, ...]) -> dict[str, Any]:
     inner, reason = transformer(model), ""
-    # A GPU's kernels for bfloat16 do not compute in float32.
-    arithmetic = computing_in_float32 if next(inner.parameters()).is_cpu else _as_it_is
+    # A GPU's kernels for bfloat16 do not compute in float32, and FSDP frees the weights that it has gathered.
+    exchanged = next(inner.parameters()).is_cpu and not current_world().sharded
+    arithmetic = computing_in_float32 if exchanged else _as_it_is
     with arithmetic(inner) as dtype, short_windows(inner), torch.no_grad():
         limit = tolerance(dtype)
         rows = gate_rows(inner)
