@@ -54,7 +54,6 @@ WRITTEN_WORDS = 35_000
 GENERATED = (
     "reference/recipes.md",
     "results/coverage.md",
-    "results/scaling_tables.md",
     "results/crosscheck.md",
     "results/intervals.md",
 )
