@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from harness.flops import Tokens, forward_flops, read_weights, rows_of
 from harness.models import MODELS, emulates_bfloat16, model_directory
 from harness.options import named_sides, number, numbers, seconds
 from harness.table import show
@@ -22,7 +23,6 @@ from posttrain.engines.local.cpu.layers import OneDnnProduct, packed_product
 from posttrain.models.cpu.backend import onednn_multiplies
 from posttrain.planning.memory import ModelSizes
 from posttrain.planning.model_sizes import model_sizes
-from posttrain.planning.work import Tokens, forward_flops, read_weights, rows_of
 
 
 @dataclass(frozen=True)

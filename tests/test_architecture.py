@@ -19,7 +19,7 @@ LAYERS = [
     {"rollout"},
     {"training", "evaluation", "distributed.ray", "view", "publishing", "serving"},
     {"stages", "pipelines", "tune"},
-    {"verbs", "result", "documents"},
+    {"verbs", "result"},
     {"cli", "doctor", "posttrain"},
 ]
 """Packages and top-level modules, the lowest layer first. A package may import its own layer and those below.

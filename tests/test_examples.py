@@ -1,6 +1,8 @@
 """The examples run as a user runs them: as scripts, in an empty folder."""
 
+import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,25 @@ def test_custom_loss(tiny_model, tmp_path):
 def test_sft_then_dpo(tiny_model, tmp_path):
     printed = run("sft_then_dpo.py", str(tiny_model), folder=tmp_path)
     assert "model in runs/greet_dpo/model" in printed
+
+
+def test_pairs_from_documents(tiny_model, tmp_path):
+    printed = run("documents_to_pairs.py", str(tiny_model), folder=tmp_path)
+    names = {"gate.txt", "garden.txt", "kitchen.txt", "cellar.txt"}
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert sorted(row["id"] for row in answers) == sorted(4 * [*names])
+    pairs = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert f"{len(pairs)} pairs of 4 documents" in printed
+    lines = [
+        {"id": "a", "prediction": text, "stop_reason": reason}
+        for text, reason in (
+            ("lock", "end_token"),
+            ("the the", "end_token"),
+            ("lock door", "turn_budget"),
+            ("  ", "end_token"),
+        )
+    ]
+    (tmp_path / "known.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = runpy.run_path(str(EXAMPLES / "documents_to_pairs.py"))["pairs_of"]
+    (pair,) = made({"a": "Lock the door"}, tmp_path / "known.jsonl")
+    assert (pair["document"], pair["chosen"], pair["rejected"]) == ("a", "lock", "the the")

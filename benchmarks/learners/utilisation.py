@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 from harness.data import PROMPT_SHARE
+from harness.flops import forward_flops, rows_of, training_flops
 from limits import measure_products
 
 from learners.job import Side, Stage
 from posttrain.planning.memory import ModelSizes
 from posttrain.planning.model_sizes import model_sizes
-from posttrain.planning.work import forward_flops, rows_of, training_flops
 
 STREAMS = {"sft": 1, "reward": 2, "dpo": 2}
 """Answers of a row, each with the prompt before it."""

@@ -79,9 +79,8 @@ def test_the_bound_of_a_step_is_the_slower_of_reading_and_products(importable):
 
 
 def test_a_shared_prompt_enters_the_bound_once(importable):
+    from harness.flops import Tokens, forward_flops
     from limits import Limits, job_bound
-
-    from posttrain.planning.work import Tokens, forward_flops
 
     model, limits = sizes(), Limits(products=1.0, reading=1e30)
     shared = job_bound(model, 2, [[1, 2, 3]] * 4, [1] * 4, 4, limits)

@@ -41,7 +41,6 @@ HERE = {
     "learning_trl": "--tasks bandit --seeds 1 --learning-rates 1e-3 --out {out}",
     "prefixes": "{run} --model {model} --rounds 1 --threads 1 --dtype float32",
     "processes": "--width 64 --processes 1 2 --updates 2",
-    "scaling": "--tables published",
     "tiny_families": "llama mamba gemma3n",
     "view": "--runs 6 --episodes 64",
 }
@@ -57,7 +56,6 @@ PRINTED = {
     "learning_trl": "posttrain",
     "prefixes": "times as fast",
     "processes": "processes",
-    "scaling": "Predicted",
     "tiny_families": "| llama | ",
     "view": "group, in the middle",
 }

@@ -23,7 +23,6 @@ def test_a_plan_for_a_gpu_names_its_default_engine(capsys):
     assert noted("--on", "h100")
     assert not noted("--on", "h100", "engine.type=local")
     assert not noted("--on", "h100", "engine.type=vllm")
-    assert not noted("--on", "epyc-zen5-2")
     assert not noted()
 
 

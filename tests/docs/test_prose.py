@@ -55,7 +55,6 @@ GENERATED = (
     "reference/recipes.md",
     "reference/families.md",
     "results/coverage.md",
-    "results/scaling_tables.md",
     "results/crosscheck.md",
     "results/intervals.md",
 )

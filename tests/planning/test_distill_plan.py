@@ -1,10 +1,8 @@
-"""The plan of a distillation: the teacher's memory and time."""
+"""The plan of a distillation: the teacher's memory."""
 
-from posttrain.planning.devices import device_of
 from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.planning.memory import memory_estimate
 from posttrain.planning.model_sizes import ModelSizes
-from posttrain.planning.phases import step_phases
 from posttrain.recipe.distill import DistillRecipe
 from posttrain.recipe.rl import RlRecipe
 
@@ -44,20 +42,9 @@ def test_memory_of_distributions_by_candidates_or_vocabulary():
         assert rows["logits"][0] == 24 * 100 * 1000
 
 
-def test_the_teacher_has_a_phase_unless_it_is_on_servers():
-    def phases(teacher, **keys):
-        return [phase.what for phase in step_phases(recipe(teacher, **keys), SIZES, device_of("h200"))]
-
-    here = phases({"path": "packaged:smollm2-135m"})
-    assert here == ["reading prompts", "sampling", "teacher", "forward and backward passes", "optimizer"]
-    assert phases({"urls": ["http://a/v1"]}) == [what for what in here if what != "teacher"]
-    assert phases({"path": "packaged:smollm2-135m"}, engine={"type": "vllm"}) == [*here, "weights to the engines"]
-
-
 def test_a_teacher_in_the_reward_is_planned_too():
     with_teacher = RlRecipe.model_validate({"teacher": {"path": "packaged:smollm2-135m"}})
     assert memory_estimate(with_teacher, SIZES)["teacher"][0] == 4 * SMOL
-    assert "teacher" in [phase.what for phase in step_phases(with_teacher, SIZES, device_of("h200"))]
 
 
 def test_the_arithmetic_names_the_teacher_and_the_fixed_rows():

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
-from posttrain.planning.devices import DEVICES
+from posttrain.planning.devices import DEVICES, Device, device_of
 from posttrain.planning.dry_run import batch_arithmetic, show_plan
 from posttrain.planning.memory import ModelSizes, memory_estimate, trained_parameters
 from posttrain.planning.model_sizes import model_sizes, published_sizes
@@ -471,3 +471,27 @@ def test_the_default_sft_of_a_4b_model_says_what_makes_it_fit_on_an_h100():
     again = Console(file=StringIO(), width=300)
     show_plan(fitting, published_sizes("Qwen/Qwen3-4B"), again, DEVICES["h100"])
     assert "the run needs an estimated" not in again.file.getvalue()
+
+
+def test_a_plan_names_a_gpu_that_is_too_small():
+    assert "GiB  an estimate; a100 has 74.51 GiB" in planned_on(DEVICES["a100"], "engine.slots=2000")
+    assert "a100 has" not in planned_on(DEVICES["a100"])
+
+
+def test_the_gpu_of_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr("posttrain.planning.model_sizes.model_sizes", lambda path: published_sizes("Qwen3-4B"))
+    words = ["rl", "environment.type=bandit"]
+    assert main([*words, "--dry-run", "--full", "--on", "24"]) == 0
+    assert "a GPU of 24 GB has 22.35 GiB" in capsys.readouterr().out
+    assert main([*words, "--on", "h200"]) == 2
+    assert "--on" in capsys.readouterr().err
+    assert main([*words, "--dry-run", "--on", "h2000"]) == 2
+    assert "--on: h2000" in capsys.readouterr().err
+
+
+def test_a_gpu_is_a_name_or_gigabytes():
+    assert device_of("h100") == Device("h100", 80e9)
+    assert device_of("47.5").memory == 47.5e9
+    for word in ("nan", "-3", "0", "1e9", "true", "h100.yaml", ""):
+        with pytest.raises(InputError, match="--on"):
+            device_of(word)

@@ -348,7 +348,7 @@ def test_every_command_of_the_pages_resolves(capsys):
             if verb in ("data", "fit-normalizer") or "install" in words or not words:
                 continue
             seen += 1
-            dry = [] if "--dry-run" in words or verb == "cluster" else ["--dry-run"]
+            dry = [] if "--dry-run" in words else ["--dry-run"]
             assert main([verb, *words, *dry]) == 0, command
             warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
             # The page says of these that the critic is left out, and a warning says so.

@@ -99,88 +99,9 @@ def rationales(
     Console().print(table)
 
 
-def documents(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with a text file per document.")],
-    template: Annotated[
-        Path,
-        typer.Option(help="Text file of the prompt: `{document}` is the text of a document, `{name}` its file name."),
-    ],
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[key=value ...]",
-            help="Keys of `posttrain generate`, such as model.path=runs/sft/model or engine.type=openai, to sample answers; "
-            "and with --rubric those of a judge, such as judge.url=URL judge.model=NAME.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(help="Directory for the parquet files in sft/, preferences/ and prompts/.")
-    ] = Path("data/rationales"),
-    name: Annotated[str, typer.Option(help="First word of the file names.")] = "rationales",
-    answers: Annotated[
-        Path | None,
-        typer.Option(help="Folder with answers that were written: files of the same names as the documents."),
-    ] = None,
-    reward: Annotated[str | None, typer.Option(help="Reward model that scores the sampled answers.")] = None,
-    rubric: Annotated[
-        str | None, typer.Option(help="Rubric of a judge that scores them: a packaged one or a .yaml file.")
-    ] = None,
-    val: Annotated[str, typer.Option(help="Validation documents: a number, or a share such as 0.1.")] = "0.1",
-    test: Annotated[str, typer.Option(help="Test documents: a number, or a share.")] = "0.1",
-    workers: Annotated[int, typer.Option(help="Maximum number of concurrent requests to the judge.", min=1)] = 8,
-) -> None:
-    """Turn documents into training rows: prompts, conversations with answers, and preference pairs.
-
-    Answers are written (--answers), or sampled by a model or a server (`model.path`, `engine.*`, `samples`). With a scorer
-    (--reward or --rubric), the best and the worst sampled answer of a document are a pair. A command that was interrupted
-    continues where it stopped, without sampling or judging an answer twice.
-
-    Examples:
-
-    posttrain data documents policies --template prompt.txt --answers procedures
-
-    posttrain data documents policies --template prompt.txt samples=8 sampling.temperature=1 model.path=runs/rlhf-sft/model
-    --reward runs/rlhf-reward/model
-
-    posttrain data documents policies --template prompt.txt samples=8 sampling.temperature=1 engine.type=openai
-    engine.url=http://localhost:8000/v1 engine.model=NAME --rubric logical_soundness judge.url=URL judge.model=NAME
-    """
-    from posttrain.cli.evaluate import progress
-    from posttrain.documents import Scorer, document_rows
-    from posttrain.errors import InputError
-
-    keys = [word for word in words or [] if not word.startswith("judge.")]
-    judge = [word.removeprefix("judge.") for word in words or [] if word.startswith("judge.")]
-    if reward is not None and rubric is not None:
-        raise InputError("--reward and --rubric both score the answers; keep one")
-    if judge and rubric is None:
-        raise InputError(f"judge.{judge[0]} has no effect without --rubric; add --rubric, or remove it")
-    scorer = Scorer(reward, rubric, judge, workers) if reward or rubric else None
-    shares = (share("--val", val), share("--test", test))
-    written = document_rows(folder, template, out, name, answers, *shares, keys, scorer, progress)
-    for message in written.messages:
-        typer.echo(message)
-    for path, count in written.files.items():
-        typer.echo(f"{path}: {count} rows")
-
-
-def share(option: str, text: str) -> int | float:
-    """A number of rows, or a share of them between 0 and 1; raises `InputError` for other words."""
-    from posttrain.errors import InputError
-
-    try:
-        value = float(text) if "." in text else int(text)
-    except ValueError:
-        value = -1
-    if value < 0 or (isinstance(value, float) and not 0 < value < 1):
-        raise InputError(f"{option} {text} is neither a whole number nor a share such as 0.1; correct it")
-    return value
-
-
 app = typer.Typer(no_args_is_help=True, help="Inspect, convert and generate rows of data.")
 app.command()(convert)
 app.command()(rationales)
-app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(documents)
 
 
 class Kind(StrEnum):

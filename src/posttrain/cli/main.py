@@ -12,7 +12,6 @@ import typer
 from posttrain import __version__
 from posttrain.cli.benchmark import PASSED_ON, benchmark
 from posttrain.cli.chat import chat
-from posttrain.cli.cluster import app as cluster
 from posttrain.cli.data import app as data
 from posttrain.cli.doctor import doctor
 from posttrain.cli.env import app as env
@@ -67,7 +66,6 @@ for verb in _PLAIN:
 app.command("fit-normalizer")(fit_normalizer)
 app.command("import")(import_)
 app.command(context_settings=PASSED_ON)(benchmark)
-app.add_typer(cluster, name="cluster", cls=PluginGroup)
 app.add_typer(data, name="data", cls=PluginGroup)
 app.add_typer(env, name="env", cls=PluginGroup)
 app.add_typer(evaluate, name="evaluate")

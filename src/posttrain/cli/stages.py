@@ -29,7 +29,7 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Show batch arithmetic and estimates of memory and time. Load rows, tasks, reward functions "
+        help="Show batch arithmetic and an estimate of memory. Load rows, tasks, reward functions "
         "and the tokenizer, and report the errors that the run would report, without training.",
     ),
 ]
@@ -37,12 +37,10 @@ On = Annotated[
     str | None,
     typer.Option(
         metavar="DEVICE",
-        help="With --dry-run: estimate the time on this device, a name such as h200 or a YAML file of measured limits.",
+        help="With --dry-run: plan for this GPU, h200, h100 or a100, or its memory in GB such as 48.",
     ),
 ]
-Full = Annotated[
-    bool, typer.Option("--full", help="With --dry-run: show the whole recipe, and the parts of memory and time.")
-]
+Full = Annotated[bool, typer.Option("--full", help="With --dry-run: show the whole recipe, and the parts of memory.")]
 Resume = Annotated[Path | None, typer.Option(metavar="RUN", help="Resume the run in this directory.")]
 FallBack = Annotated[
     bool,
@@ -90,13 +88,13 @@ def run(
             show_what_exists(recipe, console)
         show_checks(recipe, console)
         if not full:
-            console.print("\nadd --full for the whole recipe and the parts of the estimates", highlight=False)
+            console.print("\nadd --full for the whole recipe and the parts of the estimate", highlight=False)
         return
     VERBS[stage](*sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
 
 
 def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Console") -> "Recipe":
-    """The recipe with the engine that the run would use on this machine. With `--on` a GPU, prints that the plan counts the
+    """The recipe with the engine that the run would use on this machine. With `--on`, prints that the plan counts the
     local engine if the engine depends on what is installed there.
     """
     from posttrain.errors import InputError
@@ -113,7 +111,7 @@ def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Con
         # The run starts a server for each of its processes, and this process is alone.
         engine = chosen.engine.model_copy(update={"servers": chosen.hardware.processes})
         return chosen.model_copy(update={"engine": engine})
-    if chosen is recipe and device is not None and device.is_gpu and "engine" not in recipe.model_fields_set:
+    if chosen is recipe and device is not None and "engine" not in recipe.model_fields_set:
         line = "engine.type is local in this plan; with vLLM installed, a run on a GPU uses vLLM, which engine.type=vllm plans"
         show_line(console, line)
     return chosen
@@ -155,7 +153,7 @@ def show_checks(recipe: "Recipe", console: "Console", made: Sequence[Path] = ())
 
 
 def planned_device(dry_run: bool, on: str | None, full: bool = False) -> "Device | None":
-    """The device that `--on` names; Raises InputError for options that have no effect without `--dry-run`."""
+    """The GPU that `--on` names. Raises InputError for options that have no effect without `--dry-run`."""
     from posttrain.errors import InputError
     from posttrain.planning.devices import device_of
 

@@ -1,4 +1,4 @@
-"""`--dry-run`: print the full recipe, batch arithmetic, and estimates of memory and time, without running anything."""
+"""`--dry-run`: print the full recipe, batch arithmetic, and an estimate of memory, without running anything."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,21 +12,21 @@ from rich.table import Table
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import task_split
 from posttrain.errors import InputError
-from posttrain.planning.devices import DEVICES, Device
+from posttrain.planning.devices import Device
 from posttrain.planning.memory import (
     ModelSizes,
     at_a_time,
+    dedicated_memory,
     engine_memory,
     memory_estimate,
     process_memory,
     with_dtypes,
 )
-from posttrain.planning.phases import Phase, evaluation_phases, plain, step_phases, total_seconds
-from posttrain.planning.placement import ALONE, Placement
+from posttrain.planning.workers import PlacedRecipe, placement_of
 from posttrain.recipe.compose import dump_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.model import LoraRecipe
-from posttrain.recipe.rollout import SeedRange, evaluated_environment, shown_seeds, updates_behind
+from posttrain.recipe.rollout import evaluated_environment, shown_seeds, updates_behind
 from posttrain.recipe.stages import (
     DistillRecipe,
     DpoRecipe,
@@ -50,63 +50,7 @@ from posttrain.recipe.units import (
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.tables import show_line
 
-
-def show_times(recipe: Recipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:
-    """Print the estimated time of each phase of a step, or the reason why there is no estimate.
-
-    `device` is that of each process.
-    """
-    console.print("\n[bold]time[/bold]")
-    if device is None:
-        names = ", ".join(DEVICES)
-        said = f"no estimate without a device: pass --on with one of {names}, or a file of measured limits"
-    elif not plain(sizes):
-        said = "no estimate: the model is not a plain decoder"
-    elif not (phases := step_phases(recipe, sizes, device, _placement(recipe, device))):
-        said = "no estimate: the number of rows is unknown until they are read"
-    else:
-        console.print(_table(recipe, sizes, device, phases))
-        said = (
-            "Upper bounds: rows and episodes have their maximum length. Environments, judges, files and start-up are not "
-            "included. docs/results/scaling.md describes the model and compares it with measurements"
-        )
-        if _reads_weights_from_host(recipe):
-            said += ". The copies of weights from CPU memory (hardware.offload: all) are not included, either"
-    show_line(console, said, 2)
-
-
-def _table(recipe: Recipe, sizes: ModelSizes, device: Device, phases: list[Phase]) -> Table:
-    table = Table("what", "time", "counted as", box=None, show_header=False)
-    for phase in phases:
-        rate = f", {phase.tokens / phase.seconds:,.0f} a second" if phase.tokens else ""
-        table.add_row(f"  {phase.what}", duration(phase.seconds), phase.how + rate)
-    placement = _placement(recipe, device)
-    step, said = total_seconds(phases), f"an estimate for {_devices(placement)} {device.name}"
-    if isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):
-        table.add_row("  [bold]total[/bold]", duration(step), said)
-    else:
-        unit = "a step" if isinstance(recipe, RlRecipe | DistillRecipe) else "an update"
-        steps = f", {recipe.steps:,} of them {duration(recipe.steps * step)}" if recipe.steps else ""
-        table.add_row(f"  [bold]{unit}[/bold]", duration(step), said + steps)
-        if not isinstance(recipe, DpoRecipe | RewardRecipe) and (
-            played := evaluation_phases(recipe, sizes, device, placement)
-        ):
-            table.add_row("  an evaluation", duration(total_seconds(played)), played[-1].how)
-    table.columns[1].justify = "right"
-    return table
-
-
-def duration(seconds: float) -> str:
-    """Three significant digits with a suitable unit: 1.23 ms, 4.56 s, 7.89 min, 10.1 h."""
-    for unit, size in (("ms", 1e-3), ("s", 1.0), ("min", 60.0)):
-        if seconds < {"ms": 1.0, "s": 120.0, "min": 7200.0}[unit]:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 3600:,.1f} h"
-
-
 Learned = RlRecipe | DistillRecipe | SftRecipe | DpoRecipe | RewardRecipe
-
-
 Played = RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe
 
 
@@ -121,24 +65,15 @@ def tasks_of(recipe: Played) -> TaskSplit:
     return replace(task_split(environment, recipe.evaluation, None), validation=())
 
 
-def _counted(recipe: Recipe, tasks: TaskSplit | None) -> Recipe:
-    """The recipe with the numbers of held-out tasks."""
-    if tasks is None or tasks.held_out_source is None or not isinstance(recipe, Played):
-        return recipe
-    counts = {"seeds": len(tasks.validation), "final_seeds": len(tasks.test)}
-    ranges = {key: SeedRange(start=0, count=count) for key, count in counts.items() if count}
-    return recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update=ranges)})
-
-
 def show_plan(
     recipe: Recipe, sizes: ModelSizes | None, console: Console, device: Device | None = None, full: bool = True
 ) -> None:
-    """Print the plan: model, batches, memory and time.
+    """Print the plan: model, batches and memory.
 
     Args:
-        full: Print the whole recipe and the parts of memory and time as well.
-        sizes: Sizes of the model. None: memory and time are unknown.
-        device: Device for the time estimate. None: no estimate.
+        full: Print the whole recipe and the parts of memory as well.
+        sizes: Sizes of the model. None: memory is unknown.
+        device: The GPU of each process. None: unknown, or a CPU.
     """
     if full:
         console.print(f"[bold]recipe[/bold] ({recipe.stage})")
@@ -166,10 +101,12 @@ def show_plan(
         )
         console.print(unknown, markup=False, highlight=False, soft_wrap=True)
     elif not full:
-        _show_totals(recipe, _counted(recipe, tasks), sizes, device, console)
+        _show_totals(recipe, sizes, device, console)
     else:
         console.print(_memory_table(with_dtypes(recipe, device), sizes, device))
-        show_times(_counted(recipe, tasks), sizes, device, console)
+    if sizes is not None and (dedicated := _dedicated(with_dtypes(recipe, device), sizes, device)):
+        roles = ", ".join(f"{role} {_bytes(count)}" for role, count in dedicated.items())
+        show_line(console, f"on each GPU of the other workers: {roles}", 2)
     for warning in [*_too_large(with_dtypes(recipe, device), sizes, device), *recipe_warnings(recipe)]:
         show_line(console, f"warning: {warning}")
 
@@ -182,45 +119,14 @@ def _model(recipe: Recipe, sizes: ModelSizes | None) -> str:
     return f"{recipe.model.path}{size}, {dtype}" + (", LoRA" if recipe.model.lora else "")
 
 
-def _show_totals(recipe: Recipe, counted: Recipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:
-    """Print the sums of memory and time in a few words."""
+def _show_totals(recipe: Recipe, sizes: ModelSizes, device: Device | None, console: Console) -> None:
+    """Print the sum of memory and its largest parts."""
     rows, _ = _at_peak(with_dtypes(recipe, device), sizes, device)
     largest = sorted(rows, key=lambda what: -rows[what])[:2]
     parts = ", ".join(f"{what} {_bytes(rows[what])}" for what in largest)
     total = _bytes(sum(rows.values()))
     each = " per process" if _is_divided(recipe) else ""
     show_line(console, f"about {total}{each}, the most for {parts}", 2)
-    console.print("\n[bold]time[/bold]")
-    phases: list[Phase] = []
-    if device is not None and plain(sizes):
-        phases = step_phases(counted, sizes, device, _placement(recipe, device))
-    if not phases:
-        names = ", ".join(DEVICES)
-        said = f"unknown without a device: add --on with one of {names}" if device is None else "unknown, see --full"
-    else:
-        assert device is not None
-        steps = getattr(recipe, "steps", None)
-        one = total_seconds(phases)
-        bound = "more than" if _reads_weights_from_host(recipe) else "at most"
-        said = f"{bound} {duration(one)} a step on {_devices(_placement(recipe, device))} {device.name}"
-        said += f", {duration(one * steps)} for {steps:,} {_plural('step', steps)}" if steps else ""
-    show_line(console, said, 2)
-
-
-def _placement(recipe: Recipe, device: Device) -> Placement:
-    """The recipe's processes and offloading on GPUs. The processes of a CPU share it."""
-    if not (device.is_gpu and isinstance(recipe, Learned)):
-        return ALONE
-    count = recipe.hardware.processes
-    return Placement(devices=count, shard=count, offloaded=recipe.hardware.offload in ("optimizer", "all"))
-
-
-def _devices(placement: Placement) -> str:
-    return "one" if placement.devices == 1 else str(placement.devices)
-
-
-def _reads_weights_from_host(recipe: Recipe) -> bool:
-    return isinstance(recipe, Learned) and recipe.hardware.offload == "all"
 
 
 def _processes(recipe: Learned) -> str:
@@ -477,8 +383,18 @@ def _is_divided(recipe: Recipe) -> TypeGuard[Learned]:
 
 def _memory_rows(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> Mapping[str, tuple[int, str]]:
     if _is_divided(recipe):
-        return process_memory(recipe, sizes, device)
-    return memory_estimate(recipe, sizes, device=device)
+        rows = process_memory(recipe, sizes, device)
+    else:
+        rows = memory_estimate(recipe, sizes, placement_of(recipe), device)
+    dedicated = _dedicated(recipe, sizes, device)
+    return {what: row for what, row in rows.items() if what not in dedicated}
+
+
+def _dedicated(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> dict[str, int]:
+    """Role -> bytes on one GPU, of the workers whose GPUs are not those of the learners."""
+    if not isinstance(recipe, PlacedRecipe) or recipe.hardware.ray is None:
+        return {}
+    return dedicated_memory(recipe, sizes, device)
 
 
 def _at_peak(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> tuple[Mapping[str, int], str]:
@@ -486,11 +402,11 @@ def _at_peak(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> tuple[
     cache of the engine and the memory of activations.
     """
     rows = _memory_rows(recipe, sizes, device)
-    engine = engine_memory(recipe, sizes, device=device)
-    if device is None or not device.is_gpu or not engine:
+    placement = placement_of(recipe)
+    engine = engine_memory(recipe, sizes, placement, device)
+    if device is None or not engine:
         return {what: count for what, (count, _) in rows.items()}, ""
-    count = recipe.hardware.processes if isinstance(recipe, Learned) else 1
-    learning, sampling = at_a_time(recipe, rows, engine, Placement(devices=count, shard=count))
+    learning, sampling = at_a_time(recipe, rows, engine, placement)
     if learning == sampling:
         return learning, ""
     both = ((learning, "while learning"), (sampling, "while sampling"))
@@ -499,7 +415,7 @@ def _at_peak(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> tuple[
 
 def _too_large(recipe: Recipe, sizes: ModelSizes | None, device: Device | None) -> list[str]:
     """A sentence if the run needs more memory than the device has; otherwise empty."""
-    if recipe.remote is not None or sizes is None or device is None or device.memory is None:
+    if recipe.remote is not None or sizes is None or device is None:
         return []
     together = _together(recipe, sizes, device)
     if together <= device.memory:
@@ -516,7 +432,8 @@ def _too_large(recipe: Recipe, sizes: ModelSizes | None, device: Device | None) 
 
 
 def _together(recipe: Recipe, sizes: ModelSizes, device: Device) -> int:
-    return sum(_at_peak(recipe, sizes, device)[0].values())
+    """Bytes on the GPU that needs the most."""
+    return max(sum(_at_peak(recipe, sizes, device)[0].values()), *_dedicated(recipe, sizes, device).values(), 0)
 
 
 def _smaller(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
@@ -553,7 +470,7 @@ def _memory_table(recipe: Recipe, sizes: ModelSizes, device: Device | None) -> T
         table.add_row(f"  {what}", _bytes(count), how)
     present, when = _at_peak(recipe, sizes, device)
     together, said = sum(present.values()), "an estimate"
-    if device is not None and device.memory is not None and together > device.memory:
+    if device is not None and together > device.memory:
         said += f"; {device.name} has {_bytes(int(device.memory))}"
     said += f"; the most at one time, {when}" if when else ""
     each = "per process" if apart else "total"

@@ -10,6 +10,7 @@ from posttrain.errors import InputError
 from posttrain.planning.devices import Device
 from posttrain.planning.model_sizes import ModelSizes, model_sizes
 from posttrain.planning.placement import ALONE, Placement
+from posttrain.planning.workers import CRITIC, ENGINE, REFERENCE, REWARD, PlacedRecipe, placement_of, reward_count
 from posttrain.recipe.engines import LocalEngineRecipe, VllmEngineRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.stages import (
@@ -45,8 +46,7 @@ def with_dtypes(recipe: R, device: Device | None) -> R:
     def chosen(section: Any) -> Any:
         if getattr(section, "dtype", "float32") not in (None, "auto"):
             return section
-        halves = device.is_gpu if section.dtype is None else device.bfloat16 > device.float32
-        return section.model_copy(update={"dtype": "bfloat16" if halves else "float32"})
+        return section.model_copy(update={"dtype": "bfloat16"})
 
     sections = [name for name in ("model", "reward", "critic", "teacher") if hasattr(recipe, name)]
     copy: Any = recipe.model_copy(update={name: chosen(getattr(recipe, name)) for name in sections})
@@ -90,7 +90,7 @@ def engine_memory(
 ) -> dict[str, tuple[int, str]]:
     """Item -> (bytes on one engine device, how they are counted): the engine's own weights, if any, and a full KV cache.
 
-    On a GPU, vLLM takes its share of the memory of `device` for both, and answers that do not fit are queued. Servers at
+    vLLM takes its share of the memory of `device` for both, and answers that do not fit are queued. Servers at
     `engine.urls` count as 0.
     """
     if isinstance(recipe, DpoRecipe | RewardRecipe | HarnessRecipe):
@@ -110,10 +110,9 @@ def engine_memory(
     if isinstance(recipe.engine, VllmEngineRecipe) and recipe.engine.cache_gigabytes is not None:
         size = int(recipe.engine.cache_gigabytes * 2**30)
         return rows | {"key/value cache": (size, f"engine.cache_gigabytes {recipe.engine.cache_gigabytes:g}")}
-    memory = device.memory if device is not None and device.is_gpu else None
-    if isinstance(recipe.engine, VllmEngineRecipe) and device is not None and memory is not None:
+    if isinstance(recipe.engine, VllmEngineRecipe) and device is not None:
         share = recipe.engine.gpu_memory_utilization
-        size = max(0, round(share * memory) - rows["weights of the engine"][0])
+        size = max(0, round(share * device.memory) - rows["weights of the engine"][0])
         how = f"engine.gpu_memory_utilization {share:g} of {device.name}, less the weights of the engine"
         return rows | {"key/value cache": (size, how)}
     how = f"engine.slots {slots} x rollout.tokens_per_episode {tokens} x {cache:,} bytes"
@@ -196,9 +195,7 @@ _UNSHARDED = "unsharded weights while sampling"
 def _divided(
     rows: dict[str, tuple[int, str]], sizes: ModelSizes, placement: Placement, width: int
 ) -> dict[str, tuple[int, str]]:
-    """The items on one learner device, after sharding and offloading."""
-    if placement.offloaded:
-        rows = {what: row for what, row in rows.items() if what not in _OFFLOADED}
+    """The items on one learner device, after sharding."""
     if placement.shard == 1:
         return rows
     over = f", over {placement.shard} devices"
@@ -394,16 +391,6 @@ def kept_activations(sizes: ModelSizes) -> int:
     return (4 + copies) * sizes.hidden + 2 * (queries + keys) + normalized + 3 * networks * sizes.intermediate
 
 
-def layer_activations(sizes: ModelSizes) -> int:
-    """Numbers per token of one layer whose transfers count as time: those of modules without fused functions.
-
-    With experts, only the active experts of a token count, plus one copy of the token for each.
-    """
-    queries, keys = sizes.heads * sizes.head_size, sizes.key_value_heads * sizes.head_size
-    networks, copies = (sizes.experts_per_token, 2 * sizes.experts_per_token) if sizes.experts else (1, 0)
-    return (6 + copies) * sizes.hidden + 3 * queries + 4 * keys + 4 * networks * sizes.intermediate
-
-
 def process_memory(
     recipe: RlRecipe | DistillRecipe | SftRecipe | DpoRecipe | RewardRecipe,
     sizes: ModelSizes,
@@ -414,7 +401,8 @@ def process_memory(
     scorer = isinstance(recipe, RewardRecipe)
     count, trained = hardware.processes, trained_parameters(recipe.model, sizes, scorer)
     parameters = sizes.scorer_parameters if scorer else sizes.parameters
-    rows = memory_estimate(recipe, sizes, Placement(devices=count, shard=count), device)
+    placement = placement_of(recipe)
+    rows = memory_estimate(recipe, sizes, placement, device)
     over = f", over {count} processes"
     for what in ("gradients", _MASTERS):
         rows.pop(what, None)
@@ -446,7 +434,23 @@ def process_memory(
             "two unsharded layers, gradients of one, the output projection with its gradients",
         )
     plays = not isinstance(recipe, DpoRecipe | RewardRecipe) and recipe.environment is not None
-    if plays and isinstance(recipe.engine, LocalEngineRecipe):  # type: ignore[union-attr]
+    if plays and not placement.engines and isinstance(recipe.engine, LocalEngineRecipe):  # type: ignore[union-attr]
         whole = width * sizes.parameters
         rows[_UNSHARDED] = (whole, "for the engine in this process; activations are freed")
     return rows
+
+
+def dedicated_memory(recipe: PlacedRecipe, sizes: ModelSizes, device: Device | None = None) -> dict[str, int]:
+    """Role -> bytes on one GPU of each kind of worker of a Ray cluster that has GPUs besides those of the learners."""
+    placement, dedicated = placement_of(recipe), recipe.hardware.dedicated
+    whole = {what: count for what, (count, _) in memory_estimate(recipe, sizes).items()}
+    roles = {}
+    if placement.engines and not placement.colocated:
+        roles[ENGINE] = sum(count for count, _ in engine_memory(recipe, sizes, placement, device).values())
+    if reward_count(recipe):
+        roles[REWARD] = whole["reward model"]
+    if dedicated.critic:
+        roles[CRITIC] = whole.get("critic", 0) // dedicated.critic + whole["activations, roughly"]
+    if dedicated.reference:
+        roles[REFERENCE] = weight_width(recipe.model) * sizes.parameters
+    return roles

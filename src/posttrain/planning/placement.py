@@ -20,11 +20,6 @@ class Placement:
     """Tensor-parallel size of one engine. Matrices and KV-cache heads are divided."""
     colocated: bool = True
     """Whether the engines share the learner's devices. Sampling and learning then alternate."""
-    offloaded: bool = False
-    """Whether optimizer state and float32 master weights are in host memory. AdamW then runs on the CPU."""
-    async_rollouts: int = 0
-    """Maximum number of steps by which separate engines run ahead of the learner. Also the maximum age, in steps, of the
-    weights with which an answer started. 0: synchronous."""
 
     def __post_init__(self) -> None:
         if self.devices % self.shard or self.shard % self.expert_parallel:
@@ -33,15 +28,6 @@ class Placement:
             raise ValueError("a learner on several devices without colocation needs `engines` of at least 1")
         if self.engines and self.colocated and self.engines * self.tensor > self.devices:
             raise ValueError("colocated engines cannot use more devices than the learner has")
-        if self.async_rollouts and (self.colocated or not self.engines):
-            raise ValueError(
-                "`async_rollouts` needs separate engines: set `colocated` to False and `engines` to at least 1"
-            )
-
-    @property
-    def all_devices(self) -> int:
-        """Number of devices of the learner and the engines."""
-        return self.devices + (0 if self.colocated else self.engines * self.tensor)
 
 
 ALONE = Placement()

@@ -1,20 +1,14 @@
 """Placement of a recipe's worker processes on the nodes and devices of a cluster."""
 
 import math
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain.planning.devices import DEVICES, Device
+from posttrain.planning.placement import ALONE, Placement
 from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import DpoRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
-
-CORES_PER_DEVICE = 12
-"""Assumed cores per GPU of a described node. Servers with eight GPUs usually have 96 cores or more."""
-_RAY_NAMES = {"H200": "h200", "H100": "h100", "A100": "a100"}
-"""GPU name in Ray -> device of the cost model."""
 
 
 @dataclass(frozen=True)
@@ -28,36 +22,13 @@ class Node:
     """Number of GPUs. 0: the node computes on its CPU cores."""
 
 
-def described(nodes: int, devices: int, device: Device | None) -> list[Node]:
-    """`nodes` nodes with `devices` GPUs each. If `device` is a CPU, the nodes have no GPUs."""
-    if nodes < 1 or devices < 0:
-        raise InputError("--nodes must be at least 1 and --devices at least 0")
-    if device is not None and device.link is None and device.per_node == 1:
-        devices = 0
-    cores = float(CORES_PER_DEVICE * devices) if devices else _cores_of(device)
-    return [Node(f"node {number}", cores, devices) for number in range(nodes)]
-
-
-def _cores_of(device: Device | None) -> float:
-    """Number of cores of a CPU device, from the end of its name. Default: 2."""
-    match = re.search(r"-(\d+)$", device.name) if device is not None else None
-    return float(match[1]) if match else 2.0
-
-
-def living(states: list[dict[str, Any]]) -> tuple[list[Node], Device | None]:
-    """Live nodes of a Ray cluster from `ray.nodes()`, head first, and the device type of their GPUs.
-
-    The device is None if the GPUs are unknown or differ.
-    """
-    nodes, kinds = [], set()
-    for state in sorted(states, key=lambda s: "node:__internal_head__" not in s["Resources"]):
-        if not state["Alive"]:
-            continue
-        resources = state["Resources"]
-        nodes.append(Node(state["NodeManagerAddress"], resources.get("CPU", 0.0), int(resources.get("GPU", 0))))
-        kinds |= {name.removeprefix("accelerator_type:") for name in resources if name.startswith("accelerator_type:")}
-    known = {_RAY_NAMES[seen] for kind in kinds for seen in _RAY_NAMES if seen in kind}
-    return nodes, DEVICES[known.pop()] if len(known) == 1 else None
+def living(states: list[dict[str, Any]]) -> list[Node]:
+    """Live nodes of a Ray cluster from `ray.nodes()`, head first."""
+    return [
+        Node(state["NodeManagerAddress"], state["Resources"].get("CPU", 0.0), int(state["Resources"].get("GPU", 0)))
+        for state in sorted(states, key=lambda s: "node:__internal_head__" not in s["Resources"])
+        if state["Alive"]
+    ]
 
 
 PlacedRecipe = RlRecipe | SftRecipe | RewardRecipe | DpoRecipe
@@ -128,6 +99,19 @@ def engine_count(recipe: PlacedRecipe, devices: bool) -> int:
     if wanted.count is not None:
         return wanted.count
     return max(1, recipe.hardware.processes // wanted.devices) if devices and wanted.colocated else 1
+
+
+def placement_of(recipe: Recipe) -> Placement:
+    """Layout of a run on GPUs. Without Ray, the engine is in the learner's process."""
+    hardware = getattr(recipe, "hardware", None)
+    if not isinstance(hardware, HardwareRecipe):
+        return ALONE
+    learners = hardware.processes
+    if hardware.ray is None or not isinstance(recipe, PlacedRecipe) or not engine_count(recipe, True):
+        return Placement(learners, learners)
+    engines = hardware.engines
+    tensor = min(engines.devices, learners) if engines.colocated else engines.devices
+    return Placement(learners, learners, engines=1, tensor=tensor, colocated=engines.colocated)
 
 
 def reward_count(recipe: PlacedRecipe) -> int:

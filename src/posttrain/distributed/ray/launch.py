@@ -74,7 +74,7 @@ class ClusterRun:
 
         self.recipe, self.console, self.ray = recipe, console, ray
         self.resume, self.overwrite = resume, overwrite
-        self.nodes, _ = living(ray.nodes())
+        self.nodes = living(ray.nodes())
         self.gpus = sum(node.devices for node in self.nodes)
         self.workers, self.share = place(recipe, self.nodes)
         self.document = recipe.model_dump_json()

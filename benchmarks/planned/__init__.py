@@ -1,1 +1,0 @@
-"""Predictions of the cost model: for recorded speeds, for clusters, and for published placements."""
