@@ -271,7 +271,8 @@ def verdict_key(model: torch.nn.Module, *settings: object) -> str:
     digest = hashlib.blake2b(_code().encode(), digest_size=12)
     digest.update(repr((type(inner).__name__, inner.config.to_json_string(use_diff=False), settings)).encode())
     for name, parameter in model.named_parameters():
-        values = parameter.detach().flatten()[:16].float().cpu().numpy().tobytes()
+        # A copy: FSDP frees the storage of weights, and numpy would hold it.
+        values = parameter.detach().flatten()[:16].to("cpu", torch.float32, copy=True).numpy().tobytes()
         digest.update(repr((name, tuple(parameter.shape), parameter.dtype, parameter.device.type)).encode() + values)
     return digest.hexdigest()
 
