@@ -178,6 +178,7 @@ def finished(tiny_model, runs, export):
     """A run of two steps with almost no change, and its output."""
     values = small.recipe_values(tiny_model, runs, optimizer={"learning_rate": 1e-30}, export=export)
     values |= small.two_steps(values) | {"checkpoint": {"every": 1, "keep": "all"}}
+    values["evaluation"]["every"] = 2
     printed = io.StringIO()
     run = run_stage(TypeAdapter(Recipe).validate_python(values), console=Console(file=printed, width=250))
     return run, printed.getvalue()

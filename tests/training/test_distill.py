@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import transformers
 from pydantic import TypeAdapter, ValidationError
 
 import posttrain
@@ -186,6 +187,10 @@ def test_a_teacher_with_another_vocabulary_is_refused(tiny_model, tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["<|other|>"])
     tokenizer.save_pretrained(other)
+    config = json.loads((other / "config.json").read_text())
+    wider = transformers.AutoModelForCausalLM.from_pretrained(other)
+    wider.resize_token_embeddings(config["vocab_size"] + 1)
+    wider.save_pretrained(other)
     policy = Policy(ModelRecipe(path=str(tiny_model)))
     with pytest.raises(InputError, match=r"teacher\.path.*not have the vocabulary.*'<\|other\|>' is .* the teacher's"):
         teacher_for(TeacherRecipe(path=str(other)), policy)

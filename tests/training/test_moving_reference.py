@@ -120,7 +120,7 @@ def run(values):
 
 
 def preference_values(tiny, folder, loss, **changes):
-    values = recipe_values("dpo", tiny, folder, loss={"type": loss}, epochs=1, evaluation={"every": 0}, **changes)
+    values = recipe_values("dpo", tiny, folder, loss={"type": loss}, epochs=1, evaluation={"every": 100}, **changes)
     if loss == "kto":
         values["data"]["train"] = write_jsonl(folder / "judged.jsonl", unpaired_rows(13))
         values["data"]["validation"] = write_jsonl(folder / "judged_too.jsonl", unpaired_rows(4))

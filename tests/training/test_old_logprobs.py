@@ -112,7 +112,7 @@ def test_a_bfloat16_learner_computes_old_logprobs_by_default(tiny_model):
 
 def test_a_learner_warns_of_an_engine_that_differs(policy, episodes):
     learner = posttrain.Learner(policy, loss="ppo", learning_rate=1e-9)
-    with pytest.warns(UserWarning, match="set `old: learner` in the loss"):
+    with pytest.warns(UserWarning, match="`old: learner`"):
         learner.update(episodes, posttrain.advantages(episodes, "rloo"))
 
 
