@@ -37,7 +37,8 @@ EXPERTS = {
     "deepseek_v3": (
         "DeepseekV3Config",
         DEEPSEEK
-        | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+        | {"num_key_value_heads": 4},
     ),
 }
 """Families with experts -> their class of configuration and its keys. Deepseek, GLM and Qwen2 have shared experts too, and

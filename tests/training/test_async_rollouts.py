@@ -179,4 +179,5 @@ def test_every_algorithm_takes_steps_ahead(changes, tiny_model, tmp_path):
     lines = train_lines(run)
     assert len(lines) == 3
     assert all(line["optimizer/gradient_norm"] > 0 for line in lines)
-    assert lines[-1]["policy/staleness_max"] > 0
+    # Whether a given step has older tokens depends on which thread is faster.
+    assert max(line["policy/staleness_max"] for line in lines) > 0

@@ -173,8 +173,10 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name.strip():
         raise UnusableRow("tool call without a name", f"in {where}")
     rest = {key: item for key, item in function.items() if item is not None and key != "name"}
-    key = "arguments" if "arguments" in rest else "parameters"
-    if key in rest:
+    key = next((key for key in ("arguments", "parameters", "input", "args") if key in rest), None)
+    if key is None and any(isinstance(item, dict) for item in rest.values()):
+        raise UnusableRow("tool call without `arguments`", f"that of {short(name)} in {where}")
+    if key is not None:
         category = "arguments of a tool call are not an object"
         arguments = read_json(rest.pop(key), category, f"those of {short(name)} in {where}")
         if not isinstance(arguments, dict | None):

@@ -171,7 +171,15 @@ class Renderer:
                 if _PROBE in text and _ANSWER in text and not re.search("['\"]thinking['\"]", text):
                     # With thinking off, the prompt ends with an empty thought.
                     return form if text.startswith(self._applied(asked, None, True)) else None
-        return "tags" if "</think>" in self.tokenizer.get_chat_template() else None
+        if "</think>" not in self.tokenizer.get_chat_template():
+            return None
+        # A template that removes thinking from answers shows none.
+        with suppress(InputError):
+            text = self._applied(
+                [*asked, _in_form({"role": "assistant", "content": _ANSWER}, _PROBE, "tags")], None, False
+            )
+            return "tags" if _PROBE in text or not text.startswith(self._applied(asked, None, True)) else None
+        return None
 
     def with_reasoning(self, message: Message) -> Message:
         """Return a message with its reasoning in the form that the template reads, or without it."""

@@ -128,8 +128,8 @@ def _scores(scores: object) -> dict[str, float | None]:
     if not isinstance(scores, Mapping):
         raise ProtocolError(f"`scores` in `info` is {short(scores)}, not a dict")
     for name, value in scores.items():
-        if not isinstance(name, str) or (value is not None and not math.isfinite(number(value))):
-            raise ProtocolError(f"the score {short(name)} in `info` is {short(value)}, not a finite number")
+        if not isinstance(name, str) or (value is not None and not abs(number(value)) <= LARGEST_REWARD):
+            raise ProtocolError(f"the score {short(name)} in `info` is {short(value)}, not a number of float32")
     return {name: None if value is None else number(value) for name, value in scores.items()}
 
 

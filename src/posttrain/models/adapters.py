@@ -93,6 +93,10 @@ def adapted_beside_layers(model: torch.nn.Module) -> list[str]:
 # -- targets ----------------------------------------------------------------------------------------------------------
 
 
+_READ_AS_WEIGHTS = ("dt_proj", "out_proj")
+"""Modules of state space layers whose weights are read, on a processor or by the kernels of a GPU."""
+
+
 def _set_targets(config: Any, model: Any, targets: str | list[str]) -> None:
     """Set the modules and parameters of peft's `config` that `targets` names in `model`, by their full names."""
     from transformers.pytorch_utils import Conv1D
@@ -125,6 +129,9 @@ def _set_targets(config: Any, model: Any, targets: str | list[str]) -> None:
     leaves = {leaf for leaf in set(map(_leaf, linear)) if _is_taken(config, model, leaf)}
     # peft would replace the forward pass of these linear modules, such as routers.
     special = {name for name in linear if type(modules[name]).__module__.startswith("transformers.models.")}
+    # State space layers read the weights of some of their modules instead of calling them.
+    spaces = {name for name, module in model.named_modules() if hasattr(module, "A_log")}
+    special |= {name for name in linear if name.rpartition(".")[0] in spaces and _leaf(name) in _READ_AS_WEIGHTS}
     config.target_modules = {name for name in linear - special if _leaf(name) not in leaves}
     config.target_parameters = {f"{name}.weight" if name in linear else name for name in chosen - config.target_modules}
     packed = [name for name in linear - config.target_modules if not modules[name].weight.is_floating_point()]

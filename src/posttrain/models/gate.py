@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -83,7 +83,7 @@ def choose_path(model: torch.nn.Module, cache: Path) -> None:
     InputError, which names the model type, if no path is exact.
     """
     key = verdict_key(model)
-    if (stored := read_verdict(cache, key)) is None:
+    if (stored := read_verdict(cache, key, {field.name for field in fields(ForwardPath)})) is None:
         with computing_in_float32(model) as dtype, short_windows(model), torch.no_grad():
             path = _exact_path(model, tolerance(dtype))
         keep_verdict(cache, key, asdict(path))
@@ -289,13 +289,13 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def read_verdict(cache: Path, key: str) -> dict[str, Any] | None:
-    """What `keep_verdict` wrote for `key`; None if it wrote nothing, or if the file is damaged."""
+def read_verdict(cache: Path, key: str, names: set[str]) -> dict[str, Any] | None:
+    """What `keep_verdict` wrote for `key`; None if it wrote nothing, or if the file does not have these `names`."""
     try:
         stored = json.loads((cache / f"{key}.json").read_text())
     except (OSError, ValueError):
         return None
-    return stored if isinstance(stored, dict) else None
+    return stored if isinstance(stored, dict) and set(stored) == names else None
 
 
 def keep_verdict(cache: Path, key: str, verdict: dict[str, Any]) -> None:

@@ -126,14 +126,15 @@ def _of_directory(directory: Path) -> ModelSizes:
         config = AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         ).get_text_config()
-        heads = config.num_attention_heads
+        # Recurrent models have no heads, and some have MLPs of the usual width without a key for it.
+        heads = getattr(config, "num_attention_heads", None) or 1
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
         inner = getattr(config, "moe_intermediate_size", None) if experts else None
         sizes = ModelSizes(
             parameters=_stored_parameters(directory),
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
-            intermediate=inner or config.intermediate_size,
+            intermediate=inner or getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             heads=heads,
             key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,

@@ -218,5 +218,5 @@ def check_mismatch(metrics: Mapping[str, float], limit: float, step: int) -> Non
         raise RunError(
             f"step {step}: policy/mismatch is {mismatch:.3g} nats per token, and the precision of engine and learner "
             f"explains {limit:g}, so the policy is not trained on the probabilities that it samples with; check that the "
-            "engine serves this model, tokenizer and temperature, or set engine.type=local"
+            "engine has this model, tokenizer and temperature"
         )

@@ -383,8 +383,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["time/decoding"] = batch.counters.decoding_seconds
     if batch.counters.cache_bytes:
         metrics["memory/key_value_cache"] = float(batch.counters.cache_bytes)
-    if reports_success(episodes):
-        metrics["rollout/success"] = _mean([e.success for e in episodes])
+    if reports_success(episodes) and unscored < len(episodes):
+        metrics["rollout/success"] = _mean([e.success for e in episodes if e.outcome is not Outcome.UNSCORED])
     if unscored:
         metrics["rollout/unscored"] = float(unscored)
     for name in score_names(played):

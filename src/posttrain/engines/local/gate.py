@@ -71,7 +71,7 @@ def choose_decoding(model: torch.nn.Module, flash: bool, cache: Path) -> Parts:
     if path_of(model).packed:
         kinds = (*(("flash",) if flash else ()), "paged", "modules", *kinds)
     key = verdict_key(model, "decoding", *kinds)
-    stored = read_verdict(cache, key) or _verdict(model, kinds)
+    stored = read_verdict(cache, key, {"kind", "reason"}) or _verdict(model, kinds)
     keep_verdict(cache, key, stored)
     if stored["kind"] == "whole":
         warnings.warn(
