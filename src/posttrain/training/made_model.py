@@ -9,6 +9,7 @@ It is not a general language model: its training data has a few hundred words an
 
 import hashlib
 import inspect
+import json
 import math
 import os
 import shutil
@@ -128,14 +129,18 @@ def _make(directory: Path, seed: int) -> None:
 
 
 def _tokenizer(messages: Iterable[Message]) -> Any:
-    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     bpe = ByteLevelBPETokenizer()
     texts = (text for message in messages for text in (message["role"], message["content"]))
     bpe.train_from_iterator(texts, VOCABULARY, min_frequency=2, special_tokens=MARKS, show_progress=False)
+    # Tokens that messages contain are no control tokens, which the renderer keeps out of messages.
+    described = json.loads(bpe._tokenizer.to_str())
+    for token in described["added_tokens"]:
+        token["special"] = token["content"].startswith("<|")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe._tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|endoftext|>"
+        tokenizer_object=Tokenizer.from_str(json.dumps(described)), eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|endoftext|>"
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
