@@ -102,8 +102,10 @@ def paired_test(
     )
     over_items = float(np.var(drawn_b - drawn_a)) * len(items) / (len(items) - 1)
     difference, p = t_test(totals_a, totals_b, over_items, len(items))
-    if kind == "rate":
-        low, high = np.clip((difference.low, difference.high), -1.0, 1.0).tolist()
+    if kind in ("rate", "mean"):
+        # No difference is larger than that of the smallest and the largest value.
+        width = 1.0 if kind == "rate" else float(np.ptp(np.concatenate([np.ravel(v) for v in (*values_a, *values_b)])))
+        low, high = np.clip((difference.low, difference.high), -width, width).tolist()
         difference = replace(difference, low=low, high=high)
     dz = None
     if kind in ("rate", "mean"):

@@ -140,7 +140,10 @@ def _tokenizer(messages: Iterable[Message]) -> Any:
     for token in described["added_tokens"]:
         token["special"] = token["content"].startswith("<|")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(described)), eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|endoftext|>"
+        tokenizer_object=Tokenizer.from_str(json.dumps(described)),
+        eos_token="<|im_end|>",
+        bos_token="<|im_start|>",
+        pad_token="<|endoftext|>",
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
