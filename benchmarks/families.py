@@ -194,7 +194,9 @@ def main() -> int:
         print(table(rows[-1:]).splitlines()[-1], flush=True)
     counts = {path: sum(row.path == path for row in rows) for path in dict.fromkeys(row.path for row in rows)}
     wrong = [row.type for row in rows if row.wrong]
-    summary = ", ".join(f"{count} {path}" for path, count in counts.items()) + "; wrong: " + (", ".join(wrong) or "none")
+    summary = (
+        ", ".join(f"{count} {path}" for path, count in counts.items()) + "; wrong: " + (", ".join(wrong) or "none")
+    )
     print(summary)
     if chosen.out is not None:
         chosen.out.write_text(PAGE.format(version=transformers.__version__, counts=summary, table=table(rows)))
