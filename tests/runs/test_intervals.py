@@ -93,7 +93,7 @@ def test_the_mean_of_many_values_has_halls_interval(values):
     """Hall's transformation of the standardized limits gives Student's quantiles back."""
     n, center, deviation = len(values), np.mean(values), np.std(values, ddof=1)
     known = mean(values)
-    if np.ptp(values) <= 1e-3 or len(set(values)) < 3:
+    if np.ptp(values) <= 1e-3 or len({round(value, 6) for value in values}) < 3:  # two values, but for rounding
         assert not known.low > known.value
         return
     g = stats.skew(values, bias=False)

@@ -92,6 +92,7 @@ def test_a_run_killed_after_step_0_resumes_to_the_same_bits(tiny_model, tmp_path
         (tmp_path / name).mkdir()
         values = small.recipe_values(tiny_model, tmp_path / name)
         values |= small.two_steps(values)
+        values["evaluation"]["every"] = 2
         values |= {"credit": {"type": "gae"}, "critic": {"backbone": "separate"}, "kl": {"coefficient": 0.1}}
         values["kl"]["reference"] = {"mix": 0.5, "update_every": 1}
         assert small.run(values, die_at=die_at) == (0 if die_at is None else -9), (
