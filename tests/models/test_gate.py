@@ -276,3 +276,15 @@ def test_the_cache_of_single_sequences_has_no_limit(tmp_path):
         policy = Policy(saved("stablelm", tmp_path))
     with pytest.raises(InputError, match=r"engine\.cache_bytes"):
         local_engine.LocalEngine(policy, cache_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("kind", ["jamba", "falcon_h1"])
+def test_adapters_leave_out_weights_that_state_spaces_read(kind, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        directory = saved(kind, tmp_path)
+        policy = Policy(directory, lora={"rank": 2})
+        policy.score(*rows(30), 1.0, 64).logprobs.sum().backward()
+        assert [name for name, parameter in policy.trainable() if parameter.grad is None] == []
+        with pytest.raises(InputError, match="out_proj|dt_proj"):
+            Policy(directory, lora={"rank": 2, "targets": ["out_proj" if kind == "falcon_h1" else "dt_proj"]})

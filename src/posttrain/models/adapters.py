@@ -94,7 +94,8 @@ def adapted_beside_layers(model: torch.nn.Module) -> list[str]:
 
 
 _READ_AS_WEIGHTS = ("dt_proj", "out_proj")
-"""Modules of state space layers whose weights are read, on a processor or by the kernels of a GPU."""
+"""Modules of state space layers whose weights are read, on a processor or by the kernels of a GPU. `all-linear` leaves them
+out."""
 
 
 def _set_targets(config: Any, model: Any, targets: str | list[str]) -> None:
@@ -123,15 +124,20 @@ def _set_targets(config: Any, model: Any, targets: str | list[str]) -> None:
                     raise _no_match(
                         f"no linear module, embedding or matrix of experts is named {target!r}", target, names
                     )
+    # State space layers read the weights of some of their modules instead of calling them, so adapters have no effect.
+    spaces = {name for name, module in model.named_modules() if hasattr(module, "A_log")}
+    read = {name for name in chosen if name.rpartition(".")[0] in spaces and _leaf(name) in _READ_AS_WEIGHTS}
+    if read and not (isinstance(targets, str) and targets.lower() == "all-linear"):
+        raise InputError(
+            f"model.lora.targets: {min(read)} cannot have adapters, because its layer reads the weight itself; remove it"
+        )
+    chosen -= read
     _refuse_shared(model, chosen)
     linear = {name for name in chosen if name in modules}
     # peft takes these names for those of experts, also if they are modules.
     leaves = {leaf for leaf in set(map(_leaf, linear)) if _is_taken(config, model, leaf)}
     # peft would replace the forward pass of these linear modules, such as routers.
     special = {name for name in linear if type(modules[name]).__module__.startswith("transformers.models.")}
-    # State space layers read the weights of some of their modules instead of calling them.
-    spaces = {name for name, module in model.named_modules() if hasattr(module, "A_log")}
-    special |= {name for name in linear if name.rpartition(".")[0] in spaces and _leaf(name) in _READ_AS_WEIGHTS}
     config.target_modules = {name for name in linear - special if _leaf(name) not in leaves}
     config.target_parameters = {f"{name}.weight" if name in linear else name for name in chosen - config.target_modules}
     packed = [name for name in linear - config.target_modules if not modules[name].weight.is_floating_point()]

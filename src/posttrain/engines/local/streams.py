@@ -28,12 +28,13 @@ class StreamCaches:
     pages = bytes = 0
 
     def __init__(self, slots: int) -> None:
-        self.ids = [torch.empty(0, dtype=torch.int64)] * slots
-        self.states: list[dict[str, Any]] = [{} for _ in range(slots)]
+        self.slots = slots
+        self.trim()
 
     def trim(self) -> None:
         """Discard everything."""
-        self.__init__(len(self.ids))  # type: ignore[misc]
+        self.ids = [torch.empty(0, dtype=torch.int64)] * self.slots
+        self.states: list[dict[str, Any]] = [{} for _ in range(self.slots)]
 
 
 class StreamLayout:
