@@ -286,5 +286,5 @@ def test_adapters_leave_out_weights_that_state_spaces_read(kind, tmp_path):
         policy = Policy(directory, lora={"rank": 2})
         policy.score(*rows(30), 1.0, 64).logprobs.sum().backward()
         assert [name for name, parameter in policy.trainable() if parameter.grad is None] == []
-        with pytest.raises(InputError, match="out_proj|dt_proj"):
+        with pytest.raises(InputError, match=r"out_proj|dt_proj"):
             Policy(directory, lora={"rank": 2, "targets": ["out_proj" if kind == "falcon_h1" else "dt_proj"]})
