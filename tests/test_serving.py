@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
@@ -129,6 +130,25 @@ def test_completions_of_text_and_tokens(client: Any, policy: Policy) -> None:
     assert (again.choices[0].text, again.choices[0].logprobs) == (first.text, None)
     pieces = client.completions.create(model="m", prompt=prompt, temperature=0, max_tokens=6, stream=True)
     assert "".join(piece.choices[0].text for piece in pieces) == first.text
+
+
+def test_an_echoed_prompt_is_scored_as_in_training(client: Any, policy: Policy) -> None:
+    prompts = [policy.tokenizer(text)["input_ids"] for text in ("one two three", "one")]
+    answer = client.completions.create(model="m", prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True)
+    for ids, choice in zip(prompts, answer.choices, strict=True):
+        with torch.no_grad():
+            exact = policy.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        chosen = [exact[place, id].item() for place, id in enumerate(ids[1:])]
+        values = choice.logprobs.token_logprobs
+        assert values[0] is None
+        assert values[1 : len(ids)] == pytest.approx(chosen, abs=1e-5)
+        most = [max(top.values()) for top in choice.logprobs.top_logprobs[1 : len(ids)]]
+        assert most == pytest.approx(exact[: len(ids) - 1].max(-1).values.tolist(), abs=1e-5)
+        assert len(values) == len(ids) + 1
+        assert choice.text.startswith(policy.tokenizer.decode(ids))
+        assert choice.logprobs.text_offset[len(ids)] == len(policy.tokenizer.decode(ids))
+    with pytest.raises(openai.BadRequestError, match="echo"):
+        client.completions.create(model="m", prompt="one", max_tokens=1, echo=True, stream=True)
 
 
 def test_stop_strings_are_left_out(client: Any) -> None:

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from posttrain.verbs import evaluate as evaluate
     from posttrain.verbs import evaluate_checkpoints as evaluate_checkpoints
     from posttrain.verbs import generate as generate
-    from posttrain.verbs import harness as harness
     from posttrain.verbs import pipeline as pipeline
     from posttrain.verbs import reward as reward
     from posttrain.verbs import rl as rl
@@ -94,7 +93,6 @@ _PUBLIC = {
     "evaluate": "posttrain.verbs",
     "evaluate_checkpoints": "posttrain.verbs",
     "generate": "posttrain.verbs",
-    "harness": "posttrain.verbs",
     "load_dataset": "posttrain.data.examples",
     "make_env": "posttrain.environments.make",
     "pipeline": "posttrain.verbs",

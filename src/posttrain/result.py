@@ -28,7 +28,7 @@ class Result:
     run: Path
     """The run directory."""
     stage: str
-    """`sft`, `reward`, `dpo`, `rl`, `evaluate`, `generate` or `harness`."""
+    """`sft`, `reward`, `dpo`, `rl`, `evaluate` or `generate`."""
     model: Path | None
     """Directory of the exported model, which loads with transformers; None for stages that do not train."""
     metrics: list[dict[str, Any]]

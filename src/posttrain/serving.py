@@ -12,8 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from posttrain.credit.units.offsets import align
 from posttrain.data.messages import UnusableRow, check_value
 from posttrain.data.rendering import Renderer
 from posttrain.data.tools import call_id
@@ -27,10 +30,13 @@ from posttrain.rollout.agents import formats
 from posttrain.rollout.agents.session import CallRefused, ChatAnswer
 from posttrain.seeds import derive_seed
 
+_Scored = tuple[int, float | None, int | None, float | None]
+"""A token with its log-probability, and the most probable token in its place with its own; None for the first token."""
+_POSITIONS_PER_CHUNK = 1024
 MAX_CHOICES = 1024
 """Largest number of answers to one request."""
 _POLL_SECONDS = 0.25
-_UNSUPPORTED = ("echo", "suffix", "best_of", "logit_bias", "presence_penalty", "frequency_penalty", "functions")
+_UNSUPPORTED = ("suffix", "best_of", "logit_bias", "presence_penalty", "frequency_penalty", "functions")
 """Unsupported fields that would change the answer. They are refused unless they are null, false or 0."""
 
 
@@ -49,6 +55,7 @@ class _Body(BaseModel):
     logprobs: bool | int | None = None
     top_logprobs: int | None = Field(None, ge=0)
     stream: bool = False
+    echo: bool = False
     stream_options: dict[str, Any] | None = None
     prompt: str | list[str] | list[int] | list[list[int]] | None = None
     model: str = Field("", max_length=1000)
@@ -333,12 +340,18 @@ class Server:
         prompts = self._prompts(body)
         limit = body.max_tokens or 16
         choices = await _all(self._complete(ids, body, limit, index) for ids in prompts for index in range(body.n))
+        scored = self._scored(prompts) if body.echo else None
         whole = self._head(values, "cmpl", "text_completion")
-        whole["choices"] = [self._text_choice(choice, index, body) for index, choice in enumerate(choices)]
+        whole["choices"] = [
+            self._text_choice(choice, index, body, None if scored is None else scored[index // body.n])
+            for index, choice in enumerate(choices)
+        ]
         return whole | {"usage": _usage(sum(map(len, prompts)), choices)}
 
     async def _text_stream(self, values: dict[str, Any], body: _Body) -> AsyncIterator[str]:
         _require_one(body)
+        if body.echo:
+            raise CallRefused("echo is not supported with stream; leave out one of them")
         prompts = self._prompts(body)
         if len(prompts) > 1:
             raise CallRefused("stream takes one prompt; send several requests")
@@ -353,19 +366,52 @@ class Server:
                 yield _event(head | {"choices": [], "usage": _usage(len(prompts[0]), [piece])})
         yield "data: [DONE]\n\n"
 
-    def _text_choice(self, choice: _Choice, index: int, body: _Body) -> dict[str, Any]:
+    def _scored(self, prompts: Sequence[Sequence[int]]) -> list[list[_Scored]]:
+        """The tokens of each prompt, scored by the forward pass of training at temperature 1."""
+        best: list[torch.Tensor] = []
+
+        def most_probable(logprobs: torch.Tensor, _: slice) -> torch.Tensor:
+            top = logprobs.max(-1)
+            best.append(top.indices)
+            return top.values
+
+        scored = []
+        for ids in prompts:
+            best.clear()
+            chosen = np.arange(len(ids)) > 0
+            with torch.no_grad():
+                scores = self.engine.policy.score(
+                    [np.array(ids)], [chosen], 1.0, _POSITIONS_PER_CHUNK, measure=most_probable
+                )
+            assert scores.measured is not None
+            parts = (scores.logprobs, torch.cat(best), scores.measured) if len(ids) > 1 else ()
+            rows = zip(ids[1:], *(part.tolist() for part in parts), strict=bool(parts))
+            scored.append([(ids[0], None, None, None), *rows])
+        return scored
+
+    def _text_choice(
+        self, choice: _Choice, index: int, body: _Body, prompt: Sequence[_Scored] | None = None
+    ) -> dict[str, Any]:
+        """`prompt`: the tokens of the prompt, which precede the answer with `echo`."""
+        rows: list[_Scored] = [
+            *(prompt or ()),
+            *((id, value, id, value) for id, value in zip(choice.ids, choice.logprobs, strict=True)),
+        ]
         logprobs = None
         if body.logprobs is not None and body.logprobs is not False:
-            tokens = [self.renderer.answer_text([id]) for id in choice.ids]
-            offsets = [len(self.renderer.answer_text(choice.ids[:place])) for place in range(len(tokens))]
-            pairs = zip(tokens, choice.logprobs, strict=True)
+            ids = [id for id, _, _, _ in rows]
             logprobs = {
-                "tokens": tokens,
-                "token_logprobs": list(choice.logprobs),
-                "text_offset": offsets,
-                "top_logprobs": [{token: value} for token, value in pairs] if body.logprobs else None,
+                "tokens": [self.renderer.answer_text([id]) for id in ids],
+                "token_logprobs": [value for _, value, _, _ in rows],
+                "text_offset": align(ids, self.renderer.answer_text).offsets[:-1].tolist(),
+                "top_logprobs": [
+                    None if best is None else {self.renderer.answer_text([best]): most} for _, _, best, most in rows
+                ]
+                if body.logprobs
+                else None,
             }
-        return {"index": index, "text": choice.text, "finish_reason": choice.finish, "logprobs": logprobs}
+        text = self.renderer.answer_text([id for id, _, _, _ in prompt or ()]) + choice.text
+        return {"index": index, "text": text, "finish_reason": choice.finish, "logprobs": logprobs}
 
     def _head(self, values: dict[str, Any], prefix: str, kind: str) -> dict[str, Any]:
         self._count += 1

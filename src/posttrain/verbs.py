@@ -197,20 +197,6 @@ def generate(
     return _run("generate", recipe, overrides, (), resume, overwrite, console)
 
 
-def harness(
-    *recipe: RecipeLike,
-    resume: str | Path | None = None,
-    overwrite: bool = False,
-    console: "Console | None" = None,
-    **overrides: Any,
-) -> Result:
-    """Evaluate a model on tasks of lm-eval. Arguments and errors as for `sft`.
-
-    posttrain.harness(tasks=["my_task.yaml"], model={"path": "runs/run"}, name="scores").evaluation
-    """
-    return _run("harness", recipe, overrides, (), resume, overwrite, console)
-
-
 def pipeline(
     file: str | Path,
     *changes: Layer,
@@ -253,7 +239,6 @@ VERBS: dict[str, Callable[..., Result]] = {
     "distill": distill,
     "evaluate": evaluate,
     "generate": generate,
-    "harness": harness,
 }
 """Name of a stage -> the function that runs it."""
 

@@ -1,25 +1,21 @@
-"""Attacks on programs that run a model for others: `posttrain serve`, and the tasks and logs of lm-eval and inspect-ai.
+"""Attacks on programs that run a model for others: `posttrain serve`.
 
 The surfaces are functions as in `tests.adversary.surfaces`.
 """
 
 import atexit
-import io
 import json
 import math
 import random
 import socket
-import tempfile
 import threading
 import time
-import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from tests.adversary import hosts
 
@@ -163,210 +159,3 @@ def _check_numbers(answer: dict[str, Any]) -> None:
         logprobs = choice["logprobs"] or {}
         values = logprobs.get("token_logprobs") or [one["logprob"] for one in logprobs.get("content", [])]
         assert all(math.isfinite(value) and value <= 0 for value in values), choice
-
-
-_TASKS = {
-    "choice": """
-task: choice
-output_type: multiple_choice
-doc_to_text: "Question: {{question}}\\nAnswer:"
-doc_to_choice: choices
-doc_to_target: answer
-metric_list: [{metric: acc}, {metric: acc_norm}]
-""",
-    "answer": """
-task: answer
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{sum}}"
-generation_kwargs: {until: ["e"], max_gen_toks: 4}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-""",
-    "text": """
-task: text
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: question
-metric_list: [{metric: word_perplexity}]
-""",
-}
-_SOURCE = (
-    "dataset_path: json\ndataset_kwargs: {{data_files: {{test: {}}}}}\ntest_split: test\nmetadata: {{version: 1}}\n"
-)
-
-
-@cache
-def _task_manager(include_path: str | None = None) -> Any:
-    """lm-eval reads thousands of task files for one."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=include_path)
-
-
-def harness(seed: int, folder: Path) -> None:
-    """Untrusted rows and scores of an lm-eval task: finite numbers or one sentence, and no code runs."""
-    import datasets
-
-    from posttrain.evaluation import harness as harness_stage
-
-    draw = random.Random(seed)
-    ran = folder / "ran"
-    code = f"{{{{ cycler.__init__.__globals__.os.system('touch {ran}') }}}}"
-    odd: list[Any] = [
-        None,
-        True,
-        -1,
-        99,
-        1e999,
-        "",
-        "\x00",
-        "\ud800",
-        "[" * 3_000,
-        "9" * 5_000,
-        [],
-        {},
-        ["a"],
-        {"a": 1},
-    ]
-    odd += [
-        code,
-        "[[1]",
-        f"__import__('os').system('touch {ran}')",
-        "{{question}}",
-        "x " * 2_000,
-        "<|im_end|>",
-        "0",
-        "\n",
-    ]
-    rows: list[Any] = [
-        {"question": f"What is {n} plus 1?", "choices": [str(n + 1), "a dog"], "answer": 0, "sum": str(n + 1)}
-        for n in range(3)
-    ]
-    for row in rows:
-        if draw.random() < 0.5:
-            row[draw.choice(list(row))] = draw.choice(odd)
-    rows += [draw.choice([{}, [], 3])] if draw.random() < 0.1 else []
-    kind = draw.choice(list(_TASKS))
-    data = bytearray("".join(json.dumps(row) + "\n" for row in rows).encode())
-    if draw.random() < 0.2:
-        data[draw.randrange(len(data))] = draw.randrange(256)
-    (folder / "rows.jsonl").write_bytes(data)
-    task = folder / f"{kind}.yaml"
-    task.write_text(_TASKS[kind] + _SOURCE.format(folder / "rows.jsonl"))
-    words = [f"tasks={task}", f"model.path={hosts.tiny_model()}", f"runs={folder}", "name=run", "plots=false"]
-    kept, datasets.config.HF_DATASETS_CACHE = datasets.config.HF_DATASETS_CACHE, folder / "cache"
-    _task_manager()
-    started = time.process_time()
-    try:
-        with mock.patch.object(harness_stage, "TaskManager", _task_manager):
-            exit_code, _, errors = hosts.quietly(["evaluate", "harness", *words])
-    finally:
-        datasets.config.HF_DATASETS_CACHE = kept
-    what = f"{kind}: {errors[-200:]} {bytes(data)[:300]!r}"
-    assert time.process_time() - started < 3 * SECONDS, what
-    assert exit_code in (0, 2), what
-    assert "with --debug" not in errors, what
-    assert not ran.exists(), f"code of a row ran: {what}"
-    scores = folder / "run" / "harness.json"
-    if exit_code == 0:
-        values = json.loads(scores.read_text())
-        json.dumps(values, allow_nan=False)
-        _changed_scores(draw, scores)
-    else:
-        message = errors.splitlines()[-1]  # after progress bars
-        assert "posttrain: " in message, what
-        assert len(message) < 2_000, what
-
-
-def _changed_scores(draw: random.Random, scores: Path) -> None:
-    """Change the file of scores in a run, and look at the run."""
-    text = scores.read_text()
-    pieces = [
-        "null",
-        "[]",
-        "-1",
-        '"',
-        "9" * 5_000,
-        "\n",
-        "[" * 3_000,
-        "\x1b[2J",
-        "<script>",
-        "NaN",
-        "1e999",
-        "{}",
-        "true",
-    ]
-    for _ in range(draw.randrange(1, 4)):
-        place = draw.randrange(len(text) + 1)
-        text = text[:place] + draw.choice(pieces) + text[place + draw.randrange(9) :]
-    scores.write_text(text)
-    run = str(scores.parent)
-    for command in (["table", run], ["compare", run, run], ["report", run]):
-        exit_code, out, errors = hosts.quietly(command)
-        assert exit_code in (0, 1, 2), command
-        assert "with --debug" not in errors, f"{command[0]}: {errors[-400:]} {text[:400]}"
-        assert "\x1b[2J" not in out + errors, command
-    assert "<script>" not in (scores.parent / "report.html").read_text()
-
-
-def inspect_log(seed: int, folder: Path) -> None:
-    """A changed log of inspect-ai: finite scores, or one sentence."""
-    from posttrain.errors import InputError
-    from posttrain.evaluation.inspect_log import read_inspect_log
-    from posttrain.evaluation.statistics import estimate
-
-    draw = random.Random(seed)
-    pieces = [
-        b"null",
-        b"[]",
-        b"-1",
-        b'"',
-        b"9" * 400,
-        b"\n",
-        b"NaN",
-        b"{}",
-        b"1e999",
-        b"[" * 3_000,
-        b"\xff",
-        b"\\ud800",
-    ]
-
-    def changed(data: bytes, times: int) -> bytes:
-        for _ in range(times):
-            place = draw.randrange(len(data) + 1)
-            data = data[:place] + draw.choice(pieces) + data[place + draw.randrange(9) :]
-        return data
-
-    path = folder / f"log.{draw.choice(['eval', 'json'])}"
-    log = _log(path.suffix[1:])
-    if path.suffix == ".eval" and draw.random() < 0.8:
-        with zipfile.ZipFile(io.BytesIO(log)) as given, zipfile.ZipFile(path, "w") as made:
-            for name in given.namelist():
-                made.writestr(name, changed(given.read(name), draw.randrange(3)))
-    else:
-        path.write_bytes(changed(log, draw.randrange(1, 6)))
-    try:
-        metrics, digests = read_inspect_log(path)
-        message = ""
-    except InputError as error:
-        metrics, digests, message = {}, {}, str(error)
-    assert "\n" not in message, message
-    assert len(message) < 1_000, message
-    assert all(isinstance(one, str) for one in digests.values())
-    for metric in metrics.values():
-        assert math.isfinite(estimate(metric.scores).value), metric
-
-
-@cache
-def _log(kind: str) -> bytes:
-    """The bytes of a log of inspect-ai of two samples."""
-    import inspect_ai
-    from inspect_ai.dataset import Sample
-    from inspect_ai.scorer import includes
-
-    task = inspect_ai.Task(
-        dataset=[Sample(input=f"Say {letter}.", target=letter) for letter in "ab"], scorer=includes()
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        (log,) = inspect_ai.eval(task, model="mockllm/model", log_dir=folder, log_format=kind, display="none")  # type: ignore[arg-type]
-        return Path(log.location.removeprefix("file://")).read_bytes()

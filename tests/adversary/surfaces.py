@@ -539,8 +539,6 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "answers": callers.answers,
     "commands": callers.commands,
     "serve": models.serve,
-    "harness": models.harness,
-    "inspect_log": models.inspect_log,
     "exported": exports.exported,
     "archive": strangers.archive,
     "poisoned_episode": strangers.poisoned_episode,

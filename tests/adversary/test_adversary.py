@@ -27,8 +27,8 @@ CASES = {
     "exported": 10,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
-SLOW = {"kill": 3, "permission": 12, "harness": 60, "inspect_log": 60}
-"""As CASES, for surfaces that train models in other processes, or import lm-eval and inspect-ai."""
+SLOW = {"kill": 3, "permission": 12}
+"""As CASES, for surfaces that train models in other processes."""
 
 
 @pytest.fixture(scope="module", autouse=True)

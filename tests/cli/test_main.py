@@ -235,5 +235,5 @@ def test_recipe_explains_keys(capsys):
     assert main(["recipe", "kl", "--stage", "ppo"]) == 2
     assert (
         capsys.readouterr().err
-        == "posttrain: --stage ppo: there is no such stage; use rl, distill, sft, reward, dpo, evaluate, generate, harness\n"
+        == "posttrain: --stage ppo: there is no such stage; use rl, distill, sft, reward, dpo, evaluate, generate\n"
     )

@@ -59,7 +59,7 @@ def recipe_file(tmp_path, monkeypatch):
         ),
         (
             "stage: evalaute\n",
-            'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, distill, sft, reward, dpo, evaluate, generate, harness, pipeline or tune',
+            'r.yaml line 1: stage is "evalaute" (did you mean evaluate?); it must be rl, distill, sft, reward, dpo, evaluate, generate, pipeline or tune',
         ),
         (
             "rollout:\n  group_per_step: 3\n",

@@ -108,12 +108,12 @@ def test_overrides_of_all_stages_win_over_files_and_those_of_one_stage_over_them
         (
             "  stage: sft\n",
             "",
-            "stage warm: parts/p.yaml line 9: stage is missing; say rl, distill, sft, reward, dpo, evaluate, generate, harness",
+            "stage warm: parts/p.yaml line 9: stage is missing; say rl, distill, sft, reward, dpo, evaluate, generate",
         ),
         (
             "stage: sft",
             "stage: sftt",
-            'stage warm: parts/p.yaml line 10: stage is "sftt" (did you mean sft?); it must be rl, distill, sft, reward, dpo, evaluate, generate, harness',
+            'stage warm: parts/p.yaml line 10: stage is "sftt" (did you mean sft?); it must be rl, distill, sft, reward, dpo, evaluate, generate',
         ),
         ("name: learn", "name: warm", "parts/p.yaml: two stages are called warm; rename one"),
         (

@@ -462,26 +462,7 @@ def _every_checkpoint(words: list[str], dry_run: bool, on: str | None, resume: P
     stages.show_checks(first, console)
 
 
-def harness(
-    words: stages.Words = None,
-    dry_run: stages.DryRun = False,
-    full: stages.Full = False,
-    on: stages.On = None,
-    overwrite: stages.Overwrite = False,
-) -> None:
-    """Evaluate a model on tasks of lm-eval whose data is on this machine. Nothing is downloaded.
-
-    Examples:
-
-    posttrain evaluate harness tasks=my_task.yaml model.path=runs/run name=scores
-
-    posttrain evaluate harness tasks=arc_easy,gsm8k limit=100 apply_chat_template=true model.path=runs/run name=chat
-    """
-    stages.run("harness", words or [], dry_run, full, on, None, overwrite)
-
-
 app.command(context_settings=stages.OPEN)(model)
-app.command(context_settings=stages.OPEN)(harness)
 app.command()(text)
 app.command()(reward)
 app.command()(judge)

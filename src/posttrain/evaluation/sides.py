@@ -12,7 +12,6 @@ from posttrain.data.messages import UnusableRow, as_messages
 from posttrain.data.problems import Problems
 from posttrain.episode import Episode, Outcome, reports_success, score_names
 from posttrain.errors import InputError
-from posttrain.evaluation.inspect_log import read_inspect_log
 from posttrain.evaluation.predictions import PredictionColumns, column_names, item_of, read_predictions
 from posttrain.evaluation.results import MetricResult, read_results
 from posttrain.evaluation.statistics import ItemScores, item_means
@@ -165,11 +164,7 @@ def _name(paths: Sequence[str]) -> str:
 
 def _read(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) -> Run:
     file = Path(path).expanduser()
-    if RunDirectory(file).harness.is_file():
-        run = Run(path, *read_results(RunDirectory(file).harness))
-    elif file.suffix.lower() == ".eval":
-        run = Run(path, *read_inspect_log(file))
-    elif file.is_dir():
+    if file.is_dir():
         run = _read_run(path)
     elif file.suffix.lower() == ".json" and _is_results(file):
         known, digests = read_results(file)

@@ -32,7 +32,6 @@ from posttrain.recipe.stages import (
     DpoRecipe,
     EvaluateRecipe,
     GenerateRecipe,
-    HarnessRecipe,
     Recipe,
     RewardRecipe,
     RlRecipe,
@@ -149,10 +148,6 @@ def batch_arithmetic(recipe: Recipe, tasks: TaskSplit | None = None) -> list[str
         return [*_distill(recipe), _tasks(recipe, tasks), *_evaluation(recipe, tasks, recipe.steps)]
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
         return _rows(recipe, tasks)
-    if isinstance(recipe, HarnessRecipe):
-        return [
-            f"{'the first ' + format(recipe.limit, ',') if recipe.limit else 'all'} documents of {', '.join(recipe.tasks)}"
-        ]
     return _generation(recipe) if isinstance(recipe, GenerateRecipe) else _evaluation(recipe, tasks, 0)
 
 

@@ -18,7 +18,6 @@ from posttrain.recipe.stages import (
     DpoRecipe,
     EvaluateRecipe,
     GenerateRecipe,
-    HarnessRecipe,
     Recipe,
     RewardRecipe,
     RlRecipe,
@@ -69,7 +68,7 @@ def memory_estimate(
         packed = sizes.layers * sum(inputs * outputs for inputs, outputs in sizes.linear_sizes)
         size = round(_FOUR_BITS * packed) + width * (count - packed)
         rows["weights"] = (size, f"{packed:,} parameters of 4 bits, {count - packed:,} of {width} bytes")
-    if not isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe):
+    if not isinstance(recipe, EvaluateRecipe | GenerateRecipe):
         rows |= _training(recipe, sizes, width, placement)
     rows = _divided(rows, sizes, placement, width)
     if isinstance(recipe, RlRecipe) and recipe.rollout.async_rollouts:
@@ -93,7 +92,7 @@ def engine_memory(
     vLLM takes its share of the memory of `device` for both, and answers that do not fit are queued. Servers at
     `engine.urls` count as 0.
     """
-    if isinstance(recipe, DpoRecipe | RewardRecipe | HarnessRecipe):
+    if isinstance(recipe, DpoRecipe | RewardRecipe):
         return {}
     if not isinstance(recipe, GenerateRecipe) and recipe.environment is None:
         return {}
@@ -210,7 +209,7 @@ def _divided(
 
 
 def _training(recipe: Recipe, sizes: ModelSizes, width: int, placement: Placement) -> dict[str, tuple[int, str]]:
-    assert not isinstance(recipe, EvaluateRecipe | GenerateRecipe | HarnessRecipe)
+    assert not isinstance(recipe, EvaluateRecipe | GenerateRecipe)
     trained = trained_parameters(recipe.model, sizes, scorer=isinstance(recipe, RewardRecipe))
     rows = {"gradients": (width * trained, f"{trained:,} trained parameters of {width} bytes")}
     if width == 2:

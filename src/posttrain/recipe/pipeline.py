@@ -240,7 +240,7 @@ def _require_made(upstream: str, file: str, where: str, earlier: _Earlier, names
         raise InputError(f"{where}: {upstream} makes no file {file!r}{hint}; use {choices}")
     if file and not made:
         raise InputError(f"{where}: {upstream} exports a model and no files; write stage:{upstream}")
-    if source.recipe.stage in ("evaluate", "generate", "harness"):
+    if source.recipe.stage in ("evaluate", "generate"):
         raise InputError(
             f"{where}: {upstream} only evaluates or generates and exports no model; name a stage that trains"
         )

@@ -16,7 +16,6 @@ from posttrain.recipe.engines import (
     refuse_lone_adapters,
     refuse_unknown_sampling,
 )
-from posttrain.recipe.harness import HarnessRecipe
 from posttrain.recipe.model import RewardSource
 from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, HeldOut, RolloutRecipe, SamplingRecipe, StopString
@@ -199,7 +198,7 @@ class GenerateRecipe(StageRecipe):
 
 
 Recipe = Annotated[
-    RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe | EvaluateRecipe | GenerateRecipe | HarnessRecipe,
+    RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe | EvaluateRecipe | GenerateRecipe,
     Field(discriminator="stage"),
 ]
 
@@ -211,8 +210,7 @@ STAGES: dict[
     | type[RewardRecipe]
     | type[DpoRecipe]
     | type[EvaluateRecipe]
-    | type[GenerateRecipe]
-    | type[HarnessRecipe],
+    | type[GenerateRecipe],
 ] = {
     "rl": RlRecipe,
     "distill": DistillRecipe,
@@ -221,7 +219,6 @@ STAGES: dict[
     "dpo": DpoRecipe,
     "evaluate": EvaluateRecipe,
     "generate": GenerateRecipe,
-    "harness": HarnessRecipe,
 }
 """Name of a stage -> schema of its recipe."""
 

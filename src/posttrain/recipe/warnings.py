@@ -27,7 +27,6 @@ from posttrain.recipe.stages import (
     DpoRecipe,
     EvaluateRecipe,
     GenerateRecipe,
-    HarnessRecipe,
     Recipe,
     RewardRecipe,
     RlRecipe,
@@ -49,12 +48,10 @@ _ASYNC_KEYS = ("async_rollouts", "on_new_weights", "max_staleness")
 def recipe_warnings(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
     warnings = [*_head(recipe), *_thinking(recipe), *_tracking(recipe)]
-    if isinstance(recipe, GenerateRecipe | EvaluateRecipe | HarnessRecipe) and recipe.plots is not None:
+    if isinstance(recipe, GenerateRecipe | EvaluateRecipe) and recipe.plots is not None:
         warnings.append(_without_effect("plots", f"the {recipe.stage} stage draws no figures"))
     if isinstance(recipe, GenerateRecipe):
         return [*warnings, *_generation(recipe)]
-    if isinstance(recipe, HarnessRecipe):
-        return warnings
     optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
     if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
         warnings.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))

@@ -80,11 +80,6 @@ class RunDirectory:
         return self.path / "report.md"
 
     @property
-    def harness(self) -> Path:
-        """The results of the stage `harness`, with a score per document."""
-        return self.path / "harness.json"
-
-    @property
     def failure(self) -> Path:
         """The message of the error that ended the run; missing if there was no error, or if the run is running
         again.

@@ -113,8 +113,6 @@ def _of(done: int, steps: int | None) -> str:
 def _data(recipe: "Recipe") -> list[tuple[str, str]]:
     if recipe.stage == "generate":
         return [("test rows", ", ".join(f"`{source.path}`" for source in recipe.data.test))]
-    if recipe.stage == "harness":
-        return [("tasks of lm-eval", ", ".join(f"`{task}`" for task in recipe.tasks))]
     rows = []
     data = getattr(recipe, "data", None)
     if data is not None:

@@ -12,14 +12,12 @@ from rich.console import Console
 
 from posttrain.distributed.world import current_world, join_world
 from posttrain.errors import InputError
-from posttrain.plugins import require_module
 from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import (
     DistillRecipe,
     DpoRecipe,
     GenerateRecipe,
-    HarnessRecipe,
     Recipe,
     RewardRecipe,
     RlRecipe,
@@ -241,11 +239,6 @@ def run_in_process(
             from posttrain.training import generate
 
             generate.run(recipe, run, resume, overwrite, console)
-        elif isinstance(recipe, HarnessRecipe):
-            require_module("lm_eval", "posttrain evaluate harness")
-            from posttrain.evaluation import harness
-
-            harness.run(recipe, run, console)
         else:
             from posttrain.training import evaluate
 
