@@ -23,20 +23,35 @@ CPU = torch.device("cpu")
 SLOTS, HEADS, KEY_HEADS, SIZE = 4, 4, 2, 8
 
 
-def plain_kernel(spans, query, key, value, scaling, window):
-    """The documented computation of the flash kernel for spans of keys with room at their ends."""
+CALLS = []
+"""(max_q, is_causal, window_size_left, window_size_right) of each call of the flash kernel."""
+
+
+def documented(query, key, value, ends, key_ends, max_q, max_k, dropout, causal, debug, *, scale, seqused_k, **window):
+    """What `aten::_flash_attention_forward` is documented to compute, with explicit masks; a negative window is infinite."""
+    left, right = window["window_size_left"], 0 if causal else window["window_size_right"]
+    CALLS.append((max_q, causal, left, right))
+    groups = query.shape[1] // key.shape[1]
     outputs = []
-    for span, seen in enumerate(spans.keys_seen.tolist()):
-        assert seen <= spans.longest_key
-        begin, end = spans.key_ends[span : span + 2].tolist()
+    for span, seen in enumerate(seqused_k.tolist()):
+        assert seen <= max_k
+        begin, end = key_ends[span : span + 2].tolist()
         assert begin + seen <= end or begin == end, "a span ends before the next one, or that is its copy"
-        q = query[spans.query_ends[span] : spans.query_ends[span + 1]]
-        k, v = (part[spans.key_ends[span] :][:seen].repeat_interleave(HEADS // KEY_HEADS, 1) for part in (key, value))
+        q = query[ends[span] : ends[span + 1]]
+        assert len(q) <= max_q
+        k, v = (part[key_ends[span] :][:seen].repeat_interleave(groups, 1) for part in (key, value))
         ahead = torch.arange(seen)[None] - (torch.arange(len(q))[:, None] + seen - len(q))
-        visible = ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scaling
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v))
-    return torch.cat(outputs)
+        hidden = ((ahead > right) & (right >= 0)) | ((ahead < -left) & (left >= 0))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+    return torch.cat(outputs), *(query.new_empty(0) for _ in range(4))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernel():
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", documented, "CPU")
+        yield
 
 
 PASSES = [
@@ -61,13 +76,29 @@ def test_every_token_sees_what_it_sees_in_the_paged_cache(window):
             for segment in segments
         }
         found = []
-        for layout in (CachedLayout(pages, segments, CPU), FlashLayout(rows, segments, CPU, plain_kernel)):
+        for layout in (CachedLayout(pages, segments, CPU), FlashLayout(rows, segments, CPU)):
             inputs = [torch.cat([new[segment][part] for segment in layout.segments]) for part in range(3)]
             out = layout.attend_tokens(0, *inputs, 0.3, window)
             counts = [segment.count for segment in layout.segments]
             found.append(dict(zip(layout.segments, out.split(counts), strict=True)))
         for segment in segments:
             torch.testing.assert_close(found[1][segment], found[0][segment])
+
+
+@pytest.mark.parametrize(
+    ("segments", "window", "call"),
+    [
+        ([Segment(0, 5, 1), Segment(1, 9, 1)], None, (1, False, -1, -1)),  # heads of a group share their keys
+        ([Segment(0, 5, 1), Segment(1, 9, 1)], 4, (1, False, 3, 0)),
+        ([Segment(0, 5, 3), Segment(1, 9, 1)], None, (3, True, -1, 0)),
+        ([Segment(0, 5, 3), Segment(1, 9, 1)], 4, (3, False, 3, 0)),
+    ],
+)
+def test_one_query_per_sequence_is_not_masked(segments, window, call):
+    layout = FlashLayout(KeyValueRows(SLOTS), segments, CPU)
+    count = sum(segment.count for segment in segments)
+    layout.attend_tokens(0, *(torch.randn(count, heads, SIZE) for heads in (HEADS, KEY_HEADS, KEY_HEADS)), 0.3, window)
+    assert CALLS[-1] == call
 
 
 def test_a_cache_that_does_not_fit_names_what_to_lower(monkeypatch):
@@ -125,7 +156,7 @@ def test_recorded_passes_sample_what_passes_of_the_paged_cache_do(tiny_model, mo
 
     paged, engine = (LocalEngine(policy, slots=8) for _ in range(2))
     engine._parts, engine._flash, engine._cache = gate.Parts("flash"), True, KeyValueRows(8)
-    engine._parts.layout = partial(FlashLayout, kernel=plain_kernel)
+    engine._parts.layout = FlashLayout
     for version in range(3):
         paged.load_weights(version)
         expected = sampled(paged)
@@ -165,8 +196,8 @@ def test_nothing_is_recorded_with_deterministic_kernels_or_prompts():
 
     decoder, rows = cuda.RecordedDecoder(Plain(), record), KeyValueRows(SLOTS)
     ids = torch.zeros(3, dtype=torch.int64)
-    mixed = FlashLayout(rows, [Segment(0, 0, 2), Segment(1, 5, 1)], CPU, plain_kernel)
-    single = FlashLayout(rows, [Segment(slot, 5, 1) for slot in range(3)], CPU, plain_kernel)
+    mixed = FlashLayout(rows, [Segment(0, 0, 2), Segment(1, 5, 1)], CPU)
+    single = FlashLayout(rows, [Segment(slot, 5, 1) for slot in range(3)], CPU)
     for _ in range(2 * cuda.RECORDED_AFTER):
         decoder.hidden(ids, ids, mixed)
     torch.use_deterministic_algorithms(True)

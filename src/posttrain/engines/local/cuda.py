@@ -21,7 +21,7 @@ import torch
 from posttrain.engines.local.cache import CachedLayout, KeyValuePages, Segment
 from posttrain.engines.local.cpu.kernel import PAGE
 from posttrain.errors import RunError
-from posttrain.models.cuda.attention import Kernel, Spans, flash_over_cache
+from posttrain.models.cuda.attention import Spans, flash_over_cache
 from posttrain.models.forward import upload
 from posttrain.models.layers import Bounds
 
@@ -93,12 +93,9 @@ class KeyValueRows(KeyValuePages):
 class FlashLayout(CachedLayout):
     """As `CachedLayout`, with segments ordered by slot."""
 
-    def __init__(
-        self, cache: KeyValueRows, segments: Sequence[Segment], device: torch.device, kernel: Kernel = flash_over_cache
-    ) -> None:
+    def __init__(self, cache: KeyValueRows, segments: Sequence[Segment], device: torch.device) -> None:
         self._ordered = sorted(segments, key=lambda s: s.slot)
         super().__init__(cache, self._ordered, device)
-        self._kernel = kernel
         self._spans: Spans | None = None
         self._row_index: torch.Tensor | None = None
 
@@ -150,7 +147,7 @@ class FlashLayout(CachedLayout):
         keys, values = (store[layer].flatten(0, 1) for store in (self.cache.keys, self.cache.values))
         if self._spans is None:
             self._spans = cached_spans(self._ordered, len(keys) // self.cache.slots, self.device)
-        return self._kernel(self._spans, query, keys, values, scaling, window)
+        return flash_over_cache(self._spans, query, keys, values, scaling, window)
 
 
 def cached_spans(segments: Sequence[Segment], tokens_per_slot: int, device: torch.device) -> Spans:

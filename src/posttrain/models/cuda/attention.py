@@ -129,8 +129,11 @@ def flash_over_cache(
 ) -> torch.Tensor:
     """`flash` for spans of keys with unused room at their ends, without a gradient.
 
-    It calls the operation behind `varlen_attn`, because that function has no argument for the room in torch 2.11.
+    It calls the operation behind `varlen_attn`, because that function has no argument for the room in torch 2.11. A single
+    query per span is at the end of its keys, so that it needs no mask: only without one does the kernel share the keys among
+    the query heads of a group, and split long spans (`seqlenq_ngroups_swapped` in flash_api.cpp).
     """
+    masked = spans.longest_query > 1 or window is not None
     return torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -140,11 +143,11 @@ def flash_over_cache(
         spans.longest_query,
         spans.longest_key,
         0.0,
-        window is None,
+        masked and window is None,
         False,
         scale=scaling,
         window_size_left=-1 if window is None else window - 1,
-        window_size_right=0,
+        window_size_right=0 if masked else -1,
         seqused_k=spans.keys_seen,
     )[0]
 
