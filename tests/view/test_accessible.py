@@ -20,8 +20,6 @@ PAGES = (
     "/group/lake?step=4&group=1",
     "/group/lake?step=4&group=2&tint=unit+credit",
     "/compare?run=lake&run=other",
-    "/pipeline/demo",
-    "/play/lake",
     "/run/nothing",
 )
 RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
@@ -38,7 +36,6 @@ def server(tmp_path_factory, tiny_model):
         make_run(folder, name, optimizer={"learning_rate": 0.125}, ended=name == "other")
     (folder / "broken" / "failure.txt").write_text("the disk is full; free some space")
     make_run(folder / "demo", "sft")
-    (folder / "demo" / "sft" / "lineage.json").write_text('{"inputs": {}, "outputs": {}}')
     with MetricsLog(run, []) as log:
         log.write(4, "warning", {"message": "entropy is low"})
     episodes = [

@@ -6,14 +6,14 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.errors import InputError
 from posttrain.recipe.sources import read_text
-from posttrain.runs.directory import RunDirectory, write_atomically
+from posttrain.runs.directory import RunDirectory
 from posttrain.runs.sources import PER_RUN_KEYS
 from posttrain.runs.tables import Interval
 
@@ -26,9 +26,7 @@ _MOST_POINTS = 40
 _KIND = re.compile(rb'"kind": ?"(\w+)"')
 _LONGEST_LINE = 4 << 20
 """Bytes of a line of metrics that is read for a summary."""
-_LONGEST_NOTE, _MOST_TAGS = 4_000, 12
-NOTES = "notes.json"
-"""File in a run directory with its tags and note, the only file that the page writes."""
+_LONGEST_REASON = 4_000
 
 METRICS = (
     ("success", "rollout/success", "success", True, True),
@@ -43,14 +41,6 @@ METRICS = (
     ("", "loss/nll", "loss", False, False),
 )
 """Held-out metric, training metric, name, whether it is a rate, whether larger is better: the first known one is listed."""
-
-
-@dataclass(frozen=True)
-class Notes:
-    """What people wrote about a run."""
-
-    tags: tuple[str, ...] = ()
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,8 +77,7 @@ class Summary:
     """Time of the last change, in seconds since the epoch."""
     group: str = ""
     """Digest of the recipe without its seed and name."""
-    notes: Notes = field(default_factory=Notes)
-    parts: tuple[str, ...] = ("run", "episodes", "play")
+    parts: tuple[str, ...] = ("run", "episodes")
     """The pages of the run."""
 
     @property
@@ -134,7 +123,7 @@ class Scanner:
     def stamp(self, path: Path) -> tuple[Any, ...]:
         """A value that changes with the files of the run, and when it starts or ends. The last item: whether it is running."""
         run = RunDirectory(path)
-        files = (run.metrics, run.recipe_file, run.failure, path / NOTES, path / "results.json", run.episodes)
+        files = (run.metrics, run.recipe_file, run.failure, path / "results.json", run.episodes)
         return (*map(_stamp, files), run.is_running())
 
     def summary(self, name: str, path: Path) -> Summary:
@@ -211,20 +200,15 @@ def summarize(name: str, run: RunDirectory, running: bool) -> Summary:
         steps if isinstance(steps, int) else None,
         changed=max(_stamp(run.metrics)[0], _stamp(run.environment_file)[0]) / 1e9,
         group=hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode()).hexdigest()[:12],
-        notes=read_notes(run.path),
         parts=_parts(run, str(recipe.get("stage"))),
         **measured,
     )
 
 
 def _parts(run: RunDirectory, stage: str) -> tuple[str, ...]:
-    """The pages of a run: episodes if its stage or its evaluations play some, and play if it trains a language model."""
+    """The pages of a run: with episodes if its stage or its evaluations play some."""
     played = stage in ("rl", "distill") or next(run.episodes.glob("step_*"), None) is not None
-    return (
-        "run",
-        *(["episodes"] if played else []),
-        *([] if stage in ("reward", "evaluate", "generate") else ["play"]),
-    )
+    return ("run", "episodes") if played else ("run",)
 
 
 class _Lines:
@@ -325,28 +309,6 @@ def _recipe(run: RunDirectory) -> tuple[Mapping[str, Any], str]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_bytes()[:_LONGEST_NOTE].decode("utf-8", "replace").strip()
+        return path.read_bytes()[:_LONGEST_REASON].decode("utf-8", "replace").strip()
     except OSError:
         return ""
-
-
-def read_notes(path: Path) -> Notes:
-    """The tags and the note of a run; empty if there are none or the file is damaged."""
-    try:
-        values = json.loads((path / NOTES).read_text(encoding="utf-8"))
-        return _notes(values["tags"], values["note"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Notes()
-
-
-def write_notes(path: Path, tags: str, note: str) -> Notes:
-    """Store tags, separated by commas or spaces, and a note. RunError if the file cannot be written."""
-    notes = _notes(re.split(r"[,\s]+", tags), note)
-    content = json.dumps({"tags": notes.tags, "note": notes.note}, ensure_ascii=False, indent=1)
-    write_atomically(path / NOTES, f"{content}\n".encode("utf-8", "backslashreplace"))
-    return notes
-
-
-def _notes(tags: Any, note: Any) -> Notes:
-    kept = dict.fromkeys(str(tag).strip()[:40] for tag in tags if str(tag).strip())
-    return Notes(tuple(kept)[:_MOST_TAGS], str(note)[:_LONGEST_NOTE])
