@@ -26,10 +26,10 @@ def list_runs(folders: _Runs = None) -> None:
 
     posttrain runs list runs/demo
     """
-    from rich.console import Console
     from rich.table import Table
 
     from posttrain.runs.storage import size_text
+    from posttrain.terminal import new_console
 
     used = _usages(folders)
     table = Table(box=None, pad_edge=False)
@@ -42,7 +42,7 @@ def list_runs(folders: _Runs = None) -> None:
             size_text(usage.total),
             size_text(usage.freed) if usage.ended and usage.freed else "–",
         )
-    Console(highlight=False).print(table)
+    new_console(highlight=False).print(table)
     freed = sum(usage.freed for usage in used if usage.ended)
     typer.echo(f"{_runs(len(used))}, {size_text(sum(usage.total for usage in used))}; {size_text(freed)} to free")
 

@@ -25,6 +25,7 @@ from posttrain.errors import InputError, RunError
 from posttrain.redaction import without_secrets
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
 from posttrain.runs.sinks import SentRecord, Sink, completion_rows, numbers, open_sink
+from posttrain.terminal import new_console, printable
 
 RESERVED = ("step", "kind", "nonfinite", "time/run")
 """Keys that the log sets itself."""
@@ -168,7 +169,7 @@ class MetricsLog:
         self._sinks.pop(name, None)
         reason = without_secrets(f"{type(error).__name__}: {error}")
         message = f"the sink {name!r} failed and was dropped ({reason}); metrics.jsonl is still written"
-        print(f"warning: {message}", file=sys.stderr)
+        print(printable(f"warning: {message}"), file=sys.stderr)
         self.write(step, "warning", {"sink": name, "message": message})
 
 
@@ -271,7 +272,7 @@ class Progress:
         self.unit = unit
         self.title = title
         self.step = start_step
-        self.console = console or Console(highlight=False)
+        self.console = console or new_console(highlight=False)
         self._first_step = start_step
         self._part = ""
         self._printed = 0.0

@@ -13,6 +13,7 @@ from posttrain.recipe.study_file import Study, nested, shown
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.tables import Table
+from posttrain.terminal import printable
 from posttrain.tune.best import RetestResult, best_of, feasible, verdict
 from posttrain.tune.study import from_storage
 
@@ -143,7 +144,7 @@ def write_report(
     parts += [f"![{plot.stem}]({plot.relative_to(study.directory)})" for plot in plots]
     parts += ["## Warnings of the runs\n\n" + "\n".join(f"- {text}" for text in warnings)] if warnings else []
     path = study.directory / "report.md"
-    write_atomically(path, "\n\n".join(parts) + "\n")
+    write_atomically(path, printable("\n\n".join(parts)) + "\n")
     return path
 
 

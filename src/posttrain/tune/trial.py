@@ -142,14 +142,13 @@ def _run_process(path: str, variables: Mapping[str, str], reasons: Connection) -
     os.dup2(log, 1)
     os.dup2(log, 2)
     _stop_with_parent()
-    from rich.console import Console
-
     from posttrain.stages import run_stage
+    from posttrain.terminal import new_console
 
     code = 1
     try:
         _await_lock(run)
-        run_stage(_relocated_recipe(run), resume=True, console=Console(width=140))
+        run_stage(_relocated_recipe(run), resume=True, console=new_console(width=140))
         code = 0
     except PosttrainError as error:
         print(f"posttrain: {error}", flush=True)

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from posttrain.rollout.view import visible
+from posttrain.terminal import printable
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _CODE = re.compile(r"`([^`]*)`")
@@ -20,7 +20,7 @@ def templates() -> Any:
     found = Environment(
         loader=PackageLoader("posttrain.view", "pages"),
         autoescape=True,
-        finalize=_visible,
+        finalize=_escaped,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -45,12 +45,12 @@ def _static(name: str) -> Any:
     return Markup((files("posttrain.view") / "static" / name).read_text(encoding="utf-8"))
 
 
-def _visible(value: Any) -> Any:
-    return visible(value) if type(value) is str else value
+def _escaped(value: Any) -> Any:
+    return printable(value) if type(value) is str else value
 
 
 def _marked(text: str) -> Any:
     """Markdown text as HTML: words in backticks become code, links become their text."""
     from markupsafe import Markup, escape
 
-    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(visible(_LINK.sub(r"\1", text))))))
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(printable(_LINK.sub(r"\1", text))))))
