@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from tests.adversary import architectures, callers, disguises, exports, hosts, models, strangers
+from tests.adversary import architectures, callers, disguises, exports, hosts, models, run_folders, strangers
 
 SECRET = "hunter2-outside"
 
@@ -527,6 +527,7 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "server": server,
     "episode_file": episode_file,
     "live_page": live_page,
+    "run_folder": run_folders.run_folder,
     "judged": judged,
     "agent_calls": agent_calls,
     "tool_calls": callers.tool_calls,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -160,7 +161,7 @@ def test_damaged_episodes_are_one_sentence(stored):
 
 def test_a_group_shows_what_made_the_difference(tmp_path, tiny_model):
     run = RunDirectory(make_run(tmp_path, "one"))
-    run.path.joinpath("model").symlink_to(tiny_model)
+    shutil.copytree(tiny_model, run.path / "model")
     pair = [played(rewards=(reward,), tokens=4, index=index, group=5) for index, reward in enumerate((0.0, 1.0))]
     pair[1].streams[0].ids[-1] = 77
     credit = [[np.array([0, 0, 0.5, 0.5, 0.5, 0.5], np.float32)], [np.array([0, 0, -1, -1, -1, -1], np.float32)]]
@@ -180,7 +181,7 @@ def test_a_group_shows_what_made_the_difference(tmp_path, tiny_model):
 
 def test_tokens_show_the_credit_of_their_unit(tmp_path, tiny_model):
     run = RunDirectory(make_run(tmp_path, "one"))
-    run.path.joinpath("model").symlink_to(tiny_model)
+    shutil.copytree(tiny_model, run.path / "model")
     units = UnitRewards(Spans(np.array([0, 1, 4]), np.array([True, True])), np.array([0.25, -0.5]), 1.0, 0.1)
     write_episodes(run.episodes, 1, "train", [played(tokens=4), played(tokens=4, group=1)], None, [units, None])
     shown = group_page(run, {"step": "1", "group": "0", "tint": "unit credit"}, Store())

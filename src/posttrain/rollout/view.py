@@ -21,7 +21,11 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.store import StoredStep
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.reader import is_file, read_bytes
 from posttrain.terminal import printable
+
+_LARGEST_TOKENIZER = 256 << 20
+"""Bytes of a tokenizer.json."""
 
 
 def judge_verdict(turn: Turn) -> str:
@@ -233,7 +237,7 @@ def token_decoder(run: RunDirectory) -> Decode | None:
     model is never executed.
     """
     for directory in (run.path / "model", *sorted(run.checkpoints.glob("step_*/policy"))[::-1]):
-        if (decode := _decoder_in(directory)) is not None:
+        if (decode := _decoder_in(directory, run.path)) is not None:
             return decode
     try:
         model = run.load_recipe().model.model_copy(update={"trust_remote_code": False})
@@ -243,10 +247,10 @@ def token_decoder(run: RunDirectory) -> Decode | None:
         return None
 
 
-def _decoder_in(directory: Path) -> Decode | None:
-    """The decoder of the `tokenizer.json` in a directory; None if there is none, or it is damaged."""
-    file = directory / "tokenizer.json"
-    return _saved_decoder(file, file.stat().st_mtime_ns) if file.is_file() else None
+def _decoder_in(directory: Path, run: Path | None = None) -> Decode | None:
+    """The decoder of the `tokenizer.json` in a directory, of a run or elsewhere; None if there is none, or it is damaged."""
+    file = directory / "tokenizer.json" if run else (directory / "tokenizer.json").resolve()
+    return _saved_decoder(file, run, file.stat().st_mtime_ns) if is_file(file) else None
 
 
 @lru_cache(maxsize=4)
@@ -262,12 +266,14 @@ def _loaded_decoder(model: str) -> Decode:
 
 
 @lru_cache(maxsize=4)
-def _saved_decoder(file: Path, changed: int) -> Decode | None:
+def _saved_decoder(file: Path, run: Path | None, changed: int) -> Decode | None:
     """The decoder of a `tokenizer.json` as it was at time `changed`, without torch and transformers; None if it is damaged."""
     from tokenizers import Tokenizer
 
     try:
-        return partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=False)
+        return partial(
+            Tokenizer.from_buffer(read_bytes(file, _LARGEST_TOKENIZER, run)).decode, skip_special_tokens=False
+        )
     except Exception:  # a damaged tokenizer counts as missing, for any error
         return None
 

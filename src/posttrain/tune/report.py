@@ -12,6 +12,7 @@ from posttrain.recipe.sources import Layer, dump_values, merge
 from posttrain.recipe.study_file import Study, nested, shown
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.reader import is_file
 from posttrain.runs.tables import Table
 from posttrain.terminal import printable
 from posttrain.tune.best import RetestResult, best_of, feasible, verdict
@@ -184,7 +185,7 @@ def warnings_of(study: Study) -> list[str]:
     for folder in counts:
         for path in sorted((study.directory / folder).glob("*")):
             metrics = RunDirectory(path).metrics
-            if not metrics.is_file():
+            if not is_file(metrics):
                 continue
             counts[folder] += 1
             try:

@@ -6,6 +6,7 @@ code that a run names, loads no model, and writes nothing.
 
 import asyncio
 import hmac
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +21,7 @@ from urllib.parse import parse_qsl, urlencode
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from posttrain.errors import InputError, PosttrainError
@@ -216,7 +217,7 @@ class Pages:
 
     def charts(self, request: Request) -> Response:
         """The charts of a run as JSON."""
-        return JSONResponse(run_pages.charts(self.logs, self.scanner.path(request.path_params["name"])))
+        return _json(run_pages.charts(self.logs, self.scanner.path(request.path_params["name"])))
 
     def episodes(self, request: Request) -> Response:
         """A page of the episodes of a run."""
@@ -256,7 +257,7 @@ class Pages:
 
     def compare_charts(self, request: Request) -> Response:
         """The curves of several runs as JSON."""
-        return JSONResponse({"charts": charts_of_runs(self._sources(request)[1], _apart(request)), "marks": []})
+        return _json({"charts": charts_of_runs(self._sources(request)[1], _apart(request)), "marks": []})
 
     def compare_results(self, request: Request) -> Response:
         """The paired differences of several runs."""
@@ -317,6 +318,11 @@ class Pages:
         if kind is None or not file.is_file():
             raise InputError("there is no such file; go back to the list of runs")
         return Response(file.read_bytes(), media_type=kind, headers={"cache-control": "private, max-age=3600"})
+
+
+def _json(values: dict[str, Any]) -> Response:
+    """`values` in ASCII, because text of a run may not be encodable."""
+    return Response(json.dumps(values, allow_nan=False), media_type="application/json")
 
 
 def _apart(request: Request) -> bool:

@@ -4,6 +4,7 @@ import math
 import re
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from posttrain.terminal import printable
@@ -46,7 +47,7 @@ def _static(name: str) -> Any:
 
 
 def _escaped(value: Any) -> Any:
-    return printable(value) if type(value) is str else value
+    return printable(str(value)) if isinstance(value, str | Path) and not hasattr(value, "__html__") else value
 
 
 def _marked(text: str) -> Any:
