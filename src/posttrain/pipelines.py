@@ -27,8 +27,10 @@ from posttrain.recipe.warnings import thinking_differs
 from posttrain.rollout.store import stored_steps
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.evaluated import evaluated_checkpoints, evaluated_run
+from posttrain.runs.reader import is_file, read_json
 from posttrain.runs.tables import START, PolicyRow, evaluated_table, policy_tables, read_policies, read_tables
 from posttrain.stages import run_stage
+from posttrain.terminal import new_console, printable
 
 Lineage = dict[str, Any]
 """`{"recipe": digest, "inputs": {name: digest}, "outputs": {file: [bytes, digest]}}`; `outputs` once finished."""
@@ -57,7 +59,7 @@ def run_pipeline(
         InputError: an unknown stage, or a stage whose upstream stage has not finished. Also raises the errors of
             `run_stage`.
     """
-    console = console or Console()
+    console = console or new_console()
     selected = chosen_stages(pipeline, only, start_from)
     for line in out_of_date(pipeline, selected):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -352,10 +354,9 @@ def _files(root: Path, digests: bool) -> dict[str, list[Any]]:
 def _read(file: Path) -> dict[str, Any]:
     """Return the JSON object in `file`; empty if the file is missing or truncated."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_json(file)
+    except InputError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _digest(value: Any) -> str:
@@ -399,7 +400,7 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
     parts += [f"## {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in tables]
     parts += [f"![{figure.stem}](plots/{figure.name})" for figure in figures]
     report = pipeline.directory / "report.md"
-    write_atomically(report, "\n\n".join([*parts, "## Stages", "\n".join(links)]) + "\n")
+    write_atomically(report, printable("\n\n".join([*parts, "## Stages", "\n".join(links)])) + "\n")
     for table in tables:
         console.print(table)
     console.print(
@@ -452,7 +453,7 @@ def combined_rows(pipeline: PipelineRecipe) -> list[PolicyRow]:
 
 
 def _finished(pipeline: PipelineRecipe) -> list[PipelineStage]:
-    return [stage for stage in pipeline.stages if (pipeline.directory / stage.name / "results.json").is_file()]
+    return [stage for stage in pipeline.stages if is_file(pipeline.directory / stage.name / "results.json")]
 
 
 def _environment(stage: PipelineStage) -> tuple[EnvironmentRecipe, Sequence[int]] | None:

@@ -11,6 +11,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.runs.directory import RunDirectory
+from posttrain.terminal import new_console
 from posttrain.training.stage import run_in_process
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def run_stage(
         RunError: the run could not continue.
         KeyboardInterrupt: the run was stopped.
     """
-    console = console or Console()
+    console = console or new_console()
     hardware = getattr(recipe, "hardware", HardwareRecipe())
     elsewhere = hardware.ray is not None or (hardware.processes > 1 and not is_launched())
     if elsewhere and callbacks:

@@ -23,6 +23,7 @@ from posttrain.recipe.sources import Layer, read_file
 from posttrain.recipe.stages import STAGES, EvaluateRecipe, Recipe
 from posttrain.result import Result
 from posttrain.runs.directory import RunDirectory
+from posttrain.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -323,7 +324,7 @@ def _fall_back(run: RunDirectory, recipe: Any) -> None:
 
     with run.lock():
         for message in Checkpoints(run.checkpoints, run.load_environment()["id"], recipe.checkpoint).fall_back():
-            print(f"warning: {message}", file=sys.stderr)
+            print(printable(f"warning: {message}"), file=sys.stderr)
 
 
 @contextmanager

@@ -80,8 +80,7 @@ def chat(
     import sys
     from contextlib import closing
 
-    from rich.console import Console
-
+    from posttrain.terminal import new_console
     from posttrain_memory.agent.chat import LineChat, TerminalChat
     from posttrain_memory.agent.opening import live_settings, open_chat_client, open_vault
     from posttrain_memory.agent.session import MemoryAgent
@@ -102,7 +101,7 @@ def chat(
             ]
             about += [f"{len(agent.rules)} privacy rule{'s' * (len(agent.rules) > 1)}"] if agent.rules else []
             about += ["read-only"] if read_only else []
-            TerminalChat(agent, Console()).run(f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")
+            TerminalChat(agent, new_console()).run(f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")
     finally:
         opened.close()
 

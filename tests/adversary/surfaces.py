@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from tests.adversary import architectures, callers, disguises, exports, hosts, models, strangers
+from tests.adversary import architectures, callers, disguises, exports, hosts, models, run_folders, strangers
 
 SECRET = "hunter2-outside"
 
@@ -307,7 +307,6 @@ def live_page(seed: int, folder: Path) -> None:
         "recipe.yaml": f"stage: rl\nname: {attack!r}\nenvironment:\n  type: {code}:Own\n",
         "environment.json": json.dumps({"posttrain_run": 1, "id": attack}),
         "metrics.jsonl": "".join(json.dumps(one) + "\n" for one in (line, held_out, {**line, "kind": attack})),
-        "notes.json": json.dumps({"tags": [attack], "note": attack}),
         "failure.txt": attack,
         "lineage.json": json.dumps({"inputs": {"run": attack}}),
     }
@@ -370,9 +369,7 @@ def live_page(seed: int, folder: Path) -> None:
         "sort",
     ]
     name = draw.choice([run.name, run.name, run.name, "link", "../secret", "..", "", attack])
-    page = draw.choice(
-        ["run", "charts", "state", "episodes", "group", "play", "pipeline", "differs", "list", "compare"]
-    )
+    page = draw.choice(["run", "charts", "state", "episodes", "group", "differs", "list", "compare"])
     query = {draw.choice(keys): draw.choice(words) for _ in range(draw.randrange(4))}
     if page in ("list", "compare"):
         path, query = ("/" if page == "list" else "/compare"), query | {"run": name}
@@ -530,6 +527,7 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "server": server,
     "episode_file": episode_file,
     "live_page": live_page,
+    "run_folder": run_folders.run_folder,
     "judged": judged,
     "agent_calls": agent_calls,
     "tool_calls": callers.tool_calls,

@@ -10,6 +10,7 @@ CASES = {
     "architecture": 12,
     "interpreter": 3,
     "run_directory": 8,
+    "run_folder": 3,
     "server": 12,
     "disguise": 80,
     "journal": 80,

@@ -19,8 +19,6 @@ PAGES = {
     "episodes": "/episodes/lake?step=4",
     "group": "/group/lake?step=4&group=1",
     "compare": "/compare?run=sort-s1&run=sort-s2&run=sort-s3&run=slow-s1&run=slow-s2&run=slow-s3",
-    "pipeline": "/pipeline/demo",
-    "play": "/play/lake",
 }
 SHOTS = ((1280, False), (400, True), (1280, True), (400, False))
 """Width in pixels, and whether it is dark."""
@@ -86,8 +84,6 @@ def train(folder: Path) -> None:
         subprocess.run(command(*one), check=True)
     failing = ["rl", "model.path=made:small", f"environment={task}", "steps=4", "name=sums", runs]
     assert subprocess.run(command(*failing), cwd=folder).returncode == 1
-    note = {"tags": ["baseline"], "note": "the learning rate of the published runs"}
-    (folder / "sort-s1" / "notes.json").write_text(json.dumps(note))
 
 
 def open_page(page, root: str, name: str) -> None:
@@ -100,11 +96,6 @@ def open_page(page, root: str, name: str) -> None:
         page.wait_for_selector("#charts[data-ready]")
     if name == "compare":
         page.wait_for_selector("#results > :not(.note)")
-    if name == "play":
-        page.get_by_role("button", name="Begin").click()
-        page.get_by_role("button", name="Next turn").click(timeout=120_000)
-        page.wait_for_selector(".tokens", timeout=120_000)
-        page.evaluate("scrollTo(0, 0)")
     page.wait_for_timeout(700)  # server-sent events keep the network busy, so there is no idle moment to wait for
 
 

@@ -1,6 +1,5 @@
 """`posttrain view` as a process: who may ask, what it reads and writes, and the pages in a real browser."""
 
-import json
 import signal
 import subprocess
 from http.client import HTTPConnection
@@ -49,7 +48,6 @@ def test_only_the_pages_of_this_server_with_its_token_are_answered(server):
         "foreign port": server.ask("/", cookie=cookie, host="127.0.0.1:1"),
         "foreign origin": server.ask("/", cookie=cookie, origin="https://posttrain.example"),
         "null origin": server.ask("/", cookie=cookie, origin="null"),
-        "form without an origin": server.ask("/notes/first", "POST", "tags=a&note=b", cookie=cookie),
     }
     assert {name: answer.status for name, answer in refused.items() if answer.status != 403} == {}
     assert all(len(answer.text.splitlines()) == 1 and "first" not in answer.text for answer in refused.values())
@@ -75,7 +73,7 @@ def test_names_do_not_leave_the_folder(server):
             assert "learning_rate" not in answer.text
 
 
-def test_notes_are_the_only_file_that_is_written(server, folder):
+def test_nothing_is_written_and_no_form_is_accepted(server, folder):
     def content():
         return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -83,13 +81,8 @@ def test_notes_are_the_only_file_that_is_written(server, folder):
     for page in ("/", "/list", "/run/first", "/charts/first", "/state/first"):
         assert server.ask(page, cookie=cookie).status == 200
     assert content() == before
-    body = "tags=keep%2C+a%3Cb&note=" + "looks+good"
-    assert server.ask("/notes/first", "POST", body, cookie=cookie, origin=server.root).status == 200
-    after = content()
-    assert {path for path in after if after[path] != before.get(path)} == {folder / "first" / "notes.json"}
-    assert json.loads((folder / "first" / "notes.json").read_text()) == {"tags": ["keep", "a<b"], "note": "looks good"}
-    assert "a&lt;b" in server.ask("/", cookie=cookie).text
-    assert server.ask("/notes/first", "POST", "note=" + "x" * 100_000, cookie=cookie, origin=server.root).status == 413
+    for page in ("/", "/run/first", "/events"):
+        assert server.ask(page, "POST", "x" * 100_000, cookie=cookie, origin=server.root).status == 405
 
 
 def test_ctrl_c_ends_the_server_without_complaint_while_a_page_is_open(folder):

@@ -1,7 +1,8 @@
-"""What the live page shows, without a server: lists, charts, episodes, comparisons, pipelines."""
+"""What the live page shows, without a server: lists, charts, episodes, comparisons."""
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -20,9 +21,7 @@ from posttrain.view.comparing import charts_of_runs, paired
 from posttrain.view.episodes import color
 from posttrain.view.groups import group_page
 from posttrain.view.listing import Query, listed
-from posttrain.view.pipelines import graph_of, pipelines_among
-from posttrain.view.play import Player
-from posttrain.view.scan import Scanner, write_notes
+from posttrain.view.scan import Scanner
 from tests.rollout.episodes import played
 from tests.runs.comparing import finished, make_run
 
@@ -69,10 +68,9 @@ def test_seeds_are_one_line_with_their_mean(tmp_path):
 def test_the_list_is_filtered_sorted_and_read_lazily(tmp_path):
     for name, paid in (("low", 1), ("high", 3), ("middle", 2)):
         make_run(tmp_path / "sub", name, paid=lambda step, paid=paid: paid)
-    write_notes(tmp_path / "sub" / "low", "keep, baseline", "the first try")
     apart = {"seeds": "apart"}
     assert [line.label for line in lines_of(tmp_path, sort="result", **apart)] == ["sub/high", "sub/middle", "sub/low"]
-    assert [line.label for line in lines_of(tmp_path, text="KEEP first", **apart)] == ["sub/low"]
+    assert [line.label for line in lines_of(tmp_path, text="RL low", **apart)] == ["sub/low"]
     assert lines_of(tmp_path, state="running", **apart) == []
     scanner = Scanner(tmp_path)
     assert listed(scanner, Query.of({}), read=-1).unread == 3
@@ -163,12 +161,12 @@ def test_damaged_episodes_are_one_sentence(stored):
 
 def test_a_group_shows_what_made_the_difference(tmp_path, tiny_model):
     run = RunDirectory(make_run(tmp_path, "one"))
-    run.path.joinpath("model").symlink_to(tiny_model)
+    shutil.copytree(tiny_model, run.path / "model")
     pair = [played(rewards=(reward,), tokens=4, index=index, group=5) for index, reward in enumerate((0.0, 1.0))]
     pair[1].streams[0].ids[-1] = 77
     credit = [[np.array([0, 0, 0.5, 0.5, 0.5, 0.5], np.float32)], [np.array([0, 0, -1, -1, -1, -1], np.float32)]]
     write_episodes(run.episodes, 3, "train", pair, Advantages(credit))
-    shown = group_page(run, {"step": "3", "group": "5"}, Store(), Player())
+    shown = group_page(run, {"step": "3", "group": "5"}, Store())
     assert "Episode 1 (return +1.000) and episode 0 (return +0.000) differ first in turn 0, after 3 common tokens" in (
         shown["parting"].sentence
     )
@@ -177,24 +175,22 @@ def test_a_group_shows_what_made_the_difference(tmp_path, tiny_model):
     assert pieces[0][0].tooltip.startswith("token 0: advantage +0.5000 · log-probability -0.5000 (60.7%) · id 2")
     assert "background:rgba(86,180,233,0.250)" in pieces[0][0].style
     assert "background:rgba(230,140,0,0.500)" in pieces[1][0].style
-    entropy = group_page(run, {"step": "3", "group": "5", "tint": "entropy"}, Store(), Player())
-    assert "is not stored" in entropy["problem"]
     with pytest.raises(InputError, match="no group 6"):
-        group_page(run, {"step": "3", "group": "6"}, Store(), Player())
+        group_page(run, {"step": "3", "group": "6"}, Store())
 
 
 def test_tokens_show_the_credit_of_their_unit(tmp_path, tiny_model):
     run = RunDirectory(make_run(tmp_path, "one"))
-    run.path.joinpath("model").symlink_to(tiny_model)
+    shutil.copytree(tiny_model, run.path / "model")
     units = UnitRewards(Spans(np.array([0, 1, 4]), np.array([True, True])), np.array([0.25, -0.5]), 1.0, 0.1)
     write_episodes(run.episodes, 1, "train", [played(tokens=4), played(tokens=4, group=1)], None, [units, None])
-    shown = group_page(run, {"step": "1", "group": "0", "tint": "unit credit"}, Store(), Player())
+    shown = group_page(run, {"step": "1", "group": "0", "tint": "unit credit"}, Store())
     rows = shown["pages"][0][1].messages[1].units
     assert [(row.number, row.credit, row.tokens) for row in rows] == [("1", "+0.250", 1), ("2", "-0.500", 3)]
     tokens = [piece for row in rows for piece in row.pieces]
     assert ["unit credit +0.2500" in one.tooltip for one in tokens] == [True, False, False, False]
     assert [one.style for one in tokens] == [color(0.25, 0.5), *[color(-0.5, 0.5)] * 3]
-    without = group_page(run, {"step": "1", "group": "1", "tint": "unit credit"}, Store(), Player())
+    without = group_page(run, {"step": "1", "group": "1", "tint": "unit credit"}, Store())
     assert "unit credit" not in without["tints"]
     assert without["tint"] == "log-probability"
 
@@ -217,58 +213,3 @@ def test_runs_are_compared_by_curves_and_by_pairs(tmp_path):
     compared = paired(open_sources(paths))
     assert compared["sentence"]
     assert [row[0] for row in compared["table"].rows]
-
-
-def test_a_pipeline_is_a_graph(tmp_path):
-    folder = tmp_path / "pipe"
-    for name in ("sft", "rm", "rl"):
-        make_run(folder, name)
-    for name, inputs in (("sft", {}), ("rm", {}), ("rl", {"stage sft": "1", "stage rm": "2", "the file sft": "3"})):
-        (folder / name / "lineage.json").write_text(json.dumps({"inputs": inputs, "outputs": {}}))
-    (folder / "data").mkdir()
-    (folder / "data" / "lineage.json").write_text(json.dumps({"inputs": {}, "outputs": {}}))
-    (folder / "started.json").write_text(json.dumps({"later": {"inputs": {"stage rl": "4"}}}))
-    scanner = Scanner(tmp_path)
-    assert pipelines_among(scanner.find()) == ["pipe"]
-    graph = graph_of(scanner, "pipe")
-    stages = {stage.name: stage for stage in graph.stages}
-    assert stages["rl"].inputs == ("sft", "rm")
-    assert stages["sft"].x == stages["data"].x < stages["rl"].x < stages["later"].x
-    assert len({(stage.x, stage.y) for stage in graph.stages}) == 5
-    assert len(graph.arrows) == 3
-    assert (stages["data"].run, stages["data"].state, stages["later"].state) == (None, "finished", "stopped")
-    (folder / "sft" / "lineage.json").write_text(json.dumps({"inputs": {"stage rl": "1"}}))
-    assert len(graph_of(scanner, "pipe").stages) == 5, "a circle in a damaged record"
-
-
-@pytest.mark.slow
-def test_play_uses_the_engine_of_training_and_scores_agree_with_it(tmp_path, tiny_model):
-    run = RunDirectory(make_run(tmp_path, "one", model={"path": str(tiny_model)}))
-    run.path.joinpath("model").symlink_to(tiny_model)
-    player = Player()
-    session = player.begin(run, "model", played=True, seed=3, temperature=1.0)
-    while not session.ending:
-        player.turn(session)
-    assert session.transcript.turns
-    again = player.begin(run, "model", played=True, seed=3, temperature=1.0)
-    player.turn(again)
-    assert again.transcript.turns[0].answer == session.transcript.turns[0].answer, "the same seed"
-    pieces = player.page(session).messages[-1].pieces
-    assert "log-probability" in pieces[0].tooltip
-    episode = played(tokens=4)
-    episode.streams = session.transcript.streams()
-    from posttrain.view.episodes import Sample
-
-    ((scored,),) = player.scores(run, "model", [Sample("", episode, None, None)])
-    (stream,) = episode.streams
-    assert np.abs(scored[0] - stream.rollout_logprobs)[stream.sampled].max() < 1e-4
-    assert (scored[1][stream.sampled] > 0).all()
-    chat = player.begin(run, "model", played=False, seed=0, temperature=0.0)
-    player.say(chat, "hello")
-    player.say(chat, "again")
-    assert [message["role"] for message in chat.transcript.messages] == ["user", "assistant"] * 2
-    by_hand = player.begin(run, "model", played=True, seed=3, temperature=1.0)
-    player.turn(by_hand, "<answer>dragon</answer>")
-    assert "dragon" in by_hand.transcript.turns[0].answer
-    with pytest.raises(InputError, match="no model"):
-        player.begin(run, "../../model", played=True, seed=0, temperature=1.0)

@@ -34,9 +34,9 @@ def chat(
     from posttrain.recipe.compose import section
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.rollout import SamplingRecipe
-    from posttrain.rollout.view import visible
     from posttrain.runs.directory import model_path
     from posttrain.seeds import derive_seed
+    from posttrain.terminal import printable
 
     sampling = section(SamplingRecipe, temperature=temperature)
     policy = Policy(section(ModelRecipe, path=model_path(model)))
@@ -53,13 +53,13 @@ def chat(
             text = renderer.answer_text(ids)
             # A character of several tokens is shown once it is complete.
             if text.startswith(shown) and not text.endswith("\ufffd"):
-                typer.echo(visible(text[len(shown) :]), nl=False)
+                typer.echo(printable(text[len(shown) :]), nl=False)
                 shown = text
 
         request = Request(tuple(prompt), sampling, derive_seed(seed, "chat", turn), max_tokens)
         with engine.episode():
             sampled = (await engine.generate(request, show)).ids
-        typer.echo(visible(renderer.answer_text(sampled)[len(shown) :]), nl=False)
+        typer.echo(printable(renderer.answer_text(sampled)[len(shown) :]), nl=False)
         return sampled
 
     start = [{"role": "system", "content": system}] if system else []

@@ -77,10 +77,10 @@ def rationales(
 
     posttrain data rationales --out rationales --seed 0 --train 5000 --val 500 --test 500
     """
-    from rich.console import Console
     from rich.table import Column, Table
 
     from posttrain.data.rationales.dataset import write_dataset
+    from posttrain.terminal import new_console
 
     written = write_dataset(out, seed, {"train": train, "val": val, "test": test})
     for path, count in written.files.items():
@@ -96,7 +96,7 @@ def rationales(
         ]
         cells = [f"{sum(column) / len(column):.3f}" if column else "-" for column in columns]
         table.add_row(name, str(len(verdicts)), *cells, f"{max(columns[3]):.3f}" if verdicts else "-")
-    Console().print(table)
+    new_console().print(table)
 
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, convert and generate rows of data.")
@@ -165,13 +165,12 @@ def inspect(
 
     posttrain data inspect train.jsonl columns.prompt=question columns.completion=answer model.path=runs/sft/model --rows 1
     """
-    from rich.console import Console
-
     from posttrain.data.inspect import inspect_rows
     from posttrain.data.rendering import Renderer
     from posttrain.models.load import load_end_tokens, load_tokenizer
     from posttrain.recipe.compose import load_recipe
     from posttrain.recipe.supervised import SftRecipe
+    from posttrain.terminal import new_console
 
     # Load a whole recipe, so that keys are validated as everywhere else.
     plain = [word.removeprefix("--") for word in words or []]
@@ -182,7 +181,7 @@ def inspect(
     tokenizer = load_tokenizer(recipe.model)
     renderer = Renderer(tokenizer, load_end_tokens(recipe.model.path, tokenizer))
     inspect_rows(
-        recipe.data, _KINDS[kind] if kind else None, renderer, loss_on.value, rows, limit, Console(highlight=False)
+        recipe.data, _KINDS[kind] if kind else None, renderer, loss_on.value, rows, limit, new_console(highlight=False)
     )
 
 

@@ -27,11 +27,11 @@ def list_environments(
     seeds: Annotated[int, typer.Option(help="Number of seeds for the baseline policies.", min=1)] = 100,
 ) -> None:
     """List the environments with the success of the random and the optimal policy."""
-    from rich.console import Console
     from rich.table import Table
 
     from posttrain.errors import PosttrainError
     from posttrain.recipe.components import environment_class, environment_names
+    from posttrain.terminal import new_console
 
     if type_name is not None:
         for words in _variants(type_name, []):
@@ -53,7 +53,7 @@ def list_environments(
             for policy in ("random", "optimal")
         ]
         table.add_row(name, str(recipe.max_turns), (environment.__doc__ or "").strip().splitlines()[0], *rates)
-    Console().print(table)
+    new_console().print(table)
 
 
 @app.command()

@@ -24,13 +24,12 @@ from posttrain.cli.plugins import PluginGroup
 
 def show_results(results: "Results", out: Path | None) -> None:
     """Print the table and write the results to `out`. Raises InputError if a metric could not be computed."""
-    from rich.console import Console
-
     from posttrain.errors import InputError
+    from posttrain.terminal import new_console
 
     if results.metrics:
         table = results.table()
-        Console(highlight=False).print(table)
+        new_console(highlight=False).print(table)
         for line in [table.note, *results.details()]:
             typer.echo(line)
         if out is not None:
@@ -159,10 +158,11 @@ def progress() -> Iterator[Callable[[int, int, int], None]]:
     if not sys.stderr.isatty():
         yield _lines
         return
-    from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    from posttrain.terminal import new_console
+
+    with Progress(console=new_console(stderr=True), transient=True) as bar:
         task = bar.add_task("judging", total=None)
 
         def update(done: int, total: int, failed: int) -> None:
@@ -193,13 +193,12 @@ def keep(judgement: "Judgement", records: Path) -> None:
 
 def show_judged(judgement: "Judgement", records: Path, kept: Path) -> None:
     """Print the results. Raises RunError if the server failed or no row has a score."""
-    from rich.console import Console
-
     from posttrain.errors import RunError
+    from posttrain.terminal import new_console
 
     if judgement.results.metrics:
         table = judgement.results.table()
-        Console(highlight=False).print(table)
+        new_console(highlight=False).print(table)
         typer.echo(table.note)
     for line in [*judgement.results.details(), *judgement.warnings]:
         typer.echo(line)
@@ -431,10 +430,9 @@ def model(
 
 def _every_checkpoint(words: list[str], dry_run: bool, on: str | None, resume: Path | None, overwrite: bool) -> None:
     """Evaluate all checkpoints at `model.path`, or show which ones and the plan of the first."""
-    from rich.console import Console
-
     from posttrain.errors import InputError
     from posttrain.recipe.sources import read_overrides
+    from posttrain.terminal import new_console
     from posttrain.verbs import evaluate_checkpoints, read_recipe
 
     device = stages.planned_device(dry_run, on)
@@ -449,7 +447,7 @@ def _every_checkpoint(words: list[str], dry_run: bool, on: str | None, resume: P
     from posttrain.planning.model_sizes import model_sizes
     from posttrain.recipe.stages import EvaluateRecipe
 
-    recipe, console = read_recipe("evaluate", *sources, *read_overrides(overrides)), Console()
+    recipe, console = read_recipe("evaluate", *sources, *read_overrides(overrides)), new_console()
     assert isinstance(recipe, EvaluateRecipe)
     pipeline = pipelines.evaluate_checkpoints(recipe)
     for line in pipelines.planned(pipeline, None, None, overwrite):

@@ -110,14 +110,14 @@ def _files(found: "list[Imported]", out: Path) -> dict[int, Path]:
 def _show(imported: "Imported") -> None:
     """Print the flags of a command and their results."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from posttrain.importers.commands import shown_value
     from posttrain.importers.rows import SET
+    from posttrain.terminal import new_console
 
-    console = Console()
+    console = new_console()
     title = f"{imported.framework} as posttrain {imported.stage}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("flag", overflow="fold", max_width=32)

@@ -30,6 +30,7 @@ from posttrain.distributed.stopping import second_signal_ends
 from posttrain.errors import PosttrainError
 from posttrain.plugins import trusting
 from posttrain.runs.directory import storage_error
+from posttrain.terminal import escaped_output
 
 _UsageError: Any = typer.BadParameter.__base__
 """The class of errors in options and arguments, in click or in typer's copy of it."""
@@ -101,6 +102,7 @@ def _options(
     """
 
 
+@escaped_output()
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 2 for invalid input, 1 for other failures, 130 if interrupted."""
     words = sys.argv[1:] if arguments is None else arguments

@@ -34,16 +34,15 @@ def recipe(
 
     posttrain recipe ragen/bandit
     """
-    from rich.console import Console
-
     from posttrain.recipe.catalogue import recipe_names
     from posttrain.recipe.pages import list_recipes, markdown_reference, show_keys, show_recipe
+    from posttrain.terminal import new_console
 
     if markdown:
         typer.echo(markdown_reference(), nl=False)
     elif about == "list":
-        list_recipes(Console())
+        list_recipes(new_console())
     elif about.endswith((".yaml", ".yml")) or about in recipe_names():
-        show_recipe(about, Console())
+        show_recipe(about, new_console())
     else:
-        show_keys(about, stage, Console())
+        show_keys(about, stage, new_console())

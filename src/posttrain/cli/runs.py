@@ -70,14 +70,13 @@ def episodes(
 
     posttrain episodes runs/run --step 20 --split evaluation --limit 4 --draw trajectories.png
     """
-    from rich.console import Console
-
     from posttrain.errors import InputError
     from posttrain.rollout.store import episodes_file, read_episodes, stored_steps
     from posttrain.rollout.view import token_decoder, unit_credit_recipe, view_episode, view_steps
     from posttrain.runs.directory import RunDirectory
+    from posttrain.terminal import new_console
 
-    directory, console = RunDirectory.open(run), Console(highlight=False)
+    directory, console = RunDirectory.open(run), new_console(highlight=False)
     if step is None:
         steps = list(stored_steps(directory.episodes))
         if not steps and _show_rows(directory, console, limit):
@@ -261,15 +260,14 @@ def compare(
 
     posttrain compare before.json after.json --out comparison.json
     """
-    from rich.console import Console
-
     from posttrain.evaluation.compare import compare as compare_sides
     from posttrain.evaluation.sides import read_sides
+    from posttrain.terminal import new_console
 
     wanted = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
     comparison = compare_sides(read_sides(words, wanted), common, seed)
     table = comparison.table()
-    Console(highlight=False).print(table)
+    new_console(highlight=False).print(table)
     for line in [table.note, *comparison.details, *(f"warning: {line}" for line in comparison.warnings)]:
         typer.echo(line)
     if out is not None:
@@ -308,16 +306,15 @@ def table(
 
     posttrain table sft=sft.text.json,sft.reward.json dpo=dpo.text.json,dpo.reward.json --metrics bleu,reward
     """
-    from rich.console import Console
-
     from posttrain.evaluation.sides import read_models
     from posttrain.evaluation.table import model_table, require_formats
+    from posttrain.terminal import new_console
 
     require_formats(out)
     wanted = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
     models = model_table(read_models(words), wanted, base, seed)
     listed = models.listed()
-    Console(highlight=False).print(listed)
+    new_console(highlight=False).print(listed)
     for line in [listed.note, *models.details, *(f"warning: {line}" for line in models.warnings)]:
         typer.echo(line)
     for path in out:

@@ -70,16 +70,15 @@ def run(
     device = planned_device(dry_run, on, full)
     sources, overrides = split_words(words)
     if dry_run:
-        from rich.console import Console
-
         from posttrain.planning.dry_run import show_plan
         from posttrain.planning.model_sizes import model_sizes
+        from posttrain.terminal import new_console
 
         recipe = read_recipe(stage, *sources, *read_overrides(overrides), resume=resume)
         if os.environ.get("RANK", "0") != "0":  # torchrun starts the command once per process
             return
         sizes = None if recipe.remote is not None else model_sizes(recipe.model.path)
-        console = Console()
+        console = new_console()
         if resume is None:
             recipe = with_planned_engine(recipe, device, console)
         show_plan(recipe, sizes, console, device, full)
@@ -390,16 +389,15 @@ def _plan_pipeline(
 
     Files of `convert` stages are written to a folder that is deleted afterwards, so that later stages are checked on them.
     """
-    from rich.console import Console
-
     from posttrain.data.convert import convert_files
     from posttrain.errors import InputError
     from posttrain.pipelines import chosen_stages, planned
     from posttrain.planning.dry_run import show_plan
     from posttrain.planning.model_sizes import model_sizes
     from posttrain.recipe.pipeline import ConvertRecipe
+    from posttrain.terminal import new_console
 
-    console, chosen = Console(), chosen_stages(loaded, only, start_from)
+    console, chosen = new_console(), chosen_stages(loaded, only, start_from)
     for line in planned(loaded, only, start_from, overwrite):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     start: dict[str, ModelSizes | None] = {}

@@ -26,10 +26,11 @@ def list_runs(folders: _Runs = None) -> None:
 
     posttrain runs list runs/demo
     """
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from posttrain.runs.storage import size_text
+    from posttrain.terminal import new_console
 
     used = _usages(folders)
     table = Table(box=None, pad_edge=False)
@@ -37,12 +38,12 @@ def list_runs(folders: _Runs = None) -> None:
         table.add_column(heading, justify="left" if heading in ("run", "stage") else "right", overflow="fold")
     for usage in used:
         table.add_row(
-            str(usage.run.path),
-            *_progress(usage),
+            Text(str(usage.run.path)),
+            *((Text(usage.problem), "–") if usage.problem else _progress(usage)),
             size_text(usage.total),
             size_text(usage.freed) if usage.ended and usage.freed else "–",
         )
-    Console(highlight=False).print(table)
+    new_console(highlight=False).print(table)
     freed = sum(usage.freed for usage in used if usage.ended)
     typer.echo(f"{_runs(len(used))}, {size_text(sum(usage.total for usage in used))}; {size_text(freed)} to free")
 
@@ -116,11 +117,9 @@ def _usages(folders: list[Path] | None) -> "list[Usage]":
 
 def _progress(usage: "Usage") -> tuple[str, str]:
     """Stage and steps, such as `rl` and `20 of 100`; without the total for a run that has ended."""
-    from posttrain.recipe.sources import read_text
     from posttrain.runs.metrics import read_metrics
 
-    file = usage.run.recipe_file
-    values = read_text(file.read_text(encoding="utf-8"), str(file)).values
+    values = usage.run.recipe_values()
     done = max((line["step"] for line in read_metrics(usage.run.metrics) if line["kind"] == "train"), default=0)
     steps = values.get("steps")
     return str(values.get("stage", "?")), str(done) if usage.ended or steps is None else f"{done} of {steps}"

@@ -38,11 +38,10 @@ def tune(
 
     posttrain tune ragen/search --group 2
     """
-    from rich.console import Console
-
     from posttrain.errors import InputError
     from posttrain.plugins import require_module
     from posttrain.recipe.study_file import load_study
+    from posttrain.terminal import new_console
 
     sources, overrides = split_words([file, *(words or [])], "--group")
     if not sources:
@@ -50,7 +49,7 @@ def tune(
     file, *others = sources
     if others:
         raise InputError(f"posttrain tune takes one file; remove {', '.join(others)}")
-    study, console = load_study(file, overrides), Console()
+    study, console = load_study(file, overrides), new_console()
     require_module("optuna", "posttrain tune")
     if dry_run:
         from posttrain.tune.run import show_study

@@ -33,6 +33,7 @@ def view(
     from posttrain.errors import InputError
     from posttrain.loopback import ADDRESS, open_listener, serve
     from posttrain.plugins import require_module
+    from posttrain.terminal import printable
 
     for module in ("starlette", "uvicorn"):
         require_module(module, "posttrain view")
@@ -43,7 +44,7 @@ def view(
             f"there is no folder {folder}; name the folder of your runs, for example `posttrain view runs`"
         )
     alone = (folder / "recipe.yaml").is_file() and (folder / "environment.json").is_file()
-    path = f"/run/{quote(folder.resolve().name)}" if alone else "/"
+    path = f"/run/{quote(printable(folder.resolve().name))}" if alone else "/"
     with open_listener(port, "--port") as on:
         token, found = new_token(), on.getsockname()[1]
         guard = guarded(folder.resolve().parent if alone else folder, found, token)

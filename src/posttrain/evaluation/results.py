@@ -13,6 +13,7 @@ from posttrain.errors import InputError
 from posttrain.evaluation.statistics import ItemScores, Kind, estimate
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.intervals import Estimate
+from posttrain.runs.reader import LARGEST, read_json
 from posttrain.runs.tables import Table
 
 Better = Literal["higher", "lower", "neither"]
@@ -124,7 +125,7 @@ class Results:
 def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
     """The metrics of a results file by name, and the digests of its items; raises `InputError` for an invalid file."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path, LARGEST)
         if values["format"] != FORMAT:
             raise ValueError(f"format {values['format']}, this version reads {FORMAT}")
         metrics = {}
@@ -151,7 +152,7 @@ def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
                 about["about"],
             )
         return metrics, dict(values["digests"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(
             f"{path} is not a valid results file ({type(error).__name__}: {error}); recreate it with `posttrain evaluate text`"
         ) from error

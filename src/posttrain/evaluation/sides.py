@@ -1,6 +1,5 @@
 """The sides of a comparison: run directories, results files, and files of predictions or scores, as item scores."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from posttrain.recipe.data import SourceRecipe
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.reader import LARGEST, is_file, open_file, read_json
 from posttrain.runs.tables import UNIMPROVED
 
 _NO_SCORES = ("seed", "sample", "tokens", "index")
@@ -101,10 +101,10 @@ def _results_in(path: str, details: list[str]) -> list[str]:
     files = []
     for file in sorted(folder.rglob("*.json")):
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            values = None
-        if isinstance(values, dict) and {"format", "metrics"} <= set(values):
+            values = read_json(file, LARGEST)
+        except InputError:
+            values = {}
+        if {"format", "metrics"} <= set(values):
             files.append(str(file))
         else:
             details.append(f"{file}: skipped, it is not a results file")
@@ -167,7 +167,7 @@ def _read(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) 
     if file.is_dir():
         run = _read_run(path)
     elif file.suffix.lower() == ".json" and _is_results(file):
-        known, digests = read_results(file)
+        known, digests = read_results(file.resolve())  # a file that the user names may be a link
         run = Run(path, known, digests)
     else:
         run = _read_rows(path, metrics, columns)
@@ -186,7 +186,8 @@ def _read(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) 
 def _is_results(file: Path) -> bool:
     if not file.is_file():
         raise InputError(f"{file}: there is no such file or directory; correct the path")
-    return file.read_bytes().lstrip()[:1] == b"{"
+    with open_file(file.resolve()) as opened:
+        return opened.read(1 << 10).lstrip()[:1] == b"{"
 
 
 def _read_run(path: str) -> Run:

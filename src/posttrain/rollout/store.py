@@ -8,11 +8,12 @@ import base64
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 import zstandard
@@ -23,6 +24,7 @@ from posttrain.distributed.world import current_world
 from posttrain.episode import Advantages, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
 from posttrain.runs.directory import storage_errors, write_atomically
+from posttrain.runs.reader import open_file
 
 Split = Literal["train", "evaluation", "final"]
 """Training episodes, held-out episodes of the learning curve, and held-out episodes of the final table."""
@@ -125,7 +127,7 @@ def stored_records(path: Path) -> Iterator[bytes]:
     `read_episodes`.
     """
     try:
-        with open(path, "rb") as file:
+        with open_file(path, path.parent.parent) as file:
             most = max(_LARGEST, _EXPANSION * os.fstat(file.fileno()).st_size)
             content, rest, size, header = zstandard.ZstdDecompressor().decompressobj(), b"", 0, False
             while not content.eof and (part := file.read(_PART)):
@@ -168,6 +170,7 @@ def read_head(path: Path, record: bytes) -> dict[str, Any]:
         values = json.loads(record[:at] + b"}" if at > 0 else record)
         if not isinstance(values["messages"], list) or not isinstance(values["turns"], list):
             raise ValueError("messages and turns are not lists")
+        _check_integers(values, "seed", "group", "index")
         return values
     except _DAMAGE as error:
         raise _damaged(path, error) from error
@@ -176,7 +179,7 @@ def read_head(path: Path, record: bytes) -> dict[str, Any]:
 def read_episodes(path: Path) -> StoredEpisodes:
     """Read one file. InputError if it does not exist, RunError if it is damaged or of another format."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path, path.parent.parent) as file:
             text = _unpacked(file)
         first, *lines = text.decode().split("\n")
         header = json.loads(first)
@@ -203,7 +206,10 @@ def stored_steps(directory: Path) -> Iterator[StoredStep]:
         if not _NAME.match(path.name):
             continue
         try:
-            with open(path, "rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as reader:
+            with (
+                open_file(path, path.parent.parent) as file,
+                zstandard.ZstdDecompressor().stream_reader(file) as reader,
+            ):
                 header = json.loads(_first_line(reader))
             _check_header(header)
             fields = {key: header[key] for key in ("step", "split", "episodes", "mean_return", "successes", "failed")}
@@ -248,6 +254,21 @@ def _first_line(reader: Any) -> bytes:
 def _check_header(header: Any) -> None:
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
+    _check_integers(header, "step", "episodes", "successes", "failed")
+    _check_number(0.0 if header["mean_return"] is None else header["mean_return"])
+    if header["split"] not in get_args(Split):
+        raise ValueError(f"unknown split {header['split']!r}")
+
+
+def _check_integers(values: dict[str, Any], *keys: str) -> None:
+    for key in keys:
+        if type(values[key]) is not int or not -(1 << 63) <= values[key] < 1 << 64:
+            raise ValueError(f"{key} is no integer of 64 bits")
+
+
+def _check_number(value: Any) -> None:
+    if type(value) not in (int, float) or abs(value) > sys.float_info.max:  # an integer may be larger than any float
+        raise ValueError("a reward is no number")
 
 
 def _damaged(path: Path, error: Exception) -> RunError:
@@ -326,6 +347,12 @@ def _units(record: dict[str, Any] | None) -> CreditedUnits | None:
 
 def episode_from_record(record: dict[str, Any]) -> Episode:
     """The inverse of `episode_record`."""
+    _check_integers(record, "seed", "group", "index", "version")
+    for turn in record["turns"]:
+        _check_integers(turn, "stream", "start", "stop")
+        _check_number(turn["reward"])
+        if not isinstance(turn["answer"], str):
+            raise ValueError("the answer of a turn is no text")
     return Episode(
         seed=record["seed"],
         group=record["group"],

@@ -21,11 +21,11 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.store import StoredStep
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.reader import is_file, read_bytes
+from posttrain.terminal import printable
 
-
-def visible(text: str) -> str:
-    """`text` with control characters escaped, so a sampled escape sequence cannot control the terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+_LARGEST_TOKENIZER = 256 << 20
+"""Bytes of a tokenizer.json."""
 
 
 def judge_verdict(turn: Turn) -> str:
@@ -56,7 +56,7 @@ def token_text(
     text = Text()
     for position in range(start, stop):
         token = int(stream.ids[position])
-        shown = f"{token} " if decode is None else visible(decode([token])).replace("\n", "\\n\n")
+        shown = f"{token} " if decode is None else printable(decode([token])).replace("\n", "\\n\n")
         # Every other token is underlined to show token boundaries.
         line = "underline " if decode is not None and (position - start) % 2 else ""
         text.append(shown, style=line + ("" if advantages is None else color(float(advantages[position]), scale)))
@@ -129,11 +129,11 @@ def unit_text(episode: Episode, turn: Turn, decode: Decode | None) -> UnitText:
         return lambda start, stop: Text(" ".join(map(str, ids[start:stop].tolist())))
     body = turn.stop - (turn.stop_reason is StopReason.END_TOKEN)
     aligned = align(ids[turn.start : body].tolist(), decode)
-    ending = visible(decode(ids[body : turn.stop].tolist()))
+    ending = printable(decode(ids[body : turn.stop].tolist()))
 
     def text_between(start: int, stop: int) -> Text:
         exact = aligned.slice(start - turn.start, min(stop, body) - turn.start) if start < body else ""
-        shown = Text(visible(exact).strip())
+        shown = Text(printable(exact).strip())
         if exact and not shown:
             shown.append(repr(exact), style="dim")
         if stop > body:
@@ -203,7 +203,7 @@ def view_episode(
         if units is not None:
             text = token_view(turn) if tokens else unit_text(episode, turn, decode)
             return view_units(episode, turn, units, text)
-        return token_view(turn)(turn.start, turn.stop) if tokens else Text(visible(content))
+        return token_view(turn)(turn.start, turn.stop) if tokens else Text(printable(content))
 
     parts: list[RenderableType] = [Rule(_title(episode), align="left", style="bold")]
     remaining = list(enumerate(episode.turns))
@@ -216,7 +216,7 @@ def view_episode(
                 _turn_line(number, turn, advantages, _changes(episode, turn)),
             ]
         else:
-            parts.append(_inset(Text(visible(message["content"]))))
+            parts.append(_inset(Text(printable(message["content"]))))
     for number, turn in remaining:
         parts += [
             _role("assistant"),
@@ -226,7 +226,7 @@ def view_episode(
     if units is not None:
         parts.append(_inset(unit_summary(units, recipe)))
     if episode.failure is not None:
-        parts.append(Text(f"failed: {visible(episode.failure)}", style="bold red"))
+        parts.append(Text(f"failed: {printable(episode.failure)}", style="bold red"))
     return Group(*parts, Text())
 
 
@@ -237,20 +237,20 @@ def token_decoder(run: RunDirectory) -> Decode | None:
     model is never executed.
     """
     for directory in (run.path / "model", *sorted(run.checkpoints.glob("step_*/policy"))[::-1]):
-        if (decode := _decoder_in(directory)) is not None:
+        if (decode := _decoder_in(directory, run.path)) is not None:
             return decode
     try:
         model = run.load_recipe().model.model_copy(update={"trust_remote_code": False})
         return _decoder_in(Path(model.path)) or _loaded_decoder(model.model_dump_json())
     except Exception as error:
-        print(f"showing token ids because the tokenizer cannot be loaded: {error}", file=sys.stderr)
+        print(printable(f"showing token ids because the tokenizer cannot be loaded: {error}"), file=sys.stderr)
         return None
 
 
-def _decoder_in(directory: Path) -> Decode | None:
-    """The decoder of the `tokenizer.json` in a directory; None if there is none, or it is damaged."""
-    file = directory / "tokenizer.json"
-    return _saved_decoder(file, file.stat().st_mtime_ns) if file.is_file() else None
+def _decoder_in(directory: Path, run: Path | None = None) -> Decode | None:
+    """The decoder of the `tokenizer.json` in a directory, of a run or elsewhere; None if there is none, or it is damaged."""
+    file = directory / "tokenizer.json" if run else (directory / "tokenizer.json").resolve()
+    return _saved_decoder(file, run, file.stat().st_mtime_ns) if is_file(file) else None
 
 
 @lru_cache(maxsize=4)
@@ -266,12 +266,14 @@ def _loaded_decoder(model: str) -> Decode:
 
 
 @lru_cache(maxsize=4)
-def _saved_decoder(file: Path, changed: int) -> Decode | None:
+def _saved_decoder(file: Path, run: Path | None, changed: int) -> Decode | None:
     """The decoder of a `tokenizer.json` as it was at time `changed`, without torch and transformers; None if it is damaged."""
     from tokenizers import Tokenizer
 
     try:
-        return partial(Tokenizer.from_file(str(file)).decode, skip_special_tokens=False)
+        return partial(
+            Tokenizer.from_buffer(read_bytes(file, _LARGEST_TOKENIZER, run)).decode, skip_special_tokens=False
+        )
     except Exception:  # a damaged tokenizer counts as missing, for any error
         return None
 
@@ -304,7 +306,7 @@ def _versions(episode: Episode) -> str:
 
 
 def _role(role: str) -> Text:
-    return Text(visible(role), style=f"bold {ROLE_STYLES.get(role, 'white')}")
+    return Text(printable(role), style=f"bold {ROLE_STYLES.get(role, 'white')}")
 
 
 def _inset(content: RenderableType) -> Padding:
@@ -333,7 +335,7 @@ def _turn_line(
             low, high, mean = float(values.min()), float(values.max()), float(values.mean())
             line.append(f" · advantage {mean:+.3f}" + ("" if low == high else f" ({low:+.3f}…{high:+.3f})"))
     if turn.info.get("rejected"):
-        line.append(f" · rejected: {visible(str(turn.info['rejected']))}", style="not dim red")
+        line.append(f" · rejected: {printable(str(turn.info['rejected']))}", style="not dim red")
     if verdict := judge_verdict(turn):
-        line.append(f" · {visible(verdict)}", style="not dim")
+        line.append(f" · {printable(verdict)}", style="not dim")
     return _inset(line)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -27,6 +28,7 @@ import yaml
 
 from posttrain import __version__
 from posttrain.errors import InputError, PosttrainError, RunError
+from posttrain.runs.reader import is_file, open_file, read_json, read_text
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
@@ -117,10 +119,29 @@ class RunDirectory:
             raise InputError(f"there is no run at {path}; give the directory of a run, for example `runs/run`")
         if not _is_run(run.path):
             raise InputError(
-                f"{path} is not a posttrain run (recipe.yaml or posttrain's environment.json is missing); give the "
-                "directory `<runs>/<name>` of a run"
+                f"{path} is not a posttrain run (recipe.yaml or posttrain's environment.json is missing or not a regular "
+                "file); give the directory `<runs>/<name>` of a run"
             )
+        for folder in (run.episodes, run.checkpoints, run.plots, run.logs):
+            if folder.is_symlink():  # files would be read and written outside of the run
+                raise InputError(f"{folder} is a link; replace it with a directory")
         return run
+
+    def recipe_values(self) -> dict[str, Any]:
+        """The content of recipe.yaml, not validated; InputError if it cannot be read or is no YAML mapping."""
+        from posttrain.recipe import sources
+
+        return sources.read_text(read_text(self.recipe_file), str(self.recipe_file)).values
+
+    def failure_text(self) -> str:
+        """The content of `failure`, cut, or why it cannot be read; empty without the file."""
+        try:
+            with open_file(self.failure, most=math.inf) as file:
+                return file.read(_LONGEST_FAILURE).decode("utf-8", "replace").strip()
+        except FileNotFoundError:
+            return ""
+        except (OSError, InputError) as error:
+            return str(error)
 
     def load_recipe(self, to_run: bool = False) -> "Recipe":
         """The recipe of the run; raises `InputError` if recipe.yaml is damaged or from another version.
@@ -131,28 +152,22 @@ class RunDirectory:
         from pydantic import TypeAdapter, ValidationError
 
         from posttrain.recipe.components import looking
-        from posttrain.recipe.sources import read_text
         from posttrain.recipe.stages import Recipe
 
+        values = self.recipe_values()
         try:
-            values = read_text(self.recipe_file.read_text(encoding="utf-8"), str(self.recipe_file)).values
             with nullcontext() if to_run else looking():
                 return TypeAdapter(Recipe).validate_python(values)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise InputError(f"{self.recipe_file}: key {where!r}: {first['msg']}; correct the key") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{self.recipe_file} cannot be read ({error}); restore the file") from error
 
     def load_environment(self) -> dict[str, Any]:
         """Content of environment.json: machine, versions, `command`, `id`, `recipe_hash`; InputError if one is missing."""
-        try:
-            values = json.loads(self.environment_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"{self.environment_file} cannot be read ({error}); restore the file") from error
+        values = read_json(self.environment_file)
         for key, kind in _ENVIRONMENT.items():
-            if not isinstance(values, dict) or not isinstance(values.get(key), kind):
+            if not isinstance(values.get(key), kind):
                 raise InputError(f"{self.environment_file}: key {key!r} is missing or malformed; restore the file")
         return values
 
@@ -169,8 +184,10 @@ class RunDirectory:
         """
         file = self.path / ".lock"
         with storage_errors(file):
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
         try:
+            if not is_file(file):
+                raise InputError(f"{file} is not a regular file; delete it")
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -202,11 +219,10 @@ class RunDirectory:
         """Whether a process of this machine holds the lock. Does not lock the run itself, so it never disturbs the
         run.
         """
-        file = self.path / ".lock"
         try:
-            with file.open("rb") as opened:
+            with open_file(self.path / ".lock") as opened:
                 pid, inode = int(opened.read(32)), os.fstat(opened.fileno()).st_ino
-        except (OSError, ValueError):
+        except (OSError, ValueError, InputError):
             return False
         if not process_runs(pid):
             return False
@@ -272,10 +288,9 @@ def _is_used(path: Path) -> bool:
 
 def _is_run(path: Path) -> bool:
     try:
-        marker = json.loads((path / "environment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return "posttrain_run" in read_json(path / "environment.json") and is_file(path / "recipe.yaml")
+    except InputError:
         return False
-    return isinstance(marker, dict) and "posttrain_run" in marker and (path / "recipe.yaml").is_file()
 
 
 def _has_begun(path: Path) -> bool:
@@ -453,6 +468,8 @@ def write_atomically(path: Path, content: bytes | str | Iterable[bytes]) -> None
 
 def process_runs(pid: int) -> bool:
     """Whether a process with this id exists on this machine."""
+    if not 0 < pid < 1 << 31:  # 0 and negative ids are groups of processes
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

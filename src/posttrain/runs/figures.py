@@ -29,6 +29,7 @@ from posttrain.runs.panels import (
     Series,
     limits_of,
 )
+from posttrain.terminal import printable
 
 SMOOTHED_STEPS = 11
 """Window of the moving mean in steps; odd, so that the window is centered."""
@@ -208,8 +209,8 @@ def entitle(figure: Figure, title: str) -> None:
 
 
 def plain(text: str, longest: int = 120) -> str:
-    """`text` for a figure: control characters replaced, cut to `longest` characters."""
-    shown = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    """`printable` text for a figure, cut to `longest` characters."""
+    shown = printable(text)
     return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
 
 

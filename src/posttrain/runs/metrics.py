@@ -10,8 +10,9 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from rich.console import Console
@@ -24,10 +25,15 @@ from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError, RunError
 from posttrain.redaction import without_secrets
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
+from posttrain.runs.reader import complete_lines, open_file, parse_json
 from posttrain.runs.sinks import SentRecord, Sink, completion_rows, numbers, open_sink
+from posttrain.terminal import new_console, printable
 
 RESERVED = ("step", "kind", "nonfinite", "time/run")
 """Keys that the log sets itself."""
+_TYPES = {str, int, float, bool, NoneType, list}
+_NUMBERS = {"n", "episodes", "failed", "best_step", "success", "return"}
+"""Keys without a slash that have no text."""
 
 
 class MetricsLog:
@@ -72,11 +78,10 @@ class MetricsLog:
 
     def truncate_after(self, step: int) -> None:
         """Atomically drop the final line and all lines after `step`, and rewind the sinks: a resumed run writes them again."""
-        with storage_errors(self.run.metrics):
-            content = self.run.metrics.read_bytes()
-        kept = [
-            raw for raw, line in _parse(self.run.metrics, content) if line["step"] <= step and line["kind"] != "final"
-        ]
+        with open_file(self.run.metrics) as file:
+            raws = list(complete_lines(file, self.run.metrics))
+        lines = zip(raws, parse_metrics(self.run.metrics, raws), strict=True)
+        kept = [raw for raw, line in lines if line["step"] <= step and line["kind"] != "final"]
         self._file.close()
         write_atomically(self.run.metrics, b"".join(kept))
         self._file = self._open()
@@ -133,7 +138,8 @@ class MetricsLog:
 
     def _open(self) -> io.FileIO:
         with storage_errors(self.run.metrics):
-            return io.FileIO(self.run.metrics, "a")
+            flags = os.O_NOFOLLOW | os.O_NONBLOCK  # a link in a run of someone else must not lead to another file
+            return io.FileIO(self.run.metrics, "a", opener=lambda path, usual: os.open(path, usual | flags, 0o644))
 
     def _append(self, data: bytes) -> None:
         end = os.fstat(self._file.fileno()).st_size
@@ -147,9 +153,8 @@ class MetricsLog:
                 raise
 
     def _cut_torn_line(self) -> None:
-        with storage_errors(self.run.metrics):
-            content = self.run.metrics.read_bytes()
-            self._file.truncate(content.rfind(b"\n") + 1)
+        with storage_errors(self.run.metrics), open_file(self.run.metrics) as file:
+            self._file.truncate(sum(map(len, complete_lines(file, self.run.metrics))))
 
     def _start_clock(self) -> None:
         lines = read_metrics(self.run.metrics)
@@ -168,7 +173,7 @@ class MetricsLog:
         self._sinks.pop(name, None)
         reason = without_secrets(f"{type(error).__name__}: {error}")
         message = f"the sink {name!r} failed and was dropped ({reason}); metrics.jsonl is still written"
-        print(f"warning: {message}", file=sys.stderr)
+        print(printable(f"warning: {message}"), file=sys.stderr)
         self.write(step, "warning", {"sink": name, "message": message})
 
 
@@ -199,32 +204,42 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises `RunError` with the line number if another line is damaged.
     """
     try:
-        content = path.read_bytes()
+        with open_file(path) as file:
+            return parse_metrics(path, complete_lines(file, path))
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {error.strerror}; make it readable") from error
-    return parse_metrics(path, content)
 
 
-def parse_metrics(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """The complete lines in `content`, which is from the file `path`; errors as for `read_metrics`."""
-    return [line for _, line in _parse(path, content)]
-
-
-def _parse(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+def parse_metrics(path: Path, lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The content of complete `lines`, which are from the file `path`; errors as for `read_metrics`."""
     parsed = []
-    for number, raw in enumerate(content.splitlines(keepends=True), start=1):
-        if not raw.endswith(b"\n"):
-            break
+    for number, raw in enumerate(lines, start=1):
         try:
-            line = json.loads(raw)
-            if not (isinstance(line, dict) and isinstance(line["step"], int) and isinstance(line["kind"], str)):
-                raise TypeError("no step and kind")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise RunError(f"{path}, line {number} is damaged; delete that line and retry") from error
-        parsed.append((raw, line))
+            parsed.append(parse_line(raw))
+        except ValueError as error:
+            raise RunError(f"{path}, line {number} is damaged ({error}); delete that line and retry") from error
     return parsed
+
+
+def parse_line(raw: bytes) -> dict[str, Any]:
+    """One line of a metrics log. ValueError unless it has a step, a kind, and values of the types that `MetricsLog` writes."""
+    line = parse_json(raw, finite=True)
+    if not isinstance(line, dict):
+        raise ValueError("it is not a JSON object")
+    if type(line.get("step")) is not int or not 0 <= line["step"] < 1 << 53 or not isinstance(line.get("kind"), str):
+        raise ValueError("it has no step and kind")
+    kinds = {*map(type, line.values())}
+    if list in kinds:
+        kinds |= {type(member) for value in line.values() if type(value) is list for member in value}
+    if not kinds <= _TYPES:
+        raise ValueError("it has a value that is no number, text or list of these")
+    nonfinite = line.get("nonfinite", [])
+    if not isinstance(nonfinite, list) or not all(isinstance(key, str) for key in nonfinite):
+        raise ValueError("'nonfinite' is no list of keys")
+    for key in (key for key, value in line.items() if type(value) in (str, list)):
+        if "/" in key or key in _NUMBERS or key.endswith(("_low", "_high")):
+            raise ValueError(f"{key[:80]!r} is no number")
+    return line
 
 
 def _plain(value: Any, key: str, nonfinite: list[str]) -> Any:
@@ -271,7 +286,7 @@ class Progress:
         self.unit = unit
         self.title = title
         self.step = start_step
-        self.console = console or Console(highlight=False)
+        self.console = console or new_console(highlight=False)
         self._first_step = start_step
         self._part = ""
         self._printed = 0.0

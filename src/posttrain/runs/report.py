@@ -12,6 +12,7 @@ from posttrain.recipe.rollout import SeedRange, evaluated_environment
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import duration, read_metrics
 from posttrain.runs.tables import UNIMPROVED, Table, headline, markdown_table, plain_numbers, score_table
+from posttrain.terminal import printable
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
@@ -43,7 +44,7 @@ def write_report(
         _changed(changed_rows(run)),
         "## The run\n\n" + markdown_table(("what", "value"), run_facts(run, lines)),
     ]
-    write_atomically(run.report, "\n\n".join(part for part in parts if part) + "\n")
+    write_atomically(run.report, printable("\n\n".join(part for part in parts if part)) + "\n")
     return run.report
 
 

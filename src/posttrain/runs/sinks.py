@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from posttrain.episode import Advantages, Episode
-from posttrain.errors import RunError
+from posttrain.errors import InputError, RunError
 from posttrain.plugins import require_module
 from posttrain.runs.directory import RunDirectory, write_atomically
+from posttrain.runs.reader import read_json
 
 Row = dict[str, str | int | float | bool | None]
 """One row of a table of completions: column -> value."""
@@ -103,9 +104,9 @@ class SentRecord:
         self._last: dict[str, dict[str, int]] = {}
         if self._path.exists():
             try:
-                stored = json.loads(self._path.read_text(encoding="utf-8"))
+                stored = read_json(self._path)
                 self._last = {sink: {kind: int(step) for kind, step in of.items()} for sink, of in stored.items()}
-            except (OSError, ValueError, TypeError, AttributeError) as error:
+            except (InputError, ValueError, TypeError, AttributeError) as error:
                 raise RunError(
                     f"{self._path} is damaged ({error}); delete it, after which a resumed run sends repeated steps twice"
                 ) from error

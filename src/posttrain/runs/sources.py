@@ -11,7 +11,6 @@ from typing import Any
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
 from posttrain.recipe.run import LOGGED_IN
-from posttrain.recipe.sources import read_text
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.intervals import mean
 from posttrain.runs.metrics import read_metrics
@@ -147,8 +146,8 @@ def _open(path: Path, name: str) -> Source:
 
 def _recipe(run: RunDirectory) -> Mapping[str, Any] | None:
     try:
-        return read_text(run.recipe_file.read_text(encoding="utf-8"), str(run.recipe_file)).values
-    except (OSError, UnicodeDecodeError, InputError):
+        return run.recipe_values()
+    except InputError:
         return None
 
 

@@ -2,16 +2,21 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import stat
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from posttrain.errors import InputError, PosttrainError
 from posttrain.runs.directory import RunDirectory, partial_path, write_atomically
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.reader import is_file, open_file, read_json
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -26,9 +31,9 @@ def saved_steps(directory: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-def digest_of_file(path: Path) -> str:
-    """SHA-256 of the content, in hex."""
-    with path.open("rb") as file:
+def digest_of_file(path: Path, run: Path | None = None) -> str:
+    """SHA-256 of the content, in hex; `run` and errors as for `open_file`."""
+    with open_file(path, run, math.inf) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -36,12 +41,12 @@ def delete_state(checkpoint: Path) -> None:
     """Delete everything except the policy of a checkpoint. The state is deleted last, so that interrupted calls
     repeat.
     """
-    if not (checkpoint / STATE).is_file():
+    if not is_file(checkpoint / STATE):
         return
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        manifest = read_json(checkpoint / MANIFEST)
         policy = {name: digest for name, digest in manifest["files"].items() if name.startswith("policy/")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (InputError, KeyError, AttributeError):
         return  # damaged; `Checkpoints.verify` reports it when it is loaded
     write_atomically(checkpoint / MANIFEST, json.dumps(manifest | {"files": policy}, indent=1))
     for directory in checkpoint.iterdir():
@@ -56,9 +61,8 @@ def has_state(run: RunDirectory) -> bool:
     if not steps:
         return True
     try:
-        manifest = json.loads((run.checkpoints / f"step_{steps[-1]:06d}" / MANIFEST).read_text())
-        return STATE in manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return STATE in read_json(run.checkpoints / f"step_{steps[-1]:06d}" / MANIFEST)["files"]
+    except (InputError, KeyError, TypeError):
         return True  # damaged; `Checkpoints.verify` reports it
 
 
@@ -94,7 +98,7 @@ def _weights(run: RunDirectory) -> Iterator[Path]:
     folders = [*sorted(run.checkpoints.glob("step_*/policy")), run.path / "model"]
     for folder in folders:
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and not path.is_symlink() and path.stat().st_size >= _SHARED_FROM:
+            if is_file(path) and path.stat().st_size >= _SHARED_FROM:
                 yield path
 
 
@@ -108,6 +112,8 @@ class Usage:
     """Bytes that `free_space` would free: training state and duplicate weights."""
     ended: bool
     """Whether the run has ended, so that its training state is no longer needed."""
+    problem: str = ""
+    """Why its files cannot be read; empty if they can."""
 
 
 def _of_state(parts: tuple[str, ...]) -> bool:
@@ -117,28 +123,36 @@ def _of_state(parts: tuple[str, ...]) -> bool:
 
 def usage_of(run: RunDirectory) -> Usage:
     """Sizes of the files of a run. A file with several names counts once."""
-    files = {path: path.lstat() for path in run.path.rglob("*") if not path.is_dir() or path.is_symlink()}
-    total = sum({stat.st_ino: stat.st_size for stat in files.values()}.values())
+    files: dict[Path, os.stat_result] = {}
+    for path in run.path.rglob("*"):
+        with suppress(OSError):  # it was deleted meanwhile
+            if not stat.S_ISDIR((status := path.lstat()).st_mode):
+                files[path] = status
+    total = sum({status.st_ino: status.st_size for status in files.values()}.values())
     state = sum(
-        stat.st_size
-        for path, stat in files.items()
+        status.st_size
+        for path, status in files.items()
         if path.name == STATE or _of_state(path.relative_to(run.path).parts)
     )
     weights: dict[int, dict[int, Path]] = defaultdict(dict)
-    for path in _weights(run):
+    for path in files.keys() & set(_weights(run)):
         weights[files[path].st_size].setdefault(files[path].st_ino, path)
     repeated = sum(
         size * (len(of_size) - len({digest_of_file(path) for path in of_size.values()}))
         for size, of_size in weights.items()
         if len(of_size) > 1
     )
-    return Usage(run, total, state + repeated, has_ended(run))
+    try:
+        run.recipe_values()
+        return Usage(run, total, state + repeated, has_ended(run))
+    except PosttrainError as error:
+        return Usage(run, total, state + repeated, False, str(error))
 
 
 def has_ended(run: RunDirectory) -> bool:
     """Whether the last execution of a training run finished. Resuming a run deletes its final line."""
     lines = read_metrics(run.metrics)
-    return run.report.is_file() and any(line["kind"] == "final" for line in lines)
+    return is_file(run.report) and any(line["kind"] == "final" for line in lines)
 
 
 def runs_in(folder: Path) -> list[RunDirectory]:
@@ -146,7 +160,7 @@ def runs_in(folder: Path) -> list[RunDirectory]:
     # `**` does not follow links.
     patterns = ("**/environment.json", "*/environment.json", "*/*/environment.json")
     markers = sorted({marker for pattern in patterns for marker in folder.glob(pattern)})
-    paths = [marker.parent for marker in markers if (marker.parent / "recipe.yaml").is_file()]
+    paths = [marker.parent for marker in markers if os.path.lexists(marker.parent / "recipe.yaml")]
     return [RunDirectory(path) for path in paths]
 
 

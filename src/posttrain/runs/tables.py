@@ -4,18 +4,21 @@ import html
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from posttrain.errors import InputError
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.directory import write_atomically
+from posttrain.runs.reader import read_json
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 
+T = TypeVar("T")
 START = "start of this run"
 TRAINED = "trained"
 EVALUATED = "evaluated"
@@ -386,19 +389,30 @@ def write_results(directory: Path, tables: Sequence[Table], rows: Sequence[Polic
 
 def read_tables(directory: Path) -> list[Table]:
     """The final tables in `results.json` of a run directory."""
-    return [
-        Table(**{**table, "headings": tuple(table["headings"]), "rows": [tuple(row) for row in table["rows"]]})
-        for table in _read_results(directory)["tables"]
-    ]
+    return _from_results(directory, lambda values: [_table(table) for table in values["tables"]])
 
 
 def read_policies(directory: Path) -> list[PolicyRow]:
     """The rows of the policies in `results.json` of a run directory; empty for a run without an environment."""
-    return [_policy_row(values) for values in _read_results(directory)["policies"]]
+    return _from_results(directory, lambda values: [_policy_row(row) for row in values["policies"]])
 
 
-def _read_results(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "results.json").read_text(encoding="utf-8"))
+def _from_results(directory: Path, make: Callable[[dict[str, Any]], list[T]]) -> list[T]:
+    file = directory / "results.json"
+    values = read_json(file)
+    try:
+        return make(values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{file} has another form ({error!r}); evaluate the model again") from error
+
+
+def _table(values: Mapping[str, Any]) -> Table:
+    table = Table(**{**values, **{key: tuple(values[key]) for key in ("headings", "words") if key in values}})
+    rows = [tuple(row) for row in table.rows]
+    texts = [table.title, table.note, *table.headings, *table.words, *(cell for row in rows for cell in row)]
+    if not all(isinstance(text, str) for text in texts) or {len(row) for row in rows} - {len(table.headings)}:
+        raise ValueError("a table is not of texts")
+    return replace(table, rows=rows)
 
 
 def _policy_row(values: Mapping[str, Any]) -> PolicyRow:

@@ -26,6 +26,7 @@ from posttrain.errors import InputError
 from posttrain.models.policy import TrainedModel
 from posttrain.recipe.run import CheckpointRecipe
 from posttrain.runs.directory import partial_path, storage_errors, sync_directory, write_atomically
+from posttrain.runs.reader import LARGEST, is_file, read_json
 from posttrain.runs.storage import MANIFEST, STATE, delete_state, digest_of_file, saved_steps, size_text
 
 _WHOLE = 2
@@ -163,7 +164,7 @@ class Checkpoints:
         """The directories of the policy and of the tensors, and the trainer's state of `step`, verified."""
         path = self.path(step)
         current_world().on_rank0(lambda: self.verify(path, resumable=True))
-        return path / "policy", path / "tensors", json.loads((path / STATE).read_text())
+        return path / "policy", path / "tensors", read_json(path / STATE, LARGEST, self.directory)
 
     def policy(self, step: int) -> Path:
         """The directory of the policy of `step`, verified."""
@@ -182,9 +183,9 @@ class Checkpoints:
             f"add --fall-back to resume from step {others[-1]}" if others else "start the run again with --overwrite"
         )
         try:
-            manifest = json.loads((path / MANIFEST).read_text())
+            manifest = read_json(path / MANIFEST, run=self.directory)
             files, run_id = manifest["files"], manifest["run"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (InputError, KeyError) as error:
             raise InputError(f"{path / MANIFEST} is missing or damaged ({type(error).__name__}); {remedy}") from error
         if run_id != self.run_id:
             raise InputError(f"{path} is a checkpoint of another run ({run_id}, this one is {self.run_id}); {remedy}")
@@ -199,7 +200,7 @@ class Checkpoints:
                 f"{path / 'policy'} as `model.path`"
             )
         for name, digest in files.items():
-            if not (path / name).is_file() or digest_of_file(path / name) != digest:
+            if not is_file(path / name) or digest_of_file(path / name, self.directory) != digest:
                 raise InputError(f"{path / name} is damaged: its checksum differs; {remedy}")
 
     def fall_back(self) -> list[str]:

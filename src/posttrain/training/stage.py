@@ -26,6 +26,7 @@ from posttrain.recipe.stages import (
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.storage import free_space, has_state
 from posttrain.runs.tables import show_line
+from posttrain.terminal import new_console
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import Callback
@@ -194,7 +195,7 @@ def run_in_process(
 
     Arguments and errors are those of `posttrain.stages.run_stage`.
     """
-    console = console or Console()
+    console = console or new_console()
     hardware = getattr(recipe, "hardware", HardwareRecipe())
 
     def opened() -> RunDirectory:

@@ -33,6 +33,7 @@ from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, ta
 from posttrain.runs.storage import free_space, share_equal_files
 from posttrain.runs.tables import START, TRAINED, UNIMPROVED
 from posttrain.seeds import derive_seed
+from posttrain.terminal import new_console
 from posttrain.training.checkpoint import Checkpoints, RemoteState
 from posttrain.training.evaluators import Evaluator
 from posttrain.training.results import report_results
@@ -260,7 +261,7 @@ class Trainer(Generic[Output]):
     @contextmanager
     def working(self, console: Console) -> Iterator[None]:
         """Signals, display on `console` and log around the loop. A requested stop saves a checkpoint."""
-        console = console if self._world.is_rank0 else Console(file=StringIO())
+        console = console if self._world.is_rank0 else new_console(file=StringIO())
         title = f"stage {self.settings.stage}, run {self.settings.name}"
         with self.interrupts, self._log, Progress(self.settings.steps, title, self.step, console) as self.progress:
             self.learner.computed = self.progress.trained

@@ -12,7 +12,9 @@ from posttrain.recipe.sources import Layer, dump_values, merge
 from posttrain.recipe.study_file import Study, nested, shown
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.reader import is_file
 from posttrain.runs.tables import Table
+from posttrain.terminal import printable
 from posttrain.tune.best import RetestResult, best_of, feasible, verdict
 from posttrain.tune.study import from_storage
 
@@ -143,7 +145,7 @@ def write_report(
     parts += [f"![{plot.stem}]({plot.relative_to(study.directory)})" for plot in plots]
     parts += ["## Warnings of the runs\n\n" + "\n".join(f"- {text}" for text in warnings)] if warnings else []
     path = study.directory / "report.md"
-    write_atomically(path, "\n\n".join(parts) + "\n")
+    write_atomically(path, printable("\n\n".join(parts)) + "\n")
     return path
 
 
@@ -183,7 +185,7 @@ def warnings_of(study: Study) -> list[str]:
     for folder in counts:
         for path in sorted((study.directory / folder).glob("*")):
             metrics = RunDirectory(path).metrics
-            if not metrics.is_file():
+            if not is_file(metrics):
                 continue
             counts[folder] += 1
             try:

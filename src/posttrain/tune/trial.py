@@ -25,6 +25,7 @@ from posttrain.recipe.study import Limit, Objective
 from posttrain.recipe.study_file import Study
 from posttrain.runs.directory import RunDirectory, recipe_hash
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.reader import is_file
 
 STOP_SECONDS = 300.0
 """A run that does not stop within this time is killed. It may be busy with an update or a checkpoint."""
@@ -54,7 +55,7 @@ class Attempt:
     @property
     def finished(self) -> bool:
         """Whether the run finished; it writes its report last."""
-        return self.run.report.is_file()
+        return is_file(self.run.report)
 
     @property
     def running(self) -> bool:
@@ -98,7 +99,7 @@ class Attempt:
     def lines(self) -> list[dict[str, Any]]:
         """The metrics lines so far; raises `RunError` if they are damaged."""
         file = self.run.metrics
-        size = file.stat().st_size if file.is_file() else 0
+        size = file.stat().st_size if is_file(file) else 0
         if size != self._lines[0]:
             self._lines = (size, read_metrics(file))
         return self._lines[1]
@@ -138,18 +139,17 @@ def _run_process(path: str, variables: Mapping[str, str], reasons: Connection) -
     os.environ.clear()
     os.environ.update(variables)
     run = RunDirectory.open(path)
-    log = os.open(run.logs / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(run.logs / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     _stop_with_parent()
-    from rich.console import Console
-
     from posttrain.stages import run_stage
+    from posttrain.terminal import new_console
 
     code = 1
     try:
         _await_lock(run)
-        run_stage(_relocated_recipe(run), resume=True, console=Console(width=140))
+        run_stage(_relocated_recipe(run), resume=True, console=new_console(width=140))
         code = 0
     except PosttrainError as error:
         print(f"posttrain: {error}", flush=True)

@@ -137,7 +137,7 @@ class Store:
 
     def entries(self, step: StoredStep) -> list[Entry]:
         """A line for each episode of a file. The arrays of tokens are not read."""
-        key = step.path, step.path.stat().st_mtime_ns
+        key = step.path, step.path.lstat().st_mtime_ns
         with self._lock:
             if key not in self._lists:
                 self._lists[key] = [entry for entry, _ in _heads(step)]
@@ -209,7 +209,7 @@ def _heads(step: StoredStep) -> Iterator[tuple[Entry, str]]:
         head = read_head(step.path, record)
         try:
             yield _entry(step, number, head), _text(head)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise RunError(f"episode {number} of {step.path} is damaged ({error!r}); delete the file") from error
 
 

@@ -1,6 +1,7 @@
 """The charts of a run as data for the browser: curves with their 95% intervals, baselines, and what happened at which step."""
 
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from posttrain.runs.panels import (
     panels_of,
     series_of,
 )
+from posttrain.runs.reader import complete_lines, open_file
 from posttrain.runs.tables import START
 
 _LONGEST_MESSAGE = 600
@@ -65,19 +67,18 @@ class _Log:
 
     def read(self) -> list[Line]:
         try:
-            file = self.path.open("rb")
+            file = open_file(self.path)
         except FileNotFoundError:
             return []
         with file:
-            status = self.path.stat()
+            status = os.fstat(file.fileno())
             if (status.st_ino, status.st_size >= self._end) != (self._inode, True):
                 self._inode, self._end, self._lines = status.st_ino, 0, []  # a resumed run replaced the file
             file.seek(self._end)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
+            whole = list(complete_lines(file, self.path))
         # A new list: a reader of the old one must not see it grow.
         self._lines = [*self._lines, *parse_metrics(self.path, whole)]
-        self._end += len(whole)
+        self._end += sum(map(len, whole))
         return self._lines
 
 

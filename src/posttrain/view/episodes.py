@@ -29,8 +29,6 @@ class Sample:
     advantages: list[np.ndarray] | None
     """Per stream, [T] float32."""
     units: CreditedUnits | None
-    scores: list[tuple[np.ndarray, np.ndarray]] | None = None
-    """Per stream, log-probabilities and entropies under a checkpoint, [T] float32 each; None if not computed."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +156,9 @@ def largest_advantage(samples: Sequence[Sample]) -> float:
     return max((float(np.abs(stream).max(initial=0.0)) for stream in streams), default=0.0)
 
 
-Tint = Literal["advantage", "unit credit", "log-probability", "entropy", "distance", "nothing"]
+Tint = Literal["advantage", "unit credit", "log-probability", "nothing"]
 TINTS: tuple[Tint, ...] = get_args(Tint)
-"""What the color of a token shows. `distance`: of the engine's log-probability from that of a checkpoint."""
+"""What the color of a token shows."""
 IMPROBABLE = 6.0
 """Nats below which a log-probability has the strongest color."""
 
@@ -277,15 +275,10 @@ def _tokens(number: int, turn: Turn, sample: Sample, look: Look) -> _Tokens | No
         return None if advantages is None else _Tokens(advantages, look, None, None)
     none, notes = np.zeros(len(logprobs), np.float32), []
     credits = none if sample.units is None else unit_credits(sample.episode, turn, sample.units)
-    scores = None if sample.scores is None else tuple(part[here] for part in sample.scores[turn.stream])
-    distances = none if scores is None else np.abs(scores[0] - logprobs)
     for position, (token, logprob) in enumerate(zip(stream.ids[here].tolist(), logprobs.tolist(), strict=True)):
         credit = "" if advantages is None else f"advantage {advantages[position]:+.4f} · "
         credit += "" if sample.units is None else f"unit credit {credits[position]:+.4f} · "
         chance = f"log-probability {logprob:.4f} ({100 * math.exp(min(0.0, logprob)):.1f}%)"
-        if scores is not None:
-            chance += f" · of the checkpoint {scores[0][position]:.4f}, distance {distances[position]:.4f}"
-            chance += f" · entropy {scores[1][position]:.4f}"
         notes.append(
             f"token {position}: {credit}{chance} · id {token} · version {stream.versions[turn.start + position]}"
         )
@@ -294,10 +287,9 @@ def _tokens(number: int, turn: Turn, sample: Sample, look: Look) -> _Tokens | No
         "advantage": none if advantages is None else advantages,
         "unit credit": credits,
         "log-probability": logprobs,
-        "distance": -distances,
+        "nothing": none,
     }
-    values = (shown | ({} if scores is None else {"entropy": -scores[1]})).get(look.tint, none)
-    return _Tokens(values, look, notes, parted)
+    return _Tokens(shown[look.tint], look, notes, parted)
 
 
 def unit_credits(episode: Episode, turn: Turn, units: CreditedUnits) -> np.ndarray:
@@ -368,12 +360,7 @@ def scale_of(samples: Sequence[Sample], tint: Tint) -> float:
         return largest_advantage(samples)
     if tint == "unit credit":
         return max((float(np.abs(one.units.credits).max(initial=0.0)) for one in samples if one.units), default=0.0)
-    largest = 0.0
-    for one in samples:
-        for stream, (logprobs, entropies) in zip(one.episode.streams, one.scores or (), strict=False):
-            values = entropies if tint == "entropy" else np.where(stream.sampled, logprobs - stream.rollout_logprobs, 0)
-            largest = max(largest, float(np.abs(values).max(initial=0.0)))
-    return largest
+    return 0.0
 
 
 @dataclass(frozen=True)

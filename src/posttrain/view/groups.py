@@ -1,7 +1,6 @@
 """The page of a group: its episodes side by side, with the values of each token and what made the difference."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from posttrain.errors import InputError
@@ -9,14 +8,10 @@ from posttrain.rollout.view import token_decoder, unit_credit_recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.view.browse import Filter, Store, at_step, group_of, steps_of
 from posttrain.view.episodes import TINTS, Look, Tint, episode_page, parting_of, prompt_text, scale_of
-from posttrain.view.play import Player, checkpoints_of
 
 
-def group_page(run: RunDirectory, given: Mapping[str, str], store: Store, player: Player) -> dict[str, Any]:
-    """The values of the template for the step, split and group in `given`.
-
-    With a checkpoint in `score`, the entropy of each token and its distance from the engine's log-probability are computed.
-    """
+def group_page(run: RunDirectory, given: Mapping[str, str], store: Store) -> dict[str, Any]:
+    """The values of the template for the step, split and group in `given`."""
     wanted = Filter.of(given)
     group = wanted.group or 0
     steps, split = steps_of(run.episodes, wanted.split)
@@ -30,12 +25,6 @@ def group_page(run: RunDirectory, given: Mapping[str, str], store: Store, player
     in_units = any(sample.units is not None for sample in samples)
     tints = [one for one in TINTS if in_units or one != "unit credit"]
     tint: Tint = next((one for one in tints if one == given.get("tint")), usual)
-    checkpoint, problem = given.get("score", ""), ""
-    if checkpoint:
-        scores = player.scores(run, checkpoint, samples)
-        samples = [replace(sample, scores=of) for sample, of in zip(samples, scores, strict=True)]
-    elif tint in ("entropy", "distance"):
-        problem = f"The {tint} of tokens is not stored. Choose a checkpoint to compute it."
     decode, credited = token_decoder(run), unit_credit_recipe(run)
     parting = parting_of(samples, decode)
     scale = scale_of(samples, tint)
@@ -56,8 +45,5 @@ def group_page(run: RunDirectory, given: Mapping[str, str], store: Store, player
         "tint": tint,
         "tints": tints,
         "scale": scale,
-        "checkpoint": checkpoint,
-        "checkpoints": checkpoints_of(run),
-        "problem": problem,
         "chosen": given.get("episode", ""),
     }

@@ -23,7 +23,7 @@ class Query:
     """What the list shows."""
 
     text: str = ""
-    """Words that the name, stage, model, environment, tags or note contain."""
+    """Words that the name, stage, model or environment contain."""
     state: str = ""
     sort: str = "newest"
     seeds: bool = True
@@ -130,7 +130,7 @@ def _changed(path: Path) -> float:
 
 def _matches(run: Summary, query: Query) -> bool:
     words = query.text.lower().split()
-    about = " ".join([run.name, run.stage, run.model, run.environment, *run.notes.tags, run.notes.note]).lower()
+    about = f"{run.name} {run.stage} {run.model} {run.environment}".lower()
     return (not query.state or run.state == query.state) and all(word in about for word in words)
 
 

@@ -16,6 +16,7 @@ from posttrain.rollout.view import token_decoder, unit_credit_recipe
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
 from posttrain.runs.figures import encode
 from posttrain.runs.plots import Compared, compare, figures
+from posttrain.runs.reader import read_text
 from posttrain.runs.report import changed_rows, run_facts, run_warnings
 from posttrain.runs.sources import Source, differing_keys, open_sources
 from posttrain.runs.tables import Table, headline, score_table
@@ -65,8 +66,8 @@ def section_of(source: Source) -> Section:
     run = source.run
     assert run is not None
     section = Section(source.name, str(source.path))
-    if run.failure.is_file():
-        section.missing.append(f"The run failed: {run.failure.read_text(encoding='utf-8', errors='replace').strip()}")
+    if failure := run.failure_text():
+        section.missing.append(f"The run failed: {failure}")
     if not source.lines:
         section.missing.append("The run has no metrics yet.")
     elif source.unfinished:
@@ -85,9 +86,9 @@ def section_of(source: Source) -> Section:
     section.colored = any(message.pieces or message.units for page in pages for message in page.messages)
     section.missing += missing
     try:
-        section.recipe = run.recipe_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        section.missing.append(f"{run.recipe_file} cannot be read ({error})")
+        section.recipe = read_text(run.recipe_file)
+    except InputError as error:
+        section.missing.append(str(error))
     section.environment, section.packages = _environment(run, section)
     section.warnings = [shortened(warning) for warning in run_warnings(source.lines)]
     section.missing = list(dict.fromkeys(section.missing))  # several parts may need the same damaged file

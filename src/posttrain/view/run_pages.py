@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import PosttrainError
+from posttrain.errors import InputError, PosttrainError
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.reader import read_text
 from posttrain.runs.report import changed_rows, run_facts
 from posttrain.runs.tables import Table, read_tables
 from posttrain.view.charts import Logs, charts_of, marks_of
@@ -19,13 +20,12 @@ def charts(logs: Logs, path: Path) -> dict[str, Any]:
 
 def result_tables(run: RunDirectory, missing: list[str]) -> list[Table]:
     """The final tables of a run, if it has any. Why they cannot be read is added to `missing`."""
-    file = run.path / "results.json"
-    if not file.is_file():
+    if not (run.path / "results.json").exists():
         return []
     try:
         return read_tables(run.path)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        missing.append(f"{file} cannot be read ({error}), so the final tables are missing")
+    except InputError as error:
+        missing.append(f"{error}; the final tables are missing")
         return []
 
 
@@ -40,7 +40,7 @@ def facts(logs: Logs, path: Path) -> dict[str, Any]:
     except PosttrainError as error:
         missing.append(str(error))
     try:
-        shown["recipe"] = run.recipe_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        missing.append(f"{run.recipe_file} cannot be read ({error})")
+        shown["recipe"] = read_text(run.recipe_file)
+    except InputError as error:
+        missing.append(str(error))
     return shown

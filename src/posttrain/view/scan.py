@@ -6,16 +6,18 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.errors import InputError
-from posttrain.recipe.sources import read_text
-from posttrain.runs.directory import RunDirectory, write_atomically
+from posttrain.runs.directory import RunDirectory
+from posttrain.runs.metrics import parse_line
+from posttrain.runs.reader import complete_lines, is_file, open_file, read_json
 from posttrain.runs.sources import PER_RUN_KEYS
 from posttrain.runs.tables import Interval
+from posttrain.terminal import printable
 
 State = Literal["running", "finished", "failed", "stopped", "reading"]
 """`reading`: the files of the run have not been read yet."""
@@ -24,11 +26,6 @@ _DEEPEST = 3
 _MOST_POINTS = 40
 """Points of a sparkline."""
 _KIND = re.compile(rb'"kind": ?"(\w+)"')
-_LONGEST_LINE = 4 << 20
-"""Bytes of a line of metrics that is read for a summary."""
-_LONGEST_NOTE, _MOST_TAGS = 4_000, 12
-NOTES = "notes.json"
-"""File in a run directory with its tags and note, the only file that the page writes."""
 
 METRICS = (
     ("success", "rollout/success", "success", True, True),
@@ -43,14 +40,6 @@ METRICS = (
     ("", "loss/nll", "loss", False, False),
 )
 """Held-out metric, training metric, name, whether it is a rate, whether larger is better: the first known one is listed."""
-
-
-@dataclass(frozen=True)
-class Notes:
-    """What people wrote about a run."""
-
-    tags: tuple[str, ...] = ()
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,8 +76,7 @@ class Summary:
     """Time of the last change, in seconds since the epoch."""
     group: str = ""
     """Digest of the recipe without its seed and name."""
-    notes: Notes = field(default_factory=Notes)
-    parts: tuple[str, ...] = ("run", "episodes", "play")
+    parts: tuple[str, ...] = ("run", "episodes")
     """The pages of the run."""
 
     @property
@@ -114,7 +102,12 @@ class Scanner:
 
     def find(self) -> dict[str, Path]:
         """Name -> directory of every run, without reading the runs."""
-        found = {path.relative_to(self.folder).as_posix(): path for path in _runs_below(self.folder, _DEEPEST)}
+        found: dict[str, Path] = {}
+        for path in _runs_below(self.folder, _DEEPEST):
+            name = printable(path.relative_to(self.folder).as_posix()).replace("\n", "\\n")
+            while name in found:  # a folder may have the name that another is shown by
+                name += "′"
+            found[name] = path
         for gone in self._cache.keys() - found.keys():
             self._cache.pop(gone, None)
         return found
@@ -134,7 +127,7 @@ class Scanner:
     def stamp(self, path: Path) -> tuple[Any, ...]:
         """A value that changes with the files of the run, and when it starts or ends. The last item: whether it is running."""
         run = RunDirectory(path)
-        files = (run.metrics, run.recipe_file, run.failure, path / NOTES, path / "results.json", run.episodes)
+        files = (run.metrics, run.recipe_file, run.failure, path / "results.json", run.episodes)
         return (*map(_stamp, files), run.is_running())
 
     def summary(self, name: str, path: Path) -> Summary:
@@ -167,7 +160,7 @@ def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
     except OSError:
         return
     for path in map(Path, folders):
-        if (path / "environment.json").is_file() and (path / "recipe.yaml").is_file():
+        if all(os.path.lexists(path / name) for name in ("environment.json", "recipe.yaml")):
             yield path
         elif levels > 1:
             yield from _runs_below(path, levels - 1)
@@ -175,7 +168,7 @@ def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
 
 def _stamp(path: Path) -> tuple[int, int]:
     try:
-        status = path.stat()
+        status = path.lstat()
     except OSError:
         return (0, 0)
     return status.st_mtime_ns, status.st_size
@@ -186,14 +179,16 @@ def summarize(name: str, run: RunDirectory, running: bool) -> Summary:
     recipe, reason = _recipe(run)
     lines = _Lines()
     try:
-        with run.metrics.open("rb") as file:
-            while raw := file.readline(_LONGEST_LINE):
+        with open_file(run.metrics) as file:
+            for raw in complete_lines(file, run.metrics):
                 lines.add(raw)
-    except OSError as error:
-        reason = reason or ("" if isinstance(error, FileNotFoundError) else f"{run.metrics}: {error.strerror}")
+    except FileNotFoundError:
+        pass
+    except InputError as error:
+        reason = reason or str(error)
     measured = lines.result()
-    ended = lines.final is not None or (run.path / "results.json").is_file()
-    failure = _text(run.failure)
+    ended = lines.final is not None or is_file(run.path / "results.json")
+    failure = run.failure_text()
     state: State = "running" if running else "failed" if failure else "finished" if ended else "stopped"
     model, environment = (recipe.get(key) for key in ("model", "environment"))
     steps, seed = recipe.get("steps"), recipe.get("seed")
@@ -211,20 +206,15 @@ def summarize(name: str, run: RunDirectory, running: bool) -> Summary:
         steps if isinstance(steps, int) else None,
         changed=max(_stamp(run.metrics)[0], _stamp(run.environment_file)[0]) / 1e9,
         group=hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode()).hexdigest()[:12],
-        notes=read_notes(run.path),
         parts=_parts(run, str(recipe.get("stage"))),
         **measured,
     )
 
 
 def _parts(run: RunDirectory, stage: str) -> tuple[str, ...]:
-    """The pages of a run: episodes if its stage or its evaluations play some, and play if it trains a language model."""
+    """The pages of a run: with episodes if its stage or its evaluations play some."""
     played = stage in ("rl", "distill") or next(run.episodes.glob("step_*"), None) is not None
-    return (
-        "run",
-        *(["episodes"] if played else []),
-        *([] if stage in ("reward", "evaluate", "generate") else ["play"]),
-    )
+    return ("run", "episodes") if played else ("run",)
 
 
 class _Lines:
@@ -240,8 +230,6 @@ class _Lines:
         self._seen, self._every = 0, 1
 
     def add(self, raw: bytes) -> None:
-        if not raw.endswith(b"\n"):
-            return
         kind = _KIND.search(raw, 0, 200)
         if kind is not None and kind[1] == b"train":
             if self._seen % self._every == 0:
@@ -290,13 +278,10 @@ class _Lines:
 
     def _read(self, raw: bytes) -> dict[str, Any] | None:
         try:
-            line = json.loads(raw)
-            if isinstance(line, dict) and isinstance(line["step"], int) and isinstance(line["kind"], str):
-                return line
-        except (ValueError, KeyError, RecursionError):
-            pass
-        self.damage = "a line of metrics.jsonl is damaged"
-        return None
+            return parse_line(raw)
+        except ValueError as error:
+            self.damage = f"a line of metrics.jsonl is damaged ({error})"
+            return None
 
 
 def _interval(line: Mapping[str, Any], key: str) -> Interval:
@@ -316,37 +301,7 @@ def _thinned(values: list[float]) -> tuple[float, ...]:
 
 def _recipe(run: RunDirectory) -> tuple[Mapping[str, Any], str]:
     try:
-        return read_text(run.recipe_file.read_text(encoding="utf-8"), str(run.recipe_file)).values, ""
-    except (OSError, UnicodeDecodeError) as error:
-        return {}, f"{run.recipe_file} cannot be read ({error})"
+        read_json(run.environment_file)
+        return run.recipe_values(), ""
     except InputError as error:
         return {}, str(error)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_bytes()[:_LONGEST_NOTE].decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
-
-
-def read_notes(path: Path) -> Notes:
-    """The tags and the note of a run; empty if there are none or the file is damaged."""
-    try:
-        values = json.loads((path / NOTES).read_text(encoding="utf-8"))
-        return _notes(values["tags"], values["note"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Notes()
-
-
-def write_notes(path: Path, tags: str, note: str) -> Notes:
-    """Store tags, separated by commas or spaces, and a note. RunError if the file cannot be written."""
-    notes = _notes(re.split(r"[,\s]+", tags), note)
-    content = json.dumps({"tags": notes.tags, "note": notes.note}, ensure_ascii=False, indent=1)
-    write_atomically(path / NOTES, f"{content}\n".encode("utf-8", "backslashreplace"))
-    return notes
-
-
-def _notes(tags: Any, note: Any) -> Notes:
-    kept = dict.fromkeys(str(tag).strip()[:40] for tag in tags if str(tag).strip())
-    return Notes(tuple(kept)[:_MOST_TAGS], str(note)[:_LONGEST_NOTE])

@@ -1,11 +1,12 @@
 """`posttrain view`: a local page about the runs in a folder, live while they train.
 
 The server listens on the loopback address, answers only requests with the token, and reads run directories. It imports no
-code that a run names, and writes tags and notes alone (`posttrain.view.scan.NOTES`).
+code that a run names, loads no model, and writes nothing.
 """
 
 import asyncio
 import hmac
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,13 +21,12 @@ from urllib.parse import parse_qsl, urlencode
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from posttrain.errors import InputError, PosttrainError
 from posttrain.loopback import ADDRESS, App, Receive, Scope, Send, header, names_this_server, refuse
 from posttrain.recipe.components import looking
-from posttrain.recipe.rollout import evaluated_environment
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.sources import Source, bundles_of, differing_keys, open_sources
 from posttrain.view import run_pages
@@ -35,9 +35,7 @@ from posttrain.view.charts import Logs
 from posttrain.view.comparing import charts_of_runs, paired
 from posttrain.view.groups import group_page
 from posttrain.view.listing import SORTS, STATES, Query, listed
-from posttrain.view.pipelines import graph_of, pipelines_among
-from posttrain.view.play import Player, checkpoints_of
-from posttrain.view.scan import Scanner, write_notes
+from posttrain.view.scan import Scanner
 from posttrain.view.templates import templates
 
 POLICY = (
@@ -52,8 +50,6 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-_BODY_BYTES = 64 << 10
-"""Maximum size of a form."""
 _POLL_SECONDS = 0.7
 """Seconds between checks of the files that a page shows."""
 _FIRST_SECONDS = 0.05
@@ -99,7 +95,7 @@ class Guard:
             return "the Host header is not the address of this server"
         origins = header(scope, b"origin")
         own = (f"http://{ADDRESS}:{self._port}".encode(), f"http://localhost:{self._port}".encode())
-        if any(origin not in own for origin in origins) or (scope["method"] == "POST" and not origins):
+        if any(origin not in own for origin in origins):
             return "pages of other origins may not use this server"
         token = _token_of(scope) or self._kept(scope)
         if not hmac.compare_digest(token.encode(), self._token.encode()):
@@ -128,7 +124,6 @@ class Pages:
         self.scanner = Scanner(self.folder)
         self.logs = Logs()
         self.store = Store()
-        self.player = Player()
 
     def app(self) -> App:
         """The application, without the guard. Every answer has `HEADERS`."""
@@ -145,11 +140,6 @@ class Pages:
                 Route("/compare-charts", self._page(self.compare_charts)),
                 Route("/compare-results", self._page(self.compare_results)),
                 Route("/differs/{name:path}", self._page(self.differs)),
-                Route("/pipeline/{name:path}", self._page(self.pipeline)),
-                Route("/play/{name:path}", self._page(self.play)),
-                Route("/begin/{name:path}", self._form(self.begin), methods=["POST"]),
-                Route("/turn/{key}", self._form(self.turn), methods=["POST"]),
-                Route("/notes/{name:path}", self._form(self.notes), methods=["POST"]),
                 Route("/events", self.events),
                 Route("/events/{name:path}", self.events),
                 Route("/static/{file}", self._page(self.static)),
@@ -202,8 +192,8 @@ class Pages:
 
     def whole_list(self, query: Query) -> Response:
         """The page of the list, without waiting for all runs to be read, so that it is painted at once."""
-        listing, pipelines = listed(self.scanner, query, read=_FIRST_SECONDS), pipelines_among(self.scanner.find())
-        return self.render("runs.html.j2", query=query, listing=listing, pipelines=pipelines, wait=_PAINT_MS)
+        listing = listed(self.scanner, query, read=_FIRST_SECONDS)
+        return self.render("runs.html.j2", query=query, listing=listing, wait=_PAINT_MS)
 
     def runs_list(self, request: Request) -> Response:
         """The list without the page around it."""
@@ -227,7 +217,7 @@ class Pages:
 
     def charts(self, request: Request) -> Response:
         """The charts of a run as JSON."""
-        return JSONResponse(run_pages.charts(self.logs, self.scanner.path(request.path_params["name"])))
+        return _json(run_pages.charts(self.logs, self.scanner.path(request.path_params["name"])))
 
     def episodes(self, request: Request) -> Response:
         """A page of the episodes of a run."""
@@ -253,9 +243,7 @@ class Pages:
         name = request.path_params["name"]
         run = RunDirectory(self.scanner.path(name))
         shown = self.scanner.summary(name, run.path)
-        return self.render(
-            "group.html.j2", name=name, run=shown, **group_page(run, request.query_params, self.store, self.player)
-        )
+        return self.render("group.html.j2", name=name, run=shown, **group_page(run, request.query_params, self.store))
 
     def compare(self, request: Request) -> Response:
         """The page that compares runs."""
@@ -269,7 +257,7 @@ class Pages:
 
     def compare_charts(self, request: Request) -> Response:
         """The curves of several runs as JSON."""
-        return JSONResponse({"charts": charts_of_runs(self._sources(request)[1], _apart(request)), "marks": []})
+        return _json({"charts": charts_of_runs(self._sources(request)[1], _apart(request)), "marks": []})
 
     def compare_results(self, request: Request) -> Response:
         """The paired differences of several runs."""
@@ -292,64 +280,6 @@ class Pages:
         sources = open_sources([self.scanner.path(one) for one in (other, name)]) if other else []
         named = [replace(source, name=one) for source, one in zip(sources, (other, name), strict=False)]
         return self.render("differs.html.j2", table=differing_keys(named), other=other)
-
-    def pipeline(self, request: Request) -> Response:
-        """The stages of a pipeline as a graph."""
-        name = request.path_params["name"]
-        if name not in pipelines_among(self.scanner.find()):
-            raise InputError(f"there is no pipeline {name} in {self.folder}; go back to the list of runs")
-        return self.render("pipeline.html.j2", name=name, graph=graph_of(self.scanner, name))
-
-    def play(self, request: Request) -> Response:
-        """The page for chatting with a checkpoint."""
-        name = request.path_params["name"]
-        run = RunDirectory(self.scanner.path(name))
-        environment = getattr(evaluated_environment(run.load_recipe()), "type", "")
-        shown = self.scanner.summary(name, run.path)
-        return self.render(
-            "play.html.j2", name=name, run=shown, checkpoints=checkpoints_of(run), environment=environment
-        )
-
-    def begin(self, request: Request, form: dict[str, str]) -> Response:
-        """Start a chat or an episode with a checkpoint."""
-        run = RunDirectory(self.scanner.path(request.path_params["name"]))
-        try:
-            seed, temperature = int(form.get("seed") or 0), float(form.get("temperature") or 1)
-        except ValueError:
-            raise InputError("the seed is a whole number and the temperature a number, for example 0 and 0.7") from None
-        played = form.get("what") == "environment"
-        session = self.player.begin(run, form.get("checkpoint", ""), played, seed, temperature)
-        return self.render("session.html.j2", session=session, page=self.player.page(session))
-
-    def turn(self, request: Request, form: dict[str, str]) -> Response:
-        """A message or a turn, and the answer to it."""
-        session = self.player.session(request.path_params["key"])
-        if session.environment is None:
-            self.player.say(session, form.get("text", ""))
-        else:
-            self.player.turn(session, form.get("text", ""))
-        return self.render("session.html.j2", session=session, page=self.player.page(session))
-
-    def notes(self, request: Request, form: dict[str, str]) -> Response:
-        """Store the tags and the note of a run."""
-        name = request.path_params["name"]
-        path = self.scanner.path(name)
-        write_notes(path, form.get("tags", ""), form.get("note", ""))
-        return self.render("notes.html.j2", run=self.scanner.summary(name, path), saved=True)
-
-    def _form(self, answer: Callable[[Request, dict[str, str]], Response]) -> Callable[[Request], Any]:
-        """The endpoint of a form."""
-
-        async def endpoint(request: Request) -> Response:
-            content = b""
-            async for part in request.stream():
-                content += part
-                if len(content) > _BODY_BYTES:
-                    return Response("a form has at most 64 kB\n", 413)
-            form = dict(parse_qsl(content.decode("utf-8", "replace"), keep_blank_values=True))
-            return await run_in_threadpool(self._page(lambda request: answer(request, form)), request)
-
-        return endpoint
 
     async def events(self, request: Request) -> Response:
         """Server-sent events: one each time the files of the run change, or those of any run without a name."""
@@ -388,6 +318,11 @@ class Pages:
         if kind is None or not file.is_file():
             raise InputError("there is no such file; go back to the list of runs")
         return Response(file.read_bytes(), media_type=kind, headers={"cache-control": "private, max-age=3600"})
+
+
+def _json(values: dict[str, Any]) -> Response:
+    """`values` in ASCII, because text of a run may not be encodable."""
+    return Response(json.dumps(values, allow_nan=False), media_type="application/json")
 
 
 def _apart(request: Request) -> bool:

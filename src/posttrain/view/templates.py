@@ -4,9 +4,10 @@ import math
 import re
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from posttrain.rollout.view import visible
+from posttrain.terminal import printable
 
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _CODE = re.compile(r"`([^`]*)`")
@@ -20,7 +21,7 @@ def templates() -> Any:
     found = Environment(
         loader=PackageLoader("posttrain.view", "pages"),
         autoescape=True,
-        finalize=_visible,
+        finalize=_escaped,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -45,12 +46,12 @@ def _static(name: str) -> Any:
     return Markup((files("posttrain.view") / "static" / name).read_text(encoding="utf-8"))
 
 
-def _visible(value: Any) -> Any:
-    return visible(value) if type(value) is str else value
+def _escaped(value: Any) -> Any:
+    return printable(str(value)) if isinstance(value, str | Path) and not hasattr(value, "__html__") else value
 
 
 def _marked(text: str) -> Any:
     """Markdown text as HTML: words in backticks become code, links become their text."""
     from markupsafe import Markup, escape
 
-    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(visible(_LINK.sub(r"\1", text))))))
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(printable(_LINK.sub(r"\1", text))))))

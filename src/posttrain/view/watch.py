@@ -10,6 +10,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import Progress
 from posttrain.runs.panels import Line
 from posttrain.runs.tables import headline
+from posttrain.terminal import new_console
 from posttrain.view.charts import Logs
 from posttrain.view.run_pages import result_tables
 from posttrain.view.scan import summarize
@@ -21,7 +22,7 @@ _SHOWN = 20
 
 def watch_run(path: Path, console: Console | None = None) -> None:
     """Print the last lines of the run, then each new one, the final tables, and how it ended."""
-    run, console = RunDirectory.open(path), console or Console(highlight=False)
+    run, console = RunDirectory.open(path), console or new_console(highlight=False)
     recipe = run.load_recipe()
     logs, printed = Logs(), 0
     lines = logs.read(run.metrics)

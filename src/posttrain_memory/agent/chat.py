@@ -3,7 +3,6 @@ are removed from all output.
 """
 
 import sys
-import unicodedata
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -14,18 +13,13 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from posttrain.errors import InputError, PosttrainError, RunError
+from posttrain.terminal import printable
 from posttrain_memory.agent.session import Answered, Code, Event, GaveUp, MemoryAgent, Refused, Result, Thought
 from posttrain_memory.vault.limits import VaultError
 
 _LINES = 40
 """Maximum number of lines shown of a result, a diff or a rejected message."""
 _WITHHELD = "the privacy rules hide something"
-
-
-def printable(text: str) -> str:
-    """`text` without control characters, escape sequences and bidirectional marks."""
-    lines = text.replace("\r\n", "\n").expandtabs(4)
-    return "".join("�" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co") and c != "\n" else c for c in lines)
 
 
 def panel(event: Event) -> RenderableType:

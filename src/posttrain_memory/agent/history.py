@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from posttrain.errors import InputError, RunError
-from posttrain_memory.agent.chat import printable
+from posttrain.terminal import printable
 from posttrain_memory.vault.journal import Change, Entry
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import RESERVED, DiskStorage

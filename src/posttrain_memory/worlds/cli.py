@@ -44,10 +44,9 @@ def worlds(
 
     posttrain data worlds --train 2000 notes=4 facts=[1,2] filler=[0,0] bare=true back_links=false
     """
-    from rich.console import Console
-
     from posttrain.data.files import write_rows
     from posttrain.errors import InputError
+    from posttrain.terminal import new_console
     from posttrain_memory.worlds.dataset import SPLITS, row_of, samples
 
     recipe = _recipe(words or [])
@@ -69,7 +68,7 @@ def worlds(
             typer.echo(f"{path}: {len(rows)} tasks in {len({row['world'] for row in rows})} worlds")
     if reword is not None:
         typer.echo(f"{reword.counts['reworded']} texts paraphrased, {reword.counts['stayed']} unchanged")
-    console = Console()
+    console = new_console()
     console.print(_tasks_table(generated))
     console.print(_vaults_table(generated, model))
     if scenarios:

@@ -82,9 +82,3 @@ document.addEventListener("keydown", (event) => {
   readToken(spans[Math.max(0, spans.indexOf(answer.querySelector(".now")) + move)]);
   event.preventDefault();
 });
-// A new message comes into view.
-document.addEventListener("htmx:afterSettle", (event) => {
-  if (event.target.id !== "session") return;
-  $("#token").textContent = "";
-  event.target.lastElementChild?.scrollIntoView({ block: "nearest" });
-});
