@@ -543,6 +543,7 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "inspect_log": models.inspect_log,
     "exported": exports.exported,
     "archive": strangers.archive,
+    "resumed": strangers.resumed,
     "poisoned_episode": strangers.poisoned_episode,
     "environments": strangers.environments,
     "injection": strangers.injection,

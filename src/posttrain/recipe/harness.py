@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from posttrain.recipe.base import NOTHING, Executes, Text
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
 from posttrain.recipe.run import StageRecipe
 
@@ -13,9 +14,9 @@ class HarnessRecipe(StageRecipe):
 
     stage: Literal["harness"] = "harness"
     """Which stage the recipe is for; `posttrain evaluate harness` takes this one."""
-    tasks: Annotated[list[str], Field(min_length=1)]
+    tasks: Annotated[list[Executes], Field(min_length=1)]
     """Names of tasks, groups or tags, and paths of task files (.yaml): a list, or one text with commas."""
-    include_path: str | None = None
+    include_path: Executes | None = None
     """Folder with further task files. Null: none."""
     num_fewshot: int | None = Field(None, ge=0)
     """Examples in each prompt. Null: as the task says."""
@@ -23,9 +24,9 @@ class HarnessRecipe(StageRecipe):
     """Evaluate the first documents of each task. Null: all."""
     apply_chat_template: bool = False
     """Put prompts into the chat template of the model."""
-    system_instruction: str | None = None
+    system_instruction: Text | None = None
     """System message of every prompt. Null: none."""
-    gen_kwargs: dict[str, Any] = {}
+    gen_kwargs: Annotated[dict[str, Any], NOTHING] = {}
     """Settings of generation over those of the tasks: `max_gen_toks`, `until`, `do_sample`, `temperature`, `top_p`, `top_k`, `min_p`."""
     engine: PolicyEngineRecipe = LocalEngineRecipe()
     """Engine that generates. Likelihoods are computed by the packed forward pass of training."""

@@ -18,6 +18,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.compose import section
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe, evaluated_environment
+from posttrain.recipe.trust import require_trust_of_run
 from posttrain.runs.directory import RunDirectory
 from posttrain.seeds import derive_seed
 from posttrain.view.episodes import EpisodePage, Look, Sample, episode_page
@@ -87,7 +88,7 @@ class Player:
     def begin(self, run: RunDirectory, checkpoint: str, played: bool, seed: int, temperature: float) -> Session:
         """Start a chat, or the task `seed` of the run's environment if `played`.
 
-        InputError for an unknown checkpoint, or an environment whose code the page does not import.
+        InputError for an unknown checkpoint, or an environment that needs trust.
         """
         recipe = run.load_recipe()
         rollout = getattr(recipe, "rollout", None)
@@ -101,6 +102,8 @@ class Player:
                 environment = evaluated_environment(recipe)
                 if environment is None:
                     raise InputError(f"{run.path} has no environment; choose a chat")
+                values = {"environment": environment.model_dump(mode="json")}
+                require_trust_of_run(run.recipe_file, values, "rl")
                 session.environment = EnvironmentFactory(environment)()
                 seen = session.environment.reset(seed)
                 primer = session.environment.primer
