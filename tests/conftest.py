@@ -1,6 +1,7 @@
 """Small real models for the tests: random weights, a real tokenizer, a chat template."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ settings.load_profile("untimed")
 
 # The tests compare numbers in the float32 of a processor; on a GPU, models would load in bfloat16.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+_STATE = tempfile.TemporaryDirectory(prefix="posttrain-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name  # what runs of the tests used is not remembered for those of the user
 os.environ["POSTTRAIN_PLOTS"] = "0"  # figures take most of the time of a small run
 
 FOLDER = Path.cwd()

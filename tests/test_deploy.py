@@ -227,7 +227,7 @@ def test_the_command_of_the_skypilot_task_is_planned(tmp_path, monkeypatch, caps
     mine = words_of_skypilot(tmp_path, RECIPE="mine.yaml", OVERRIDES="")
     assert mine == ["rl", "mine.yaml", "model.path=Qwen/Qwen3-0.6B", "name=sky", "runs=runs"]
     (tmp_path / "runs" / "sky" / "checkpoints" / "step_000001").mkdir(parents=True)
-    assert words_of_skypilot(tmp_path) == ["rl", "--resume", "runs/sky"]
+    assert words_of_skypilot(tmp_path) == ["rl", "--resume", "runs/sky", "--trust"]
 
 
 def test_the_first_run_of_the_page_is_short_and_planned(monkeypatch, capsys):

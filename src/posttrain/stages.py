@@ -10,6 +10,7 @@ from posttrain.distributed.world import is_launched
 from posttrain.errors import InputError
 from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.stages import Recipe
+from posttrain.recipe.trust import remember
 from posttrain.runs.directory import RunDirectory
 from posttrain.terminal import new_console
 from posttrain.training.stage import run_in_process
@@ -39,6 +40,7 @@ def run_stage(
         KeyboardInterrupt: the run was stopped.
     """
     console = console or new_console()
+    remember(recipe)
     hardware = getattr(recipe, "hardware", HardwareRecipe())
     elsewhere = hardware.ray is not None or (hardware.processes > 1 and not is_launched())
     if elsewhere and callbacks:

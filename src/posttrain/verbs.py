@@ -17,10 +17,10 @@ from posttrain.environments.rewards import register_reward
 from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
-from posttrain.recipe.executed import require_trust_of_run
 from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import Layer, read_file
 from posttrain.recipe.stages import STAGES, EvaluateRecipe, Recipe
+from posttrain.recipe.trust import require_trust_of_run
 from posttrain.result import Result
 from posttrain.runs.directory import RunDirectory
 from posttrain.terminal import printable
@@ -259,6 +259,9 @@ def read_recipe(stage: str, /, *recipe: RecipeLike, resume: str | Path | None = 
                 key = "environment.type=text_task environment.prompts"
             raise InputError(f"{part} contains rows and is not a recipe; write {key}={part}")
     layers = _layers(recipe, overrides)
+    for part, layer in zip(recipe, layers, strict=False):
+        if isinstance(part, str | Path) and Path(part).with_name("environment.json").is_file():
+            require_trust_of_run(Path(part), layer.values, stage)
     return typed_recipe(merge_typed(layers, stage), stage) if resume is None else _resumed(stage, layers, Path(resume))
 
 
@@ -378,20 +381,20 @@ def _paths(values: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 def _resumed(stage: str, layers: Sequence[Layer], run: Path) -> Recipe:
     """The recipe of the run in the directory `run`, with more `steps` or on other `hardware` where `layers` change those.
 
-    InputError for any other change, because a resumed run keeps its settings.
+    InputError for any other change, because a resumed run keeps its settings, and for what needs trust.
     """
     directory = RunDirectory.open(run)
+    begun = read_file(str(directory.recipe_file))
     for layer in layers:
         changed = [key for key in layer.values if key not in ("steps", "hardware")]
-        if changed or len(layer.values) != 1:
+        if (changed or len(layer.values) != 1) and merge_typed([begun, layer], stage).values != begun.values:
             where = next(iter(layer.origins.values()), "the recipe")
             raise InputError(
                 f"{where}: a resumed run keeps its recipe, except for steps and hardware; start a run with another name"
             )
     # The run may have been moved or renamed; it continues at its current location.
     place = directory.path.resolve()
-    begun = read_file(str(directory.recipe_file))
-    require_trust_of_run(directory.recipe_file, begun.values)
+    require_trust_of_run(directory.recipe_file, begun.values, stage, layers)
     recipe = typed_recipe(merge_typed([begun, *layers], stage), stage)
     done, steps = directory.saved_step(), getattr(recipe, "steps", None)
     if steps is not None and steps < done:

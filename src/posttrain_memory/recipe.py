@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Reads
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import TaskSources
 from posttrain.recipe.judge import JudgeServerRecipe
@@ -56,7 +56,7 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
     environment seed is the row number, counted from 0 over all sources. `evaluation.held_out` divides them, by vault
     where there are at least 20.
     """
-    memories: str | None = None
+    memories: Reads | None = None
     """Folder with the `base_memory.json` files of rows in the published format, which refer to their vault by name."""
     follow_up: bool = False
     """After an update, ask about it in a new conversation; both must be right (the two-rollout protocol). The reward

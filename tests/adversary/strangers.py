@@ -6,16 +6,21 @@ The surfaces are functions as in `tests.adversary.surfaces`.
 import io
 import json
 import math
+import os
 import pickle
 import random
 import re
+import socket
 import tarfile
 import zipfile
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import yaml
 
 from tests.adversary.hosts import quietly
 
@@ -100,6 +105,88 @@ def _write_archive(path: Path, members: dict[str, bytes], draw: random.Random) -
         link = tarfile.TarInfo("link")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc"
         packed.addfile(link)
+
+
+_ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for i in range(9) %}{{ cycler.__init__.__globals__.os.system('touch ran') }}{% endfor %}"
+"""A chat template that leaves its sandbox if it can."""
+
+
+@cache
+def _keys() -> dict[str, list[Any]]:
+    from tests.recipe.marks import marked_keys
+
+    return {stage: marked_keys()[stage] for stage in RESUMED}
+
+
+RESUMED = ("sft", "reward", "dpo", "rl", "distill", "evaluate", "generate")
+"""Stages with `--resume`."""
+
+
+def resumed(seed: int, folder: Path) -> None:
+    """A run of somebody else, with code, a program, a template and a model beside it, sets any key of its recipe.
+
+    A key that needs trust is refused and named; nothing is executed, reached or written, whatever the key.
+    """
+    draw = random.Random(seed)
+    stage = draw.choice(RESUMED)
+    leaf = draw.choice([one for one in _keys()[stage] if one.mark is not None])
+    place = folder / draw.choice(["archive", "runs.py", "a:b", "my runs"])
+    run, ran = place / "run", folder / "ran"
+    os.chdir(folder)
+    for name in ("run/model", "run/checkpoints", "bin", "lib", "model"):
+        (place / name).mkdir(parents=True)
+    code = f"open({str(ran)!r}, 'w')\n"
+    for name in ("evil.py", "run/evil.py", "model/evil.py", "model/modeling_evil.py"):
+        (place / name).write_text(code)
+    for name in ("bin/python", "run/python"):
+        (place / name).write_text(f"#!/bin/sh\ntouch '{ran}'\n")
+        (place / name).chmod(0o755)
+    (place / "lib/libiomp5.so").write_bytes(b"not a library")
+    (place / "evil.jinja").write_text(_ESCAPE)
+    architecture = {"auto_map": {"AutoConfig": "modeling_evil.Evil", "AutoModelForCausalLM": "modeling_evil.Evil"}}
+    (place / "model/config.json").write_text(json.dumps({"model_type": draw.choice(["llama", "evil"]), **architecture}))
+    (place / "model/tokenizer_config.json").write_text(json.dumps({"chat_template": _ESCAPE, **architecture}))
+    (place / "model/pytorch_model.bin").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
+    here = place.relative_to(folder)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+        port = listening.getsockname()[1]
+        addresses = [f"http://127.0.0.1:{port}/v1", f"http://user:pass@127.0.0.1:{port}", f"ray://127.0.0.1:{port}"]
+        files = ["evil.py", "run/evil.py", "bin/python", "run/python", "evil.jinja", "model", "run", "new/file"]
+        paths = [f"{draw.choice([place, here, f'./{here}', f'{here}/../{here}'])}/{name}" for name in files]
+        names = ["evil", "python", "made:evil", "made:../evil", "os:system", "evil:f", f"{here}/evil:Env-v0", _ESCAPE]
+        functions = [f"{path}:f" for path in paths[:2]] + [f"{path}:/../../x.py" for path in paths[:2]]
+        commands = [f"sh -c 'touch {ran}'", f"{paths[2]} --x", f"python {paths[0]}"]
+        value: Any = draw.choice([*addresses, *paths, *names, *functions, *commands])
+        if leaf.part is bool:
+            value = True
+        elif leaf.part is not str:
+            value = ["wandb"] if leaf.key == "sinks" else {"entry_point": value}
+        keys = ("id", "recipe_hash", "started", "command", "python", "platform", "processor")
+        about = {"posttrain_run": 1, **dict.fromkeys(keys, "x"), "cpus_allowed": 2, "git": None, "packages": {}}
+        (run / "environment.json").write_text(json.dumps(about))
+        recipe = {"stage": stage, "model": {"path": str(place / "model")}, **leaf.wrap(value)}
+        (run / "recipe.yaml").write_text(yaml.safe_dump(recipe, allow_unicode=True))
+        commands = [[stage, "--resume", f"{here}/run"], [stage, f"{here}/run/recipe.yaml", "name=other"]]
+        command = [*draw.choice(commands), *draw.choice([[], ["--dry-run"]])]
+        before = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+        variables = {"XDG_STATE_HOME": str(folder / "state"), "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
+        with mock.patch.dict(os.environ, variables):
+            exit_code, _, errors = quietly(command)
+        case = f"{leaf.key}: {value!r} by {command}: {errors[-300:]}"
+        assert not ran.exists(), case
+        try:
+            listening.accept()[0].close()
+            raise AssertionError(f"reached: {case}")
+        except BlockingIOError:
+            pass
+        if leaf.mark.needs_trust and not (leaf.key == "runs" or (leaf.key, value) == ("environment.type", "python")):
+            new = [path for path in folder.rglob("*") if path not in before and "__pycache__" not in path.parts]
+            assert exit_code == 2, case
+            assert "add --trust" in errors, case
+            assert new == [], case
+        else:
+            assert "with --debug" not in errors, case
 
 
 def poisoned_episode(seed: int, folder: Path) -> None:

@@ -539,6 +539,7 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "serve": models.serve,
     "exported": exports.exported,
     "archive": strangers.archive,
+    "resumed": strangers.resumed,
     "poisoned_episode": strangers.poisoned_episode,
     "environments": strangers.environments,
     "injection": strangers.injection,

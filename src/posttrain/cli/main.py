@@ -83,8 +83,8 @@ def _options(
         bool,
         typer.Option(
             "--trust",
-            help="Execute Python files that a recipe or a run names, also outside the current folder. May appear anywhere on the "
-            "command line.",
+            help="Execute Python files that a recipe names, also outside the current folder, and all that a run of another "
+            "user, folder or machine names. May appear anywhere on the command line.",
         ),
     ] = False,
 ) -> None:

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from posttrain.environments.game import FormatRecipe, Game, GameRecipe, play, require, require_sound
 from posttrain.environments.protocol import Baseline
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Text
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
@@ -17,7 +17,7 @@ _NAME = r"^\w[\w -]*$"
 class LowRiskArm(BaseConfig):
     """The low-risk arm: its reward is normally distributed."""
 
-    name: str = Field("phoenix", pattern=_NAME)
+    name: Text = Field("phoenix", pattern=_NAME)
     """The name in the prompt."""
     mean: float = 0.2
     """Mean reward."""
@@ -33,7 +33,7 @@ class LowRiskArm(BaseConfig):
 class HighRiskArm(BaseConfig):
     """The high-risk arm: its reward is normally distributed around one of two means."""
 
-    name: str = Field("dragon", pattern=_NAME)
+    name: Text = Field("dragon", pattern=_NAME)
     """The name in the prompt."""
     mean: float = 0.1
     """Mean reward without the jackpot."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from posttrain.environments.protocol import Cells, Environment, Message, Observation, Step
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Text
 from posttrain.recipe.components import EnvironmentRecipe
 
 # -- answer format ----------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ class FormatRecipe(BaseConfig):
     """Start every answer for the policy: with `<think>` when thinking and `<answer>` otherwise."""
     penalty: float = Field(-0.1, le=0)
     """Added to the reward of a turn whose answer is rejected."""
-    separator: str = "||"
+    separator: Text = "||"
     """Separates the actions of one answer."""
     actions_per_turn: int = Field(1, ge=1, le=10)
     """Maximum number of actions in one answer; an answer with more is rejected."""

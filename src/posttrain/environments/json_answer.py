@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from posttrain.environments.game import play, require
 from posttrain.environments.protocol import Baseline, Environment, Observation, Step
+from posttrain.recipe.base import Text
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
@@ -180,7 +181,7 @@ class JsonAnswerRecipe(EnvironmentRecipe):
     """Answers in JSON with given keys and types."""
     max_turns: Literal[1] = 1
     """One answer ends the episode."""
-    topics: list[str] = ["person", "shop", "book", "animal", "town", "match", "dish", "house"]
+    topics: list[Text] = ["person", "shop", "book", "animal", "town", "match", "dish", "house"]
     """Topics of the texts: these, film or machine. A schema is a choice of keys of one topic, so other topics are
     schemas that were never seen.
     """

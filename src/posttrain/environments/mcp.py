@@ -16,7 +16,7 @@ from posttrain.data.tools import schema
 from posttrain.environments.tools import Tool, ToolFailure, short_schema
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Connects, Executes, Text
 
 _START = 60
 """Time-out for the start of a server, in seconds."""
@@ -25,11 +25,11 @@ _START = 60
 class McpRecipe(BaseConfig):
     """An MCP server."""
 
-    command: str | None = None
+    command: Executes | None = None
     """Command line of a server that speaks over standard input and output, for example `python server.py`."""
-    url: str | None = None
+    url: Connects | None = None
     """Address of a server over HTTP, for example `http://localhost:8765/mcp`, instead of `command`."""
-    tools: list[str] | None = None
+    tools: list[Text] | None = None
     """Names of the tools to offer. null: all of them."""
     timeout: float = Field(30.0, gt=0)
     """Time-out of a call in seconds. A call that takes longer fails its episode."""

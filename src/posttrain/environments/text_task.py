@@ -38,7 +38,7 @@ from posttrain.environments.rewards import (
 from posttrain.environments.tools import Tool, ToolCalls, tool
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Executes, Text
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.data import ColumnsRecipe, TaskSources
 from posttrain.recipe.judge import JudgeRecipe, ReasoningGymRecipe
@@ -50,10 +50,13 @@ _MAX_DRAWS = 500
 """Draws of reasoning-gym for one task, until the question is of the wanted part."""
 
 
+_Function = Literal["exact", "contains", "final_number"] | Executes
+
+
 class WeightedRewardRecipe(BaseConfig):
     """One of several reward functions."""
 
-    function: str
+    function: _Function
     """Location of the function, as for a single function."""
     weight: float = 1.0
     """Factor of its score in the sum."""
@@ -83,9 +86,9 @@ class TextTaskRecipe(EnvironmentRecipe):
     """Tasks of reasoning-gym instead of `prompts`, scored by their own verifier unless `reward` or `judge` is set."""
     strict: bool = False
     """Whether an unusable row is an error. Otherwise such rows are skipped, counted and reported."""
-    system: str | None = None
+    system: Text | None = None
     """System message of every prompt; it replaces a system message of the row."""
-    reward: str | Annotated[list[WeightedRewardRecipe], Field(min_length=1)] | None = None
+    reward: _Function | Annotated[list[WeightedRewardRecipe], Field(min_length=1)] | None = None
     """A function `(prompt, answer, **row) -> float` that scores, or a list of functions and of sections with `function`
     and `weight`, whose weighted sum is the score: `exact`, `contains`, `final_number`, `module:function` or
     `path/to/file.py:function`. It may be `async`, and may return a mapping whose `score` is the score; its other
@@ -99,7 +102,7 @@ class TextTaskRecipe(EnvironmentRecipe):
     """
     success_reward: float | None = 1.0
     """Success is a score of at least this. null, or a missing score, reports no success."""
-    tools: list[str] = []
+    tools: list[Executes] = []
     """Typed functions that the policy may call: `module:function` or `path/to/file.py:function`."""
     mcp: list[McpRecipe] = []
     """MCP servers whose tools the policy may call."""

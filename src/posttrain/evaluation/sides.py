@@ -19,7 +19,7 @@ from posttrain.recipe.data import SourceRecipe
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import read_metrics
-from posttrain.runs.reader import LARGEST, is_file, open_file, read_json
+from posttrain.runs.reader import LARGEST, open_file, read_json
 from posttrain.runs.tables import UNIMPROVED
 
 _NO_SCORES = ("seed", "sample", "tokens", "index")

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Executes
 
 SCORED_ELSEWHERE = ("environment", "report", "none")
 """Values of `agent.reward` that do not name a function."""
@@ -13,7 +13,7 @@ SCORED_ELSEWHERE = ("environment", "report", "none")
 class AgentRecipe(BaseConfig):
     """An agent: a program that is started once per episode and calls the policy through an endpoint of this run."""
 
-    command: str = Field(min_length=1)
+    command: Executes = Field(min_length=1)
     """Command line of the agent, run in the current folder without a shell. `{task}` and `{seed}` are replaced by the
     task's last message and by its seed. The agent gets them in `POSTTRAIN_TASK` and `POSTTRAIN_SEED` and the task on
     its standard input as well, and the endpoint in `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
@@ -26,7 +26,7 @@ class AgentRecipe(BaseConfig):
     object, in its last line or as a whole, may have `answer`, `reward`, `success` and `scores`. Other text is the
     answer.
     """
-    reward: str = "environment"
+    reward: Literal["environment", "report", "none"] | Executes = "environment"
     """What rewards an episode. `environment`: the environment, which gets the reported answer as the action. `report`:
     `reward` of the report. `none`: only a reward model. Else a function as in `environment.reward`: `module:function`
     or `path/to/file.py:function`.

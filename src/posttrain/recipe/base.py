@@ -1,6 +1,40 @@
-"""The base class of every section of a recipe."""
+"""The base class of every section of a recipe, and the marks of its keys."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What the value of a key makes this machine do; part of the annotation of every key that takes free text.
+
+    Values that execute, load, connect or write need trust in the recipe of somebody else, see `recipe.trust`. An unmarked
+    text counts as code, so that keys of plug-ins are safe without a mark.
+    """
+
+    does: Literal["executes", "loads", "connects", "writes", "reads", "nothing"]
+
+    @property
+    def needs_trust(self) -> bool:
+        """Whether a value of somebody else needs trust."""
+        return self.does not in ("reads", "nothing")
+
+
+EXECUTES, CONNECTS, NOTHING = Mark("executes"), Mark("connects"), Mark("nothing")
+Executes = Annotated[str, EXECUTES]
+"""A program, a command line, code, a name to import, or an argument of such code."""
+Loads = Annotated[str, Mark("loads")]
+"""A file that becomes a template."""
+Connects = Annotated[str, CONNECTS]
+"""An address, or what is sent to it, such as the name of the environment variable with its key."""
+Writes = Annotated[str, Mark("writes")]
+"""A file or folder outside of the run that is written to."""
+Reads = Annotated[str, Mark("reads")]
+"""Files, or a repository of the hub, that are read as data: rows, weights without pickles, templates in a sandbox."""
+Text = Annotated[str, NOTHING]
+"""Words for people, models or servers, and names of columns and of parts of this package."""
 
 
 class BaseConfig(BaseModel):

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from posttrain.errors import InputError
 from posttrain.plugins import Group, PluginError, entry_points, load, require_trust
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Executes
 
 _GROUP: Group = "posttrain.environments"
 _OF_FILES = "posttrain_user_"
@@ -47,7 +47,7 @@ _GAMES = ("bandit", "frozen_lake", "json_answer", "sokoban", "tool_use", "word_s
 class EnvironmentRecipe(BaseConfig):
     """Keys that every environment has; an environment's own `Recipe` class adds to them."""
 
-    type: str
+    type: Executes
     """A built-in name, `module:Class`, or `path/to/file.py` (with `:Class` if the file defines several)."""
     max_turns: int = Field(1, ge=1)
     """Maximum number of turns of an episode."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Reads
 from posttrain.recipe.model import Dtype, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.registry import Registry, Section
 
@@ -231,7 +231,7 @@ class CriticRecipe(BaseConfig):
     """`separate`: a separate model with its own optimizer. `shared`: a value head, initialized to 0, on the policy's last hidden states; policy and value loss share one forward and backward pass and both change the backbone."""
     coefficient: float = Field(0.1, gt=0)
     """With `backbone: shared`: weight of the value loss. 0.1 is common for language models, 0.5 for control tasks."""
-    path: str | None = None
+    path: Reads | None = None
     """With `backbone: separate`: initial weights. A language model (the value head is initialized to 0), or a reward model with its head, such as an export of `posttrain reward` (values are scaled as `reward.normalize: stored` scales rewards). It must have the policy's tokenizer. Null: `model.path`. In a pipeline, `stage:NAME`."""
     dtype: Dtype = None
     """With `backbone: separate`: precision of the critic. The value head always uses float32. Null: bfloat16 on a GPU, float32 on a CPU."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
 from posttrain.recipe.rollout import HeldOut
 
 DEPTH = 200
@@ -14,40 +14,40 @@ DEPTH = 200
 class ColumnsRecipe(BaseConfig):
     """Column names. Columns that a stage does not need may be missing."""
 
-    messages: str = "messages"
+    messages: Text = "messages"
     """A conversation: a list of `{"role", "content"}`. A message with `"train": false` is not trained on."""
-    prompt: str = "prompt"
+    prompt: Text = "prompt"
     """The prompt: text, which becomes a user message, or a list of messages."""
-    text: str = "text"
+    text: Text = "text"
     """For `sft`: plain text, for rows without messages and prompt. It is not rendered with the chat template, ends with the end token, and every token but the first has a loss."""
-    context_messages: str = "context_messages"
+    context_messages: Text = "context_messages"
     """The prompt as a list of messages, for data without the column `prompt`."""
-    completion: str = "completion"
+    completion: Text = "completion"
     """The answer: text, which becomes an assistant message, or a list of messages."""
-    chosen: str = "chosen"
+    chosen: Text = "chosen"
     """The preferred answer: text or messages. Without a prompt column, the whole conversation."""
-    rejected: str = "rejected"
+    rejected: Text = "rejected"
     """The other answer, in the same form."""
-    label: str = "label"
+    label: Text = "label"
     """For KTO: whether the answer is good (true or false, 1 or 0). For prompts: the reference answer that a rule compares with."""
-    margin: str = "margin"
+    margin: Text = "margin"
     """Margin of the preference: a number, 0 or more."""
-    tools: str = "tools"
+    tools: Text = "tools"
     """Tool descriptions for the chat template: a list, or a list as JSON text."""
-    domain: str = "domain"
+    domain: Text = "domain"
     """Domain of a row. Metrics are also reported per domain."""
-    weight: str | None = None
+    weight: Text | None = None
     """Weight of a row in the training loss, a number above 0. The loss of an update is the weighted mean over its tokens (`sft`), pairs (`dpo`, `reward`) or answers (`kto`). Null: all rows have weight 1."""
 
 
 class SourceRecipe(BaseConfig):
     """One source of rows."""
 
-    path: str
+    path: Reads
     """A `.parquet`, `.jsonl`, `.json` or `.csv` file, a directory of those, or a hub id."""
-    split: str = "train"
+    split: Text = "train"
     """Split, for a hub data set."""
-    subset: str | None = None
+    subset: Text | None = None
     """Configuration, for a hub data set."""
     weight: float = Field(1.0, gt=0)
     """Passes over these rows per epoch. 0.5 uses half of the rows in each epoch; 2 uses each row twice."""
@@ -110,7 +110,7 @@ class DataRecipe(BaseConfig):
     """Read rows during training instead of at the start. Needs `steps`."""
     shuffle_buffer: int = Field(10_000, ge=1)
     """With `streaming`: size of the shuffle buffer, in rows."""
-    cache: str | None = None
+    cache: Writes | None = None
     """Directory of the cache of tokenized rows. Null: the user's cache directory."""
 
     @model_validator(mode="after")

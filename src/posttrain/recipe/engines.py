@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Executes, Text
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
@@ -50,11 +50,11 @@ class OpenAIEngineRecipe(BaseConfig):
 
     type: Literal["openai"] = "openai"
     """`openai`: chat completions of any OpenAI-compatible server."""
-    url: str = Field(pattern=r"^https?://\S+$")
+    url: Connects = Field(pattern=r"^https?://\S+$")
     """Base URL of the server, for example `http://localhost:8000/v1`."""
-    model: str = Field(min_length=1)
+    model: Text = Field(min_length=1)
     """Model name to send to the server."""
-    api_key_variable: str | None = None
+    api_key_variable: Connects | None = None
     """Name of the environment variable that holds the API key. Null: send a placeholder key."""
     max_concurrent: int = Field(8, ge=1)
     """Maximum number of concurrent episodes; each has at most one request open."""
@@ -77,7 +77,7 @@ class OpenAIEngineRecipe(BaseConfig):
     """Send the sampling temperature. Set to false for models that reject it, such as o3; they use their own
     temperature.
     """
-    extra_body: dict[str, Any] = {}
+    extra_body: Annotated[dict[str, Any], CONNECTS] = {}
     """Additional JSON fields of every request, for example `top_k: 20`. Do not put secrets here: the recipe is stored
     in the run directory.
     """
@@ -138,15 +138,15 @@ class VllmEngineRecipe(BaseConfig):
     """
     servers: int = Field(1, ge=1)
     """Number of servers to start on this machine."""
-    urls: list[str] = []
+    urls: list[Connects] = []
     """Addresses of running servers (`python -m posttrain.engines.vllm.server`), for example `http://10.0.0.2:8700`. If
     given, no server is started.
     """
-    token_variable: str | None = None
+    token_variable: Connects | None = None
     """Name of the environment variable with the access token of the servers at `urls`. Servers started by the run get a
     random token.
     """
-    python: str | None = None
+    python: Executes | None = None
     """Python interpreter that has vLLM installed, since vLLM pins other package versions than training uses. Null: this
     interpreter.
     """

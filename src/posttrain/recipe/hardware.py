@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Connects
 from posttrain.recipe.model import ModelRecipe, OptimizerRecipe
 
 
@@ -66,7 +66,7 @@ class HardwareRecipe(BaseConfig):
     """What is kept in CPU memory instead of a GPU's. `rollouts`: float32 masters and moments, but only while episodes are sampled, and the reference model between its passes; for `rl` and `distill`. `optimizer`: float32 masters, their gradients and the moments, with AdamW on the CPU, and the reference model between its passes; during rollouts the GPU then holds only the weights of the policy. `all`: also weights, one layer of which is on the GPU at a time. With several processes, each GPU keeps its share of the reference model and, with `rollouts`, of the masters, which are its weights. Settings other than `none` are an error on a CPU."""
     deterministic: bool = False
     """Use only kernels on a GPU that add in a fixed order: a resumed run of one process then computes the same bits, more slowly. vLLM samples each answer independently of the others (VLLM_BATCH_INVARIANT, from the H100 on); answers of the local engine may depend on those sampled at the same time. No effect on a CPU, where resumed runs always compute the same bits."""
-    ray: str | None = None
+    ray: Literal["auto"] | Connects | None = None
     """Ray cluster to run on. `auto` connects to the cluster on this machine, or starts one; otherwise an address (`host:port` or `ray://host:port`). Null: run without Ray."""
     cpus: float = Field(1.0, gt=0)
     """CPU cores per learner process on a Ray cluster. If the cluster has fewer cores than requested in total, all requests are scaled down equally."""

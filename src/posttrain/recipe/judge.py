@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import EXECUTES, BaseConfig, Connects, Text, Writes
 
 
 class JudgeSamplingRecipe(BaseConfig):
@@ -13,18 +13,18 @@ class JudgeSamplingRecipe(BaseConfig):
 
     temperature: float | None = Field(0.0, ge=0)
     """Sampling temperature. Null: not sent. Reasoning models such as o3 reject it."""
-    reasoning_effort: str | None = None
+    reasoning_effort: Text | None = None
     """Effort of a reasoning model, such as `low`, `medium` or `high`. Null: not sent."""
 
 
 class JudgeServerRecipe(BaseConfig):
     """A judge: a language model behind an OpenAI-compatible server."""
 
-    url: str = Field(pattern=r"^https?://\S+$")
+    url: Connects = Field(pattern=r"^https?://\S+$")
     """Base URL of the server, for example `http://localhost:8000/v1`."""
-    model: str = Field(min_length=1)
+    model: Text = Field(min_length=1)
     """Model name to send to the server."""
-    api_key_variable: str | None = None
+    api_key_variable: Connects | None = None
     """Name of the environment variable that holds the API key. Null: send a placeholder key."""
     timeout: float = Field(60, gt=0)
     """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are not followed."""
@@ -39,7 +39,7 @@ class JudgeServerRecipe(BaseConfig):
     sampling: JudgeSamplingRecipe = JudgeSamplingRecipe()
     structured: bool = False
     """Send the JSON schema of the reply (`response_format`). Some servers reject it. Replies are validated in either case."""
-    cache: str | None = None
+    cache: Writes | None = None
     """File that caches replies; several runs may share it. Null: no cache."""
 
 
@@ -115,9 +115,9 @@ class Rubric(BaseConfig):
 class ReasoningGymRecipe(BaseConfig):
     """Tasks that reasoning-gym makes, and their verifier. Any seed is a task."""
 
-    dataset: str
+    dataset: Text
     """Name of a data set of reasoning-gym, for example `chain_sum`."""
-    config: dict[str, Any] = {}
+    config: Annotated[dict[str, Any], EXECUTES] = {}
     """Keys of that data set's configuration, for example `max_terms: 3`."""
     part: Literal["all", "training", "held_out"] = "all"
     """Which questions are asked. Other seeds may ask the same question where there are few, so a fifth of all questions, by their text, are `held_out`: set `training` here and `held_out` in `evaluation.environment`."""
@@ -134,7 +134,7 @@ class ReasoningGymRecipe(BaseConfig):
 class JudgeRecipe(JudgeServerRecipe):
     """A judge whose score is the reward of an answer."""
 
-    rubric: str = Field(min_length=1)
+    rubric: Text = Field(min_length=1)
     """Description of a good answer, for the judge."""
     scale: int = Field(10, ge=1)
     """Maximum number of points; the reward is points / scale, in [0, 1]."""

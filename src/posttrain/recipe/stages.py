@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Text, Writes
 from posttrain.recipe.data import ColumnsRecipe, Sources
 from posttrain.recipe.distill import DistillRecipe
 from posttrain.recipe.engines import (
@@ -99,7 +99,7 @@ class PromptsRecipe(BaseConfig):
     """Rows to answer: a path, or a list of paths and sections. A row has a prompt, or a conversation or pair, whose last answer is removed."""
     columns: ColumnsRecipe = ColumnsRecipe()
     """Column names. The reference answer is `completion`, else `label`, else the last answer of `messages` or `chosen`."""
-    id: str | None = None
+    id: Text | None = None
     """Column with a unique row id (text or a whole number). Null: number the usable rows from 0."""
     max_rows: int | None = Field(None, ge=1)
     """Answer at most this many usable rows, in order. Null: all."""
@@ -139,7 +139,7 @@ class GenerateRecipe(StageRecipe):
     stage: Literal["generate"] = "generate"
     """Which stage the recipe is for; `posttrain generate` takes this one."""
     data: PromptsRecipe
-    system: str | None = None
+    system: Text | None = None
     """System message of every prompt; it replaces the row's own."""
     engine: Annotated[LocalEngineRecipe | VllmEngineRecipe | OpenAIEngineRecipe, Field(discriminator="type")] = (
         LocalEngineRecipe()
@@ -152,11 +152,11 @@ class GenerateRecipe(StageRecipe):
     """Answers per row."""
     thinking: Literal["keep", "remove"] = "keep"
     """`keep`: predictions include thinking. `remove`: strip it, up to `</think>`, and record its length."""
-    keep_columns: list[str] = []
+    keep_columns: list[Text] = []
     """Columns of the data to copy into the predictions."""
     window: int = Field(512, ge=1)
     """Local engine: number of answers computed as one batch. A resumed run repeats the interrupted batch, to the same bits. Larger values use the engine better; smaller values lose less work."""
-    out: str | None = None
+    out: Writes | None = None
     """Predictions file (JSON lines). Null: `predictions.jsonl` in the run directory."""
 
     @property

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import EXECUTES, BaseConfig, Connects, Executes, Text, Writes
 from posttrain.recipe.rollout import SCORES
 from posttrain.recipe.sources import Layer
 
@@ -47,12 +47,14 @@ class Range(BaseConfig):
 class Together(BaseConfig):
     """Several keys that change together, under a name that is not a recipe key."""
 
-    together: list[dict[str, Any]] = Field(min_length=2)
+    together: Annotated[list[dict[str, Any]], EXECUTES] = Field(min_length=2)
     """The choices; each is recipe key -> value."""
 
 
 Values = Annotated[
-    Annotated[Range, Tag("range")] | Annotated[Together, Tag("together")] | Annotated[list[Any], Tag("choices")],
+    Annotated[Range, Tag("range")]
+    | Annotated[Together, Tag("together")]
+    | Annotated[list[Any], EXECUTES, Tag("choices")],
     Discriminator(lambda value: _kind_of(value)),
 ]
 """The search space under one name."""
@@ -82,7 +84,7 @@ class Limit(BaseConfig):
 class Objective(BaseConfig):
     """The optimized metric. A trial's value is that of its best evaluation after the start."""
 
-    metric: str
+    metric: Text
     """Held-out metric of the learning curve: `validation/...` for rows; `success`, `return` or `score/...` for episodes."""
     direction: Literal["minimize", "maximize"]
     """Direction of optimization."""
@@ -149,7 +151,7 @@ class Retest(BaseConfig):
 class Group(BaseConfig):
     """Keys that are searched together, on the full grid of their values."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Text = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the group in tables."""
     grid: dict[str, Values] = Field(min_length=1)
     """Recipe key -> list of values, or a name -> `together`. Later groups use the best values of earlier ones."""
@@ -164,13 +166,13 @@ class StudyRecipe(BaseConfig):
 
     stage: Literal["tune"] = "tune"
     """`tune`; `posttrain tune` takes this one."""
-    name: str = Field("study", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Text = Field("study", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the study: its directory is `<runs>/<name>`."""
-    runs: str = "runs"
+    runs: Writes = "runs"
     """Directory that holds the study's directory."""
-    recipe: Annotated[list[str], BeforeValidator(_as_list)] = []
+    recipe: Annotated[list[Executes], BeforeValidator(_as_list)] = []
     """Recipe files, relative to the study's, merged left to right."""
-    keys: dict[str, Any] = {}
+    keys: Annotated[dict[str, Any], EXECUTES] = {}
     """Recipe keys of every trial, on top of those files, such as fewer `steps`. They are not part of `best.yaml`."""
     search: dict[str, Values] = {}
     """Recipe key -> a range (`low`, `high`, `log`, `int`, `step`) or a list of choices; or a name -> `together`, a list of
@@ -180,15 +182,15 @@ class StudyRecipe(BaseConfig):
     objective: Objective
     trials: int | None = Field(None, ge=1)
     """Number of trials, failed ones included. Null: 20 with `search`; with `groups`, the size of their grids."""
-    start: list[dict[str, Any]] = []
+    start: Annotated[list[dict[str, Any]], EXECUTES] = []
     """Known good points, each recipe key -> value, to try first."""
     sampler: SamplerRecipe = SamplerRecipe()
     pruner: Annotated[NoPruner | MedianPruner | HyperbandPruner, Field(discriminator="type")] = NoPruner(type="none")
-    storage: str | None = None
+    storage: Connects | None = None
     """URL of the Optuna storage. Null: `study.db` (SQLite) in the study directory."""
     workers: int = Field(1, ge=1)
     """Trials that run at the same time, each in its own process."""
-    devices: list[str] = []
+    devices: list[Text] = []
     """GPUs assigned to workers in turn, as in CUDA_VISIBLE_DEVICES. Empty: every worker sees all GPUs of the study."""
     weights: Literal["all", "best"] = "all"
     """Which trials keep checkpoints and exported models. `best`: delete those of all but the best trial so far."""

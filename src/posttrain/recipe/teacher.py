@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Connects, Reads, Text
 from posttrain.recipe.model import Dtype
 
 CONTEXT_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -15,23 +15,23 @@ CONTEXT_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 class TeacherRecipe(BaseConfig):
     """A model that scores the tokens that the policy sampled. Set one of `path`, `urls` and `policy`. The teacher has the policy's tokenizer."""
 
-    path: str | None = None
+    path: Reads | None = None
     """Directory, hub id, `.gguf` file or `packaged:` name of the teacher. In a pipeline, `stage:NAME`."""
-    urls: list[str] = []
+    urls: list[Connects] = []
     """Base URLs of servers with the teacher, for example `http://localhost:8000/v1`; requests are divided among them. They score prompts given as token ids, see `protocol`."""
     policy: Literal["initial", "current"] | None = None
     """The policy is its own teacher and sees `context`. `initial`: its weights before training (OPSD; Zhao et al. 2026, arXiv 2601.18734). `current`: its weights at the start of each step (SDPO; Hübotter et al. 2026, arXiv 2601.20802)."""
-    context: str | None = None
+    context: Text | None = None
     """Text that is added to the last user message of the first observation in the teacher's prompt alone. `{reference}` is the action of the environment's expert, `{success}` an answer of another episode of the group that succeeded, `{feedback}` the text in the last turn's `info["feedback"]`, and any other field a column of the task's row. An episode that lacks a field is not trained on, and is counted."""
     dtype: Dtype = None
     """Precision of the model at `path`, as `model.dtype`. Null: bfloat16 on a GPU, float32 on a CPU."""
     tokens_per_batch: int = Field(4096, ge=16)
     """Maximum number of tokens in one forward pass of the teacher in this process."""
-    model: str | None = None
+    model: Text | None = None
     """Model name to send to the servers. Null: the first model that the server lists."""
     protocol: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
     """How the servers return log-probabilities of a prompt. `prompt_logprobs`: the field of vLLM. `echo`: the fields `echo` and `logprobs` of OpenAI completions."""
-    api_key_variable: str | None = None
+    api_key_variable: Connects | None = None
     """Name of the environment variable that holds the API key of the servers. Null: send a placeholder key."""
     timeout: float = Field(120, gt=0)
     """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are not followed."""

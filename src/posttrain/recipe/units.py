@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Reads, Text
 
 STEP_PATTERN = r"^[ \t]*\*{0,2}(?:[Ss]tep[ \t]+)?(?P<label>[A-Z]{1,2}|\d{1,3})[.):]\*{0,2}[ \t]+"
 
@@ -26,11 +26,11 @@ class StepUnits(_CutUnits):
 
     type: Literal["steps"]
     """`steps`: a unit begins at each label at the start of a line."""
-    pattern: str = STEP_PATTERN
+    pattern: Text = STEP_PATTERN
     """Regular expression (multi-line mode) that matches the start of a step. `ordinal` needs its group `label`, a number or letters."""
     ordinal: bool = True
     """true: only labels that count 1, 2, 3, … or A, B, …, Z, AA, … start a step, so a line such as `OK. fine` does not. false: every match does."""
-    closing: str | None = None
+    closing: Text | None = None
     """Regular expression (multi-line mode) that ends the steps, such as `^Rationale:`. Text from its first match after the last label is not a unit. Null: the last step runs to the end."""
 
     @field_validator("pattern", "closing")
@@ -125,9 +125,9 @@ class LearnedCredit(_Placed, _Mixed):
     """`unit_rewards`: scores of a reward model trained with `units`."""
     beta: float = Field(1.0, ge=0, le=1)
     """Share of unit rewards; 1 - beta is their mean, as a reward of the outcome."""
-    normalizer: str | None = None
+    normalizer: Reads | None = None
     """Position-dependent normalization: a `params.json` of `posttrain fit-normalizer`, or the run it belongs to. In a pipeline, `stage:NAME`. Null: normalize by `reward.normalize`, independent of position."""
-    fit: str | None = Field(None, pattern=r"^[^>]+(>[^>]+){4}$")
+    fit: Text | None = Field(None, pattern=r"^[^>]+(>[^>]+){4}$")
     """Which fit of the file to use, as `model > dataset > method > aggregate > threshold`. Not needed if it has only one."""
 
     @model_validator(mode="after")
@@ -209,7 +209,7 @@ class StoredUnits(BaseConfig):
 
     segmenter: UnitsRecipe
     aggregate: Literal["mean"] = "mean"
-    reference: str | None = None
+    reference: Reads | None = None
     """`model.path` of the language model whose entropies segment units; null if not needed."""
 
 

@@ -78,7 +78,7 @@ class Attempt:
         """
         if not self.run.path.exists():
             RunDirectory.create(self.recipe)
-        elif recipe_hash(RunDirectory.open(self.run.path).load_recipe(to_run=True)) != recipe_hash(self.recipe):
+        elif recipe_hash(RunDirectory.open(self.run.path).load_recipe()) != recipe_hash(self.recipe):
             raise RunError(f"{self.run.path} is a run of another recipe; give the study another `name`")
         if self.finished:
             return

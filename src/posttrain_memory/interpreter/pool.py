@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import Field
 
 from posttrain.errors import RunError
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Text
 from posttrain_memory.interpreter.worker import Channel
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.tools import call
@@ -67,7 +67,7 @@ class InterpreterLimits(BaseConfig):
     """Maximum number of returned characters, for the values and for the printed text each. The rest is cut, with a
     notice.
     """
-    now: str = "2026-01-01T09:00:00"
+    now: Text = "2026-01-01T09:00:00"
     """The fixed time that the code's clock shows, so that runs are reproducible."""
     seed: int = 0
     """Seed of the `random` module."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.base import BaseConfig, Text
 from posttrain_memory.worlds.theme import Style, themes
 
 Variant = Literal[
@@ -35,7 +35,7 @@ Range = tuple[Annotated[int, Field(ge=0, le=200)], Annotated[int, Field(ge=0, le
 class WorldRecipe(BaseConfig):
     """A kind of generated worlds and their tasks. By default a vault has 12 notes."""
 
-    themes: tuple[str, ...] = ()
+    themes: tuple[Text, ...] = ()
     """Names of the themes to draw worlds from; empty uses all."""
     notes: int = Field(12, ge=4, le=800)
     """Number of notes in a vault, including `user.md`."""

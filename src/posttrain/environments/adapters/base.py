@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from posttrain.environments.protocol import Environment, Message, Observation, Step
+from posttrain.recipe.base import Text
 from posttrain.recipe.components import EnvironmentRecipe
 
 
@@ -31,7 +32,7 @@ class AdapterRecipe(EnvironmentRecipe):
 
     max_turns: int = Field(50, ge=1)
     """Answers after which an episode is truncated."""
-    system: str | None = None
+    system: Text | None = None
     """System message, in place of the one that the adapter writes."""
     success_return: float = 1.0
     """Success is a return of at least this, where the environment does not report success."""

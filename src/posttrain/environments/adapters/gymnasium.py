@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -13,6 +13,7 @@ from posttrain.environments.game import FormatRecipe, Game, GameRecipe, Rejected
 from posttrain.environments.global_random import GlobalRandom
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
+from posttrain.recipe.base import EXECUTES, Executes, Text
 from posttrain.recipe.components import EnvironmentRecipe
 
 
@@ -66,17 +67,17 @@ class _AnyText(FormatRecipe):
 class GymnasiumRecipe(GameRecipe):
     """Keys of `gymnasium`."""
 
-    type: str = "gymnasium"
+    type: Text = "gymnasium"
     """An environment of gymnasium."""
-    id: str = "FrozenLake-v1"
+    id: Executes = "FrozenLake-v1"
     """Its name for `gymnasium.make`, with `module:` in front if a module registers it."""
-    keys: dict[str, Any] = {}
+    keys: Annotated[dict[str, Any], EXECUTES] = {}
     """Arguments of `gymnasium.make`."""
-    actions: list[str] = []
+    actions: list[Text] = []
     """Names of the actions 0, 1, ... of a discrete action space. Default: the numbers, and words for FrozenLake, Taxi,
     CliffWalking and Blackjack.
     """
-    rules: str | None = None
+    rules: Text | None = None
     """Description of the task in the system message."""
     observation: Literal["auto", "text", "value"] = "auto"
     """`text`: what `render` writes with `render_mode="ansi"`; `value`: the observation itself; `auto`: text where there

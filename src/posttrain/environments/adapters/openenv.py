@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Protocol, get_args, get_origin, get_type_hints
 
 from pydantic import model_validator
 
@@ -11,6 +11,7 @@ from posttrain.environments.adapters.base import Adapter, AdapterRecipe, Outcome
 from posttrain.environments.global_random import GlobalRandom
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
+from posttrain.recipe.base import EXECUTES, Connects, Executes, Text
 from posttrain.recipe.components import EnvironmentRecipe
 
 _NOT_SHOWN = ("done", "reward", "metadata")
@@ -22,21 +23,21 @@ _SECONDS = 10.0
 class OpenEnvRecipe(AdapterRecipe):
     """Keys of `openenv`."""
 
-    type: str = "openenv"
+    type: Text = "openenv"
     """An environment of OpenEnv."""
-    url: str | None = None
+    url: Connects | None = None
     """Base URL of a running server, for example `http://localhost:8000`. Every episode has its own session."""
-    in_process: str | None = None
+    in_process: Executes | None = None
     """`module:Class` of an environment that runs in this process, instead of `url`."""
-    keys: dict[str, bool | int | float | str] = {}
+    keys: Annotated[dict[str, bool | int | float | str], EXECUTES] = {}
     """Arguments of the class of `in_process`."""
-    reset: dict[str, bool | int | float | str] = {}
+    reset: Annotated[dict[str, bool | int | float | str], EXECUTES] = {}
     """Arguments of `reset` besides the seed, for example `{split: train}`."""
-    action_field: str | None = None
+    action_field: Text | None = None
     """The field of an action that takes the answer. Default: the only field without a default, or the only one. Without
     one, answers are JSON objects.
     """
-    observation_field: str | None = None
+    observation_field: Text | None = None
     """The field of an observation that the policy sees. Default: the only field of text, else all of them as JSON."""
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ import io
 from collections.abc import Mapping, Sequence
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from posttrain.environments.adapters.base import Adapter, AdapterRecipe, Outcome
 from posttrain.environments.global_random import GlobalRandom
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
+from posttrain.recipe.base import EXECUTES, Text
 from posttrain.recipe.components import EnvironmentRecipe
 
 _WRAPPED = ("-raw", "-train")
@@ -25,11 +26,11 @@ _lock = Lock()
 class TextArenaRecipe(AdapterRecipe):
     """Keys of `textarena`."""
 
-    type: str = "textarena"
+    type: Text = "textarena"
     """A game of TextArena for one player."""
-    game: str = "GuessTheNumber-v0"
+    game: Text = "GuessTheNumber-v0"
     """The name of the game. `posttrain env list textarena` lists them."""
-    keys: dict[str, bool | int | float | str] = {}
+    keys: Annotated[dict[str, bool | int | float | str], EXECUTES] = {}
     """Arguments of the game's class, in place of those that it is registered with."""
     max_turns: int = Field(100, ge=1)
     """Answers after which an episode is truncated. Games have limits of their own."""

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from posttrain.environments.adapters.base import Adapter, AdapterRecipe, Outcome
 from posttrain.environments.game import play, require
 from posttrain.environments.global_random import GlobalRandom
 from posttrain.plugins import require_module
+from posttrain.recipe.base import EXECUTES, Text, Writes
 from posttrain.recipe.components import EnvironmentRecipe
 
 Challenge = Literal["simple", "coin_collector", "treasure_hunter", "cooking"]
@@ -47,11 +48,11 @@ _lock = Lock()
 class TextWorldRecipe(AdapterRecipe):
     """Keys of `textworld`."""
 
-    type: str = "textworld"
+    type: Text = "textworld"
     """A generated text adventure."""
     challenge: Challenge = "coin_collector"
     """The kind of game."""
-    settings: dict[str, bool | int | str] = {}
+    settings: Annotated[dict[str, bool | int | str], EXECUTES] = {}
     """Settings of the challenge, for example `{level: 5}` for `coin_collector` and `treasure_hunter`, `{goal: brief}`
     for `simple` and `{take: 2, cook: true}` for `cooking`.
     """
@@ -61,7 +62,7 @@ class TextWorldRecipe(AdapterRecipe):
     """
     commands: bool = False
     """Show the admissible commands in every message."""
-    cache: str = "~/.cache/posttrain/textworld"
+    cache: Writes = "~/.cache/posttrain/textworld"
     """Folder of compiled games."""
 
 

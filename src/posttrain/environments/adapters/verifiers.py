@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ from posttrain.environments.protocol import Environment, Message, Observation, S
 from posttrain.environments.rewards import SCORE, RewardFailure, finite_scores
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
+from posttrain.recipe.base import EXECUTES, Executes, Text
 from posttrain.recipe.components import EnvironmentRecipe
 
 _OWNER = "environment.type verifiers"
@@ -23,13 +24,13 @@ _OWNER = "environment.type verifiers"
 class VerifiersRecipe(EnvironmentRecipe):
     """Keys of `verifiers`."""
 
-    type: str = "verifiers"
+    type: Text = "verifiers"
     """A taskset of verifiers 1."""
     max_turns: int = Field(1, ge=1, le=1)
     """One answer ends an episode."""
-    taskset: str = Field(min_length=1)
+    taskset: Executes = Field(min_length=1)
     """Its id: the installed module that exports it in `__all__`."""
-    keys: dict[str, Any] = {}
+    keys: Annotated[dict[str, Any], EXECUTES] = {}
     """Keys of its config."""
     tasks: int | None = Field(None, ge=1)
     """Number of tasks to read, from the first. Required for an infinite taskset. null: all."""
