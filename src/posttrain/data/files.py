@@ -5,10 +5,10 @@ A row that cannot be read is returned as a text that describes its problem; read
 
 import csv
 import datetime
+import glob
 import gzip
 import importlib
 import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,7 @@ from posttrain.data.problems import BROKEN_FILE
 from posttrain.errors import InputError, RunError
 from posttrain.plugins import require_module
 from posttrain.recipe.data import SourceRecipe
+from posttrain.runs.directory import atomic_file, remove_partials
 
 Row = tuple[str, dict[str, Any] | str]
 """The origin of a row (`train.jsonl row 12`, counted from 1; in JSON lines, the line number), and the row or its
@@ -532,23 +533,12 @@ def write_rows(out: Path, rows: Sequence[dict[str, Any]]) -> None:
         RunError: the file cannot be written.
     """
     require_format(out)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                if out.suffix.lower() == ".parquet":
-                    _write_parquet(file, rows, out)
-                else:
-                    for row in rows:
-                        file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, out)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunError(f"cannot write {out}: {error.strerror or error}; check the path and the disk") from error
+    remove_partials(out.parent.glob(f".{glob.escape(out.name)}.*.partial"))
+    with atomic_file(out) as file:
+        if out.suffix.lower() == ".parquet":
+            _write_parquet(file, rows, out)
+        else:
+            file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
 
 
 def _write_parquet(file: Any, rows: Sequence[dict[str, Any]], out: Path) -> None:
