@@ -1,6 +1,5 @@
 """Write the model of a run for another program: transformers, GGUF, Ollama or vLLM."""
 
-import glob
 import json
 import shutil
 from collections.abc import Callable
@@ -59,7 +58,7 @@ def export_run(
     if target in ("gguf", "ollama") and stage == "reward":
         raise InputError(f"{model} is a reward model, which GGUF does not support; use --to hf")
     card = model_card(run, licence, target, address)
-    remove_partials(out.parent.glob(f".{glob.escape(out.name)}.*.partial"))
+    remove_partials(out)
     with atomic_folder(out) as folder:
         if target in ("gguf", "ollama"):
             from posttrain.publishing.gguf import progress, write_gguf  # imports torch

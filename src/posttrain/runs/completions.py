@@ -1,7 +1,6 @@
 """The log of generated completions: JSON lines, appended in order of completion and sorted when published."""
 
 import fcntl
-import glob
 import hashlib
 import io
 import json
@@ -173,7 +172,7 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
     Raises `RunError` if writing fails.
     """
     with storage_errors(path):
-        remove_partials(path.parent.glob(f".{glob.escape(path.name)}.*.partial"))
+        remove_partials(path)
     write_atomically(path, lines)
 
 

@@ -5,6 +5,7 @@ Files and folders are written atomically (`atomic_file`, `atomic_folder`), and a
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -102,6 +103,7 @@ class RunDirectory:
         path = Path(recipe.runs) / recipe.name
         if is_used(path):
             _refuse_or_delete(path, overwrite)
+        remove_partials(path)
         with atomic_folder(path) as aside:
             cls(aside)._fill(recipe)
         return cls(path)
@@ -181,7 +183,7 @@ class RunDirectory:
             with storage_errors(file):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-            remove_partials(self.path.rglob(".*.partial"))
+            remove_partials(self.path)
             yield
         finally:
             os.close(descriptor)
@@ -289,7 +291,7 @@ def _refuse_or_delete(path: Path, overwrite: bool) -> None:
         )
     with RunDirectory(path).lock(), storage_errors(path):
         # Rename first, so that an interrupted deletion does not leave half a run under the name.
-        trash = partial_path(path.with_name(f"{path.name}.deleted"))
+        trash = partial_path(path)
         path.rename(trash)
         shutil.rmtree(trash)
 
@@ -474,15 +476,16 @@ def write_atomically(path: Path, content: bytes | str | Iterable[bytes]) -> None
         )
 
 
-def remove_partials(paths: Iterable[Path]) -> None:
-    """Delete those of `paths` that a process which has ended, or this one, left unfinished."""
-    for path in paths:
-        match = PARTIAL.match(path.name)
+def remove_partials(path: Path) -> None:
+    """Delete what a process that has ended, or this one, left when it wrote `path` or a file below it."""
+    beside = path.parent.glob(f".{glob.escape(path.name)}.[0-9]*.partial")
+    for part in [*beside, *path.rglob(".*.partial")]:
+        match = PARTIAL.match(part.name)
         if match and (int(match[1]) == os.getpid() or not process_runs(int(match[1]))):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
+            if part.is_dir():
+                shutil.rmtree(part, ignore_errors=True)
             else:
-                path.unlink(missing_ok=True)
+                part.unlink(missing_ok=True)
 
 
 def process_runs(pid: int) -> bool:
