@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from tests.adversary import architectures, callers, disguises, exports, hosts, models, run_folders, strangers
+from tests.adversary import architectures, callers, disguises, exports, hardship, hosts, models, run_folders, strangers
 
 SECRET = "hunter2-outside"
 
@@ -547,6 +547,7 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "permission": hosts.permission,
     "clock": hosts.clock,
     "letter_case": hosts.letter_case,
+    "killed": hardship.killed,
 }
 
 

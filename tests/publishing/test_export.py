@@ -157,13 +157,14 @@ def test_a_vllm_export_has_its_arguments(played, tmp_path):
     # vLLM refuses a context above the limit of the model.
     config = tmp_path / "out/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 1024}))
-    assert vllm_settings(tmp_path / "out", "played", played.load_recipe(), False)["max-model-len"] == 1024
+    settings = vllm_settings(tmp_path / "out", tmp_path / "out", "played", played.load_recipe(), False)
+    assert settings["max-model-len"] == 1024
     assert "vllm serve --config vllm.yaml" in (tmp_path / "out/README.md").read_text()
 
 
 def test_a_folder_that_is_used_and_an_unknown_form_are_refused(played, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="exists and is not empty; choose another --out"):
+    with pytest.raises(InputError, match="exists and is not an empty folder; choose another --out"):
         export_run(played, "hf", tmp_path)
     with pytest.raises(InputError, match="--to onnx is not supported; use hf, gguf, ollama, vllm"):
         export_run(played, "onnx", tmp_path / "out")

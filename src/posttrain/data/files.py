@@ -8,7 +8,6 @@ import datetime
 import gzip
 import importlib
 import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +22,15 @@ from posttrain.data.problems import BROKEN_FILE
 from posttrain.errors import InputError, RunError
 from posttrain.plugins import require_module
 from posttrain.recipe.data import SourceRecipe
+from posttrain.runs.directory import atomic_file, remove_partials
 
 Row = tuple[str, dict[str, Any] | str]
 """The origin of a row (`train.jsonl row 12`, counted from 1; in JSON lines, the line number), and the row or its
 problem as `category: detail`.
 """
 
+_ROW_BYTES, _CELL_BYTES = 64, 8
+"""Smallest memory of a row and of a cell of a parquet file as Python values."""
 BATCH = 256
 """Parquet rows converted to Python values at a time."""
 _MIB = 1 << 20
@@ -178,6 +180,10 @@ class _Limits:
         """Maximum number of bytes that `packed` bytes may decompress to."""
         return max(int(packed * self.expansion), _FREE)
 
+    def expanding(self) -> str:
+        """The problem text of a file whose content is too large for its size."""
+        return f"it unpacks to more than {self.expansion:g} times its size (`max_expansion`)"
+
     def too_large(self) -> str:
         """The problem text of a row that is too large."""
         return f"row is too large: it has more than {self.row / _MIB:g} MiB (`max_row_mib`)"
@@ -214,7 +220,7 @@ def _read_packed_lines(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
         try:
             yield from _lines(_Unpacked(lines, most), name, limits)
         except _Expanding:
-            yield name, f"{BROKEN_FILE}: it unpacks to more than {limits.expansion:g} times its size (`max_expansion`)"
+            yield name, f"{BROKEN_FILE}: {limits.expanding()}"
         except (OSError, EOFError, zlib.error) as error:
             yield name, f"{BROKEN_FILE}: {_first_line(error)}"
 
@@ -400,21 +406,31 @@ def _read_parquet(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
 
     # The decoder raises many types of errors for broken files, so every exception counts as a broken file.
     try:
-        opened = parquet.ParquetFile(file)
+        with parquet.ParquetFile(file) as opened:
+            leaves = [opened.schema.column(number) for number in range(len(opened.schema))]
+        # Texts stay in dictionaries, or a few bytes that repeat a long text would become many copies of it.
+        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+        opened = parquet.ParquetFile(file, read_dictionary=texts)
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
     except Exception as error:
         yield name, f"{BROKEN_FILE}: not a complete parquet file ({_first_line(error)})"
         return
     with opened:
-        done = 0
+        done, left = 0, limits.unpacked(file.stat().st_size)
         for group, size in enumerate(sizes):
             number = done
             try:
                 _check_group(opened.metadata.row_group(group), limits)
                 for batch in opened.iter_batches(batch_size=BATCH, row_groups=[group]):
-                    for row in _batch_rows(batch):
+                    for bytes_of_row, row in _batch_rows(batch, limits):
+                        left -= bytes_of_row
+                        if left < 0:
+                            raise _Expanding
                         number += 1
                         yield f"{name} row {number}", row
+            except _Expanding:
+                yield name, f"{BROKEN_FILE}: {limits.expanding()}; it is read up to row {number}"
+                return
             except Exception as error:
                 lost = f"rows {number + 1} to {done + size} of {sum(sizes)} cannot be decoded"
                 yield name, f"{BROKEN_FILE}: {lost} ({_first_line(error)})"
@@ -424,24 +440,54 @@ def _read_parquet(file: Path, name: str, limits: _Limits) -> Iterator[Row]:
 def _check_group(group: Any, limits: _Limits) -> None:
     """ValueError for a row group that is too large for its compressed size."""
     columns = [group.column(number) for number in range(group.num_columns)]
-    packed, unpacked = (
-        sum(column.total_compressed_size for column in columns),
-        sum(column.total_uncompressed_size for column in columns),
-    )
+    packed = sum(column.total_compressed_size for column in columns)
+    # A byte can stand for millions of values that are null.
+    unpacked = sum(max(column.total_uncompressed_size, column.num_values) for column in columns)
     if unpacked > limits.unpacked(packed):
         raise ValueError(f"they unpack to more than {limits.expansion:g} times their size (`max_expansion`)")
 
 
-def _batch_rows(batch: Any) -> list[dict[str, Any] | str]:
-    """Return the rows of a record batch, decoded one by one where a cell of the batch cannot be decoded."""
-    try:
-        return [_table_row(row, batch.schema) for row in batch.to_pylist()]
-    except Exception as error:
-        if batch.num_rows == 1:
-            if isinstance(error, UnicodeDecodeError):
-                return [f"broken UTF-8: byte {error.object[error.start]:#04x} in a text"]
-            return [f"broken row: {_first_line(error)}"]
-        return [row for index in range(batch.num_rows) for row in _batch_rows(batch.slice(index, 1))]
+def _batch_rows(batch: Any, limits: _Limits) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield the size in bytes and the content of the rows of a record batch. They are decoded one by one if the batch is
+    larger than a row may be, or if one of its cells cannot be decoded."""
+    size = _ROW_BYTES * batch.num_rows + sum(map(_unpacked_bytes, batch.columns))
+    rows: list[dict[str, Any] | str] | None = None
+    if size <= limits.row:
+        try:
+            rows = [_table_row(row, batch.schema) for row in batch.to_pylist()]
+        except UnicodeDecodeError as error:
+            problem = f"broken UTF-8: byte {error.object[error.start]:#04x} in a text"
+        except Exception as error:
+            problem = f"broken row: {_first_line(error)}"
+    else:
+        problem = limits.too_large()
+    if rows is not None:
+        yield from ((size // len(rows), row) for row in rows)
+    elif batch.num_rows == 1:
+        yield size, problem
+    else:
+        for index in range(batch.num_rows):
+            yield from _batch_rows(batch.slice(index, 1), limits)
+
+
+def _unpacked_bytes(array: Any) -> int:
+    """Bytes of the values of an Arrow array, where a text counts as often as it appears."""
+    import pyarrow as arrow
+    from pyarrow import compute
+
+    if isinstance(array, arrow.ExtensionArray):
+        return _unpacked_bytes(array.storage)
+    if isinstance(array, arrow.DictionaryArray):
+        lengths = compute.take(compute.binary_length(array.dictionary), array.indices)
+        return _CELL_BYTES * len(array) + (compute.sum(lengths).as_py() or 0)
+    if isinstance(array, arrow.StructArray):
+        return sum(map(_unpacked_bytes, array.flatten()))
+    if isinstance(array, arrow.MapArray):
+        first, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        return sum(_unpacked_bytes(entries.slice(first, end - first)) for entries in (array.keys, array.items))
+    if hasattr(array, "flatten"):
+        return _CELL_BYTES * len(array) + _unpacked_bytes(array.flatten())
+    return _CELL_BYTES * len(array) + array.nbytes
 
 
 def _table_row(row: dict[str, Any], schema: Any, decode: bool = True) -> dict[str, Any]:
@@ -532,23 +578,12 @@ def write_rows(out: Path, rows: Sequence[dict[str, Any]]) -> None:
         RunError: the file cannot be written.
     """
     require_format(out)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("wb") as file:
-                if out.suffix.lower() == ".parquet":
-                    _write_parquet(file, rows, out)
-                else:
-                    for row in rows:
-                        file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, out)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunError(f"cannot write {out}: {error.strerror or error}; check the path and the disk") from error
+    remove_partials(out)
+    with atomic_file(out) as file:
+        if out.suffix.lower() == ".parquet":
+            _write_parquet(file, rows, out)
+        else:
+            file.writelines(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
 
 
 def _write_parquet(file: Any, rows: Sequence[dict[str, Any]], out: Path) -> None:

@@ -15,8 +15,9 @@ from posttrain.data.examples import Example, read_examples
 from posttrain.data.messages import ConversationExample, PairExample, TextExample, UnpairedExample
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import LossOn, Renderer, TokenStream, render_conversation
-from posttrain.errors import InputError
+from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import DataRecipe, SourceRecipe
+from posttrain.runs.directory import atomic_file
 
 Kind = Literal["conversation", "pair", "unpaired"]
 VERSION = 4
@@ -228,14 +229,8 @@ def _write(file: Path, rows: list[TokenRow], problems: Problems) -> None:
         "lengths": np.array([len(s.ids) for s in streams], dtype=np.int64),
         "heads": np.frombuffer(json.dumps([heads, problems.state()]).encode(), dtype=np.uint8),
     }
-    temporary = file.with_name(f"{file.stem}.{os.getpid()}.partial.npz")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(temporary, **arrays)
-        temporary.replace(file)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
+    with suppress(RunError), atomic_file(file) as opened:
+        np.savez(opened, **arrays)
 
 
 def _read(file: Path) -> tuple[list[TokenRow], Problems] | None:

@@ -7,7 +7,6 @@ for which none does is refused. Verdicts are kept on disk by weights and version
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.errors import InputError
+from posttrain.errors import InputError, RunError
 from posttrain.models.forward import ForwardPath, alone_states, base_decoder, hidden_states, logits_of, transformer
 from posttrain.models.layers import ATTENTION_NAME, lengths_of, packed_attention
 from posttrain.models.packing import pack_row
+from posttrain.runs.directory import write_atomically
 from posttrain.seeds import random_stream
 
 ROWS = (20, 90, 70)
@@ -300,8 +300,5 @@ def read_verdict(cache: Path, key: str, names: set[str]) -> dict[str, Any] | Non
 
 def keep_verdict(cache: Path, key: str, verdict: dict[str, Any]) -> None:
     """Write `verdict` for later loads. A directory that cannot be written to only costs time."""
-    with suppress(OSError):
-        cache.mkdir(parents=True, exist_ok=True)
-        temporary = cache / f"{key}.{os.getpid()}"
-        temporary.write_text(json.dumps(verdict))
-        temporary.replace(cache / f"{key}.json")
+    with suppress(RunError):
+        write_atomically(cache / f"{key}.json", json.dumps(verdict))

@@ -6,8 +6,8 @@ import json
 import logging
 import math
 import os
-import shutil
 import warnings
+from contextlib import suppress
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from posttrain.models.gate import choose_path
 from posttrain.models.layers import resolve_fused, use_fused_layers, use_layers_by_stream, use_positions_by_length
 from posttrain.plugins import entry_points, load, require_module
 from posttrain.recipe.model import SWITCHES, ModelRecipe, with_thinking
+from posttrain.runs.directory import atomic_folder
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 """peft imports bitsandbytes, which warns about a kernel for 4-bit models on CPUs that posttrain does not use."""
@@ -82,7 +83,6 @@ def converted_gguf(file: Path) -> Path:
 
     transformers_logging.disable_progress_bar()
 
-    temporary = directory.with_name(f"{directory.name}.writing-{os.getpid()}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
@@ -99,14 +99,9 @@ def converted_gguf(file: Path) -> Path:
         ) from error
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        if not directory.exists():
-            temporary.rename(directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with suppress(InputError), atomic_folder(directory) as aside:  # another process may have converted it meanwhile
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
     return directory
 
 

@@ -11,7 +11,7 @@ import yaml
 from posttrain.errors import InputError
 from posttrain.models.load import resolve_path
 from posttrain.publishing.card import is_adapter, model_card
-from posttrain.runs.directory import RunDirectory, exported_model
+from posttrain.runs.directory import RunDirectory, atomic_folder, exported_model, is_used, remove_partials
 
 TARGETS = ("hf", "gguf", "ollama", "vllm")
 GIGABYTE = 1_000_000_000
@@ -48,8 +48,8 @@ def export_run(
     if target not in TARGETS:
         raise InputError(f"--to {target} is not supported; use {', '.join(TARGETS)}")
     model = exported_model(run.path)
-    if out.exists() and any(out.iterdir()):
-        raise InputError(f"{out} exists and is not empty; choose another --out")
+    if is_used(out):
+        raise InputError(f"{out} exists and is not an empty folder; choose another --out")
     adapter, stage = is_adapter(model), run.load_recipe().stage
     if target in ("gguf", "ollama") and adapter:
         raise InputError(
@@ -58,30 +58,23 @@ def export_run(
     if target in ("gguf", "ollama") and stage == "reward":
         raise InputError(f"{model} is a reward model, which GGUF does not support; use --to hf")
     card = model_card(run, licence, target, address)
-    out.mkdir(parents=True, exist_ok=True)
-    try:
+    remove_partials(out)
+    with atomic_folder(out) as folder:
         if target in ("gguf", "ollama"):
-            _write_gguf(run, model, out, kind, tell)
+            from posttrain.publishing.gguf import progress, write_gguf  # imports torch
+
+            check = write_gguf(model, folder / f"{run.path.name}.gguf", kind, run.path.name)
+            tell(progress(check, kind))
         else:
-            copy_model(model, out, int(shard_gigabytes * GIGABYTE))
+            copy_model(model, folder, int(shard_gigabytes * GIGABYTE))
         if target == "ollama":
-            (out / "Modelfile").write_text(modelfile(model, f"{run.path.name}.gguf"), encoding="utf-8")
+            (folder / "Modelfile").write_text(modelfile(model, f"{run.path.name}.gguf"), encoding="utf-8")
         if target == "vllm":
-            settings = vllm_settings(out, run.path.name, run.load_recipe(), adapter)
-            (out / "vllm.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
-        (out / "README.md").write_text(card, encoding="utf-8")
-        shutil.copyfile(run.recipe_file, out / "recipe.yaml")
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
+            settings = vllm_settings(model, out, run.path.name, run.load_recipe(), adapter)
+            (folder / "vllm.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        shutil.copyfile(run.recipe_file, folder / "recipe.yaml")
     return sorted(file for file in out.rglob("*") if file.is_file())
-
-
-def _write_gguf(run: RunDirectory, model: Path, out: Path, kind: str, tell: Callable[[str], None]) -> None:
-    from posttrain.publishing.gguf import progress, write_gguf
-
-    check = write_gguf(model, out / f"{run.path.name}.gguf", kind, run.path.name)
-    tell(progress(check, kind))
 
 
 def copy_model(model: Path, out: Path, shard_bytes: int) -> None:
@@ -124,7 +117,7 @@ def _end_texts(model: Path, tokenizer: Any) -> list[str]:
     return [tokenizer.convert_ids_to_tokens(number) for number in ids]
 
 
-def vllm_settings(out: Path, name: str, recipe: Any, adapter: bool) -> dict[str, Any]:
+def vllm_settings(model: Path, out: Path, name: str, recipe: Any, adapter: bool) -> dict[str, Any]:
     """Arguments of `vllm serve --config`, with the context length of the recipe, at most that of the model."""
     from transformers import PretrainedConfig
 
@@ -136,6 +129,8 @@ def vllm_settings(out: Path, name: str, recipe: Any, adapter: bool) -> dict[str,
         settings |= {"max-lora-rank": recipe.model.lora.rank}
         del settings["served-model-name"]
     if rollout is not None:
-        limit = PretrainedConfig.get_config_dict(settings["model"])[0].get("max_position_embeddings")
+        limit = PretrainedConfig.get_config_dict(settings["model"] if adapter else model)[0].get(
+            "max_position_embeddings"
+        )
         settings |= {"max-model-len": min(rollout.tokens_per_episode, limit or rollout.tokens_per_episode)}
     return settings

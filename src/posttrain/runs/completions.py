@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError, RunError
-from posttrain.runs.directory import PARTIAL, process_runs, storage_errors, write_atomically
+from posttrain.runs.directory import remove_partials, storage_errors, write_atomically
 
 Key = tuple[int | str, int]
 """(id of the row, sample number)."""
@@ -172,11 +172,7 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
     Raises `RunError` if writing fails.
     """
     with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for other in path.parent.glob(f".{path.name}.*.partial"):
-            writer = PARTIAL.match(other.name)
-            if writer and not process_runs(int(writer[1])):
-                other.unlink(missing_ok=True)
+        remove_partials(path)
     write_atomically(path, lines)
 
 

@@ -1,10 +1,11 @@
 """The run directory, which contains everything that one execution of a recipe produced, and functions that write files.
 
-Files are written atomically (`write_atomically`), and a write that fails is a `RunError` with a remedy (`storage_errors`).
+Files and folders are written atomically (`atomic_file`, `atomic_folder`), and a write that fails is a `RunError` with a remedy (`storage_errors`).
 """
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import math
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import yaml
 
@@ -97,18 +98,11 @@ class RunDirectory:
         that is not a run. Raises `RunError` if the directory cannot be written.
         """
         path = Path(recipe.runs) / recipe.name
-        if _is_used(path):
+        if is_used(path):
             _refuse_or_delete(path, overwrite)
-        aside = cls(partial_path(path))
-        with storage_errors(path):
-            aside.path.mkdir(parents=True)
-            try:
-                aside._fill(recipe)
-                aside.path.rename(path)
-            except BaseException:
-                shutil.rmtree(aside.path, ignore_errors=True)
-                raise
-            sync_directory(path.parent)
+        remove_partials(path)
+        with atomic_folder(path) as aside:
+            cls(aside)._fill(recipe)
         return cls(path)
 
     @classmethod
@@ -195,10 +189,13 @@ class RunDirectory:
                 raise InputError(
                     f"process {holder} is training in {self.path}; wait for it, stop it, or choose another `name`"
                 ) from error
+            # The lock of a run that was deleted since the file was opened excludes nobody.
+            if not file.exists() or not os.path.samestat(os.fstat(descriptor), file.stat()):
+                raise InputError(f"another process has just replaced {self.path}; choose another `name`")
             with storage_errors(file):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-            self._remove_partials()
+            remove_partials(self.path)
             yield
         finally:
             os.close(descriptor)
@@ -247,15 +244,6 @@ class RunDirectory:
         }
         write_atomically(self.environment_file, json.dumps(environment, indent=2) + "\n")
 
-    def _remove_partials(self) -> None:
-        for path in self.path.rglob(".*.partial"):
-            match = PARTIAL.match(path.name)
-            if match and (int(match[1]) == os.getpid() or not process_runs(int(match[1]))):
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
-                else:
-                    path.unlink(missing_ok=True)
-
 
 def exported_model(run: Path) -> Path:
     """The model that the run in the directory `run` has exported; InputError if there is none."""
@@ -279,7 +267,8 @@ def recipe_hash(recipe: "Recipe") -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _is_used(path: Path) -> bool:
+def is_used(path: Path) -> bool:
+    """Whether `path` is something other than an empty folder."""
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         return True
     with storage_errors(path):
@@ -312,7 +301,7 @@ def _refuse_or_delete(path: Path, overwrite: bool) -> None:
         )
     with RunDirectory(path).lock(), storage_errors(path):
         # Rename first, so that an interrupted deletion does not leave half a run under the name.
-        trash = partial_path(path.with_name(f"{path.name}.deleted"))
+        trash = partial_path(path)
         path.rename(trash)
         shutil.rmtree(trash)
 
@@ -444,19 +433,18 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomically(path: Path, content: bytes | str | Iterable[bytes]) -> None:
-    """Atomically replace the content of `path` with `content` (bytes, text as UTF-8, or an iterable of bytes).
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write in the block. At its end, the file is fsynced and becomes `path`, and its directory is fsynced.
 
-    The content is written to a temporary file, which is fsynced and renamed; then the directory is fsynced. If writing
-    fails, raises `RunError` and leaves `path` unchanged.
+    Its directory is created. If the block raises, `path` is unchanged. Storage errors are `RunError`s.
     """
-    pieces = [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
     aside = partial_path(path)
     with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(aside, "wb") as file:
-                for piece in pieces:
-                    file.write(piece)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, path)
@@ -464,6 +452,50 @@ def write_atomically(path: Path, content: bytes | str | Iterable[bytes]) -> None
             aside.unlink(missing_ok=True)
             raise
         sync_directory(path.parent)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """An empty folder to fill in the block, which becomes `path` at its end. If the block raises, `path` is unchanged.
+
+    `path` may be an empty folder. InputError if another process has filled it meanwhile. Storage errors are `RunError`s.
+    """
+    aside = partial_path(path)
+    with storage_errors(path):
+        shutil.rmtree(aside, ignore_errors=True)  # of a killed process with the same id, as in containers
+        try:
+            aside.mkdir(parents=True)
+            yield aside
+            try:
+                aside.rename(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                raise InputError(f"another process has just written {path}; choose another name") from error
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        sync_directory(path.parent)
+
+
+def write_atomically(path: Path, content: bytes | str | Iterable[bytes]) -> None:
+    """Replace the content of `path` with `content` (bytes, text as UTF-8, or an iterable of bytes) by `atomic_file`."""
+    with atomic_file(path) as file:
+        file.writelines(
+            [content.encode()] if isinstance(content, str) else [content] if isinstance(content, bytes) else content
+        )
+
+
+def remove_partials(path: Path) -> None:
+    """Delete what a process that has ended, or this one, left when it wrote `path` or a file below it."""
+    beside = path.parent.glob(f".{glob.escape(path.name)}.[0-9]*.partial")
+    for part in [*beside, *path.rglob(".*.partial")]:
+        match = PARTIAL.match(part.name)
+        if match and (int(match[1]) == os.getpid() or not process_runs(int(match[1]))):
+            if part.is_dir():
+                shutil.rmtree(part, ignore_errors=True)
+            else:
+                part.unlink(missing_ok=True)
 
 
 def process_runs(pid: int) -> bool:

@@ -17,13 +17,14 @@ from posttrain.data.tokens import TokenRow
 from posttrain.distributed.sharding import full_tensor
 from posttrain.distributed.world import current_world
 from posttrain.episode import Stream
+from posttrain.errors import RunError
 from posttrain.losses.preference import RewardShift, kto_kl
 from posttrain.models.forward import TokenScores, transformer
 from posttrain.models.policy import Policy
 from posttrain.recipe.loss import BcoLoss, KtoLoss
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.recipe.warnings import recipe_warnings
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import RunDirectory, atomic_file
 from posttrain.seeds import random_stream
 from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
 from posttrain.training.optimizer import Optimizer
@@ -125,14 +126,8 @@ class ReferenceLogprobs:
 
     def _write(self, file: Path, names: Sequence[bytes]) -> None:
         """Write the values to the cache. Write errors are ignored."""
-        temporary = file.with_name(f"{file.stem}.{os.getpid()}.partial.npz")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(temporary, logprobs=np.concatenate([self._known[name] for name in names]))
-            temporary.replace(file)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink()
+        with suppress(RunError), atomic_file(file) as opened:
+            np.savez(opened, logprobs=np.concatenate([self._known[name] for name in names]))
 
 
 def _unpaired(sample: Sample) -> Sample:

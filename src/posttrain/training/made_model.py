@@ -11,10 +11,9 @@ import hashlib
 import inspect
 import json
 import math
-import os
-import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,10 @@ import torch
 
 from posttrain.environments.game import TAGS
 from posttrain.environments.protocol import Environment, Message
+from posttrain.errors import InputError
 from posttrain.models.load import cache_directory
 from posttrain.recipe.components import environment_class
+from posttrain.runs.directory import atomic_folder
 from posttrain.seeds import derive_seed, random_stream
 
 GAMES: list[dict[str, Any]] = [
@@ -59,15 +60,9 @@ def small(seed: int = 0) -> Path:
     directory = cache_directory() / f"made-small-{digest}-{seed}"
     if (directory / "config.json").is_file():
         return directory
-    temporary = directory.with_name(f"{directory.name}.writing-{os.getpid()}")
-    temporary.mkdir(parents=True, exist_ok=True)
     print("training the model made:small, once; half a minute on an idle core", file=sys.stderr)
-    try:
-        _make(temporary, seed)
-        if not directory.exists():
-            temporary.rename(directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with suppress(InputError), atomic_folder(directory) as aside:  # another process may have made it meanwhile
+        _make(aside, seed)
     return directory
 
 

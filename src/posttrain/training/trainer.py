@@ -27,7 +27,7 @@ from posttrain.plugins import pip_command
 from posttrain.recipe.run import CheckpointRecipe, ExportedStep, SinkName
 from posttrain.recipe.stages import DistillRecipe, DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
 from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, write_episodes
-from posttrain.runs.directory import RunDirectory
+from posttrain.runs.directory import RunDirectory, partial_path, storage_errors
 from posttrain.runs.evaluated import StartValues
 from posttrain.runs.metrics import MetricsLog, NoLog, Progress, read_metrics, take_events
 from posttrain.runs.storage import free_space, share_equal_files
@@ -479,9 +479,16 @@ class Trainer(Generic[Output]):
             )
         directory = self.run.path / "model"
         self.checkpoints.wait()  # not before the evaluation, during which the last checkpoint may be written
-        # Files of the model may be hard links to files of a checkpoint.
-        self._world.on_rank0(lambda: shutil.rmtree(directory, ignore_errors=True))
-        self.model.export(directory)
+        aside = self._world.broadcast(partial_path(directory))
+
+        def replace() -> None:
+            shutil.rmtree(directory, ignore_errors=True)
+            aside.rename(directory)
+
+        with storage_errors(directory):
+            self._world.on_rank0(lambda: shutil.rmtree(aside, ignore_errors=True))
+            self.model.export(aside)
+            self._world.on_rank0(replace)
         console, plots = self.progress.console, self.settings.plots
         self._world.on_rank0(lambda: report_results(self.run, self.evaluators, directory, console, plots))
         ended = free_space if self.settings.checkpoint.keep_state == "while_running" else share_equal_files

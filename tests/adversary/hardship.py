@@ -1,0 +1,218 @@
+"""Commands that are killed, or run out of space, at a drawn change of a file; the same command afterwards gives the same bits.
+
+The surfaces are functions as in `tests.adversary.surfaces`.
+"""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.adversary import hosts
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_WRITES = ("open", "os.rename", "os.mkdir", "os.link", "os.truncate", "os.remove", "os.rmdir")
+"""Audit events of Python that change a file; `open` does if its flags say so."""
+_TINY = ["rollout.tokens_per_turn=6", "model.threads=1"]
+COMMANDS: dict[str, tuple[list[str], list[str]]] = {
+    "hf": (["export", "run", "--out", "out"], ["out"]),
+    "sharded": (["export", "run", "--shard-gigabytes", "0.0001", "--out", "out"], ["out"]),
+    "vllm": (["export", "run", "--to", "vllm", "--out", "out"], ["out"]),
+    "ollama": (["export", "run", "--to", "ollama", "--out", "out"], ["out"]),
+    "jsonl": (["data", "convert", "pairs", "rows.jsonl", "--out", "out.jsonl"], ["out.jsonl"]),
+    "parquet": (["data", "convert", "pairs", "rows.jsonl", "--out", "out.parquet"], ["out.parquet"]),
+    "generate": (
+        [
+            "generate",
+            "data.test=rows.jsonl",
+            "model.path=run/model",
+            "out=out.jsonl",
+            "data.max_rows=5",
+            "name=g",
+            *_TINY,
+        ],
+        ["out.jsonl"],
+    ),
+    "evaluate": (["evaluate", "recipe.yaml"], ["runs/e/results.json"]),
+    "pipeline": (
+        ["pipeline", "pipeline.yaml"],
+        ["runs/p/rows/pairs.jsonl", "runs/p/warm/model", "runs/p/prefer/model"],
+    ),
+}
+"""Name -> the words of a command, and the files or folders that it makes whole or not at all."""
+
+
+def run(
+    words: list[str], place: Path, at: tuple[Any, ...] = (), prepare: Callable[[], None] | None = None
+) -> tuple[int, str]:
+    """Run the command line in a process in the folder `place`; returns its exit code, negative for a signal, and its output.
+
+    `at`: number of a change of files below `place`, and what happens there: signals, the second at the next change, or
+    an errno that this change and each later one raises. `prepare` is called first in the process.
+    """
+    from tests.training.small import PRELOAD
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, "posttrain.cli.main", "tests.adversary.hardship"])
+    log = place.with_name(f"{place.name}.log")
+    log.write_bytes(b"")
+    process = context.Process(target=_child, args=(words, place, log, at, prepare))
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode, log.read_text(errors="replace")
+
+
+def _child(words: list[str], place: Path, log: Path, at: tuple[Any, ...], prepare: Callable[[], None] | None) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(place)
+    caches = dict.fromkeys(("POSTTRAIN_CACHE", "XDG_CACHE_HOME"), str(place.with_name("cache")))
+    os.environ |= {"POSTTRAIN_PLOTS": "0", "CUDA_VISIBLE_DEVICES": "", **caches}
+    if prepare is not None:
+        prepare()
+    from posttrain.cli.main import main
+
+    changes = _watch(str(place), at)
+    exit_code = main(words)
+    place.with_name("changes").write_text(str(changes()))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
+
+
+def _watch(folder: str, at: tuple[Any, ...]) -> Callable[[], int]:
+    """Do what `at` says; the result counts the changes of files below `folder` so far."""
+    count = 0
+
+    def audit(event: str, words: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event not in _WRITES or not isinstance(words[0], str | os.PathLike):
+            return
+        if event == "open" and not (isinstance(words[2], int) and words[2] & (os.O_WRONLY | os.O_RDWR)):
+            return
+        if not os.path.abspath(words[0]).startswith(folder):
+            return
+        count += 1
+        if not at or count < at[0]:
+            return
+        if isinstance(at[1], signal.Signals):
+            if count - at[0] < len(at) - 1:
+                os.kill(os.getpid(), at[1 + count - at[0]])
+        elif event not in ("os.remove", "os.rmdir"):
+            raise OSError(at[1], os.strerror(at[1]), str(words[0]))
+
+    sys.addaudithook(audit)
+    return lambda: count
+
+
+def _prepare_folder(place: Path) -> None:
+    """A run that has ended, rows, a recipe of an evaluation, and a pipeline."""
+    from tests.training.preferences import pair_rows, recipe_values, write_jsonl
+
+    place.mkdir()
+    shutil.copytree(hosts.undisturbed("dpo"), place / "run")
+    rows = write_jsonl(place / "rows.jsonl", pair_rows(20))
+    values = {"stage": "evaluate", "name": "e", "model": {"path": "run/model", "threads": 1}}
+    shutil.copy(Path(hosts.__file__).parents[1] / "training" / "letters.py", place)
+    values |= {"environment": {"type": "letters.py", "max_turns": 2}}
+    values |= {
+        "rollout": {"tokens_per_turn": 6, "tokens_per_episode": 700},
+        "evaluation": {"final_seeds": {"start": 0, "count": 4}},
+    }
+    (place / "recipe.yaml").write_text(json.dumps(values))
+    (place / "more").mkdir()
+    common = recipe_values("dpo", hosts.tiny_model(), place / "more", epochs=1)
+    common = {
+        key: common[key] for key in ("rows_per_update", "optimizer", "learner", "evaluation", "checkpoint", "epochs")
+    }
+    stages: list[dict[str, Any]] = [
+        {"name": "rows", "stage": "convert", "source": rows, "files": {"pairs": {"converter": "pairs"}}},
+        {"name": "warm", "stage": "reward", "model": {"path": str(hosts.tiny_model()), "threads": 1}},
+        {"name": "prefer", "stage": "dpo", "model": {"path": str(hosts.tiny_model()), "threads": 1}},
+    ]
+    for stage in stages[1:]:
+        stage |= common | {"data": {"train": "stage:rows/pairs", "held_out": 4, "max_tokens": 200}}
+    (place / "pipeline.yaml").write_text(json.dumps({"stage": "pipeline", "name": "p", "stages": stages}))
+
+
+def _digests(place: Path, outputs: list[str]) -> dict[str, str | None]:
+    """The content of the outputs, without times; None for one that does not exist."""
+    found: dict[str, str | None] = {}
+    for name in outputs:
+        path = place / name
+        if not path.exists():
+            found[name] = None
+            continue
+        digest = hashlib.sha256()
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                digest.update(str(file.relative_to(place)).encode())
+                digest.update(re.sub(rb'"(time|speed|memory)/[^,}]*', b"", file.read_bytes()))
+        found[name] = digest.hexdigest()
+    return found
+
+
+@cache
+def _undisturbed(command: str) -> tuple[dict[str, str | None], int]:
+    """The outputs of the command without failures, and its number of changes of files."""
+    folder = Path(tempfile.mkdtemp(dir=hosts._home().name))
+    words, outputs = COMMANDS[command]
+    _prepare_folder(folder / "place")
+    code, said = run(words, folder / "place")
+    assert code == 0, said[-2_000:]
+    return _digests(folder / "place", outputs), int((folder / "changes").read_text())
+
+
+def _again(command: str, place: Path) -> None:
+    """The same command, with `--resume` or `--overwrite` if it says so, makes what an undisturbed one makes."""
+    words, outputs = COMMANDS[command]
+    for _ in range(2):
+        code, said = run(words, place)
+        if code == 0:
+            break
+        assert code == 2, f"{command}: {said[-600:]}"
+        option = re.search(r"`?(--resume) (\S+?)`|`(--overwrite)`", said)
+        assert option is not None, f"{command}: {said[-600:]}"
+        words = [words[0], "--resume", option[2]] if option[1] else [*words, "--overwrite"]
+    assert code == 0, f"{command}: {said[-600:]}"
+    assert _digests(place, outputs) == _undisturbed(command)[0], f"{command}: other results"
+    left = [str(path.relative_to(place)) for path in place.rglob("*") if "partial" in path.name]
+    assert not left, f"{command}: {left} are left"
+
+
+def killed(seed: int, folder: Path) -> None:
+    """A command that is stopped up to three times leaves outputs whole or not at all, and the same command makes them."""
+    draw = random.Random(seed)
+    command = draw.choice(list(COMMANDS))
+    words, outputs = COMMANDS[command]
+    whole, changes = _undisturbed(command)
+    place = folder / "place"
+    _prepare_folder(place)
+    history = []
+    for _ in range(draw.randrange(1, 4)):
+        signals = [draw.choice(SIGNALS) for _ in range(draw.choice([1, 1, 2]))]
+        at = (draw.randrange(1, changes + 1), *signals)
+        code, said = run(words, place, at)
+        history.append((at[0], [number.name for number in signals], code))
+        assert re.search("Traceback|with --debug", said) is None, f"{command} {history}: {said[-600:]}"
+        assert code in (0, 2, 130, *(-number for number in SIGNALS)), f"{command} {history}: {said[-600:]}"
+        for name, content in _digests(place, outputs).items():
+            assert content in (None, whole[name]), f"{command} {history}: {name} is half written"
+    try:
+        _again(command, place)
+    except AssertionError as error:
+        raise AssertionError(f"{history} {error}") from error
