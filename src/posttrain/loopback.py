@@ -1,9 +1,10 @@
-"""HTTP servers that are reachable only from this machine: the loopback address, and limits on connections without a
-token.
+"""HTTP servers that are reachable only from this machine: the loopback address, one guard of all requests, and a limit of
+connections without a token.
 """
 
 import asyncio
 import logging
+import select
 import socket
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
@@ -12,25 +13,23 @@ from posttrain.errors import InputError
 
 ADDRESS = "127.0.0.1"
 """Not configurable, because notes and runs should not be exposed to a network."""
-CONNECTIONS = 64
-"""Maximum number of simultaneous connections."""
-_ANONYMOUS = 16
-"""Maximum number of connections without an admitted request. A new connection replaces the oldest."""
-_GRACE_SECONDS = 0.5
-"""Seconds that a connection has to send its headers, regardless of the number of newer connections."""
-_FLOOD = 512
-"""Maximum number of connections without an admitted request, including new ones. Further connections are refused."""
-_BACKLOG = 256
-"""Number of connections to accept at once. Together with `_FLOOD`, it stays below the usual limit of 1,024 open
-files.
+_CONNECTIONS = 768
+"""Number of connections beyond which requests get status 503. It stays below the usual limit of 1,024 open files."""
+_ANONYMOUS = 256
+"""Number of connections without an admitted request beyond which a new one replaces the oldest."""
+_BACKLOG = 128
+"""Number of connections to accept between two reads of those that were accepted before."""
+_HEADER_SECONDS = 10.0
+"""Seconds after which a connection without an admitted request is closed. Generous, because many agents that start at
+once are slow.
 """
-_HEADER_SECONDS = 5.0
-"""Seconds after which a connection without an admitted request is closed."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[..., Awaitable[Any]]
 Send = Callable[..., Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Refusal = tuple[int, str]
+"""Status and reason."""
 
 
 def header(scope: Mapping[str, Any], name: bytes) -> list[bytes]:
@@ -38,55 +37,99 @@ def header(scope: Mapping[str, Any], name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key.lower() == name]
 
 
-def names_this_server(scope: Mapping[str, Any], port: int) -> bool:
-    """Whether the Host header is this address. After DNS rebinding it would differ."""
-    hosts = header(scope, b"host")
-    return len(hosts) == 1 and hosts[0].lower() in (f"{ADDRESS}:{port}".encode(), f"localhost:{port}".encode())
+class Guard:
+    """ASGI middleware that passes on only requests that no rule refuses; others get a status and one sentence.
+
+    It refuses what is no HTTP request for a path, a Host header that is not this address (DNS rebinding), an Origin header
+    (web pages), and what `check` refuses, such as a request without the token.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        port: int,
+        check: Callable[[Scope], Refusal | None],
+        write: Callable[[str, int], str] = lambda why, status: why,
+    ) -> None:
+        """`write`: the body of a refusal."""
+        self.app, self._check, self._write = app, check, write
+        self.hosts = (f"{ADDRESS}:{port}".encode(), f"localhost:{port}".encode())
+        self.origins: tuple[bytes, ...] = ()
+        """Allowed values of Origin."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self.refusal(scope) if scope["type"] != "lifespan" else None
+        if refusal is None:
+            await self.app(scope, receive, send)
+            return
+        status, why = refusal
+        given = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+        if status == 401:
+            given.append((b"www-authenticate", b"Bearer"))
+        await send({"type": "http.response.start", "status": status, "headers": given})
+        await send({"type": "http.response.body", "body": f"{self._write(why, status)}\n".encode()})
+
+    def refusal(self, scope: Scope) -> Refusal | None:
+        """Why a request is not passed on; None for one that is."""
+        if scope["type"] != "http":
+            return 403, "this is not an HTTP request"
+        path = scope["raw_path"]
+        # Browsers read //host and /\host in an answer as the address of another server.
+        if not path.startswith(b"/") or path.startswith(b"//") or b"\\" in path:
+            return 400, "the target of the request is not a path of this server"
+        hosts = header(scope, b"host")
+        if len(hosts) != 1 or hosts[0].lower() not in self.hosts:
+            return 403, "the Host header is not the address of this server"
+        if any(origin not in self.origins for origin in header(scope, b"origin")):
+            return 403, "web pages may not use this server"
+        return self._check(scope)
 
 
-async def refuse(send: Send, status: int, why: str, headers: list[tuple[bytes, bytes]] | None = None) -> None:
-    """Answer with `status` and one sentence, and close the connection."""
-    given = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), *(headers or [])]
-    await send({"type": "http.response.start", "status": status, "headers": given})
-    await send({"type": "http.response.body", "body": f"{why}\n".encode()})
+def guarded_protocol(guard: Guard) -> type[Any]:
+    """The HTTP protocol of uvicorn, on which a connection is anonymous until a request on it passes `guard`.
 
-
-def guarded_protocol(
-    admitted: Callable[[Scope], bool], room: int = _ANONYMOUS, seconds: float = _HEADER_SECONDS
-) -> type[Any]:
-    """The HTTP protocol of uvicorn, on which a connection is anonymous until a request on it is `admitted`.
-
-    An anonymous connection is closed after `seconds`. If there are more than `room`, the oldest is closed once it is
-    `_GRACE_SECONDS` old. Connections that send nothing, or send their headers slowly, therefore cannot keep out a
-    client with the token, however fast they are opened.
+    An anonymous connection is closed after `_HEADER_SECONDS`. If there are more than `_ANONYMOUS`, the oldest is closed,
+    but none whose first bytes wait to be read: it is late because this process was busy. Connections that send nothing, or
+    send their headers slowly, therefore cannot keep out a client with the token, however fast they are opened.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     anonymous: dict[Any, asyncio.TimerHandle] = {}
 
     class GuardedProtocol(H11Protocol):
+        silent = True
+        """Whether nothing was read from it."""
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if len(anonymous) >= _FLOOD:
-                self.drop()
-                return
-            anonymous[self] = self.loop.call_later(seconds, transport.abort)
-            self.loop.call_later(_GRACE_SECONDS, self.make_room)
-
-        def make_room(self) -> None:
-            if len(anonymous) > room:
-                oldest = next(iter(anonymous))
-                anonymous.pop(oldest).cancel()
+            anonymous[self] = self.loop.call_later(_HEADER_SECONDS, self.expire)
+            if len(anonymous) > _ANONYMOUS and (oldest := next((o for o in anonymous if not o.unread()), None)):
                 oldest.drop()
+
+        def unread(self) -> bool:
+            waiting = select.poll()
+            waiting.register(self.transport.get_extra_info("socket"), select.POLLIN)
+            return self.silent and bool(waiting.poll(0))
+
+        def expire(self) -> None:
+            if self.unread():
+                anonymous[self] = self.loop.call_later(_HEADER_SECONDS, self.expire)
+            else:
+                self.drop()
 
         def drop(self) -> None:
             # `connection_lost` follows later, when others may have connected.
+            anonymous.pop(self).cancel()
             self.connections.discard(self)
             self.transport.abort()
 
+        def data_received(self, data: bytes) -> None:
+            self.silent = False
+            super().data_received(data)
+
         def handle_events(self) -> None:
             super().handle_events()
-            if self in anonymous and self.scope is not None and admitted(dict(self.scope)):
+            if self in anonymous and self.scope is not None and guard.refusal(dict(self.scope)) is None:
                 anonymous.pop(self).cancel()
 
         def connection_lost(self, error: Exception | None) -> None:
@@ -107,7 +150,7 @@ def open_listener(port: int, option: str) -> socket.socket:
     try:
         server.bind((ADDRESS, port))
         # Clients can connect from here on. They wait until the server has loaded its data.
-        server.listen(CONNECTIONS)
+        server.listen(_ANONYMOUS)
     except OSError as error:
         server.close()
         raise InputError(
@@ -116,8 +159,10 @@ def open_listener(port: int, option: str) -> socket.socket:
     return server
 
 
-def serve(app: App, on: socket.socket, admitted: Callable[[Scope], bool]) -> None:
-    """Serve `app` until a signal ends the process. Requests in progress then have two seconds and are cancelled."""
+def http_server(guard: Guard) -> Any:
+    """A uvicorn server of `guard`. `run([listener])` serves until a signal ends the process, or until `should_exit` is set.
+    Requests in progress then have a second and are cancelled.
+    """
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -126,17 +171,18 @@ def serve(app: App, on: socket.socket, admitted: Callable[[Scope], bool]) -> Non
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             await super().shutdown(sockets)
 
-    config = uvicorn.Config(
-        app,
-        log_level="error",  # any client could fill the terminal with warnings about malformed requests
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        ws="none",
-        http=guarded_protocol(admitted),
-        loop="asyncio",
-        limit_concurrency=CONNECTIONS + _FLOOD,
-        backlog=_BACKLOG,
-        timeout_graceful_shutdown=2,
+    return Server(
+        uvicorn.Config(
+            guard,
+            log_level="error",  # any client could fill the terminal with warnings about malformed requests
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            ws="none",
+            http=guarded_protocol(guard),
+            loop="asyncio",
+            limit_concurrency=_CONNECTIONS,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=1,
+        )
     )
-    Server(config).run(sockets=[on])

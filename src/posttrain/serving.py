@@ -23,7 +23,7 @@ from posttrain.data.tools import call_id
 from posttrain.engines.protocol import Completion, Engine, Request
 from posttrain.episode import CUT_OFF, StopReason
 from posttrain.errors import InputError, PosttrainError
-from posttrain.loopback import App, Receive, Scope, Send, header, names_this_server, refuse
+from posttrain.loopback import App, Guard, Refusal, Scope, header
 from posttrain.recipe.compose import section
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.rollout.agents import formats
@@ -146,11 +146,7 @@ class Server:
         route("/v1/chat/completions", lambda v, b: self._chat_stream(v, b) if b.stream else self._chat(v, b))
         route("/v1/completions", lambda v, b: self._text_stream(v, b) if b.stream else self._texts(v, b))
 
-        async def models(request: HttpRequest) -> Response:
-            model = {"id": self.name, "object": "model", "created": 0, "owned_by": "posttrain"}
-            return JSONResponse({"object": "list", "data": [model]})
-
-        app.add_route("/v1/models", models, methods=["GET"])
+        app.add_route("/v1/models", lambda request: JSONResponse(formats.openai_models(self.name)), methods=["GET"])
         return app
 
     # -- sampling
@@ -419,28 +415,15 @@ class Server:
         return {"id": f"{prefix}-{self._count}", "object": kind, "created": int(time.time()), "model": model}
 
 
-def guarded(app: App, port: int, key: str | None) -> tuple[App, Callable[[Scope], bool]]:
-    """`app`, restricted to programs of this machine that send `key` (if set), and the test for admitted requests.
+def guarded(app: App, port: int, key: str | None) -> Guard:
+    """`app`, restricted to programs of this machine that send `key` (if set)."""
 
-    Web pages in a browser send the header `Origin` and are refused.
-    """
-
-    def refusal(scope: Scope) -> tuple[int, str] | None:
-        if not names_this_server(scope, port) or header(scope, b"origin"):
-            return 403, f"only programs of this machine may use this server, under http://127.0.0.1:{port}/v1"
+    def check(scope: Scope) -> Refusal | None:
         if key is not None and header(scope, b"authorization") != [f"Bearer {key}".encode()]:
             return 401, "wrong API key; use the one that `posttrain serve` was started with"
         return None
 
-    async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (found := refusal(scope)) is not None:
-            status, why = found
-            body = json.dumps(formats.openai_error(why, status, "permission_error"))
-            await refuse(send, status, body)
-            return
-        await app(scope, receive, send)
-
-    return application, lambda scope: refusal(scope) is None
+    return Guard(app, port, check, formats.openai_refusal)
 
 
 def _parse(values: dict[str, Any]) -> _Body:

@@ -37,10 +37,8 @@ def served_port() -> int:
 
 @contextmanager
 def _served() -> Iterator[int]:
-    import uvicorn
-
     from posttrain.engines.factory import open_engine
-    from posttrain.loopback import guarded_protocol, open_listener
+    from posttrain.loopback import http_server, open_listener
     from posttrain.models.policy import Policy
     from posttrain.recipe.compose import section
     from posttrain.recipe.engines import LocalEngineRecipe
@@ -51,9 +49,8 @@ def _served() -> Iterator[int]:
     engine = open_engine(policy, section(LocalEngineRecipe), weights_change=False)
     with open_listener(0, "--port") as on:
         port = on.getsockname()[1]
-        app, admitted = guarded(Server(engine, "tiny").app(), port, KEY)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", http=guarded_protocol(admitted)))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [on]}, daemon=True)
+        server = http_server(guarded(Server(engine, "tiny").app(), port, KEY))
+        thread = threading.Thread(target=server.run, args=([on],), daemon=True)
         thread.start()
         try:
             yield port

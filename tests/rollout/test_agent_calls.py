@@ -343,7 +343,7 @@ def test_another_host_name_is_refused(tokenizer):
         )
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=10)
-        assert caught.value.code == 400
+        assert caught.value.code == 403
         assert [model.id for model in client_of(url, key).models.list()] == ["policy"]
 
 

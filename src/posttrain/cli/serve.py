@@ -42,8 +42,7 @@ def serve(
     """
     from pathlib import Path
 
-    from posttrain.loopback import ADDRESS, open_listener
-    from posttrain.loopback import serve as serve_on
+    from posttrain.loopback import ADDRESS, http_server, open_listener
     from posttrain.plugins import require_module
 
     for module in ("fastapi", "uvicorn"):
@@ -64,6 +63,5 @@ def serve(
         policy = Policy(section(ModelRecipe, path=model_path(model)))
         server = Server(open_inference_engine(policy, recipe), Path(model).name, seed, context)
         found = on.getsockname()[1]
-        app, admitted = guarded(server.app(), found, key)
         typer.echo(f"{server.name} at http://{ADDRESS}:{found}/v1\nCtrl-C ends it")
-        serve_on(app, on, admitted)
+        http_server(guarded(server.app(), found, key)).run([on])

@@ -31,7 +31,7 @@ def view(
     from urllib.parse import quote
 
     from posttrain.errors import InputError
-    from posttrain.loopback import ADDRESS, open_listener, serve
+    from posttrain.loopback import ADDRESS, http_server, open_listener
     from posttrain.plugins import require_module
     from posttrain.terminal import printable
 
@@ -52,7 +52,7 @@ def view(
         typer.echo(f"{address}\nCtrl-C ends it")
         if browser:
             webbrowser.open(address)
-        serve(guard, on, lambda scope: guard.refusal(scope) is None)
+        http_server(guard).run([on])
 
 
 @only_looking

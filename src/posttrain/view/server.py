@@ -25,7 +25,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 
 from posttrain.errors import InputError, PosttrainError
-from posttrain.loopback import ADDRESS, App, Receive, Scope, Send, header, names_this_server, refuse
+from posttrain.loopback import App, Guard, Receive, Refusal, Scope, Send, header
 from posttrain.recipe.components import looking
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.sources import Source, bundles_of, differing_keys, open_sources
@@ -59,23 +59,19 @@ _PAINT_MS = 300
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 
-class Guard:
-    """ASGI middleware that passes on only requests of this server's own pages and of addresses with the token.
+class PageGuard(Guard):
+    """Passes on only requests of this server's own pages and of addresses with the token.
 
-    Others get 403 and one sentence: for a Host header that is not this address (DNS rebinding), for an Origin header of
-    another page, and without the token. The first request has it in the address; the answer moves it to a cookie.
+    The first request has the token in its address; the answer moves it to a cookie.
     """
 
     def __init__(self, app: App, port: int, token: str) -> None:
-        self._app, self._port, self._token = app, port, token
-        self._cookie = f"posttrain-{port}"
+        super().__init__(app, port, self._check_token)
+        self.origins = tuple(b"http://" + host for host in self.hosts)
+        self._token, self._cookie = token, f"posttrain-{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-        elif (why := self.refusal(scope)) is not None:
-            await refuse(send, 403, why)
-        elif _token_of(scope):
+        if scope["type"] == "http" and self.refusal(scope) is None and _token_of(scope):
             query = urlencode(
                 [pair for pair in parse_qsl(scope["query_string"].decode("latin-1")) if pair[0] != "token"]
             )
@@ -85,21 +81,12 @@ class Guard:
             response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             await response(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await super().__call__(scope, receive, send)
 
-    def refusal(self, scope: Scope) -> str | None:
-        """Why a request is not passed on; None for one that is."""
-        if scope["type"] != "http":
-            return "this is not an HTTP request"
-        if not names_this_server(scope, self._port):
-            return "the Host header is not the address of this server"
-        origins = header(scope, b"origin")
-        own = (f"http://{ADDRESS}:{self._port}".encode(), f"http://localhost:{self._port}".encode())
-        if any(origin not in own for origin in origins):
-            return "pages of other origins may not use this server"
+    def _check_token(self, scope: Scope) -> Refusal | None:
         token = _token_of(scope) or self._kept(scope)
         if not hmac.compare_digest(token.encode(), self._token.encode()):
-            return "open the address that `posttrain view` printed; it holds the token"
+            return 403, "open the address that `posttrain view` printed; it holds the token"
         return None
 
     def _kept(self, scope: Scope) -> str:
@@ -335,8 +322,8 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-def guarded(folder: Path, port: int, token: str) -> Guard:
+def guarded(folder: Path, port: int, token: str) -> PageGuard:
     """The application with its guard. It has shown the list once, so that the first page need not wait for templates."""
     pages = Pages(folder)
     pages.whole_list(Query())
-    return Guard(pages.app(), port, token)
+    return PageGuard(pages.app(), port, token)

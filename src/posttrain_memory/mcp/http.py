@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from posttrain.errors import InputError
-from posttrain.loopback import ADDRESS, App, Receive, Scope, Send, header, names_this_server, refuse, serve
+from posttrain.loopback import ADDRESS, App, Guard, Refusal, Scope, header, http_server
 
 if TYPE_CHECKING:
     from mcp.server import Server
@@ -35,46 +35,23 @@ def read_token(variable: str | None) -> str:
     return token
 
 
-class Guard:
-    """ASGI middleware that passes on only requests from a client on this machine with the token.
+def guarded(app: App, port: int, token: str) -> Guard:
+    """`app`, restricted to programs of this machine that send `token`. Bodies are not read here; `app` limits their size."""
 
-    Other requests get a status and one sentence: 403 for a Host header that is not this address (DNS rebinding) and
-    for any Origin header (web pages), 401 without the token. Bodies are not read here; `app` limits their size.
-    """
-
-    def __init__(self, app: App, port: int, token: str) -> None:
-        self._app = app
-        self._port = port
-        self._token = token.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self.refusal(scope) if scope["type"] != "lifespan" else None
-        if refused is None:
-            await self._app(scope, receive, send)
-            return
-        status, why = refused
-        await refuse(send, status, why, [(b"www-authenticate", b"Bearer")] if status == 401 else None)
-
-    def refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and reason for a request that is not passed on; None for one that is."""
-        if scope["type"] != "http":
-            return 403, "this is not an HTTP request"
-        tokens = header(scope, b"authorization")
-        if not names_this_server(scope, self._port):
-            return 403, "the Host header is not the address of this server"
-        if header(scope, b"origin"):
-            return 403, "web pages may not use this server"
+    def check(scope: Scope) -> Refusal | None:
+        sent = header(scope, b"authorization")
         # The scheme is case-insensitive, the token is not.
-        scheme, _, token = tokens[0].partition(b" ") if len(tokens) == 1 else (b"", b"", b"")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(token, self._token):
+        scheme, _, given = sent[0].partition(b" ") if len(sent) == 1 else (b"", b"", b"")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(given, token.encode()):
             return 401, "send the token that the server printed at its start, as `Authorization: Bearer TOKEN`"
         return None
+
+    return Guard(app, port, check)
 
 
 def serve_http(server: "Server[Any]", on: socket.socket, token: str) -> None:
     """Serve any number of clients until a signal ends the process. Prints the address to stderr."""
     port = on.getsockname()[1]
     app = server.streamable_http_app(streamable_http_path=PATH, max_request_body_size=_BODY_BYTES)
-    guard = Guard(app, port, token)
     print(f"posttrain: serving the vault at http://{ADDRESS}:{port}{PATH}", file=sys.stderr, flush=True)
-    serve(guard, on, lambda scope: guard.refusal(scope) is None)
+    http_server(guarded(app, port, token)).run([on])

@@ -20,7 +20,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from posttrain.errors import InputError
 from posttrain.loopback import open_listener
-from posttrain_memory.mcp.http import Guard, read_token
+from posttrain_memory.mcp.http import guarded, read_token
 from tests.memory.agent.scripts import NOTES, code, reply
 from tests.memory.agent.servers import serving, turns
 from tests.memory.mcp.mcp_served import written
@@ -182,7 +182,7 @@ def test_half_open_connections_block_no_client(server):
 
 
 def test_a_flood_of_connections_blocks_no_client(server):
-    """Connections are made faster than a client sends its headers: without a grace, each client's was replaced before."""
+    """Connections are made faster than a client sends its headers: one that has sent them is not replaced."""
     flood = (
         "import socket\n"
         "while True:\n"
@@ -348,5 +348,5 @@ def test_an_invalid_http_request_is_refused():
     async def send(message):
         said.append(message)
 
-    anyio.run(Guard(app, 80, TOKEN), {"type": "websocket", "headers": []}, None, send)
+    anyio.run(guarded(app, 80, TOKEN), {"type": "websocket", "headers": []}, None, send)
     assert said[0]["status"] == 403

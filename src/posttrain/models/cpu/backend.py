@@ -213,12 +213,14 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction:
 
 
 def bound_kept_kernels() -> None:
-    """Limit oneDNN's cache of compiled kernels, unless the environment already sets its capacity.
+    """Limit the caches of compiled kernels, oneDNN's and the one of PyTorch's layer above it, unless the environment
+    already sets their capacities.
 
     The default of 1,024 kernels, 3 MB each in bfloat16, makes a training run whose row lengths never repeat grow by
     gigabytes. Evicted kernels are compiled again on their next use. Takes effect before the first product.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS_KEPT))
+    os.environ.setdefault("LRU_CACHE_CAPACITY", str(KERNELS_KEPT))
 
 
 def keep_freed_memory() -> None:

@@ -2,22 +2,16 @@
 
 import asyncio
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from posttrain.loopback import ADDRESS, Scope, guarded_protocol
+from posttrain.loopback import ADDRESS, Guard, Refusal, Scope, http_server, open_listener
 from posttrain.plugins import require_module
 from posttrain.rollout.agents import formats
 from posttrain.rollout.agents.session import AgentSession, CallRefused, ChatAnswer, ChatCall
 
 _POLL_SECONDS = 0.25
-_LOCAL_NAMES = [ADDRESS, "localhost"]
-_STARTING = 256
-"""Maximum number of open connections that have not yet sent a known key, for agents that start at the same time."""
-_HEADER_SECONDS = 30.0
-"""Seconds after which such a connection is closed. Generous, because many agents that start at once are slow."""
 _REMEMBERED = 100_000
 """Number of sessions to keep before ended ones are dropped."""
 
@@ -29,26 +23,18 @@ class AgentEndpoint:
 
     def __init__(self) -> None:
         """InputError if fastapi or uvicorn is not installed."""
-        uvicorn = require_module("uvicorn", "agent")
+        require_module("uvicorn", "agent")
         require_module("fastapi", "agent")
         self._sessions: dict[str, AgentSession] = {}
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.bind((ADDRESS, 0))
-        self._socket.listen(2048)  # now, so that calls wait until the thread accepts them
-        self.url = f"http://{ADDRESS}:{self._socket.getsockname()[1]}"
+        self._socket = open_listener(0, "agent.command")  # now, so that calls wait until the thread accepts them
+        port = self._socket.getsockname()[1]
+        self.url = f"http://{ADDRESS}:{port}"
         """Without the path `/v1`: OpenAI clients expect it in their base URL, Anthropic clients add it."""
-        config = uvicorn.Config(
-            _app(self._session),
-            log_level="critical",
-            access_log=False,
-            lifespan="off",
-            http=guarded_protocol(self._admits, _STARTING, _HEADER_SECONDS),
-            timeout_graceful_shutdown=1,
-            backlog=2048,
+        self._server = http_server(
+            Guard(_app(lambda key: self._sessions[key]), port, self._check, formats.openai_refusal)
         )
-        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._socket]}, name="agent endpoint", daemon=True
+            target=self._server.run, args=([self._socket],), name="agent endpoint", daemon=True
         )
 
     def __enter__(self) -> "AgentEndpoint":
@@ -68,27 +54,20 @@ class AgentEndpoint:
         self._sessions[key] = session
         return key
 
-    def _admits(self, scope: Scope) -> bool:
+    def _check(self, scope: Scope) -> Refusal | None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        return _key(headers) in self._sessions
-
-    def _session(self, key: str) -> AgentSession:
-        session = self._sessions.get(key)
-        if session is None:
-            raise CallRefused("unknown key; use the one in the environment of the agent", 401, "authentication_error")
-        return session
+        if _key(headers) in self._sessions:
+            return None
+        return 401, "unknown key; use the one in the environment of the agent"
 
 
-def _app(find: Callable[[str], AgentSession]) -> Any:
-    """The application; `find` returns the session of a key or raises CallRefused."""
+def _app(session_of: Callable[[str], AgentSession]) -> Any:
+    """The application; `session_of` returns the session of a key that was checked."""
     from fastapi import FastAPI
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    # Checks the Host header, so that a web page cannot reach the endpoint by DNS rebinding.
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL_NAMES)
 
     def route(
         path: str,
@@ -98,8 +77,8 @@ def _app(find: Callable[[str], AgentSession]) -> Any:
         refusal: Callable[[str, int, str], dict[str, Any]],
     ) -> None:
         async def post(request: Request) -> Response:
+            session = session_of(_key(request.headers))
             try:
-                session = find(_key(request.headers))
                 body = await formats.read_body(request)
                 retry = request.headers.get("x-stainless-retry-count", "0") != "0"
                 answer = await _ask(request, session, read(body, retry))
@@ -127,16 +106,7 @@ def _app(find: Callable[[str], AgentSession]) -> Any:
         formats.anthropic_events,
         formats.anthropic_error,
     )
-
-    async def models(request: Request) -> Response:
-        try:
-            find(_key(request.headers))
-        except CallRefused as error:
-            return JSONResponse(formats.openai_error(str(error), error.status, error.kind), error.status)
-        model = {"id": formats.MODEL, "object": "model", "created": 0, "owned_by": "posttrain"}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    app.add_route("/v1/models", models, methods=["GET"])
+    app.add_route("/v1/models", lambda request: JSONResponse(formats.openai_models(formats.MODEL)), methods=["GET"])
     return app
 
 

@@ -201,9 +201,19 @@ def openai_events(answer: ChatAnswer, body: dict[str, Any]) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
+def openai_models(name: str) -> dict[str, Any]:
+    """The list of models of a server with one."""
+    return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "posttrain"}]}
+
+
 def openai_error(message: str, status: int, kind: str) -> dict[str, Any]:
     """An error in the form of OpenAI."""
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": kind}}
+
+
+def openai_refusal(message: str, status: int) -> str:
+    """The body of a request that is refused before it is read. Clients of both formats read the status alone."""
+    return json.dumps(openai_error(message, status, "authentication_error" if status == 401 else "permission_error"))
 
 
 # -- Anthropic
