@@ -3,6 +3,7 @@
 The log is an append-only file of JSON lines. The sinks of `runs/sinks.py` get a copy of each line.
 """
 
+import gc
 import io
 import json
 import math
@@ -12,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.live import Live
@@ -28,6 +29,8 @@ from posttrain.runs.sinks import SentRecord, Sink, completion_rows, numbers, ope
 
 RESERVED = ("step", "kind", "nonfinite", "time/run")
 """Keys that the log sets itself."""
+_CHUNK = 1 << 20
+"""Bytes of lines that are parsed at once."""
 
 
 class MetricsLog:
@@ -72,11 +75,11 @@ class MetricsLog:
 
     def truncate_after(self, step: int) -> None:
         """Atomically drop the final line and all lines after `step`, and rewind the sinks: a resumed run writes them again."""
-        with storage_errors(self.run.metrics):
-            content = self.run.metrics.read_bytes()
-        kept = [
-            raw for raw, line in _parse(self.run.metrics, content) if line["step"] <= step and line["kind"] != "final"
-        ]
+        lines = read_metrics(self.run.metrics)
+        with storage_errors(self.run.metrics), self.run.metrics.open("rb") as file:
+            kept = [
+                raw for raw, line in zip(file, lines, strict=False) if line["step"] <= step and line["kind"] != "final"
+            ]
         self._file.close()
         write_atomically(self.run.metrics, b"".join(kept))
         self._file = self._open()
@@ -199,32 +202,48 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises `RunError` with the line number if another line is damaged.
     """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            return parse_metrics(path, file)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise RunError(f"cannot read {path}: {error.strerror}; make it readable") from error
-    return parse_metrics(path, content)
 
 
-def parse_metrics(path: Path, content: bytes) -> list[dict[str, Any]]:
-    """The complete lines in `content`, which is from the file `path`; errors as for `read_metrics`."""
-    return [line for _, line in _parse(path, content)]
-
-
-def _parse(path: Path, content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-    parsed = []
-    for number, raw in enumerate(content.splitlines(keepends=True), start=1):
-        if not raw.endswith(b"\n"):
-            break
-        try:
-            line = json.loads(raw)
-            if not (isinstance(line, dict) and isinstance(line["step"], int) and isinstance(line["kind"], str)):
-                raise TypeError("no step and kind")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise RunError(f"{path}, line {number} is damaged; delete that line and retry") from error
-        parsed.append((raw, line))
+def parse_metrics(path: Path, file: BinaryIO) -> list[dict[str, Any]]:
+    """The complete lines from the position of `file`, which is the file `path`; errors as for `read_metrics`."""
+    parsed: list[dict[str, Any]] = []
+    collects = gc.isenabled()
+    gc.disable()  # a hundred thousand new objects would be searched for cycles again and again
+    try:
+        while lines := file.readlines(_CHUNK):
+            if not lines[-1].endswith(b"\n"):
+                lines.pop()
+            try:
+                # As one list, the lines share their keys, which are most of the memory.
+                chunk = json.loads(b"[" + b",".join(lines) + b"]")
+                if len(chunk) != len(lines) or not all(map(_is_line, chunk)):
+                    raise ValueError("another number of lines, or lines without step and kind")
+            except (ValueError, RecursionError) as error:
+                numbered = enumerate(lines, len(parsed) + 1)
+                number = next((number for number, raw in numbered if not _is_line(_json(raw))), len(parsed) + 1)
+                raise RunError(f"{path}, line {number} is damaged; delete that line and retry") from error
+            parsed += chunk
+    finally:
+        if collects:
+            gc.enable()
     return parsed
+
+
+def _json(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_line(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("step"), int) and isinstance(value.get("kind"), str)
 
 
 def _plain(value: Any, key: str, nonfinite: list[str]) -> Any:

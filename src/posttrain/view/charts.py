@@ -1,5 +1,6 @@
 """The charts of a run as data for the browser: curves with their 95% intervals, baselines, and what happened at which step."""
 
+import io
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,7 @@ class _Log:
             content = file.read()
         whole = content[: content.rfind(b"\n") + 1]
         # A new list: a reader of the old one must not see it grow.
-        self._lines = [*self._lines, *parse_metrics(self.path, whole)]
+        self._lines = [*self._lines, *parse_metrics(self.path, io.BytesIO(whole))]
         self._end += len(whole)
         return self._lines
 
