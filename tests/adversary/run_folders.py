@@ -184,7 +184,9 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
     "answer is a list": _episode(turns=[_turn(answer=[1])]),
     "turn out of range": _episode(turns=[_turn(start=-7, stop=10**12)]),
     "turn of a stream that is not there": _episode(turns=[_turn(stream=9)]),
-    "controls in the information of a turn": _episode(turns=[_turn(info={FOREIGN: FOREIGN, "judge": [FOREIGN], "scores": 3})]),
+    "controls in the information of a turn": _episode(
+        turns=[_turn(info={FOREIGN: FOREIGN, "judge": [FOREIGN], "scores": 3})]
+    ),
     "header of texts": _episode(step="x", episodes=FOREIGN),
     "header of 400 digits": _episode(step=int("9" * 400), mean_return=int("9" * 400)),
     "mean return is text": _episode(mean_return=FOREIGN),

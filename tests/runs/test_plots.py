@@ -1,3 +1,4 @@
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from posttrain.runs import plots
+from posttrain.runs import figures, panels, plots
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.figures import SMOOTHED_STEPS
 from posttrain.runs.metrics import MetricsLog, read_metrics
@@ -309,3 +310,34 @@ def test_the_command_prints_the_files_it_drew(
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["entropy.svg"]
     assert main(["plot", str(tmp_path / "nowhere")]) == 2
     assert "no run" in capsys.readouterr().err
+
+
+def test_long_curves_are_drawn_with_few_points_and_all_extremes() -> None:
+    steps = np.arange(100_000)
+    values = np.sin(steps / 500)
+    values[31_234], values[77_777] = 40.0, -30.0
+    few_steps, few = figures.thinned(steps, values)
+    assert len(few) <= panels.MOST_POINTS + 2
+    assert (few[few_steps == 31_234], few[few_steps == 77_777]) == (40.0, -30.0)
+    assert (few_steps[0], few_steps[-1]) == (0, 99_999)
+    assert (values[few_steps] == few).all()
+
+
+def test_a_run_of_many_steps_is_drawn_from_few_points(run: RunDirectory) -> None:
+    with run.metrics.open("w") as file:
+        for step in range(1, 20_001):
+            line = {"step": step, "kind": "train", "time/run": 1.0, "rollout/return": step % 7, "policy/entropy": 0.5}
+            file.write(json.dumps(line) + "\n")
+    drawn = dict(plots.figures("long", read_metrics(run.metrics)))
+    curves = [curve for figure in drawn.values() for axes in figure.axes for curve in axes.get_lines()]
+    assert max(len(curve.get_xdata()) for curve in curves) <= panels.MOST_POINTS + 2
+    returns = np.asarray(drawn["reward"].axes[0].get_lines()[0].get_ydata())
+    assert (returns.min(), returns.max()) == (0, 6)
+
+
+@pytest.mark.parametrize("count", [0, 4, 5, 11, 40])
+def test_the_moving_mean_is_centered_and_shrinks_at_the_ends(count: int) -> None:
+    values = [float(i * i % 13) for i in range(count)]
+    reach = [min(i, count - 1 - i, 5) for i in range(count)]
+    expected = [sum(values[i - r : i + r + 1]) / (2 * r + 1) for i, r in enumerate(reach) if r >= 2]
+    assert figures.smoothed(values) == pytest.approx(expected)

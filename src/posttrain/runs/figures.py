@@ -20,6 +20,7 @@ from posttrain.runs.panels import (
     BLUE,
     GREEN,
     GREY,
+    MOST_POINTS,
     ORANGE,
     PURPLE,
     RED,
@@ -73,7 +74,10 @@ def outside_legend(axes: Axes) -> None:
 
 
 def finish_axes(axes: Axes, unit: str, percent: bool = False) -> None:
-    """Label the axes and put integer ticks on the step axis."""
+    """Label the axes, put integer ticks on the step axis, and leave out points of curves that would not be visible."""
+    for curve in axes.get_lines():
+        if len(steps := np.asarray(curve.get_xdata())) > MOST_POINTS:
+            curve.set_data(*thinned(steps, np.asarray(curve.get_ydata())))
     axes.set_ylabel(unit)
     subplot = axes.get_subplotspec()
     if subplot is None or subplot.is_last_row():
@@ -99,6 +103,7 @@ def draw_band(axes: Axes, lines: list[Line], key: str, color: str) -> list[float
     rows = limits_of(lines, key)
     if not rows:
         return []
+    rows = rows[:: -(-len(rows) // MOST_POINTS)]
     steps, low, _, high = (list(column) for column in zip(*rows, strict=True))
     axes.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
     if len(rows) <= MOST_BARS:
@@ -191,8 +196,25 @@ def smoothed(values: Sequence[float]) -> list[float]:
     The mean is centered, because a mean of past steps lags behind and makes a falling loss look too high. The window
     shrinks towards both ends, to five values.
     """
-    reach = [min(i, len(values) - 1 - i, SMOOTHED_STEPS // 2) for i in range(len(values))]
-    return [average(values[i - r : i + r + 1]) for i, r in enumerate(reach) if r >= 2]
+    means: list[list[float]] = [
+        np.lib.stride_tricks.sliding_window_view(np.array(values), 2 * reach + 1).mean(1).tolist()
+        for reach in range(2, min((len(values) - 1) // 2, SMOOTHED_STEPS // 2) + 1)
+    ]
+    *shorter, longest = means or [[]]
+    return [*(one[0] for one in shorter), *longest, *(one[-1] for one in reversed(shorter))]
+
+
+def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A curve of at most `MOST_POINTS` points, each array [n], that looks like `values`, [m] by `steps`.
+
+    Of each of equal parts of the curve, it has the lowest and the highest point, and the first.
+    """
+    per_part = -(-3 * len(steps) // MOST_POINTS)
+    starts = np.arange(0, len(steps), per_part)
+    parts = [values[start : start + per_part] for start in starts]
+    extremes = [starts + [choose(part) for part in parts] for choose in (np.argmin, np.argmax)]
+    kept = np.unique(np.concatenate([starts, *extremes, [len(steps) - 1]]))
+    return steps[kept], values[kept]
 
 
 Format = Literal["png", "svg"]

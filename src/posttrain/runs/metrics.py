@@ -3,6 +3,7 @@
 The log is an append-only file of JSON lines. The sinks of `runs/sinks.py` get a copy of each line.
 """
 
+import gc
 import io
 import json
 import math
@@ -10,7 +11,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -34,6 +36,8 @@ RESERVED = ("step", "kind", "nonfinite", "time/run")
 _TYPES = {str, int, float, bool, NoneType, list}
 _NUMBERS = {"n", "episodes", "failed", "best_step", "success", "return"}
 """Keys without a slash that have no text."""
+_CHUNK = 256
+"""Number of lines that are parsed at once."""
 
 
 class MetricsLog:
@@ -80,7 +84,7 @@ class MetricsLog:
         """Atomically drop the final line and all lines after `step`, and rewind the sinks: a resumed run writes them again."""
         with open_file(self.run.metrics) as file:
             raws = list(complete_lines(file, self.run.metrics))
-        lines = zip(raws, parse_metrics(self.run.metrics, raws), strict=True)
+        lines = zip(raws, parse_metrics(self.run.metrics, iter(raws)), strict=True)
         kept = [raw for raw, line in lines if line["step"] <= step and line["kind"] != "final"]
         self._file.close()
         write_atomically(self.run.metrics, b"".join(kept))
@@ -210,20 +214,38 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def parse_metrics(path: Path, lines: Iterable[bytes]) -> list[dict[str, Any]]:
+def parse_metrics(path: Path, lines: Iterator[bytes]) -> list[dict[str, Any]]:
     """The content of complete `lines`, which are from the file `path`; errors as for `read_metrics`."""
-    parsed = []
-    for number, raw in enumerate(lines, start=1):
-        try:
-            parsed.append(parse_line(raw))
-        except ValueError as error:
-            raise RunError(f"{path}, line {number} is damaged ({error}); delete that line and retry") from error
+    parsed: list[dict[str, Any]] = []
+    collects = gc.isenabled()
+    gc.disable()  # a hundred thousand new objects would be searched for cycles again and again
+    try:
+        while raws := list(islice(lines, _CHUNK)):
+            try:
+                # As one list, the lines share their keys, which are most of the memory.
+                chunk = parse_json(b"[" + b",".join(raws) + b"]", finite=True)
+                if len(chunk) != len(raws):
+                    raise ValueError("a line has several values")
+                parsed += map(_checked, chunk)
+            except ValueError:
+                for number, raw in enumerate(raws, len(parsed) - len(parsed) % _CHUNK + 1):
+                    try:
+                        _checked(parse_json(raw, finite=True))
+                    except ValueError as error:
+                        raise RunError(f"{path}, line {number} is damaged ({error}); delete that line and retry") from error
+                raise
+    finally:
+        if collects:
+            gc.enable()
     return parsed
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:
     """One line of a metrics log. ValueError unless it has a step, a kind, and values of the types that `MetricsLog` writes."""
-    line = parse_json(raw, finite=True)
+    return _checked(parse_json(raw, finite=True))
+
+
+def _checked(line: Any) -> dict[str, Any]:
     if not isinstance(line, dict):
         raise ValueError("it is not a JSON object")
     if type(line.get("step")) is not int or not 0 <= line["step"] < 1 << 53 or not isinstance(line.get("kind"), str):

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from posttrain.errors import InputError
@@ -12,6 +13,9 @@ Line = dict[str, Any]
 
 KINDS = ("train", "evaluation")
 """Kinds of lines that are drawn as curves. The only key that occurs in both is `time/run`."""
+
+MOST_POINTS = 2_000
+"""Maximum number of points of a drawn curve, about two per pixel. Longer ones take seconds and gigabytes to draw."""
 
 # The Okabe-Ito palette, which is safe for color blindness, without yellow, which is faint on white.
 BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
@@ -270,10 +274,10 @@ _LARGEST_DRAWN = 1e300
 
 def series_of(lines: list[Line], key: str) -> Series | None:
     """The metric `key` in order of step; None if no line has it."""
-    rows = sorted((line for line in lines if line["kind"] in KINDS and key in line), key=lambda line: line["step"])
+    rows = sorted((line for line in lines if key in line and line["kind"] in KINDS), key=itemgetter("step"))
     values = [(row["step"], float(row[key])) for row in rows if isinstance(row[key], (int, float))]
     numbers = [(step, value) for step, value in values if abs(value) < _LARGEST_DRAWN]
-    nonfinite = [row["step"] for row in rows if key in row.get("nonfinite", ())]
+    nonfinite = [row["step"] for row in rows if "nonfinite" in row and key in row["nonfinite"]]
     nonfinite = sorted([*nonfinite, *(step for step, value in values if abs(value) >= _LARGEST_DRAWN)])
     if not numbers and not nonfinite:
         return None
@@ -332,14 +336,14 @@ def _loss_panels(lines: list[Line]) -> list[Panel]:
 
 def _domain_panels(lines: list[Line]) -> list[Panel]:
     """Curves per domain, for the first `len(DOMAINS)` domains in alphabetical order."""
-    preferences = _has_preferences(lines)
+    preferences, keys = _has_preferences(lines), set().union(*lines)
     panels = []
     for metric, title, unit, look in (
         ("loss", "Preference loss" if preferences else "Loss", "loss per row" if preferences else "nats per token", {}),
         ("accuracy", "Accuracy", "ranking accuracy", _ACCURACY),
     ):
         start = f"validation/{metric}/"
-        domains = sorted({key.removeprefix(start) for line in lines for key in line if key.startswith(start)})
+        domains = sorted({key.removeprefix(start) for key in keys if key.startswith(start)})
         shown = domains[: len(DOMAINS)]
         more = f", the first {len(shown)} of {len(domains)} domains" if len(domains) > len(shown) else ""
         curves = [Curve(f"{start}{domain}", domain, color) for domain, color in zip(shown, DOMAINS, strict=False)]

@@ -61,17 +61,14 @@ _FINAL = {"validation/loss": ("test/loss", "{:.4f}"), "validation/accuracy": ("t
 """Validation metric -> the metric of the final result drawn beside it, and its number format."""
 
 
-def draw_plots(
-    run: RunDirectory, out: Path | None = None, forms: Sequence[Format] = ("png",), until: int | None = None
-) -> list[Path]:
-    """Draw every plot that the run has data for, into `out` (default: `run.plots`), in each of the formats `forms`.
+def draw_plots(run: RunDirectory) -> list[Path]:
+    """Draw every plot that the run has data for, as PNG files in `run.plots`.
 
-    `until`: leave out later steps. Returns the files in the order of the report. Raises `RunError` if the metrics are
-    damaged or a file cannot be written.
+    Returns the files in the order of the report. Raises `RunError` if the metrics are damaged or a file cannot be
+    written.
     """
-    title = run.path.resolve().name + ("" if until is None else f", until step {until}")
-    drawn = figures(title, lines_until(read_metrics(run.metrics), until))
-    return [path for name, figure in drawn for path in save(figure, out or run.plots, name, forms)]
+    drawn = figures(run.path.resolve().name, read_metrics(run.metrics))
+    return [path for name, figure in drawn for path in save(figure, run.plots, name, ("png",))]
 
 
 def lines_until(lines: list[Line], until: int | None) -> list[Line]:
@@ -79,16 +76,14 @@ def lines_until(lines: list[Line], until: int | None) -> list[Line]:
     return lines if until is None else [line for line in lines if line["step"] <= until]
 
 
-def figures(title: str, lines: list[Line]) -> list[tuple[str, Figure]]:
+def figures(title: str, lines: list[Line]) -> Iterator[tuple[str, Figure]]:
     """(name in `TITLES`, figure) for every plot with data; `title` is appended to each figure's own title."""
-    drawn = []
-    with matplotlib.rc_context(STYLE):
-        for name, heading in TITLES.items():
+    for name, heading in TITLES.items():
+        with matplotlib.rc_context(STYLE):
             figure = draw_figure(name, lines)
-            if figure is not None:
-                entitle(figure, f"{heading} · {title}")
-                drawn.append((name, figure))
-    return drawn
+        if figure is not None:
+            entitle(figure, f"{heading} · {title}")
+            yield name, figure
 
 
 def draw_figure(name: str, lines: list[Line]) -> Figure | None:
@@ -242,7 +237,9 @@ def plot_files(
     if directory.exists() and not directory.is_dir():
         raise InputError(f"--out {directory} is a file; give a directory")
     if single is not None and not metrics:
-        drawn = draw_plots(single, directory, forms, until)
+        title = single.path.resolve().name + ("" if until is None else f", until step {until}")
+        shown = figures(title, lines_until(sources[0].lines, until))
+        drawn = [path for name, figure in shown for path in save(figure, directory, name, forms)]
         if not drawn:
             raise InputError(f"{single.metrics} has nothing to plot yet; wait for the first step")
         return drawn, []

@@ -77,7 +77,7 @@ class _Log:
             file.seek(self._end)
             whole = list(complete_lines(file, self.path))
         # A new list: a reader of the old one must not see it grow.
-        self._lines = [*self._lines, *parse_metrics(self.path, whole)]
+        self._lines = [*self._lines, *parse_metrics(self.path, iter(whole))]
         self._end += sum(map(len, whole))
         return self._lines
 
