@@ -200,7 +200,7 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
             raise EnvironmentFailure(f"{self.environment.recipe.type}: {error}") from error
 
     async def _call(self, function: Callable[[], T], blocking: bool = False) -> T:
-        """Call the environment in a daemon thread, so that a signal ends the run whatever the call does.
+        """Call the environment in a daemon thread, so that a signal ends the run also if the call does not return.
 
         Anything that the call raises becomes an EnvironmentFailure, except InputError and WorkersLost, which would fail
         every episode.
