@@ -425,10 +425,10 @@ def test_developers_functions_and_null_results_are_read():
     assert messages[3] == {"role": "tool", "name": "add", "content": ""}
 
 
-def test_an_answer_that_opens_a_conversation_is_context():
+def test_an_answer_may_open_a_conversation():
     opening = {**GOOD, "content": "Hello!"}
     example = made("conversation", {"messages": [opening, USER, GOOD]})
-    assert example.messages == [{**opening, "train": False}, USER, GOOD]
+    assert example.messages == [opening, USER, GOOD]
     pair = made("pair", {"prompt": [opening, USER], "chosen": [opening, USER, GOOD], "rejected": "5"})
     assert (pair.prompt, pair.chosen) == ([opening, USER], [GOOD])
     assert made("prompt", {"messages": [opening, USER, GOOD]}).messages == [opening, USER]

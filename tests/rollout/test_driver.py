@@ -173,20 +173,13 @@ def test_a_new_conversation_is_a_stream_without_earlier_tokens():
     assert episode.total_reward == 3
 
 
-class Interrupting(Counting):
-    """Raises an interrupt in the middle of seed 16, like a signal during a call of the environment."""
-
-    def step(self, action):
-        if self.seed == 16 and self.turn == 1:
-            raise KeyboardInterrupt("SIGTERM")
-        return super().step(action)
-
-
-class WaitingEngine(EchoEngine):
-    """Lets the other episodes run before it answers."""
+class InterruptedEngine(EchoEngine):
+    """Lets the other episodes run before it answers, and is interrupted by a signal in its fourth answer."""
 
     async def generate(self, request):
         await asyncio.sleep(0)
+        if len(self.requests) == 3:
+            raise KeyboardInterrupt("SIGTERM")
         return await super().generate(request)
 
 
@@ -201,10 +194,10 @@ def test_an_interrupt_inside_an_episode_ends_all_and_leaves_no_task_behind(caplo
         finally:
             closed.append(group)
 
-    engine = WaitingEngine()
+    engine = InterruptedEngine()
     engine.episode = episode
     with caplog.at_level(logging.ERROR, logger="asyncio"), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
-        play([1, 16, 2], engine, Interrupting, environment_timeout=None)
+        play([1, 2, 3], engine)
     gc.collect()
     assert not caplog.records
     assert sorted(closed) == sorted(opened)

@@ -4,8 +4,7 @@ For any row, the functions in this file return an example of `posttrain.data.mes
 that describes the problem. They never raise. Every example satisfies:
 
 - Roles are system, user, assistant and tool.
-- An assistant message follows a message of another role, or opens the conversation before a user message and is not
-  trained; a tool message follows an assistant or a tool message.
+- An assistant message follows a message of another role, or opens the conversation before a user message; a tool message follows an assistant or a tool message.
 - Contents are Unicode text. No answer is blank unless it calls tools, and the prompt is not blank.
 """
 
@@ -30,9 +29,9 @@ from posttrain.data.messages import (
     check_value,
     kind_of,
     messages_of,
+    objects,
     read_json,
     short,
-    without_trained_opening,
     without_training_keys,
 )
 from posttrain.data.problems import Problems
@@ -153,8 +152,8 @@ def conversation(row: Any, origin: str, columns: ColumnsRecipe) -> ConversationE
                 raise _missing(row, columns.messages, columns.prompt, hint=_messages_hint(row))
             messages = [*prompt, *_answer(row, columns.completion, prompt)]
         check_conversation(messages)
-        messages, weight = without_trained_opening(messages), _weight(row, columns)
-        return ConversationExample(messages, origin, _domain(row, columns), _tools(row, columns), weight)
+        domain, tools = _domain(row, columns), _tools(row, columns)
+        return ConversationExample(messages, origin, domain, tools, _weight(row, columns))
     except UnusableRow as problem:
         return str(problem)
 
@@ -180,8 +179,6 @@ def pair(row: Any, origin: str, columns: ColumnsRecipe) -> PairExample | str:
         if not prompt:
             shared = _shared(chosen, rejected)
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        if not prompt:
-            chosen, rejected = without_trained_opening(chosen), without_trained_opening(rejected)
         for side in (chosen, rejected):
             _check_trained(side)
         margin, domain, tools = _margin(row, columns), _domain(row, columns), _tools(row, columns)
@@ -371,10 +368,21 @@ def _domain(row: dict[str, Any], columns: ColumnsRecipe) -> str | None:
 
 
 def _tools(row: dict[str, Any], columns: ColumnsRecipe) -> list[Any] | None:
-    category = "tools are not a list of objects"
-    value = read_json(row.get(columns.tools), category, f"those in `{columns.tools}`")
+    category, where = "tools are not a list of objects", f"those in `{columns.tools}`"
+    value = read_json(objects(row.get(columns.tools), category, where), category, where)
     if value is None or (isinstance(value, list) and not value):
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UnusableRow(category, f"`{columns.tools}` is {short(value)}")
-    return value
+    wrong = [one for one in value if not isinstance(one, dict)] if isinstance(value, list) else [value]
+    if wrong:
+        raise UnusableRow(
+            category, f"`{columns.tools}` {'holds' if isinstance(value, list) else 'is'} {short(wrong[0])}"
+        )
+    return [_tool(tool, category, where) for tool in value]
+
+
+def _tool(tool: dict[str, Any], category: str, where: str) -> dict[str, Any]:
+    """Return the description of a tool with its JSON texts decoded."""
+    keys = ("function", "parameters", "input_schema")
+    tool = {key: objects(item, category, where) if key in keys else item for key, item in tool.items()}
+    inner = tool.get("function")
+    return {**tool, "function": _tool(inner, category, where)} if isinstance(inner, dict) else tool

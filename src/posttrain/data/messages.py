@@ -89,8 +89,11 @@ SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _TEXT_PARTS = ["text", "input_text", "output_text"]
 
 
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which a message has its reasoning as text. Rows are read into the first."""
+REASONING = (
+    *("reasoning_content", "reasoning", "thinking", "thinking_content", "thought", "thoughts", "analysis"),
+    "reasoning_details",
+)
+"""Keys under which a message has its reasoning, as text or as parts of text. Rows are read into the first."""
 
 
 class UnusableRow(Exception):
@@ -109,7 +112,10 @@ def as_messages(value: Any, name: str, role: str) -> list[Message]:
 
 
 def messages_of(value: Any, name: str) -> list[Message]:
-    """Return the list of messages of the cell `name`, without checking their order. Raises UnusableRow."""
+    """Return the list of messages of the cell `name`, which may be JSON text, without checking their order. Raises
+    UnusableRow."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = read_json(value, "messages are not a list of objects", f"those in `{name}`")
     if not isinstance(value, list):
         raise UnusableRow("wrong type", f"`{name}` is {kind_of(value)}, not a list of messages")
     messages = [_message(item, f"message {number} of `{name}`") for number, item in enumerate(value, 1)]
@@ -139,7 +145,10 @@ def _message(value: Any, where: str) -> Message:
     kept = {key: item for key, item in value.items() if item is not None and key not in dropped}
     if role == "assistant":
         content = _take_reasoning(kept, content, where)
-    calls, legacy = kept.pop("tool_calls", []), kept.pop("function_call", None)
+    calls, legacy = (
+        objects(kept.pop(key, None), "wrong type", f"`{key}` of {where}") for key in ("tool_calls", "function_call")
+    )
+    calls = [] if calls is None else calls
     if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise UnusableRow("wrong type", f"`tool_calls` of {where} is not a list of objects")
     if legacy and (calls or not isinstance(legacy, dict)):
@@ -166,7 +175,7 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """
     given = {key: item for key, item in call.items() if item is not None}
     head: dict[str, Any] = {key: given.pop(key) for key in ("id", "type") if key in given}
-    function = given.pop("function", None)
+    function = objects(given.pop("function", None), "wrong type", f"`function` of a call in {where}")
     if function is None:
         head, function, given = {**head, "type": "function"}, given, {}
     name = function.get("name") if isinstance(function, dict) else None
@@ -183,6 +192,15 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
             raise UnusableRow(category, f"those of {short(name)} in {where} are {kind_of(arguments)}")
         rest = {"arguments": arguments or {}, **rest}
     return {**head, "function": {"name": name, **rest}, **given}
+
+
+def objects(value: Any, category: str, where: str) -> Any:
+    """Return a value, and the items of a list, decoded where they are JSON text, as in many Parquet files. Raises UnusableRow
+    of `category`."""
+    value = read_json(value, category, where) if isinstance(value, str) else value
+    if isinstance(value, list):
+        return [objects(item, category, where) if isinstance(item, str) else item for item in value]
+    return value
 
 
 def read_json(value: Any, category: str, where: str) -> Any:
@@ -224,6 +242,12 @@ def _take_reasoning(message: dict[str, Any], content: Any, where: str) -> Any:
     parts = content if isinstance(content, list) else []
     thought = [part for part in parts if isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")]
     texts = [message.pop(key) for key in REASONING if isinstance(message.get(key), str)]
+    texts = [text for text in texts if text.strip()]
+    for key in REASONING:
+        # Parts repeat the text where a message has both.
+        if (text := _text_of(message.get(key))) and (not texts or "".join(text.split()) == "".join(texts[0].split())):
+            texts += [] if texts else [text]
+            del message[key]
     if thought:
         inner = [
             next((part[key] for key in ("thinking", "reasoning", "text") if key in part), None) for part in thought
@@ -236,6 +260,16 @@ def _take_reasoning(message: dict[str, Any], content: Any, where: str) -> Any:
     if different:
         message["reasoning_content"] = next(iter(different.values()))
     return content
+
+
+def _text_of(reasoning: Any) -> str:
+    """The text of reasoning that is an object or a list of objects; empty unless all of it is text."""
+    if isinstance(reasoning, list):
+        texts = [part if isinstance(part, str) else _text_of(part) for part in reasoning]
+        return "\n".join(texts) if all(texts) else ""
+    keys = ("text", "thinking", "reasoning", "summary", "content")
+    text = next((reasoning[key] for key in keys if key in reasoning), "") if isinstance(reasoning, dict) else ""
+    return text if isinstance(text, str) else _text_of(text)
 
 
 def _content(value: Any, optional: bool, where: str) -> str:
@@ -253,6 +287,23 @@ def _content(value: Any, optional: bool, where: str) -> str:
             raise UnusableRow("content is not text", f"{where} holds {shown}, and only text is supported")
         texts.append(text)
     return "".join(texts)
+
+
+def reasoning_of(message: Message) -> str:
+    """The reasoning of an assistant message; empty if it has none."""
+    texts = [message.get(key) for key in REASONING if message["role"] == "assistant"]
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
+
+
+def in_form(message: Message, reasoning: str, form: str) -> Message:
+    """Return a message with reasoning in a form of `Renderer.reasoning_form`."""
+    content = message.get("content") or ""
+    if form == "parts":
+        parts = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}]
+        return {**message, "content": parts}
+    if form == "tags":
+        return {**message, "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
+    return {**message, form: reasoning}
 
 
 def check_conversation(messages: list[Message], answered: bool = True) -> None:
@@ -279,12 +330,6 @@ def check_conversation(messages: list[Message], answered: bool = True) -> None:
     for index in answers:
         if not messages[index]["content"].strip() and not messages[index].get("tool_calls"):
             raise UnusableRow("empty answer", f"message {index + 1}" if len(answers) > 1 else "")
-
-
-def without_trained_opening(messages: list[Message]) -> list[Message]:
-    """Return the conversation with an assistant's message that opens it as context, because no prompt renders it."""
-    opening, *others = messages
-    return [{**opening, "train": False}, *others] if opening["role"] == "assistant" else messages
 
 
 def without_training_keys(message: Message) -> Message:

@@ -8,14 +8,14 @@ import os
 import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from posttrain.data.encoding import TextEncoder, either
-from posttrain.data.messages import REASONING
+from posttrain.data.messages import REASONING, in_form, reasoning_of
 from posttrain.data.tools import (
     SYNTAXES,
     ParsedAnswer,
@@ -24,6 +24,7 @@ from posttrain.data.tools import (
     parse_served,
     schema,
     tools_as_text,
+    with_short_ids,
 )
 from posttrain.errors import InputError
 from posttrain.recipe.model import thinking_of
@@ -35,6 +36,8 @@ Tool = dict[str, Any]
 _ANSWER = "POSTTRAIN-ANSWER"
 _THOUGHT = "<think>\nfirst thought\n</think>\n\n"
 _PROBE = "posttrain_probe"
+_KNOWN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "train", "primer"}
+_FORMATTING = re.compile(r"</?think>|\s")
 
 
 class Renderer:
@@ -56,6 +59,7 @@ class Renderer:
         self.rewrites_thoughts = not self._keeps_history(_THOUGHT + "an answer", False)
         """The template changes earlier answers that contain thinking (Qwen3 and DeepSeek drop it)."""
         self._kept: dict[tuple[bool, str, bool], bool] = {}
+        self._read: dict[tuple[str, str], bool] = {}
         self.thinking = thinking_of(tokenizer.get_chat_template())
         """`model.thinking` of this run or of the run that exported the model; None if neither set it."""
 
@@ -154,9 +158,30 @@ class Renderer:
         notes = []
         if self.reasoning_form is None and any(map(reasoning_of, messages)):
             notes.append("without its reasoning, which the chat template does not show")
+        unread = [key for message in messages for key, value in message.items() if self._is_unread(message, key, value)]
+        notes += [f"without the key `{key[:40]}` of a message, which is not rendered" for key in dict.fromkeys(unread)]
         if self.marked([*messages, *tools]) != [*messages, *tools]:
             notes.append("with the text of control tokens, which is encoded as text")
         return notes
+
+    def _is_unread(self, message: Message, key: str, value: Any) -> bool:
+        """Whether a key of a message is not in its rendered text."""
+        role = message["role"]
+        if key in _KNOWN_KEYS or value in (None, "", [], {}) or (role, key) == ("tool", "name"):
+            return False
+        if role == "assistant" and key in REASONING and isinstance(value, str | list | dict):
+            return not isinstance(value, str)
+        if (role, key) not in self._read:
+            asked: Message = {"role": "user", "content": "x"}
+            called = {"role": "assistant", "content": "", "tool_calls": [ToolCall(_PROBE, {}).message(call_id(0, 0))]}
+            before = {"assistant": [asked], "tool": [asked, called]}.get(role, [])
+            plain = {"role": role, "content": "x"} | ({"tool_call_id": call_id(0, 0)} if role == "tool" else {})
+            after = [asked] if role == "system" else []
+            self._read[role, key] = True
+            with suppress(InputError):
+                texts = [self.text([*before, one, *after], answering=False) for one in (plain, {**plain, key: value})]
+                self._read[role, key] = texts[0] != texts[1]
+        return not self._read[role, key]
 
     @cached_property
     def reasoning_form(self) -> str | None:
@@ -164,7 +189,7 @@ class Renderer:
         content; None if it does not show reasoning in the answer to its prompt."""
         asked = [{"role": "user", "content": "x"}]
         for form in (*REASONING, "parts"):
-            answer = _in_form({"role": "assistant", "content": _ANSWER}, _PROBE, form)
+            answer = in_form({"role": "assistant", "content": _ANSWER}, _PROBE, form)
             with suppress(InputError):
                 text = self._applied([*asked, answer], None, False)
                 # A template for text prints a list of parts.
@@ -176,7 +201,7 @@ class Renderer:
         # A template that removes thinking from answers shows none.
         with suppress(InputError):
             text = self._applied(
-                [*asked, _in_form({"role": "assistant", "content": _ANSWER}, _PROBE, "tags")], None, False
+                [*asked, in_form({"role": "assistant", "content": _ANSWER}, _PROBE, "tags")], None, False
             )
             return "tags" if _PROBE in text or not text.startswith(self._applied(asked, None, True)) else None
         return None
@@ -184,9 +209,11 @@ class Renderer:
     def with_reasoning(self, message: Message) -> Message:
         """Return a message with its reasoning in the form that the template reads, or without it."""
         if not (reasoning := reasoning_of(message)):
-            return message
+            # Templates print values that are no text.
+            structured = [key for key in REASONING if isinstance(message.get(key), list | dict)]
+            return {key: value for key, value in message.items() if key not in structured} if structured else message
         plain = {key: value for key, value in message.items() if key not in REASONING}
-        return _in_form(plain, reasoning, self.reasoning_form) if self.reasoning_form else plain
+        return in_form(plain, reasoning, self.reasoning_form) if self.reasoning_form else plain
 
     def must_split(self, thought: bool, role: str = "user", tools: bool = False) -> bool:
         """Whether a message of `role` makes the template change earlier text, which requires a new stream.
@@ -229,16 +256,22 @@ class Renderer:
         """Return the rendered text of `messages`; `answering`: up to the start of the policy's next answer.
 
         `tools` are descriptions in OpenAI's format. For a template without tools, they, their calls and results are
-        rendered as text.
+        rendered as text. Without messages, the text is what precedes an answer that opens a conversation.
         """
+        if not messages:
+            before, answer, _ = self.text([{"role": "assistant", "content": _ANSWER}], tools, False).partition(_ANSWER)
+            if not answer:
+                raise InputError("the chat template does not show an answer that opens the conversation")
+            return before
         if (tools or _uses_tools(messages)) and not self.native_tools:
             messages, tools = tools_as_text(messages, tools), ()
+        elif self._needs_ids:
+            messages = with_short_ids(messages)
         messages = [self.with_reasoning(message) for message in messages]
         rendered = _fold_system(messages) if self.folds_system else messages
         return self._templated(rendered, list(tools) or None, answering)
 
-    # -- tools
-    # ----------------------------------------------------------------------------------------------------------
+    # -- tools --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def native_tools(self) -> bool:
@@ -250,8 +283,14 @@ class Renderer:
         """Whether the template supports several calls in an answer (Llama 3's does not)."""
         return not self.native_tools or self._shows_calls(2)
 
-    def _shows_calls(self, count: int) -> bool:
-        calls = [ToolCall(_PROBE, {"x": f"{_PROBE}_argument_{i}"}).message(call_id(0, i)) for i in range(count)]
+    @cached_property
+    def _needs_ids(self) -> bool:
+        """Whether the template refuses ids of calls that are not nine letters and digits (Mistral)."""
+        return self.native_tools and not self._shows_calls(1, "call_")
+
+    def _shows_calls(self, count: int, prefix: str = "") -> bool:
+        ids = [prefix + call_id(0, index) for index in range(count)]
+        calls = [ToolCall(_PROBE, {"x": f"{_PROBE}_argument_{i}"}).message(id) for i, id in enumerate(ids)]
         messages: list[Message] = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "", "tool_calls": calls},
@@ -323,8 +362,7 @@ class Renderer:
                 f"({type(error).__name__}: {error}); set another template in model.chat_template"
             ) from error
 
-    # -- tokens
-    # ---------------------------------------------------------------------------------------------------------
+    # -- tokens -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _encoder(self) -> TextEncoder:
@@ -417,23 +455,6 @@ def _after_answer(tokenizer: Any) -> tuple[str, str]:
     return (texts[0], os.path.commonprefix(texts)) if texts else ("", "")  # noqa: RUF071 (these are no paths)
 
 
-def reasoning_of(message: Message) -> str:
-    """The reasoning of an assistant message; empty if it has none."""
-    texts = [message.get(key) for key in REASONING if message["role"] == "assistant"]
-    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
-
-
-def _in_form(message: Message, reasoning: str, form: str) -> Message:
-    """Return a message with reasoning in a form of `Renderer.reasoning_form`."""
-    content = message.get("content") or ""
-    if form == "parts":
-        parts = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}]
-        return {**message, "content": parts}
-    if form == "tags":
-        return {**message, "content": f"<think>\n{reasoning}\n</think>\n\n{content}"}
-    return {**message, form: reasoning}
-
-
 def _characters(value: Any) -> int:
     """Number of characters of all texts in a message or a tool."""
     if isinstance(value, str):
@@ -463,10 +484,12 @@ class TokenStream:
     """[T] int64."""
     trained: np.ndarray
     """[T] bool."""
+    incomplete: bool = False
+    """Whether the template leaves out text of an answer with loss, or of another message before it."""
 
     def cut(self, length: int) -> "TokenStream":
         """Return the first `length` tokens."""
-        return TokenStream(self.ids[:length], self.trained[:length])
+        return replace(self, ids=self.ids[:length], trained=self.trained[:length])
 
 
 def render_conversation(
@@ -492,8 +515,10 @@ def render_conversation(
     tools = tools or ()
     plain = [{key: value for key, value in message.items() if key not in ("train", "primer")} for message in messages]
     if loss_on == "all":
-        ids = renderer.encode(renderer.text(plain, tools, answering=False))
-        return _token_streams([(ids, [index > 0 for index in range(len(ids))])])
+        text = renderer.text(plain, tools, answering=False)
+        ids = renderer.encode(text)
+        complete = all(_shows(renderer, text, message, message["role"] != "tool") for message in plain)
+        return _token_streams([(ids, [index > 0 for index in range(len(ids))])], complete)
     trained = [
         index
         for index, message in enumerate(messages)
@@ -503,6 +528,7 @@ def render_conversation(
         trained = trained[-1:]
     streams: list[tuple[list[int], list[bool]]] = []
     ended: str | None = None
+    complete = True
     for index in trained:
         primer = messages[index].get("primer", "")
         prompt = renderer.text(plain[:index], tools) + renderer.marked(primer)
@@ -512,16 +538,18 @@ def render_conversation(
             streams.append(([], []))
             before = renderer.encode(prompt)
         ids, mask = streams[-1]
-        answer, ended = _answer(renderer, plain[: index + 1], tools, prompt, primer)
+        answer, ended, shown = _answer(renderer, plain[: index + 1], tools, prompt, primer)
         ids += [*before, *answer]
         mask += [False] * len(before) + [True] * len(answer)
-    return _token_streams(streams)
+        complete &= shown and (index < trained[-1] or all(_shows(renderer, prompt, one) for one in plain[:index]))
+    return _token_streams(streams, complete)
 
 
 def _answer(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool], prompt: str, primer: str
-) -> tuple[list[int], str | None]:
-    """Return the tokens of the last message as an answer to `prompt`, and the rendered text up to its end token.
+) -> tuple[list[int], str | None, bool]:
+    """Return the tokens of the last message as an answer to `prompt`, the rendered text up to its end token, and whether
+    the template shows all of the answer.
 
     The text is None if the template does not end the answer with an end token. The stream then ends.
     """
@@ -535,12 +563,23 @@ def _answer(
         content = renderer.with_reasoning(messages[-1]).get("content") or ""
         text = _without_open_thought(content, prompt).removeprefix(primer)
         end = renderer.tokenizer.convert_ids_to_tokens(renderer.end)
-        return renderer.answer(text, prompt), prompt + renderer.marked(text) + end
+        return renderer.answer(text, prompt), prompt + renderer.marked(text) + end, True
     answer = rendered[len(prompt) :]
+    shown = _shows(renderer, primer + answer, messages[-1], trained=True)
     if end := renderer.closing.search(answer):
         answer = answer[: end.end(1)]
-        return renderer.encode(answer, prompt), prompt + answer
-    return [*renderer.encode(answer.removesuffix(renderer.text_after_answers), prompt), renderer.end], None
+        return renderer.encode(answer, prompt), prompt + answer, shown
+    return [*renderer.encode(answer.removesuffix(renderer.text_after_answers), prompt), renderer.end], None, shown
+
+
+def _shows(renderer: Renderer, rendered: str, message: Message, trained: bool = False) -> bool:
+    """Whether rendered text has the text of a message, apart from white space and the tags of thinking. Results of tools and
+    answers that are not `trained` may be shown in another form."""
+    texts = [str(message.get("content") or ""), reasoning_of(message) if renderer.reasoning_form else ""]
+    checked = trained or message["role"] in ("system", "user")
+    return not checked or all(
+        _FORMATTING.sub("", renderer.marked(text)) in _FORMATTING.sub("", rendered) for text in texts
+    )
 
 
 def _without_open_thought(content: str, prompt: str) -> str:
@@ -549,8 +588,10 @@ def _without_open_thought(content: str, prompt: str) -> str:
     return content.lstrip().removeprefix("<think>").lstrip("\n") if opened else content
 
 
-def _token_streams(streams: Sequence[tuple[list[int], list[bool]]]) -> list[TokenStream]:
-    arrays = [TokenStream(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)) for ids, mask in streams]
+def _token_streams(streams: Sequence[tuple[list[int], list[bool]]], complete: bool) -> list[TokenStream]:
+    arrays = [
+        TokenStream(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool), not complete) for ids, mask in streams
+    ]
     return [stream for stream in arrays if stream.trained.any()]
 
 

@@ -20,7 +20,7 @@ from posttrain.recipe.data import DataRecipe, SourceRecipe
 from posttrain.runs.directory import atomic_file
 
 Kind = Literal["conversation", "pair", "unpaired"]
-VERSION = 4
+VERSION = 5
 """Version of the rendering and of the cache files. Files of other versions are not read."""
 
 
@@ -35,8 +35,8 @@ class TokenRow:
     chosen: bool = True
     """The label of an unpaired answer."""
     prompt_digest: str = ""
-    """Digest of the messages before the first answer, where their tokens are trained too (`loss_on: all`), or of plain
-    text.
+    """Digest of the messages before the first answer to them, where tokens of these are trained too (`loss_on: all`, or an
+    answer opens the conversation), or of plain text.
     """
     weight: float = 1.0
     """Weight of the row in the training loss."""
@@ -106,9 +106,8 @@ def tokenize(
             continue
         if fitted is not row:
             problems.note("cut to data.max_tokens", row.origin)
-        opened = isinstance(example, ConversationExample) and example.messages[0]["role"] == "assistant"
-        if opened and loss_on == "assistant":
-            problems.note("with an answer as first message, which has no loss because it has no prompt", row.origin)
+        if any(stream.incomplete for stream in row.streams):
+            problems.note("without a text of a message, which the chat template leaves out", row.origin)
         for note in _notes(example, renderer):
             problems.note(note, row.origin)
         yield fitted
@@ -133,7 +132,9 @@ def _notes(example: Example, renderer: Renderer) -> list[str]:
 def _row(example: Example, renderer: Renderer, loss_on: LossOn) -> TokenRow:
     if isinstance(example, ConversationExample):
         streams = render_conversation(renderer, example.messages, loss_on, example.tools)
-        digest = _prompt_digest(example) if loss_on == "all" else ""
+        # The answer that opens a conversation has the same tokens before it in every row.
+        opened = example.messages[0]["role"] == "assistant"
+        digest = _prompt_digest(example) if loss_on == "all" or opened else ""
         return TokenRow(streams, example.origin, example.domain, prompt_digest=digest, weight=example.weight)
     if isinstance(example, TextExample):
         stream = plain_text(renderer, example.text)

@@ -5,6 +5,7 @@ rendered as text in Hermes syntax: schemas in the system message, calls between 
 message.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -233,6 +234,28 @@ def schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str,
 def call_id(turn: int, index: int) -> str:
     """The id of call `index` of turn `turn`, both from 0. Mistral's templates take exactly nine letters and digits."""
     return f"call{turn % 1000:03d}{index % 100:02d}"
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with nine letters and digits as ids of calls and of their results. A result without an id belongs to
+    the first call that has no result."""
+
+    def nine(id: Any) -> str:
+        return str(id) if _ID.fullmatch(str(id)) else hashlib.blake2b(str(id).encode(), digest_size=5).hexdigest()[:9]
+
+    changed: list[Message] = []
+    open_calls: list[str] = []
+    for turn, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            open_calls = [nine(call.get("id") or call_id(turn, place)) for place, call in enumerate(calls)]
+            calls = [{**call, "id": id} for call, id in zip(calls, open_calls, strict=True)]
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            given = nine(message.get("tool_call_id") or next(iter(open_calls), call_id(turn, 0)))
+            open_calls = [id for id in open_calls if id != given]
+            message = {**message, "tool_call_id": given}
+        changed.append(message)
+    return changed
 
 
 def hermes_text(answer: ParsedAnswer) -> str:

@@ -1,4 +1,4 @@
-"""Calls of environments and rewards in daemon threads, so that a time-out holds also for a call that never returns.
+"""Calls of environments and rewards in daemon threads, so that time-outs and signals hold also for a call that never returns.
 
 A thread cannot be ended from outside. A call that takes too long is given up: its result is ignored, SystemExit is raised
 in its thread the next time that it runs Python code, and neither the event loop nor the interpreter waits for it.
@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from posttrain.errors import RunError
+from posttrain.errors import InputError, PosttrainError, RunError
 
 MOST_GIVEN_UP = 256
 """Calls of a process that were given up and still run. One more ends the run."""
@@ -42,7 +42,11 @@ class Call:
         self.thread.start()
 
     def _run(self, function: Callable[[], Any]) -> None:
-        self.future.set_result(ended(function))
+        try:
+            end: Ended = function(), None
+        except BaseException as error:
+            end = None, error
+        self.future.set_result(end)
 
     def give_up(self) -> None:
         """Ignore the call from now on. RunError if too many ignored calls still run."""
@@ -72,14 +76,6 @@ class _Queue:
 _queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue] = WeakKeyDictionary()
 
 
-def ended(function: Callable[[], Any]) -> Ended:
-    """Call `function` here."""
-    try:
-        return function(), None
-    except BaseException as error:
-        return None, error
-
-
 def described(error: BaseException, where: str = "") -> str:
     """Type and message of what a call raised, without lone surrogates, which cannot be printed."""
     try:
@@ -89,9 +85,7 @@ def described(error: BaseException, where: str = "") -> str:
 
 
 def ended_in(function: Callable[[], Any], seconds: float | None) -> Ended:
-    """As `ended_within`, outside an event loop; here if there is no limit."""
-    if seconds is None:
-        return ended(function)
+    """As `ended_within`, outside an event loop."""
     call = Call(function)
     try:
         return call.future.result(seconds)
@@ -100,8 +94,19 @@ def ended_in(function: Callable[[], Any], seconds: float | None) -> Ended:
         return None, CallTimeout(f"took longer than {seconds:g} s")
 
 
+def completed(function: Callable[[], Any], name: str, seconds: float | None = None) -> Any:
+    """The result of `ended_in`. InputError, which names the call, if it raised; CallTimeout."""
+    result, error = ended_in(function, seconds)
+    if isinstance(error, PosttrainError | CallTimeout):
+        raise error
+    if error is not None:
+        raise InputError(f"{name} raised {described(error)}; correct it") from error
+    return result
+
+
 async def ended_within(function: Callable[[], Any], seconds: float | None, one_at_a_time: bool) -> Ended:
-    """Call `function` in a daemon thread. The call ends with CallTimeout after `seconds`, although its thread may go on.
+    """Call `function` in a daemon thread. The call ends with CallTimeout after `seconds`, although its thread may go on;
+    None: no limit.
 
     Calls that are made `one_at_a_time` in an event loop do not overlap, until one of them takes longer than a tenth of
     `seconds`. RunError if too many calls that were given up still run.

@@ -275,7 +275,7 @@ def load_function(where: str, key: str) -> Callable[..., Any]:
         module = module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         remedy = f"write {place}.py:{name}" if Path(f"{place}.py").is_file() else "correct that file, or the name"
         raise InputError(f"{key}: {place} cannot be imported ({type(error).__name__}: {error}); {remedy}") from error
     function = getattr(module, name, None)

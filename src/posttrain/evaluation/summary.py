@@ -86,16 +86,16 @@ class Evaluation:
     tokens_per_answer: float
     """Sampled tokens per turn, over turns with known tokens (servers may not report them); NaN if there are none."""
     turns: float
-    """Turns per episode."""
+    """Turns per episode. This and the other two are over episodes that have a return; NaN without such episodes."""
     scores: Mapping[str, Estimate] = field(default_factory=dict)
     """Further scores of the environment by name, over the seeds whose episodes report them."""
     attempts: Mapping[str, Estimate] = field(default_factory=dict)
     """pass@k and mean@k by metrics key, if seeds have several episodes and the environment reports success."""
 
-    def metrics(self) -> dict[str, float | int]:
-        """The values of an evaluation line of the metrics log."""
+    def metrics(self) -> dict[str, float | int | None]:
+        """The values of an evaluation line of the metrics log; None where the episodes do not determine one."""
         success = {} if self.success is None else _with_limits("success", self.success)
-        return (
+        values = (
             success
             | {
                 "n": self.n,
@@ -112,6 +112,7 @@ class Evaluation:
             | {key: v for name, one in self.scores.items() for key, v in _with_limits(f"{SCORES}{name}", one).items()}
             | {key: v for name, one in self.attempts.items() for key, v in _with_limits(name, one).items()}
         )
+        return {key: None if math.isnan(value) else value for key, value in values.items()}
 
 
 def summarize(episodes: Sequence[Episode]) -> Evaluation:
@@ -128,12 +129,13 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
             successes[episode.seed].append(episode.success)
         if episode.has_return:
             returns[episode.seed].append(episode.total_reward)
-    scores: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in score_names(episodes)}
-    for episode in episodes:
+    played = [episode for episode in episodes if episode.has_return]
+    scores: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in score_names(played)}
+    for episode in played:
         for name in scores.keys() & episode.scores.keys():
             scores[name][episode.seed].append(episode.scores[name])
-    turns = [turn for episode in episodes for turn in episode.turns]
-    rates = [_average(played) for played in successes.values()]
+    turns = [turn for episode in played for turn in episode.turns]
+    rates = [_average(flags) for flags in successes.values()]
     has_success = bool(successes) and reports_success(episodes)
     return Evaluation(
         success=clustered_rate(rates, sum(map(len, successes.values()))) if has_success else None,
@@ -144,7 +146,7 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
         unscored=sum(episode.outcome is Outcome.UNSCORED for episode in episodes),
         rejected_share=_average([bool(turn.info.get("rejected")) for turn in turns]),
         tokens_per_answer=_average([turn.stop - turn.start for turn in turns if turn.stop > turn.start]),
-        turns=len(turns) / len(episodes),
+        turns=_average([len(episode.turns) for episode in played]),
         scores={name: _over_seeds(by_seed, is_score=True) for name, by_seed in scores.items()},
         attempts=_attempts(successes) if has_success else {},
     )

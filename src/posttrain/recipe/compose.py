@@ -277,7 +277,7 @@ def _environment_errors(given: Layer, schema: type[BaseConfig], path: KeyPath) -
         return [f"{place}{error}{nearest_type(name, environment_names())}"]
     except ValidationError as error:
         return validation_errors(error, part, given, schema, path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [f"{place}{key}.type: {name} failed to load with {type(error).__name__}: {error}; correct that file"]
     return []
 

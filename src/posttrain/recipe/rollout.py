@@ -100,7 +100,7 @@ class RolloutRecipe(BaseConfig):
     stop_strings: list[StopString] = []
     """Strings that end a turn, in addition to the model's end token. The string is part of the answer."""
     environment_timeout: float | None = Field(ENVIRONMENT_TIMEOUT, gt=0, allow_inf_nan=False)
-    """Time-out of one call of the environment or its reward, in seconds; the episode then fails. Calls run in daemon threads, for which neither the rollout nor the end of the program waits: one at a time until one takes longer than a tenth of the time-out, in parallel for `async` rewards, judges, MCP servers and `blocking` environments. SystemExit is raised in a call that is given up; more than 256 that still run end the run. A call that holds Python's interpreter lock, such as one regular expression, has no limit. Null: no limit, also where SIGTERM waits for a call, and other calls run in the main thread, which code with `signal.alarm` needs."""
+    """Time-out of one call of the environment or its reward, in seconds; the episode then fails. Calls run in daemon threads, for which neither the rollout nor the end of the program waits: one at a time until one takes longer than a tenth of the time-out, in parallel for `async` rewards, judges, MCP servers and `blocking` environments. SystemExit is raised in a call that is given up; more than 256 that still run end the run. A call that holds Python's interpreter lock, such as one regular expression, has no limit. `signal.alarm` does not work in them. Null: no limit."""
     failures: FailureRecipe = FailureRecipe()
     filter: FilterRecipe = FilterRecipe()
     overlong_penalty: OverlongRecipe | None = None

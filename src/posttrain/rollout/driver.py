@@ -19,7 +19,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current_world
 from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
-from posttrain.environments.calls import CallTimeout, described, ended, ended_within
+from posttrain.environments.calls import CallTimeout, described, ended_within
 from posttrain.environments.protocol import (
     LARGEST_REWARD,
     Action,
@@ -200,18 +200,13 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
             raise EnvironmentFailure(f"{self.environment.recipe.type}: {error}") from error
 
     async def _call(self, function: Callable[[], T], blocking: bool = False) -> T:
-        """Call the environment, in a thread if the recipe sets a time-out or the environment blocks.
+        """Call the environment in a daemon thread, so that a signal ends the run also if the call does not return.
 
         Anything that the call raises becomes an EnvironmentFailure, except InputError and WorkersLost, which would fail
-        every episode, and an interrupt by the user, which only the main thread gets.
+        every episode.
         """
         seconds, name = self.rollout.environment_timeout, self.environment.recipe.type
-        if seconds is None and not blocking:
-            result, error = ended(function)
-            if isinstance(error, KeyboardInterrupt):
-                raise error
-        else:
-            result, error = await ended_within(function, seconds, one_at_a_time=not blocking)
+        result, error = await ended_within(function, seconds, one_at_a_time=not blocking)
         if isinstance(error, InputError | WorkersLost):
             raise error
         if isinstance(error, CallTimeout):

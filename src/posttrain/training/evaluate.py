@@ -6,10 +6,12 @@ A model behind a server is evaluated without importing torch.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
 from posttrain.engines.openai import chat_client
+from posttrain.environments.calls import completed
 from posttrain.environments.protocol import EnvironmentFactory, task_split
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
@@ -35,10 +37,11 @@ def run(recipe: EvaluateRecipe, directory: RunDirectory, console: Console) -> No
     # Play before recording anything, so that a run that fails here, for example without its server, does not use up its
     # name.
     count = len(evaluator.tasks.test) * recipe.evaluation.episodes_per_seed
+    baselines = evaluator.baselines()
     with Progress(count, recipe.name, console=console, unit="episode") as progress:
         final = evaluator.final(0, progress.played)
     with MetricsLog(directory, recipe.sinks) as log:
-        for name, values in evaluator.baselines().items():
+        for name, values in baselines.items():
             log.write(0, "baseline", {"policy": name, **values})
         log.write(0, "final", {"policy": EVALUATED, **final})
     tables = write_tables(directory, [evaluator])
@@ -103,7 +106,8 @@ class RemoteRolloutManager:
         Raises:
             InputError: the environment has a primer, or the API key's variable is not set.
         """
-        primer = environment_class(environment.type)(environment).primer
+        kind = environment_class(environment.type)
+        primer = completed(partial(kind, environment), f"the constructor of {environment.type}").primer
         if primer:
             raise InputError(no_primer(environment, primer))
         self.engine = engine

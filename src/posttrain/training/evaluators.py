@@ -4,10 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from posttrain.data.held_out import TaskSplit
+from posttrain.environments.calls import completed
 from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import RunError
@@ -110,7 +112,9 @@ class EpisodeEvaluator:
 
     def baselines(self) -> dict[str, dict[str, Any]]:
         """Values of the baseline policies on the final seeds, where the environment can compute them."""
-        baselines = environment_class(self.environment.type).baselines(self.environment, self.tasks.test)
+        kind = environment_class(self.environment.type)
+        name = f"`baselines` of {self.environment.type}"
+        baselines = completed(partial(kind.baselines, self.environment, self.tasks.test), name)
         return {
             policy: {
                 "success": baseline.success,

@@ -354,11 +354,15 @@ AGENT_COUNTS = (
 
 
 def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Success, return, lengths, spread and speed over all sampled episodes, including those that a filter removed."""
+    """Success, return, lengths, spread and speed over all sampled episodes, including those that a filter removed.
+
+    Failed episodes count as not successful. They and episodes to which no reward applies are in no other mean, sum or share
+    but the counts of episodes and the `agent/`, `tokens/` and `speed/` metrics. A mean without values is left out.
+    """
     episodes = batch.sampled
     failed, unscored = (sum(e.outcome is outcome for e in episodes) for outcome in (Outcome.FAILED, Outcome.UNSCORED))
     played = [e for e in episodes if e.has_return]
-    turns = [turn for e in episodes for turn in e.turns]
+    turns = [turn for e in played for turn in e.turns]
     by_group: dict[int, list[float]] = defaultdict(list)
     for episode in played:
         by_group[episode.group].append(episode.total_reward)
@@ -369,9 +373,11 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         "rollout/episodes": float(len(episodes)),
         "rollout/kept": float(len(batch.episodes)),
         "rollout/failed": float(failed),
-        "rollout/turns": _mean([len(e.turns) for e in played]),
-        "rollout/tokens_per_answer": _mean([turn.stop - turn.start for turn in turns]),
-        "rollout/rejected_share": _mean([bool(turn.info.get("rejected")) for turn in turns]),
+        **_mean("rollout/turns", [len(e.turns) for e in played]),
+        **_mean("rollout/tokens_per_answer", [turn.stop - turn.start for turn in turns]),
+        **_mean("rollout/rejected_share", [bool(turn.info.get("rejected")) for turn in turns]),
+        **_mean("rollout/return", [e.total_reward for e in played]),
+        **_mean("reward/group_spread", spreads),
         "policy/repeated_share": sum(repeated for repeated, _ in repeats) / max(pairs, 1),
         "tokens/sampled": float(batch.counters.sampled),
         "tokens/prefilled": float(batch.counters.prefilled),
@@ -383,22 +389,18 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
         metrics["time/decoding"] = batch.counters.decoding_seconds
     if batch.counters.cache_bytes:
         metrics["memory/key_value_cache"] = float(batch.counters.cache_bytes)
-    if reports_success(episodes) and unscored < len(episodes):
-        metrics["rollout/success"] = _mean([e.success for e in episodes if e.outcome is not Outcome.UNSCORED])
+    if reports_success(episodes):
+        metrics |= _mean("rollout/success", [e.success for e in episodes if e.outcome is not Outcome.UNSCORED])
     if unscored:
         metrics["rollout/unscored"] = float(unscored)
     for name in score_names(played):
         values = [e.scores[name] for e in played if name in e.scores]
-        metrics[f"rollout/score/{name}"] = _mean(values)
+        metrics |= _mean(f"rollout/score/{name}", values)
         if len(values) < len(played):
             metrics[f"rollout/score_n/{name}"] = float(len(values))
-    if played:
-        metrics["rollout/return"] = _mean([e.total_reward for e in played])
-    if spreads:
-        metrics["reward/group_spread"] = _mean(spreads)
     if counted := [turn.info for turn in turns if "tool_calls" in turn.info]:
         calls, malformed = (sum(info[key] for info in counted) for key in ("tool_calls", "malformed_calls"))
-        metrics["tools/calls"] = calls / max(len(played), 1)
+        metrics["tools/calls"] = calls / len(played)
         metrics["tools/malformed_share"] = malformed / max(calls + malformed, 1)
         metrics["tools/failed_share"] = sum(info.get("failed_calls", 0) for info in counted) / max(calls, 1)
     if agents := [e.info for e in episodes if "ending" in e.info]:
@@ -412,5 +414,5 @@ def _repeats(ids: np.ndarray, sampled: np.ndarray) -> tuple[int, int]:
     return int((sampled[1:] & (ids[1:] == ids[:-1])).sum()), int(sampled[1:].sum())
 
 
-def _mean(values: list) -> float:
-    return float(np.mean(values)) if values else float("nan")
+def _mean(name: str, values: list) -> dict[str, float]:
+    return {name: float(np.mean(values))} if values else {}

@@ -90,12 +90,20 @@ class LossEvaluator:
             estimate = ratio([nats[id(row)] for row in chosen], [tokens[id(row)] for row in chosen])
             suffix = "" if domain is None else f"/{domain}"
             values[f"{name}/loss{suffix}"] = estimate.value
-            has_interval = not math.isnan(estimate.low)
-            values[f"{name}/loss_low{suffix}"] = estimate.low if has_interval else None
-            values[f"{name}/loss_high{suffix}"] = estimate.high if has_interval else None
+            values[f"{name}/loss_low{suffix}"] = _known(estimate.low)
+            values[f"{name}/loss_high{suffix}"] = _known(estimate.high)
             values[f"{name}/rows{suffix}"] = len(chosen)
-        values[f"{name}/perplexity"] = math.exp(values[f"{name}/loss"])
+        loss = values[f"{name}/loss"]
+        values[f"{name}/perplexity"] = math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
         return values
+
+
+_LARGEST_EXPONENT = 700.0
+
+
+def _known(value: float) -> float | None:
+    """A number, or None for a NaN, which is a number that the rows do not determine."""
+    return None if math.isnan(value) else value
 
 
 Output = TypeVar("Output")
@@ -106,8 +114,8 @@ def choice_of(metric: str) -> Callable[[dict[str, Any]], float]:
     """The value of an evaluation that selects the best checkpoint; larger is better."""
     if metric == "loss":
         return lambda values: -values["validation/loss"]
-    # The accuracy is NaN if all answers are good, or all are bad.
-    return lambda values: -math.inf if math.isnan(values["validation/accuracy"]) else values["validation/accuracy"]
+    # There is no accuracy if all answers are good, or all are bad.
+    return lambda values: -math.inf if values["validation/accuracy"] is None else values["validation/accuracy"]
 
 
 class PreferenceEvaluator(Generic[Output]):
@@ -175,7 +183,7 @@ class PreferenceEvaluator(Generic[Output]):
                         title,
                         suffix.removeprefix("/") or "all",
                         "–" if share is None else f"{100 * share:.1f}%",
-                        "–" if share is None else f"[{100 * low:.1f}, {100 * high:.1f}]",
+                        "–" if low is None else f"[{100 * low:.1f}, {100 * high:.1f}]",
                         f"{values[f'test/loss{suffix}']:.4f}",
                         "–" if margin is None else f"{round(margin, 3) + 0.0:.3f}",
                         str(values[key]),
@@ -239,12 +247,12 @@ def _summary(
         suffix = "" if domain is None else f"/{domain}"
         accuracy = _accuracy(chosen[inside], rejected[inside])
         values[f"{name}/rows{suffix}"] = int(inside.sum())
-        values[f"{name}/accuracy{suffix}"] = accuracy.value
-        values[f"{name}/accuracy_low{suffix}"] = accuracy.low
-        values[f"{name}/accuracy_high{suffix}"] = accuracy.high
+        values[f"{name}/accuracy{suffix}"] = _known(accuracy.value)
+        values[f"{name}/accuracy_low{suffix}"] = _known(accuracy.low)
+        values[f"{name}/accuracy_high{suffix}"] = _known(accuracy.high)
         values[f"{name}/loss{suffix}"] = float(losses[inside].mean())
-        values[f"{name}/margin{suffix}"] = _mean(chosen[inside]) - _mean(rejected[inside])
-    values[f"{name}/chosen"], values[f"{name}/rejected"] = _mean(chosen), _mean(rejected)
+        values[f"{name}/margin{suffix}"] = _known(_mean(chosen[inside]) - _mean(rejected[inside]))
+    values[f"{name}/chosen"], values[f"{name}/rejected"] = _known(_mean(chosen)), _known(_mean(rejected))
     both = np.concatenate([chosen, rejected])
     values[f"{name}/reward_mean"], values[f"{name}/reward_std"] = _mean(both), float(np.nanstd(both))
     return values

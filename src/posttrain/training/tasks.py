@@ -1,14 +1,13 @@
 """Checks of a run's tasks before it starts. Importing this module does not import torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
-from posttrain.environments.calls import CallTimeout, ended_in
-from posttrain.environments.protocol import Environment
+from posttrain.environments.calls import CallTimeout, completed
 from posttrain.environments.rewards import load_reward
 from posttrain.errors import InputError
 from posttrain.recipe.agent import AgentRecipe
@@ -44,17 +43,14 @@ def check_tasks(
             )
         warnings += kind.check_tasks(one, training, held_out)
         if seeds := next((seeds for seeds in (training, *held_out) if len(seeds)), ()):
-            warnings += _try_reward(partial(kind, one), seeds[0], f"{key}.reward", rollout.environment_timeout)
+            place = f"{key}.type: the constructor of {one.type}"
+            try:
+                game = completed(partial(kind, one), place, rollout.environment_timeout)
+                place = f"{key}: scoring an answer to {kind.task_name(one, seeds[0])}"
+                warnings += completed(partial(game.try_reward, seeds[0]), place, rollout.environment_timeout)
+            except CallTimeout as error:
+                warnings.append(f"{place} {error}; an episode for which it does fails")
     return warnings
-
-
-def _try_reward(make: Callable[[], Environment], seed: int, key: str, timeout: float | None) -> list[str]:
-    messages, error = ended_in(lambda: make().try_reward(seed), timeout)
-    if isinstance(error, CallTimeout):
-        return [f"{key}: the function {error} for one task; an episode for which it does fails"]
-    if error is not None:
-        raise error
-    return messages
 
 
 TaskPart = tuple[EnvironmentRecipe, str, Sequence[int], Sequence[Sequence[int]]]
@@ -119,8 +115,8 @@ def _too_long(
     left_out = set()
     for seeds in parts:
         for seed in seeds:
-            one: Environment = kind(environment)
-            first = one.reset(seed)
+            one = completed(partial(kind, environment), f"the constructor of {environment.type}")
+            first = completed(partial(one.reset, seed), f"`reset` of {environment.type} on seed {seed}")
             tokens = len(renderer.prompt(first.messages, one.primer, first.tools))
             if tokens > room:
                 left_out.add(seed)
