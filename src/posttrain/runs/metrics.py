@@ -232,7 +232,9 @@ def parse_metrics(path: Path, lines: Iterator[bytes]) -> list[dict[str, Any]]:
                     try:
                         _checked(parse_json(raw, finite=True))
                     except ValueError as error:
-                        raise RunError(f"{path}, line {number} is damaged ({error}); delete that line and retry") from error
+                        raise RunError(
+                            f"{path}, line {number} is damaged ({error}); delete that line and retry"
+                        ) from error
                 raise
     finally:
         if collects:
