@@ -28,7 +28,7 @@ def printable(text: str) -> str:
 
 
 class _Escaped:
-    """A text stream that writes `printable` text. Consoles of `new_console` escape by themselves and bypass it."""
+    """A text stream that writes `printable` text. Consoles of `new_console` escape their own text and bypass it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream  # the name that rich looks for
