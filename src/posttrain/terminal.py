@@ -52,7 +52,7 @@ def escaped_output() -> Iterator[None]:
     for stream in before:
         if getattr(stream, "encoding", None) == "ascii" and hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8")  # as click would, past this stream
-    sys.stdout, sys.stderr = (stream and _Escaped(stream) for stream in before)  # type: ignore[misc, assignment]
+    sys.stdout, sys.stderr = (stream and _Escaped(stream) for stream in before)
     try:
         yield
     finally:
