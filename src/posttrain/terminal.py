@@ -28,7 +28,7 @@ def printable(text: str) -> str:
 
 
 class _Escaped:
-    """A text stream that writes `printable` text. Consoles of `new_console` escape by themselves and bypass it."""
+    """A text stream that writes `printable` text. Consoles of `new_console` escape their own text and bypass it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream  # the name that rich looks for
@@ -52,7 +52,7 @@ def escaped_output() -> Iterator[None]:
     for stream in before:
         if getattr(stream, "encoding", None) == "ascii" and hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8")  # as click would, past this stream
-    sys.stdout, sys.stderr = (stream and _Escaped(stream) for stream in before)  # type: ignore[misc, assignment]
+    sys.stdout, sys.stderr = (stream and _Escaped(stream) for stream in before)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.adversary.models import SERVERS
+from tests.adversary.run_folders import KINDS, SECRET, check_commands, check_pages, make_runs
 from tests.adversary.soak import soak
 from tests.adversary.surfaces import SURFACES, attempt
 
@@ -43,6 +44,16 @@ def _no_server_is_left():
 def test_seeded_attacks_do_not_get_through(surface, tmp_path):
     failed = [(seed, attempt(surface, seed, tmp_path / "case")) for seed in range(CASES.get(surface, 40))]
     assert [one for one in failed if one[1] is not None] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_hostile_run_folder_gets_through_any_page_or_command(kind, tmp_path, monkeypatch):
+    bad, outside = make_runs(tmp_path, kind, "bad")
+    monkeypatch.chdir(tmp_path)
+    check_pages(tmp_path)
+    check_commands(tmp_path, bad)
+    assert (outside / "secret").read_text() == f"{SECRET}\n"
 
 
 @pytest.mark.slow

@@ -152,7 +152,7 @@ def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
                 about["about"],
             )
         return metrics, dict(values["digests"])
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (InputError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(
             f"{path} is not a valid results file ({type(error).__name__}: {error}); recreate it with `posttrain evaluate text`"
         ) from error

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from posttrain.errors import InputError
 from posttrain.recipe.catalogue import recipe_file
 
+_DEEP = re.compile(r"(?:[\[{]\s*){300}")
 MAX_VALUES = 100_000
 """Maximum number of values of a recipe, including those repeated by aliases."""
 MAX_MIB = 1
@@ -121,6 +122,8 @@ def read_file(path: str) -> Layer:
 
 def read_text(text: str, path: str) -> Layer:
     """Like `read_file`, for text in memory. `path` is its name in messages."""
+    if _DEEP.search(text):  # before the time of the parser grows with the square of the depth
+        raise InputError(f"{path}: it is nested too deeply; write a flatter recipe")
     try:
         loader = RecipeLoader(text)
         node = _bounded_node(loader, path)

@@ -8,7 +8,6 @@ import base64
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -263,12 +262,13 @@ def _check_header(header: Any) -> None:
 def _check_integers(values: dict[str, Any], *keys: str) -> None:
     for key in keys:
         if type(values[key]) is not int or not -(1 << 63) <= values[key] < 1 << 64:
-            raise ValueError(f"{key} is no integer of 64 bits")
+            raise ValueError(f"{key} is not an integer of 64 bits")
 
 
 def _check_number(value: Any) -> None:
-    if type(value) not in (int, float) or abs(value) > sys.float_info.max:  # an integer may be larger than any float
-        raise ValueError("a reward is no number")
+    if type(value) not in (int, float):
+        raise ValueError("a reward is not a number")
+    float(value)  # raises OverflowError for an integer that is larger than any float
 
 
 def _damaged(path: Path, error: Exception) -> RunError:
@@ -352,7 +352,7 @@ def episode_from_record(record: dict[str, Any]) -> Episode:
         _check_integers(turn, "stream", "start", "stop")
         _check_number(turn["reward"])
         if not isinstance(turn["answer"], str):
-            raise ValueError("the answer of a turn is no text")
+            raise ValueError("the answer of a turn is not text")
     return Episode(
         seed=record["seed"],
         group=record["group"],

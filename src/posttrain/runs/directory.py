@@ -122,7 +122,7 @@ class RunDirectory:
         return run
 
     def recipe_values(self) -> dict[str, Any]:
-        """The content of recipe.yaml, not validated; InputError if it cannot be read or is no YAML mapping."""
+        """The content of recipe.yaml, not validated; InputError if it cannot be read or is not a YAML mapping."""
         from posttrain.recipe import sources
 
         return sources.read_text(read_text(self.recipe_file), str(self.recipe_file)).values

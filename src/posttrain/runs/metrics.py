@@ -256,13 +256,13 @@ def _checked(line: Any) -> dict[str, Any]:
     if list in kinds:
         kinds |= {type(member) for value in line.values() if type(value) is list for member in value}
     if not kinds <= _TYPES:
-        raise ValueError("it has a value that is no number, text or list of these")
+        raise ValueError("it has a value that is not a number, a text or a list of these")
     nonfinite = line.get("nonfinite", [])
     if not isinstance(nonfinite, list) or not all(isinstance(key, str) for key in nonfinite):
-        raise ValueError("'nonfinite' is no list of keys")
+        raise ValueError("'nonfinite' is not a list of keys")
     for key in (key for key, value in line.items() if type(value) in (str, list)):
         if "/" in key or key in _NUMBERS or key.endswith(("_low", "_high")):
-            raise ValueError(f"{key[:80]!r} is no number")
+            raise ValueError(f"{key[:80]!r} is not a number")
     return line
 
 

@@ -268,7 +268,7 @@ def panels_of(name: str, lines: list[Line]) -> list[Panel]:
     return [*_loss_panels(lines), *PANELS[name]] if name == "rows" else PANELS[name]
 
 
-_LARGEST_DRAWN = 1e300
+LARGEST_DRAWN = 1e300
 """Larger values count as infinite, because the axes of a figure overflow before a float does."""
 
 
@@ -276,9 +276,9 @@ def series_of(lines: list[Line], key: str) -> Series | None:
     """The metric `key` in order of step; None if no line has it."""
     rows = sorted((line for line in lines if key in line and line["kind"] in KINDS), key=itemgetter("step"))
     values = [(row["step"], float(row[key])) for row in rows if isinstance(row[key], (int, float))]
-    numbers = [(step, value) for step, value in values if abs(value) < _LARGEST_DRAWN]
+    numbers = [(step, value) for step, value in values if abs(value) < LARGEST_DRAWN]
     nonfinite = [row["step"] for row in rows if "nonfinite" in row and key in row["nonfinite"]]
-    nonfinite = sorted([*nonfinite, *(step for step, value in values if abs(value) >= _LARGEST_DRAWN)])
+    nonfinite = sorted([*nonfinite, *(step for step, value in values if abs(value) >= LARGEST_DRAWN)])
     if not numbers and not nonfinite:
         return None
     return Series([step for step, _ in numbers], [value for _, value in numbers], nonfinite)

@@ -152,5 +152,5 @@ def _too_large(most: float) -> str:
     return f"it is larger than {int(most) >> 20} MiB"
 
 
-def _unreadable(path: Path, reason: str) -> InputError:
+def _unreadable(path: Path, reason: str | None) -> InputError:
     return InputError(f"{path} cannot be read: {reason}; restore the file")

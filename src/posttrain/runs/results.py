@@ -19,7 +19,7 @@ from posttrain.runs.comparison import Look, looks
 from posttrain.runs.evaluated import checkpoint_of
 from posttrain.runs.figures import STYLE, entitle, new_figure, plain
 from posttrain.runs.intervals import mean
-from posttrain.runs.panels import DOMAINS, GREY, ORANGE, Line, metric_of
+from posttrain.runs.panels import DOMAINS, GREY, LARGEST_DRAWN, ORANGE, Line, metric_of
 from posttrain.runs.sources import Bundle, Source
 from posttrain.runs.tables import (
     Checkpoint,
@@ -48,7 +48,7 @@ def draw_scores(lines: list[Line], against: str) -> Figure | None:
     evaluations after step 0.
     """
     checkpoints = checkpoint_scores(lines)
-    trained = [one for one in checkpoints if one.training is not None]
+    trained = [one for one in checkpoints if one.training is not None and abs(one.training) < LARGEST_DRAWN]
     names = score_names(checkpoints)
     shown = trained if against == "training" else checkpoints
     if len(shown) < 2 or not names:
