@@ -22,6 +22,7 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.pipeline import STAGE, ConvertRecipe, PipelineRecipe, PipelineStage
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import LOGGED_IN
+from posttrain.recipe.sources import texts
 from posttrain.recipe.stages import EvaluateRecipe
 from posttrain.recipe.warnings import thinking_differs
 from posttrain.rollout.store import stored_steps
@@ -281,7 +282,7 @@ def lineage_of(pipeline: PipelineRecipe, stage: PipelineStage) -> Lineage:
         sealed = _read(model.parent / "manifest.json").get("files", {})
         policy = {name: digest for name, digest in sealed.items() if name.startswith(f"{model.name}/")}
         inputs[f"the model {stage.recipe.model.path}"] = _digest(policy or _files(model, digests=False))
-    for path in _texts({key: value for key, value in recipe.items() if key != "out"}):
+    for path in texts({key: value for key, value in recipe.items() if key != "out"}):
         if path.split(":")[0] != path and not Path(path).exists():
             path = path.split(":")[0]
         if Path(path).is_file():
@@ -327,12 +328,6 @@ def _replace_path(value: Any, path: str, name: str) -> Any:
     if isinstance(value, list):
         return [_replace_path(inner, path, name) for inner in value]
     return name if value == path else value
-
-
-def _texts(value: Any) -> list[str]:
-    """Return every text in the recipe. Some of them are paths."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    return [value] if isinstance(value, str) and value else [text for item in inner for text in _texts(item)]
 
 
 def _files(root: Path, digests: bool) -> dict[str, list[Any]]:

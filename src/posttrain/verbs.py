@@ -7,6 +7,7 @@ A recipe is given as paths of YAML files, mappings or typed recipes, merged left
 keys: `steps=20`, `rollout={"groups_per_step": 4}`, or dotted with `**{"rollout.groups_per_step": 4}`.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
 from posttrain.recipe.pipeline import load_pipeline
-from posttrain.recipe.sources import Layer, read_file
+from posttrain.recipe.sources import Layer, read_file, texts
 from posttrain.recipe.stages import STAGES, EvaluateRecipe, Recipe
 from posttrain.recipe.trust import require_trust_of_run
 from posttrain.result import Result
@@ -340,19 +341,10 @@ def original_folder(resume: str | Path | None) -> Iterator[None]:
         began = None if run is None else run.load_environment().get("folder")
         if run is None or began is None or Path(began) == Path.cwd():
             raise
-        named = [value for value in _texts(read_file(str(run.recipe_file)).values) if value in str(error)]
-        if any((Path(began) / value).exists() and not Path(value).exists() for value in named):
+        named = [re.sub(r"(?<=\.py):.*", "", text) for text in texts(read_file(str(run.recipe_file)).values)]
+        if any((Path(began) / n).exists() and not Path(n).exists() for n in named if n in str(error)):
             raise InputError(f"{error}; the run was started in {began}, so resume it there") from error
         raise
-
-
-def _texts(value: Any) -> list[str]:
-    """The texts in a recipe that may be relative paths, including the file of `file.py:Class`."""
-    if isinstance(value, dict | list):
-        return [text for inner in (value.values() if isinstance(value, dict) else value) for text in _texts(inner)]
-    return (
-        [value.partition(".py:")[0] + ".py" if ".py:" in value else value] if isinstance(value, str) and value else []
-    )
 
 
 def _layers(recipe: Sequence[RecipeLike], overrides: Mapping[str, Any]) -> list[Layer]:
@@ -392,9 +384,9 @@ def _resumed(stage: str, layers: Sequence[Layer], run: Path) -> Recipe:
             raise InputError(
                 f"{where}: a resumed run keeps its recipe, except for steps and hardware; start a run with another name"
             )
-    # The run may have been moved or renamed; it continues at its current location.
     place = directory.path.resolve()
-    require_trust_of_run(directory.recipe_file, begun.values, stage, layers)
+    # The run may have been moved or renamed; it continues at its current location and not in its `runs`.
+    require_trust_of_run(directory.recipe_file, {**begun.values, "runs": "runs"}, stage, layers)
     recipe = typed_recipe(merge_typed([begun, *layers], stage), stage)
     done, steps = directory.saved_step(), getattr(recipe, "steps", None)
     if steps is not None and steps < done:

@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 import yaml
 
-from tests.adversary.hosts import quietly
+from tests.adversary.hosts import STAGES, quietly, tiny_model, tiny_run
 
 INJECTIONS = (
     *("<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "</pre></div><script>", '"><svg/onload=alert(1)>'),
@@ -129,7 +129,9 @@ def resumed(seed: int, folder: Path) -> None:
     """
     draw = random.Random(seed)
     stage = draw.choice(RESUMED)
-    leaf = draw.choice([one for one in _keys()[stage] if one.mark is not None])
+    does = draw.choice(["executes", "executes", "connects", "loads", "writes", "reads", "nothing"])
+    # Stages without keys of a kind get another one.
+    leaf = draw.choice([one for one in _keys()[stage] if one.mark and one.mark.does == does] or _keys()[stage][:1])
     place = folder / draw.choice(["archive", "runs.py", "a:b", "my runs"])
     run, ran = place / "run", folder / "ran"
     os.chdir(folder)
@@ -165,10 +167,16 @@ def resumed(seed: int, folder: Path) -> None:
         keys = ("id", "recipe_hash", "started", "command", "python", "platform", "processor")
         about = {"posttrain_run": 1, **dict.fromkeys(keys, "x"), "cpus_allowed": 2, "git": None, "packages": {}}
         (run / "environment.json").write_text(json.dumps(about))
-        recipe = {"stage": stage, "model": {"path": str(place / "model")}, **leaf.wrap(value)}
+        recipe = tiny_run(stage, place / "runs") if stage in STAGES else {"model": {"path": str(tiny_model())}}
+        for section, given in leaf.wrap(value).items():
+            kept = recipe.get(section) if isinstance(given, dict) and "type" not in given else None
+            recipe[section] = {**(kept or {}), **given} if isinstance(given, dict) else given
+        recipe["stage"] = stage
         (run / "recipe.yaml").write_text(yaml.safe_dump(recipe, allow_unicode=True))
         commands = [[stage, "--resume", f"{here}/run"], [stage, f"{here}/run/recipe.yaml", "name=other"]]
-        command = [*draw.choice(commands), *draw.choice([[], ["--dry-run"]])]
+        # A recipe with another word somewhere may be valid, and would be trained.
+        dry = does == "nothing" or draw.random() < 0.5
+        command = [*draw.choice(commands), *(["--dry-run"] if dry else [])]
         before = {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
         variables = {"XDG_STATE_HOME": str(folder / "state"), "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
         with mock.patch.dict(os.environ, variables):
@@ -180,7 +188,11 @@ def resumed(seed: int, folder: Path) -> None:
             raise AssertionError(f"reached: {case}")
         except BlockingIOError:
             pass
-        if leaf.mark.needs_trust and not (leaf.key == "runs" or (leaf.key, value) == ("environment.type", "python")):
+        if (
+            leaf.mark
+            and leaf.mark.needs_trust
+            and not (leaf.key == "runs" or (leaf.key, value) == ("environment.type", "python"))
+        ):
             new = [path for path in folder.rglob("*") if path not in before and "__pycache__" not in path.parts]
             assert exit_code == 2, case
             assert "add --trust" in errors, case

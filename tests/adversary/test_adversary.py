@@ -27,6 +27,7 @@ CASES = {
     "injection": 200,
     "serve": 4,
     "exported": 10,
+    "resumed": 25,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
 SLOW = {"kill": 3, "permission": 12}

@@ -13,6 +13,7 @@ from posttrain.plugins import is_trusted, trusting
 from posttrain.recipe.sources import Layer, merge, read_file, read_overrides, read_text
 from posttrain.rollout.view import token_decoder
 from posttrain.runs.directory import RunDirectory
+from posttrain.view.play import Player
 from tests.training import small
 
 ENVIRONMENT = """
@@ -198,7 +199,7 @@ def test_files_of_this_folder_and_of_the_command_need_no_trust(strangers, tiny_m
             "environment.tools.0: posttrain.environments.rewards:load_function",
         ),
         ({"environment": {"type": "resumed/inside.py"}}, "environment.type: resumed/inside.py"),
-        ({"model": {"path": "x", "trust_remote_code": True}}, "model.trust_remote_code: true"),
+        ({"model": {"path": "x", "trust_remote_code": True}}, 'model.trust_remote_code: {"trust_remote_code": true'),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.partition(":")[0],
 )
@@ -252,6 +253,20 @@ def test_the_recipe_of_a_run_given_as_a_file_needs_trust_too(strangers, words, t
         assert "add --trust" in error
         assert ("engine.url: http://x (connects)" in error) == (bool(changes) and words[0] == "evaluate")
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"type": "gymnasium", "id": "evil:Env-v0"}, {"type": "openenv", "url": "http://127.0.0.1:9"}, {"type": "own.py"}],
+    ids=lambda environment: environment["type"],
+)
+def test_the_page_plays_no_environment_that_needs_trust(strangers, environment, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(strangers[0], tmp_path / "run")
+    values = yaml.safe_load((run / "recipe.yaml").read_text())
+    (run / "recipe.yaml").write_text(yaml.safe_dump({**values, "environment": environment}))
+    with trusting(["view", "."]), pytest.raises(InputError, match="--trust"):
+        Player().begin(RunDirectory.open(run), "model", True, 0, 1.0)
 
 
 @pytest.mark.parametrize("name", ["demo.pythia", "a.py", "b.py:c"])

@@ -1,5 +1,6 @@
 """Marks of recipe keys, and trust in what a recipe executes, loads, connects to and writes."""
 
+import json
 import stat
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -152,7 +153,7 @@ def test_what_an_earlier_command_used_in_this_folder_needs_no_trust_until_it_cha
     ("words", "file"),
     [
         (("environment.tools=[own.py:f]", "environment.max_turns=2", "environment.reward=exact"), "own.py"),
-        (("environment.reward=exact", "agent.command='python own.py --x'", "agent.reward=report"), "own.py"),
+        (("environment.reward=exact", "agent.command='sh run.sh --x'", "agent.reward=report"), "run.sh"),
         (("environment.reward=exact", "engine.type=vllm", "engine.python=venv/bin/python"), "venv/bin/python"),
         (("environment.reward=exact", "model.chat_template=chat.jinja"), "chat.jinja"),
     ],
@@ -162,12 +163,32 @@ def test_a_changed_program_or_template_needs_trust(words, file, folder):
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("before")
-    path.chmod(0o755)
     remember(own(*words))
     values = own(*words).model_dump(mode="json")
     assert refused(values) == ""
     path.write_text("after")
     assert "changed since" in refused(values)
+
+
+def test_code_of_a_model_and_keys_of_servers_belong_to_their_model_and_server(folder):
+    for name in ("one", "two"):
+        Path(name).mkdir()
+        Path(name, "modeling.py").write_text("before")
+    words = ("environment.reward=exact", "model.trust_remote_code=true", "model.path=one")
+    values = own(*words).model_dump(mode="json")
+    remember(own(*words))
+    assert refused(values) == ""
+    assert "model.trust_remote_code" in refused({**values, "model": {**values["model"], "path": "two"}})
+    Path("one/modeling.py").write_text("after")
+    assert "changed since" in refused(values)
+
+    judge = {"url": "http://a", "model": "m", "rubric": "r", "api_key_variable": "KEY_OF_A"}
+    other = judge | {"url": "http://b", "api_key_variable": "KEY_OF_B"}
+    base = {"type": "text_task", "prompts": "rows.jsonl"}
+    for server in (judge, other):
+        remember(load_recipe([], [f"environment={json.dumps({**base, 'judge': server})}"], "rl"))
+    for server, trusted in ((judge, True), (other, True), (other | {"api_key_variable": "KEY_OF_A"}, False)):
+        assert (refused({"environment": {**base, "judge": server}}) == "") == trusted
 
 
 def test_a_state_folder_that_cannot_be_written_does_not_stop_a_run(folder, monkeypatch, capsys):
@@ -178,7 +199,7 @@ def test_a_state_folder_that_cannot_be_written_does_not_stop_a_run(folder, monke
 
 
 def test_recipes_without_such_values_leave_nothing(folder):
-    recipe = load_recipe([], ["environment.type=bandit", "runs=elsewhere"], "rl")
+    recipe = load_recipe([], ["environment.type=bandit"], "rl")
     remember(recipe)
     assert not (folder / "state").exists()
     assert refused(recipe.model_dump(mode="json")) == ""

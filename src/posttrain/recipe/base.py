@@ -15,6 +15,8 @@ class Mark:
     """
 
     does: Literal["executes", "loads", "connects", "writes", "reads", "nothing"]
+    beside: str = ""
+    """Another key of the section that the value belongs to, such as the address that a key is sent to."""
 
     @property
     def needs_trust(self) -> bool:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Executes, Text
+from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Executes, Mark, Text
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
@@ -54,7 +54,7 @@ class OpenAIEngineRecipe(BaseConfig):
     """Base URL of the server, for example `http://localhost:8000/v1`."""
     model: Text = Field(min_length=1)
     """Model name to send to the server."""
-    api_key_variable: Connects | None = None
+    api_key_variable: Annotated[str | None, Mark("connects", "url")] = None
     """Name of the environment variable that holds the API key. Null: send a placeholder key."""
     max_concurrent: int = Field(8, ge=1)
     """Maximum number of concurrent episodes; each has at most one request open."""
@@ -142,7 +142,7 @@ class VllmEngineRecipe(BaseConfig):
     """Addresses of running servers (`python -m posttrain.engines.vllm.server`), for example `http://10.0.0.2:8700`. If
     given, no server is started.
     """
-    token_variable: Connects | None = None
+    token_variable: Annotated[str | None, Mark("connects", "urls")] = None
     """Name of the environment variable with the access token of the servers at `urls`. Servers started by the run get a
     random token.
     """

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from posttrain.recipe.base import EXECUTES, BaseConfig, Connects, Text, Writes
+from posttrain.recipe.base import EXECUTES, BaseConfig, Connects, Mark, Text, Writes
 
 
 class JudgeSamplingRecipe(BaseConfig):
@@ -24,7 +24,7 @@ class JudgeServerRecipe(BaseConfig):
     """Base URL of the server, for example `http://localhost:8000/v1`."""
     model: Text = Field(min_length=1)
     """Model name to send to the server."""
-    api_key_variable: Connects | None = None
+    api_key_variable: Annotated[str | None, Mark("connects", "url")] = None
     """Name of the environment variable that holds the API key. Null: send a placeholder key."""
     timeout: float = Field(60, gt=0)
     """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are not followed."""

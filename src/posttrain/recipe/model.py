@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from posttrain.recipe.base import EXECUTES, BaseConfig, Loads, Reads, Text
+from posttrain.recipe.base import BaseConfig, Loads, Mark, Reads, Text
 
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn thinking on and off (Qwen3, SmolLM3 and GLM; DeepSeek-V3.1 and Granite)."""
@@ -89,7 +89,7 @@ class ModelRecipe(BaseConfig):
     """Norms, gated MLPs and rotary positions of Llama, Mistral and Qwen decoders. `liger`: the Triton kernels of the package liger-kernel, on a GPU. `compiled`: torch.compile, which takes about a minute at the start. `none`: the operations of transformers. `auto`: `liger` on a GPU that has the package, else functions of this package."""
     attention: Literal["fa2", "fa3", "fa4"] = "fa2"
     """FlashAttention on a GPU, as `torch.nn.attention.activate_flash_attention_impl` selects it. `fa2` is part of torch. `fa3` (Hopper) needs the package flash_attn_interface, `fa4` (Hopper, Blackwell) flash-attn-4. No effect on a CPU."""
-    trust_remote_code: Annotated[bool, EXECUTES] = False
+    trust_remote_code: Annotated[bool, Mark("executes", "path")] = False
     """Run the Python code that comes with the model's files, for architectures that transformers does not have. Set it only for models whose authors you trust."""
     chat_template: Loads | None = None
     """File with a Jinja chat template, for tokenizers without one."""

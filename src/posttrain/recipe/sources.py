@@ -99,6 +99,12 @@ class Layer:
         return None
 
 
+def texts(value: Any) -> list[str]:
+    """Every text in a value of a recipe that is not empty, without the names of keys."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [value] if isinstance(value, str) and value else [text for item in inner for text in texts(item)]
+
+
 def read_file(path: str) -> Layer:
     """The YAML mapping in the file `path`, or in the recipe of that name (see `posttrain.recipe.catalogue`).
 

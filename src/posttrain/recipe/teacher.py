@@ -1,11 +1,11 @@
 """The teacher of a distillation: a model, a server, or the policy itself with additional text in its prompt."""
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from posttrain.recipe.base import BaseConfig, Connects, Reads, Text
+from posttrain.recipe.base import BaseConfig, Connects, Mark, Reads, Text
 from posttrain.recipe.model import Dtype
 
 CONTEXT_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -31,7 +31,7 @@ class TeacherRecipe(BaseConfig):
     """Model name to send to the servers. Null: the first model that the server lists."""
     protocol: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
     """How the servers return log-probabilities of a prompt. `prompt_logprobs`: the field of vLLM. `echo`: the fields `echo` and `logprobs` of OpenAI completions."""
-    api_key_variable: Connects | None = None
+    api_key_variable: Annotated[str | None, Mark("connects", "urls")] = None
     """Name of the environment variable that holds the API key of the servers. Null: send a placeholder key."""
     timeout: float = Field(120, gt=0)
     """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are not followed."""

@@ -24,11 +24,11 @@ from posttrain.recipe.base import BaseConfig, Mark
 from posttrain.recipe.components import EnvironmentRecipe, environment_class, environment_names
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.registry import REGISTRIES
-from posttrain.recipe.sources import Layer
+from posttrain.recipe.sources import Layer, texts
 from posttrain.recipe.stages import STAGES
 
-_CODE = (".py", ".yaml", ".yml")
-"""Endings of files that are executed, or whose functions and templates are."""
+_LARGEST = 16 * 2**20
+"""Bytes of a file that is not executable, above which it is no code."""
 
 
 @dataclass(frozen=True)
@@ -42,34 +42,28 @@ class Use:
     @property
     def digest(self) -> str:
         """SHA-256 of the value."""
-        return hashlib.sha256(json.dumps([self.does, self.value], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.does, self.value], sort_keys=True, default=str).encode()).hexdigest()
 
     def digest_of_files(self) -> str:
-        """SHA-256 of the value and of the files with code or templates that it names."""
-        total = hashlib.sha256(self.digest.encode())
-        for file in self._files():
-            with file.open("rb") as content:
-                total.update(hashlib.file_digest(content, "sha256").digest())
-        return total.hexdigest()
-
-    def _files(self) -> Iterator[Path]:
-        for text in _texts(self.value) if self.does in ("executes", "loads") else ():
+        """SHA-256 of the value, and of the files and the code in the folders that it names."""
+        total, names = hashlib.sha256(self.digest.encode()), set()
+        for text in texts(self.value) if self.does in ("executes", "loads") else ():
             # Folders may have `.py`, colons and spaces in their names: every end of a file's name counts.
-            parts = dict.fromkeys([text, *re.split(r"[\s'\"]+", text)])
-            names = {
-                part[:end] for part in parts for end in (len(part), *(m.end() for m in re.finditer(r"\.py", part)))
-            }
-            for path in map(Path, sorted(names)):
-                if os.path.isfile(path) and (self.does == "loads" or path.suffix in _CODE or os.access(path, os.X_OK)):
-                    yield path
-                elif os.path.isdir(path) and text == self.value:  # a folder of task files
-                    yield from sorted(file for file in path.iterdir() if file.suffix in _CODE and file.is_file())
+            for part in (text, *re.split(r"[\s'\"]+", text)):
+                names |= {part, *(part[: match.end()] for match in re.finditer(r"\.py", part))}
+        for folder in filter(os.path.isdir, sorted(names)):
+            names |= {str(file) for end in ("*.py", "*.yaml") for file in Path(folder).glob(end)}
+        for path in filter(os.path.isfile, sorted(names)):
+            if os.path.getsize(path) <= _LARGEST or os.access(path, os.X_OK):
+                with open(path, "rb") as content:
+                    total.update(hashlib.file_digest(content, "sha256").digest())
+        return total.hexdigest()
 
 
 def uses(part: Any, value: Any, key: str = "") -> Iterator[Use]:
     """What needs trust in `value`, which a recipe gives for the annotation `part`. Imports nothing that the recipe names.
 
-    The value is as it stands in a file, so it may be malformed, and may have the short forms of sections. Defaults need no
+    The value is that of a file, so it may be malformed, and may have the short forms of sections. Defaults need no
     trust. All keys of an environment that is neither built in nor a plug-in may be code.
     """
     origin, members = typing.get_origin(part), typing.get_args(part)
@@ -94,7 +88,7 @@ def uses(part: Any, value: Any, key: str = "") -> Iterator[Use]:
             yield from _in_section(section, value, key)
     elif part not in (bool, int, float, type(None)) and origin is not Literal:
         for name, item in ((f"{key}.{n}", v) for n, v in value.items()) if isinstance(value, dict) else [(key, value)]:
-            if any(_texts(item)):
+            if any(texts(item)):
                 yield Use(name, "executes", item)
 
 
@@ -109,7 +103,9 @@ def _in_section(section: type[BaseConfig], value: Any, key: str) -> Iterator[Use
         if not isinstance(value, dict):  # a text in place of the section: any of its keys
             yield from uses(part, value, key) if isinstance(value, str) else ()
         elif name in value and value[name] != info.get_default(call_default_factory=True):
-            yield from uses(part, value[name], f"{key}.{name}" if key else name)
+            beside = next((mark.beside for mark in info.metadata if isinstance(mark, Mark)), "")
+            given = {name: value[name], beside: value.get(beside)} if beside else value[name]
+            yield from uses(part, given, f"{key}.{name}" if key else name)
 
 
 def _sections(part: Any, value: Any) -> list[type[BaseConfig]]:
@@ -120,14 +116,6 @@ def _sections(part: Any, value: Any) -> list[type[BaseConfig]]:
     if part in REGISTRIES:
         REGISTRIES[part].find(str(name))
     return sections_of(part)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _texts(inner)
 
 
 def require_trust_of_run(file: Path, values: dict[str, Any], stage: str, named: Sequence[Layer] = ()) -> None:
@@ -141,8 +129,6 @@ def require_trust_of_run(file: Path, values: dict[str, Any], stage: str, named: 
     if not restricted():
         return
     schemas = {STAGES[stage], STAGES.get(str(values.get("stage")), STAGES[stage])}
-    # A resumed run continues where it lies, so that its `runs` has no effect.
-    values = {key: value for key, value in values.items() if key != "runs"}
     found = {use.digest: use for schema in schemas for use in uses(schema, values)}
     allowed = {use.digest for layer in named for schema in schemas for use in uses(schema, layer.values)}
     remembered = _remembered()
@@ -151,14 +137,14 @@ def require_trust_of_run(file: Path, values: dict[str, Any], stage: str, named: 
         changed = digest in remembered
         if digest in allowed or (changed and use.digest_of_files() in remembered):
             continue
-        value = use.value if isinstance(use.value, str) else json.dumps(use.value)
+        value = use.value if isinstance(use.value, str) else json.dumps(use.value, default=str)
         refused.append(f"{use.key}: {value} ({use.does}{', changed since your last run' if changed else ''})")
     if refused:
         raise InputError(
             f"{file} names what your own runs have not used in this folder: {', '.join(refused)}; read it, then add --trust "
             "or repeat the key in the command; a run of yours needs this once where the folder or your home is another"
         )
-    trust_also(text for use in found.values() for text in _texts(use.value))
+    trust_also(texts([use.value for use in found.values()]))
 
 
 def remember(recipe: BaseConfig) -> None:
@@ -166,11 +152,11 @@ def remember(recipe: BaseConfig) -> None:
 
     The digests are in `$XDG_STATE_HOME/posttrain/trusted` (`~/.local/state` by default), where no run is written.
     """
-    found = list(uses(type(recipe), recipe.model_dump(mode="json", exclude={"runs"})))
-    lines = {digest for use in found for digest in (use.digest, use.digest_of_files())} - _remembered()
-    if not lines:
+    found = list(uses(type(recipe), recipe.model_dump(mode="json")))
+    if not found:
         return
     try:
+        lines = {digest for use in found for digest in (use.digest, use.digest_of_files())} - _remembered()
         _ledger().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(_ledger(), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
             file.write("".join(f"{line}\n" for line in sorted(lines)))

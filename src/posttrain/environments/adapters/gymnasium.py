@@ -13,7 +13,7 @@ from posttrain.environments.game import FormatRecipe, Game, GameRecipe, Rejected
 from posttrain.environments.global_random import GlobalRandom
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
-from posttrain.recipe.base import EXECUTES, Executes, Text
+from posttrain.recipe.base import Executes, Mark, Text
 from posttrain.recipe.components import EnvironmentRecipe
 
 
@@ -71,7 +71,7 @@ class GymnasiumRecipe(GameRecipe):
     """An environment of gymnasium."""
     id: Executes = "FrozenLake-v1"
     """Its name for `gymnasium.make`, with `module:` in front if a module registers it."""
-    keys: Annotated[dict[str, Any], EXECUTES] = {}
+    keys: Annotated[dict[str, Any], Mark("executes", "id")] = {}
     """Arguments of `gymnasium.make`."""
     actions: list[Text] = []
     """Names of the actions 0, 1, ... of a discrete action space. Default: the numbers, and words for FrozenLake, Taxi,

@@ -11,7 +11,7 @@ from posttrain.environments.adapters.base import Adapter, AdapterRecipe, Outcome
 from posttrain.environments.global_random import GlobalRandom
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
-from posttrain.recipe.base import EXECUTES, Connects, Executes, Text
+from posttrain.recipe.base import EXECUTES, Connects, Executes, Mark, Text
 from posttrain.recipe.components import EnvironmentRecipe
 
 _NOT_SHOWN = ("done", "reward", "metadata")
@@ -29,7 +29,7 @@ class OpenEnvRecipe(AdapterRecipe):
     """Base URL of a running server, for example `http://localhost:8000`. Every episode has its own session."""
     in_process: Executes | None = None
     """`module:Class` of an environment that runs in this process, instead of `url`."""
-    keys: Annotated[dict[str, bool | int | float | str], EXECUTES] = {}
+    keys: Annotated[dict[str, bool | int | float | str], Mark("executes", "in_process")] = {}
     """Arguments of the class of `in_process`."""
     reset: Annotated[dict[str, bool | int | float | str], EXECUTES] = {}
     """Arguments of `reset` besides the seed, for example `{split: train}`."""

@@ -15,7 +15,7 @@ from posttrain.environments.protocol import Environment, Message, Observation, S
 from posttrain.environments.rewards import SCORE, RewardFailure, finite_scores
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
-from posttrain.recipe.base import EXECUTES, Executes, Text
+from posttrain.recipe.base import Executes, Mark, Text
 from posttrain.recipe.components import EnvironmentRecipe
 
 _OWNER = "environment.type verifiers"
@@ -30,7 +30,7 @@ class VerifiersRecipe(EnvironmentRecipe):
     """One answer ends an episode."""
     taskset: Executes = Field(min_length=1)
     """Its id: the installed module that exports it in `__all__`."""
-    keys: Annotated[dict[str, Any], EXECUTES] = {}
+    keys: Annotated[dict[str, Any], Mark("executes", "taskset")] = {}
     """Keys of its config."""
     tasks: int | None = Field(None, ge=1)
     """Number of tasks to read, from the first. Required for an infinite taskset. null: all."""
