@@ -4,12 +4,14 @@ The surfaces are functions as in `tests.adversary.surfaces`.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -216,3 +218,135 @@ def killed(seed: int, folder: Path) -> None:
         _again(command, place)
     except AssertionError as error:
         raise AssertionError(f"{history} {error}") from error
+
+
+def no_space(seed: int, folder: Path) -> None:
+    """From a change of a file on, the disk is full, over quota or read-only: one sentence, and later the same results."""
+    draw = random.Random(seed)
+    command = draw.choice(list(COMMANDS))
+    words, outputs = COMMANDS[command]
+    whole, changes = _undisturbed(command)
+    place = folder / "place"
+    _prepare_folder(place)
+    at = (
+        draw.randrange(1, changes + 1),
+        draw.choice([errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES]),
+    )
+    code, said = run(words, place, at)
+    what = f"{command} {at[0]} {errno.errorcode[at[1]]}: {said[-600:]}"
+    assert code in (0, 1, 2), what
+    assert re.search("Traceback|with --debug", said) is None, what
+    assert code == 0 or len(re.findall("^posttrain: ", said, re.MULTILINE)) == 1, what
+    for name, content in _digests(place, outputs).items():
+        assert content in (None, whole[name]), f"{name} is half written: {what}"
+        assert code != 0 or content is not None, f"{name} is missing: {what}"
+    try:
+        _again(command, place)
+    except AssertionError as error:
+        raise AssertionError(f"{error} after {what}") from error
+
+
+def bombs(seed: int, folder: Path) -> None:
+    """Files of a few kilobytes that stand for gigabytes, or are broken: bounded time and memory, and counted problems."""
+    draw = random.Random(seed)
+    kind = draw.choice(["parquet", "parquet", "jsonl.gz", "gguf"])
+    file = folder / f"bomb.{kind}"
+    _write_bomb(draw, kind, file)
+    data = bytearray(file.read_bytes()[: 1 << 22])
+    for _ in range(draw.choice([0, 0, 1, 4])):
+        data[draw.randrange(len(data))] = draw.choice([0, 1, 127, 128, 255, draw.randrange(256)])
+    with file.open("r+b") as opened:
+        opened.write(data)
+    context = multiprocessing.get_context("forkserver")
+    from tests.training.small import PRELOAD
+
+    context.set_forkserver_preload([*PRELOAD, "posttrain.cli.main", "tests.adversary.hardship"])
+    process = context.Process(target=_read_bomb, args=(file, folder / "said"))
+    process.start()
+    process.join()
+    said = (folder / "said").read_text() if (folder / "said").exists() else ""
+    assert process.exitcode == 0, f"{kind}: exit code {process.exitcode} {said}"
+
+
+def _read_bomb(file: Path, said: Path) -> None:
+    """Read the file with at most 2 GiB of memory and 60 s of a processor."""
+    import pyarrow.parquet  # noqa: F401
+
+    from posttrain.data.files import read_rows
+    from posttrain.errors import InputError
+    from posttrain.models.load import converted_gguf
+    from posttrain.recipe.data import SourceRecipe
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30),) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+    os.environ["POSTTRAIN_CACHE"] = str(file.parent / "cache")
+    try:
+        if file.suffix == ".gguf":
+            converted_gguf(file)
+        else:
+            for _, row in read_rows(SourceRecipe(path=str(file))):
+                assert isinstance(row, dict) or "\n" not in row, row
+    except InputError as error:
+        assert "MemoryError" not in str(error), error
+    except BaseException as error:
+        said.write_text(f"{type(error).__name__}: {error}"[:300])
+        os._exit(1)
+    os._exit(0)
+
+
+def _write_bomb(draw: random.Random, kind: str, file: Path) -> None:
+    import gzip
+    import struct
+
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    if kind == "jsonl.gz":
+        line = draw.choice(
+            [b"{}\n", b"\n", b" " * 4096, b'{"prompt": "' + b"x" * 70_000 + b'"}\n', b"[" * 5_000 + b"\n"]
+        )
+        with gzip.open(file, "wb", compresslevel=1) as out:
+            for _ in range(draw.choice([20, 2_000])):
+                out.write(line * (50_000 // len(line) + 1))
+        return
+    if kind == "gguf":
+        number = [0, 1, 2, 3, 1 << 20, 1 << 23, 1 << 31, 1 << 40, 1 << 60, (1 << 64) - 1]
+        content = b"GGUF" + struct.pack("<IQQ", draw.choice([2, 3, 3, 99]), draw.choice(number), draw.choice(number))
+        content += struct.pack("<Q", 20) + b"general.architecture" + struct.pack("<IQ", 8, 5) + b"llama"
+        for name in draw.sample([b"tokenizer.ggml.tokens", b"llama.block_count", b"tokenizer.ggml.model", b"x"], 3):
+            content += struct.pack("<Q", draw.choice([len(name), len(name), draw.choice(number)])) + name
+            kinds = [draw.randrange(14) for _ in range(draw.choice([1, 1, 1, 99]))]
+            content += struct.pack("<I", draw.choice([9, 9, kinds[0]]))
+            content += b"".join(struct.pack("<IQ", one, draw.choice(number)) for one in kinds)
+        content += struct.pack("<Q", 5) + b"t.wei" + struct.pack("<I", draw.choice([1, 2, 1 << 31]))
+        content += struct.pack(
+            "<QQIQ", *(draw.choice(number) for _ in range(2)), draw.randrange(40), draw.choice(number)
+        )
+        file.write_bytes(content)
+        os.truncate(file, draw.choice([len(content), 1 << 33]))
+        return
+    count = draw.choice([1, 300, 50_000])
+    texts = arrow.array(["x" * draw.choice([0, 100, 1 << 20, 20 << 20]), "y", None])
+    indices = arrow.array([draw.choice([0, 0, 0, 1, 2])] * count, arrow.int32())
+    column: Any = arrow.DictionaryArray.from_arrays(indices, texts)
+    offsets = arrow.array(range(count + 1), arrow.int32())
+    for _ in range(draw.choice([0, 1, 2, 40])):
+        wrap = draw.randrange(3)
+        if wrap == 0:
+            column = arrow.StructArray.from_arrays([column], ["content"])
+        elif wrap == 1:
+            column = arrow.ListArray.from_arrays(offsets, column)
+        else:
+            column = arrow.MapArray.from_arrays(offsets, arrow.array(["k"] * count), column)
+    nulls = arrow.array([[None] * draw.choice([0, 10, 4_000_000])] + [[]] * (count - 1), arrow.list_(arrow.int8()))
+    names = draw.choice([["prompt"], ["prompt", "messages"], ["prompt", *(f"c{n}" for n in range(99))]])
+    columns = dict.fromkeys(names, nulls) | {"prompt": column}
+    group = draw.choice([1_000, count])
+    with contextlib.suppress(arrow.ArrowException):
+        parquet.write_table(
+            arrow.table(columns),
+            file,
+            compression=draw.choice(["zstd", "gzip", "snappy", "none"]),
+            row_group_size=group,
+        )

@@ -548,6 +548,8 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "clock": hosts.clock,
     "letter_case": hosts.letter_case,
     "killed": hardship.killed,
+    "no_space": hardship.no_space,
+    "bombs": hardship.bombs,
 }
 
 

@@ -28,9 +28,10 @@ CASES = {
     "serve": 4,
     "exported": 10,
     "resumed": 25,
+    "bombs": 12,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
-SLOW = {"kill": 3, "permission": 12}
+SLOW = {"kill": 3, "killed": 20, "no_space": 20, "permission": 12}
 """As CASES, for surfaces that train models in other processes."""
 
 

@@ -418,6 +418,53 @@ def test_a_parquet_bomb_is_not_decoded(tmp_path, monkeypatch):
     assert len(read(path, max_expansion=1_000_000)) == 3
 
 
+LONG = pa.DictionaryArray.from_arrays(pa.array([0] * 50_000, pa.int32()), pa.array(["x" * (2 << 20)]))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        LONG,
+        pa.StructArray.from_arrays([LONG], ["content"]),
+        pa.ListArray.from_arrays(pa.array(range(50_001), pa.int32()), LONG),
+        pa.MapArray.from_arrays(pa.array(range(50_001), pa.int32()), pa.array(["key"] * 50_000), LONG),
+    ],
+    ids=["text", "struct", "list", "map"],
+)
+def test_a_text_that_a_parquet_file_repeats_counts_each_time(tmp_path, column):
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"a": column}), path, compression="zstd")
+    assert path.stat().st_size < 60_000
+    tracemalloc.start()
+    rows = read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(rows) == 32
+    assert (
+        rows[-1][1]
+        == "broken file: it unpacks to more than 200 times its size (`max_expansion`); it is read up to row 31"
+    )
+    assert all(isinstance(row, dict) for _, row in rows[:-1])
+    assert {row for _, row in read(path, max_row_mib=1)[:-1]} == {
+        "row is too large: it has more than 1 MiB (`max_row_mib`)"
+    }
+    assert peak < 31 * (2 << 20) + (20 << 20), "more than the rows that the test keeps"
+
+
+def test_nulls_of_a_parquet_file_count(tmp_path, monkeypatch):
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"a": pa.array([[None] * 5_000_000], pa.list_(pa.int8()))}), path)
+    assert path.stat().st_size < 10_000
+    assert [row for _, row in read(path)] == ["row is too large: it has more than 16 MiB (`max_row_mib`)"]
+    monkeypatch.setattr("posttrain.data.files._FREE", 1 << 20)
+    ((_, problem),) = read(path)
+    assert "they unpack to more than 200 times their size" in problem
+    pq.write_table(pa.table({"a": pa.nulls(500_000, pa.string())}), path)
+    *rows, (_, problem) = read(path)
+    assert len(rows) == (1 << 20) // (64 + 8)
+    assert "it unpacks to more than 200 times its size" in problem
+
+
 @pytest.mark.parametrize(("name", "content"), [("a.json", '[{"a": "%s"}, {"a": "b"}]'), ("a.csv", "a\n%s\nb\n")])
 def test_large_rows_of_other_formats_are_counted(tmp_path, name, content):
     (tmp_path / name).write_text(content % ("x" * 200_000))

@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import shutil
+import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -92,6 +95,31 @@ def test_a_damaged_gguf_file_is_named(tmp_path, monkeypatch):
     file.write_bytes(b"GGUF" + b"\x00" * 64)
     with pytest.raises(InputError, match=r"broken.gguf could not be read as a GGUF model"):
         resolve_path(str(file))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [(9, struct.pack("<IQ", 0, 1 << 33))],
+        [(9, struct.pack("<IQ", 8, 1 << 30))],
+        [(8, struct.pack("<Q", 1 << 32))],
+        [(9, struct.pack("<IQ", 4, 1 << 22) + bytes(4 << 22)), (9, struct.pack("<IQ", 1, (1 << 22) + 1))],
+    ],
+    ids=["numbers", "texts", "text", "two"],
+)
+def test_gguf_metadata_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, entries):
+    monkeypatch.setenv("POSTTRAIN_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "bomb.gguf"
+    content = b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries))
+    for number, (kind, value) in enumerate(entries):
+        content += struct.pack("<Q", 2) + b"k%d" % number + struct.pack("<I", kind) + value
+    file.write_bytes(content)
+    os.truncate(file, 1 << 34)  # sparse
+    tracemalloc.start()
+    with pytest.raises(InputError, match=r"metadata of \S+bomb.gguf has more than 8,388,608 values"):
+        resolve_path(str(file))
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
 
 
 def test_a_wrong_adapter_target_is_named(tiny_model):

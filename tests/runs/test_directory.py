@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from posttrain.recipe.stages import RlRecipe
 from posttrain.runs import directory
 from posttrain.runs.directory import (
     RunDirectory,
+    atomic_folder,
     partial_path,
     recipe_hash,
     storage_error,
@@ -237,3 +239,54 @@ def test_other_errors_pass_through() -> None:
 
 def test_environment_file_is_json(run: RunDirectory) -> None:
     assert json.loads(run.environment_file.read_text())["posttrain_run"] == 1
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "out" / "model"
+
+    def interrupted() -> None:
+        with atomic_folder(target) as aside:
+            (aside / "config.json").write_text("{}")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list((tmp_path / "out").iterdir()) == []
+    partial_path(target).mkdir()
+    (partial_path(target) / "of a killed process with this id").touch()
+    with atomic_folder(target) as aside:
+        (aside / "config.json").write_text("{}")
+        assert not target.exists()
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["model", "config.json"]
+    with pytest.raises(InputError, match="another process has just written"), atomic_folder(target) as aside:
+        (aside / "config.json").write_text("[]")
+    assert (target / "config.json").read_text() == "{}"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model"]
+
+
+def test_of_runs_of_one_name_that_start_at_once_one_is_made(recipe: RlRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = RunDirectory._fill
+
+    def fill_after_another(run: RunDirectory, recipe: RlRecipe) -> None:
+        fill(run, recipe)
+        shutil.copytree(run.path, Path(recipe.runs) / recipe.name)  # what the other process makes
+
+    monkeypatch.setattr(RunDirectory, "_fill", fill_after_another)
+    with pytest.raises(InputError, match="another process has just written"):
+        RunDirectory.create(recipe)
+    assert [path.name for path in Path(recipe.runs).iterdir()] == [recipe.name]
+
+
+def test_the_lock_of_a_run_that_was_replaced_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process deletes the run between the opening and the locking of `.lock`."""
+    lock = directory.fcntl.flock
+
+    def replace_and_lock(descriptor: int, how: int) -> None:
+        os.rename(run.path, run.path.with_name("deleted"))
+        run.path.mkdir()
+        (run.path / ".lock").touch()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(directory.fcntl, "flock", replace_and_lock)
+    with pytest.raises(InputError, match="another process has just replaced"), run.lock():
+        raise AssertionError("locked")

@@ -144,6 +144,8 @@ def describe(error: BaseException) -> tuple[str, int]:
         return f"{error.filename}: {error.strerror}; change its permissions, or name another path", 1
     if not isinstance(error, OSError) and (reason := storage_error(error)):
         return f"a file could not be written: {reason}, then continue with --resume", 1
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of `Path.expanduser`
+        return "the home directory is unknown; write paths without `~`, or set HOME", 2
     said = " ".join(str(error).split())
     name = type(error).__name__
     return f"unexpected {name}{': ' if said else ''}{said}; run again with --debug for the traceback", 1

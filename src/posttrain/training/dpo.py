@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,7 +23,7 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.loss import BcoLoss, KtoLoss
 from posttrain.recipe.stages import DpoRecipe
 from posttrain.recipe.warnings import recipe_warnings
-from posttrain.runs.directory import RunDirectory, atomic_file
+from posttrain.runs.directory import RunDirectory, atomic_file, cache_directory
 from posttrain.seeds import random_stream
 from posttrain.training.objectives import PairObjective, UnpairedObjective, logprobs, token_forward
 from posttrain.training.optimizer import Optimizer
@@ -53,8 +52,7 @@ class ReferenceLogprobs:
         self._known: dict[bytes, np.ndarray] = {}
         self._directory: Path | None = None
         if recipe.loss.needs_reference and recipe.cache_ref_logprobs and moving is None:
-            home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "posttrain"
-            self._directory = Path(recipe.data.cache).parent if recipe.data.cache else home
+            self._directory = Path(recipe.data.cache).parent if recipe.data.cache else cache_directory()
             self._model = _digest_of(policy)
 
     @property

@@ -22,9 +22,8 @@ import torch
 from posttrain.environments.game import TAGS
 from posttrain.environments.protocol import Environment, Message
 from posttrain.errors import InputError
-from posttrain.models.load import cache_directory
 from posttrain.recipe.components import environment_class
-from posttrain.runs.directory import atomic_folder
+from posttrain.runs.directory import atomic_folder, cache_directory
 from posttrain.seeds import derive_seed, random_stream
 
 GAMES: list[dict[str, Any]] = [

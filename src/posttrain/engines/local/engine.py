@@ -27,10 +27,10 @@ from posttrain.models.cpu.backend import keep_freed_memory
 from posttrain.models.cuda.attention import supports
 from posttrain.models.forward import base_decoder, transformer, upload
 from posttrain.models.layers import lengths_of
-from posttrain.models.load import cache_directory
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import section
 from posttrain.recipe.engines import LocalEngineRecipe
+from posttrain.runs.directory import cache_directory
 from posttrain.seeds import random_stream
 
 MIN_PENDING_TOKENS = 4

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from posttrain.models.load import cache_directory
+from posttrain.runs.directory import cache_directory
 
 PAGE = 128
 """Tokens per page of the key/value cache. Every product reads complete pages, so on average half of a sequence's last
