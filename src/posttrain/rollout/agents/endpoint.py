@@ -11,7 +11,7 @@ from posttrain.plugins import require_module
 from posttrain.rollout.agents import formats
 from posttrain.rollout.agents.session import AgentSession, CallRefused, ChatAnswer, ChatCall
 
-_REMEMBERED = 100_000
+_REMEMBERED = 10_000
 """Number of sessions to keep before ended ones are dropped."""
 
 
