@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from posttrain.engines.protocol import Completion, Request
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
+from tests.test_loopback import load
 
 openai = pytest.importorskip("openai", reason="needs posttrain[remote]")
 pytest.importorskip("fastapi", reason="needs posttrain[agents]")
@@ -31,8 +33,8 @@ TOOL: Any = {"type": "function", "function": {"name": "add", "description": "Add
 
 
 @pytest.fixture(scope="module")
-def url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server that needs the key `secret`."""
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """The address and the process id of a server that needs the key `secret`."""
     command = [sys.executable, "-m", "posttrain.cli.main", "serve", str(tiny_model), "--port", "0", "--key", "secret"]
     folder = tmp_path_factory.mktemp("serve")
     with (folder / "errors").open("w") as errors:
@@ -41,12 +43,17 @@ def url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     words = process.stdout.readline().split()
     try:
         assert words, (folder / "errors").read_text()
-        yield words[-1]
+        yield words[-1], process.pid
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(20) in (0, 130)
         process.stdout.close()
     assert (folder / "errors").read_text().replace("posttrain: interrupted", "").strip() == ""
+
+
+@pytest.fixture(scope="module")
+def url(server: tuple[str, int]) -> str:
+    return server[0]
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +262,29 @@ def test_a_client_that_goes_away_frees_the_engine(client: Any) -> None:
     with client.completions.create(model="m", prompt="one", max_tokens=100_000, stream=True) as left:
         next(iter(left))
     assert client.completions.create(model="m", prompt="one", max_tokens=2).choices[0].text
+
+
+def chats(url: str, clients: int, count: int) -> Counter[str]:
+    """Status -> number of `count` chats, each in a new connection."""
+    address = url.split("/")[2]
+    body = json.dumps({"messages": MESSAGES, "max_tokens": 12}).encode()
+    lines = ["POST /v1/chat/completions HTTP/1.1", f"Host: {address}", "Authorization: Bearer secret"]
+    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "Connection: close", "", ""])
+    return asyncio.run(load(int(address.partition(":")[2]), clients, count, head.encode() + body))
+
+
+def test_clients_with_a_connection_per_request_are_answered(url: str) -> None:
+    assert chats(url, 64, 200) == {"200": 200}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ten_thousand_connections_are_answered_in_flat_memory(server: tuple[str, int]) -> None:
+    def resident() -> int:
+        return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{server[1]}/status").read_text())[1])  # type: ignore[index]
+
+    assert chats(server[0], 64, 2_000) == {"200": 2_000}
+    before = resident()
+    assert chats(server[0], 64, 3_000) == {"200": 3_000}
+    assert chats(server[0], 200, 5_000) == {"200": 5_000}
+    assert resident() < 1.1 * before

@@ -7,6 +7,8 @@ import logging
 import select
 import socket
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from posttrain.errors import InputError
@@ -88,10 +90,11 @@ class Guard:
 def guarded_protocol(guard: Guard) -> type[Any]:
     """The HTTP protocol of uvicorn, on which a connection is anonymous until a request on it passes `guard`.
 
-    An anonymous connection is closed after `_HEADER_SECONDS`. If there are more than `_ANONYMOUS`, the oldest is closed,
+    An anonymous connection is closed after `_HEADER_SECONDS`. If there are more than `_ANONYMOUS`, the oldest are closed,
     but none whose first bytes wait to be read: it is late because this process was busy. Connections that send nothing, or
     send their headers slowly, therefore cannot keep out a client with the token, however fast they are opened.
     """
+    from h11 import LocalProtocolError
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     anonymous: dict[Any, asyncio.TimerHandle] = {}
@@ -103,13 +106,18 @@ def guarded_protocol(guard: Guard) -> type[Any]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             anonymous[self] = self.loop.call_later(_HEADER_SECONDS, self.expire)
-            if len(anonymous) > _ANONYMOUS and (oldest := next((o for o in anonymous if not o.unread()), None)):
-                oldest.drop()
+            self.make_room()
+
+        def make_room(self) -> None:
+            excess = len(anonymous) - _ANONYMOUS
+            if excess > 0:
+                for connection in list(islice((one for one in anonymous if not one.unread()), excess)):
+                    connection.drop()
 
         def unread(self) -> bool:
-            waiting = select.poll()
-            waiting.register(self.transport.get_extra_info("socket"), select.POLLIN)
-            return self.silent and bool(waiting.poll(0))
+            poll = select.poll()
+            poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+            return self.silent and bool(poll.poll(0))
 
         def expire(self) -> None:
             if self.unread():
@@ -126,11 +134,20 @@ def guarded_protocol(guard: Guard) -> type[Any]:
         def data_received(self, data: bytes) -> None:
             self.silent = False
             super().data_received(data)
+            self.make_room()
 
         def handle_events(self) -> None:
             super().handle_events()
             if self in anonymous and self.scope is not None and guard.refusal(dict(self.scope)) is None:
                 anonymous.pop(self).cancel()
+
+        def send_400_response(self, msg: str) -> None:
+            if self.cycle is not None:  # the request before the malformed bytes is not answered any more
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            with suppress(LocalProtocolError):  # its answer has begun
+                super().send_400_response(msg)
+            self.transport.close()
 
         def connection_lost(self, error: Exception | None) -> None:
             if self in anonymous:

@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from posttrain.data.rendering import Renderer
 from posttrain.data.tools import call_id
 from posttrain.engines.protocol import Completion, Engine, Request
 from posttrain.episode import CUT_OFF, StopReason
-from posttrain.errors import InputError, PosttrainError
 from posttrain.loopback import App, Guard, Refusal, Scope, header
 from posttrain.recipe.compose import section
 from posttrain.recipe.rollout import SamplingRecipe
@@ -35,7 +34,6 @@ _Scored = tuple[int, float | None, int | None, float | None]
 _POSITIONS_PER_CHUNK = 1024
 MAX_CHOICES = 1024
 """Largest number of answers to one request."""
-_POLL_SECONDS = 0.25
 _UNSUPPORTED = ("suffix", "best_of", "logit_bias", "presence_penalty", "frequency_penalty", "functions")
 """Unsupported fields that would change the answer. They are refused unless they are null, false or 0."""
 
@@ -116,36 +114,23 @@ class Server:
     def app(self) -> App:
         """The application."""
         from fastapi import FastAPI
-        from starlette.requests import ClientDisconnect
-        from starlette.requests import Request as HttpRequest
-        from starlette.responses import JSONResponse, Response, StreamingResponse
+        from starlette.responses import JSONResponse
 
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-        def route(path: str, answer: Callable[[dict[str, Any], _Body], Any]) -> None:
-            async def post(request: HttpRequest) -> Response:
-                try:
-                    values = await formats.read_body(request)
-                    body = _parse(values)
-                    made = answer(values, body)
-                    if body.stream:
-                        # Compute the first event now, so that an error still gets its own HTTP status.
-                        events = made.__aiter__()
-                        first = await anext(events)
-                        return StreamingResponse(_after(first, events), media_type="text/event-stream")
-                    return JSONResponse(await _unless_gone(request, made))
-                except (CallRefused, PosttrainError) as error:
-                    default = (400, "invalid_request_error") if isinstance(error, InputError) else (500, "api_error")
-                    status, kind = (error.status, error.kind) if isinstance(error, CallRefused) else default
-                    return JSONResponse(formats.openai_error(str(error), status, kind), status)
-                except ClientDisconnect:
-                    return Response(status_code=499)
+        def route(path: str, whole: Callable[..., Any], stream: Callable[..., AsyncIterator[str]]) -> None:
+            async def answer(request: Any, values: dict[str, Any]) -> dict[str, Any] | AsyncIterator[str]:
+                body = _parse(values)
+                if not body.stream:
+                    return await formats.unless_gone(request, asyncio.ensure_future(whole(values, body)))
+                # Compute the first event now, so that an error still gets its own HTTP status.
+                events = stream(values, body)
+                return _after(await anext(events), events)
 
-            app.add_route(path, post, methods=["POST"])
+            formats.add_route(app, path, answer, formats.openai_error)
 
-        route("/v1/chat/completions", lambda v, b: self._chat_stream(v, b) if b.stream else self._chat(v, b))
-        route("/v1/completions", lambda v, b: self._text_stream(v, b) if b.stream else self._texts(v, b))
-
+        route("/v1/chat/completions", self._chat, self._chat_stream)
+        route("/v1/completions", self._texts, self._text_stream)
         app.add_route("/v1/models", lambda request: JSONResponse(formats.openai_models(self.name)), methods=["GET"])
         return app
 
@@ -440,27 +425,13 @@ def _parse(values: dict[str, Any]) -> _Body:
 
 
 async def _all(coroutines: Any) -> list[_Choice]:
-    """Several completions at once; all are cancelled if one fails."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    return [task.result() for task in tasks]
-
-
-async def _unless_gone(request: Any, answer: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """The answer. Its computation is cancelled if the client closes the connection."""
-    from starlette.requests import ClientDisconnect
-
-    task = asyncio.ensure_future(answer)
+    """Several completions at once; all are cancelled if one fails, whose error is raised."""
     try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=_POLL_SECONDS)
-            if not task.done() and await request.is_disconnected():
-                raise ClientDisconnect
-        return task.result()
-    except* (CallRefused, PosttrainError) as errors:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    finally:
-        task.cancel()
+    return [task.result() for task in tasks]
 
 
 async def _after(first: str, events: AsyncIterator[str]) -> AsyncIterator[str]:

@@ -5,7 +5,9 @@ The surfaces are functions as in `tests.adversary.surfaces`.
 
 import atexit
 import importlib.util
+import io
 import json
+import logging
 import math
 import random
 import socket
@@ -134,6 +136,11 @@ def _servers() -> list[tuple[str, int, dict[str, str], str]]:
     ]
 
 
+def _tokens() -> dict[str, str]:
+    """Kind of server -> the token that its addresses can have."""
+    return {kind: headers["Cookie"].partition("=")[2] for kind, _, headers, _ in _servers() if "Cookie" in headers}
+
+
 def _status(port: int, path: str, headers: dict[str, str]) -> int:
     with closing(HTTPConnection("127.0.0.1", port, timeout=SECONDS)) as connection:
         connection.request("GET", path, headers=headers)
@@ -160,6 +167,68 @@ def connections(seed: int, folder: Path) -> None:
                 status = _status(port, path, headers)
         assert status == 200, f"{kind} answers {status}"
         assert time.monotonic() - started < SECONDS, kind
+
+
+def wire(seed: int, folder: Path) -> None:
+    """Bytes that are no valid HTTP, or that name another server: none is redirected away, none ends the server, an
+    authorized client is still answered, and nothing is printed.
+    """
+    draw = random.Random(seed)
+    kind, port, headers, path = draw.choice(_servers())
+    head = "".join(f"{name}: {value}\r\n" for name, value in {"Host": f"127.0.0.1:{port}", **headers}.items())
+    chunked, close = "Transfer-Encoding: chunked\r\n", "Connection: close\r\n"
+    target = draw.choice(
+        ["//", "///", "/\\", "/%2f%2f", "/%5c", "http://", "/.//", "/..//", "/%09/", "/%0d%0aLocation:"]
+    )
+    target += f"x.example{draw.choice(['', '/', ':80/', '/../'])}?token={_tokens().get(kind, '')}"
+    method = draw.choice(["GET", "HEAD", "OPTIONS", "TRACE", "CONNECT", "PRI"])
+    size = draw.choice(
+        ["-1", "+2", "0x2", "2, 2", "9" * 18, "9" * 4_000, "2\r\nContent-Length: 3", f"4\r\n{chunked}"[:-2]]
+    )
+    part = draw.choice(["-1", "ZZ", "f" * 24, "2;" + "a" * 70_000, "", " 2", "2\n"])
+    garbage = draw.choice(["\0\xff\r\n\r\n", "GET\r\n\r\n", "x" * 70_000, "GET / HTTP/9\r\n\r\n"])
+    prompt = '{"prompt": "a b", "max_tokens": 9}'
+    upgrade = draw.choice(
+        ["websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13", "h2c"]
+    )
+    post = "POST /v1/completions HTTP/1.1\r\n" + head
+    sent = draw.choice(
+        [
+            f"{method} {target} HTTP/1.1\r\n{head}{close}\r\n",
+            f"{method} {draw.choice(['*', path, 'x.example:443'])} HTTP/{draw.choice(['1.0', '1.1', '2.0'])}\r\n{head}\r\n",
+            f"{post}Content-Length: {size}\r\n\r\n{{}}",
+            f"{post}{chunked}\r\n2\r\n{{}}\r\n{part}\r\n{{}}\r\n",
+            f"{post}Content-Length: {len(prompt)}\r\n\r\n{prompt}{garbage}",
+            f"{post.replace('Authorization', 'X')}{chunked}\r\n{garbage}",
+            f"GET {path} HTTP/1.1\r\n{head}\r\n" * draw.randrange(1, 9) + garbage,
+            f"GET {path} HTTP/1.1\r\n{head}" + "a: b\r\n" * draw.choice([200, 100_000]) + f"{close}\r\n",
+            f"GET {path} HTTP/1.1\r\n{head}X: {'y' * draw.choice([60_000, 1 << 20])}\r\n{close}\r\n",
+            f"GET {path} HTTP/1.1\r\n{head}Connection: Upgrade\r\nUpgrade: {upgrade}\r\n\r\n",
+        ]
+    )
+    answer, printed = b"", io.StringIO()
+    loggers = [logging.getLogger(name) for name in ("asyncio", "uvicorn.error")]
+    handler = logging.StreamHandler(printed)
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with closing(socket.create_connection(("127.0.0.1", port), timeout=SECONDS)) as connection, suppress(OSError):
+            connection.sendall(sent.encode("latin-1"))
+            connection.settimeout(0.2)  # some are incomplete for the server, which then waits
+            while data := connection.recv(1 << 16):
+                answer += data
+        assert _status(port, path, headers) == 200, f"{kind}: {sent[:300]!r}"
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    what = f"{kind}: {sent[:300]!r}: {answer[:300]!r}"
+    assert printed.getvalue() == "", f"{what}: {printed.getvalue()[-500:]}"
+    locations = [
+        line.split(b":", 1)[1].strip() for line in answer.split(b"\r\n") if line.lower().startswith(b"location:")
+    ]
+    # A browser reads a backslash as a slash.
+    assert all(one.startswith(b"/") and one[1:2] not in (b"/", b"\\") for one in locations), what
+    assert b"x.example" not in answer.split(b"\r\n\r\n")[0] or locations, what
 
 
 def requests(seed: int, folder: Path) -> None:

@@ -533,6 +533,7 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "tool_calls": callers.tool_calls,
     "control_tokens": callers.control_tokens,
     "connections": callers.connections,
+    "wire": callers.wire,
     "requests": callers.requests,
     "answers": callers.answers,
     "commands": callers.commands,

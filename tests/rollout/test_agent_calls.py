@@ -1,8 +1,10 @@
 """Calls of agents: both wire formats with their published clients, and the streams that calls become."""
 
 import asyncio
+import contextlib
 import json
 import random
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -280,6 +282,8 @@ def test_a_retry_gets_the_answer_that_was_lost(tokenizer):
             for headers in ({}, {"x-stainless-retry-count": "1"}, {})
         ]
         _streams, turns, _ = finish(session)
+        # The endpoint still knows the session, which must not hold its texts for the rest of the run.
+        assert not [text for text in ("Which arm?", "'one'", "'two'") if text in repr(vars(session))]
     assert texts == ["one", "one", "two"]
     assert session.info["retried"] == 1
     assert len(turns) == 2
@@ -334,6 +338,33 @@ def test_refusals(tokenizer):
     assert session.info["late"] == 1
     assert session.info["refused"] == 1
     assert engine.sampled == []
+
+
+@pytest.mark.parametrize(
+    ("length", "body", "limit", "status"),
+    [
+        ("Content-Length: 9", b"{", {"_BODY_SECONDS": 0.1}, 408),
+        ("Transfer-Encoding: chunked", b"", {"MAX_BODY": 1}, 413),
+    ],
+)
+def test_a_body_that_never_ends_is_refused_and_its_connection_closed(
+    tokenizer, monkeypatch, length, body, limit, status
+):
+    for name, value in limit.items():
+        monkeypatch.setattr(f"posttrain.rollout.agents.formats.{name}", value)
+    with served(RecordingEngine(tokenizer), tokenizer) as (_, url, key):
+        address = url.removeprefix("http://")
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: {address}\r\nAuthorization: Bearer {key}\r\n{length}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(address.partition(":")[2])), timeout=20) as connection:
+            connection.sendall(head.encode() + body)
+            answer = b""
+            with contextlib.suppress(OSError):
+                while status == 413:
+                    connection.sendall(b"9\r\n123456789\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                while part := connection.recv(1 << 16):
+                    answer += part
+        assert status == 413 or b" 408 " in answer
 
 
 def test_another_host_name_is_refused(tokenizer):

@@ -64,6 +64,14 @@ def test_the_token_moves_from_the_address_to_a_cookie(server):
     assert server.token not in page.text
 
 
+@pytest.mark.parametrize(
+    "target", ["//x.example/", "///x.example", "/\\x.example/", "http://x.example/", "http://127.0.0.1/", "*"]
+)
+def test_the_token_is_not_sent_to_another_server(server, target):
+    answer = server.ask(f"{target}?token={server.token}")
+    assert (answer.status, answer.headers["location"], answer.headers["set-cookie"]) == (400, None, None)
+
+
 def test_names_do_not_leave_the_folder(server):
     cookie = server.cookie()
     for name in ("../secret", "%2e%2e/secret", "first/../../secret", "/etc", "nothing", "first%00"):

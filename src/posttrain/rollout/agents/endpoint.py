@@ -11,8 +11,7 @@ from posttrain.plugins import require_module
 from posttrain.rollout.agents import formats
 from posttrain.rollout.agents.session import AgentSession, CallRefused, ChatAnswer, ChatCall
 
-_POLL_SECONDS = 0.25
-_REMEMBERED = 100_000
+_REMEMBERED = 10_000
 """Number of sessions to keep before ended ones are dropped."""
 
 
@@ -64,8 +63,7 @@ class AgentEndpoint:
 def _app(session_of: Callable[[str], AgentSession]) -> Any:
     """The application; `session_of` returns the session of a key that was checked."""
     from fastapi import FastAPI
-    from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.responses import JSONResponse
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -76,21 +74,12 @@ def _app(session_of: Callable[[str], AgentSession]) -> Any:
         events: Callable[[ChatAnswer, dict[str, Any]], Iterator[str]],
         refusal: Callable[[str, int, str], dict[str, Any]],
     ) -> None:
-        async def post(request: Request) -> Response:
-            session = session_of(_key(request.headers))
-            try:
-                body = await formats.read_body(request)
-                retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-                answer = await _ask(request, session, read(body, retry))
-            except CallRefused as error:
-                return JSONResponse(refusal(str(error), error.status, error.kind), error.status)
-            except ClientDisconnect:
-                return Response(status_code=499)
-            if body.get("stream"):
-                return StreamingResponse(events(answer, body), media_type="text/event-stream")
-            return JSONResponse(write(answer, body))
+        async def answer(request: Any, body: dict[str, Any]) -> dict[str, Any] | Iterator[str]:
+            retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+            made = await _ask(request, session_of(_key(request.headers)), read(body, retry))
+            return events(made, body) if body.get("stream") else write(made, body)
 
-        app.add_route(path, post, methods=["POST"])
+        formats.add_route(app, path, answer, refusal)
 
     route(
         "/v1/chat/completions",
@@ -118,8 +107,6 @@ def _key(headers: Any) -> str:
 
 async def _ask(request: Any, session: AgentSession, call: ChatCall) -> ChatAnswer:
     """The session's answer, computed in its own event loop; cancelled if the client closes the connection."""
-    from starlette.requests import ClientDisconnect
-
     ended = CallRefused("the episode of this key has ended", 403, "permission_error")
     if session.loop.is_closed():
         session.info["late"] += 1
@@ -130,15 +117,13 @@ async def _ask(request: Any, session: AgentSession, call: ChatCall) -> ChatAnswe
     except RuntimeError:  # the loop has closed in between
         coroutine.close()
         raise ended from None
-    waiting = asyncio.wrap_future(future)
-    while not waiting.done():
-        await asyncio.wait({waiting}, timeout=_POLL_SECONDS)
-        if not waiting.done() and (session.loop.is_closed() or await request.is_disconnected()):
-            future.cancel()
-            raise ClientDisconnect
-    if waiting.cancelled():
-        raise ended
-    error = waiting.exception()
-    if error is not None and not isinstance(error, CallRefused):
-        raise CallRefused("the engine failed, and the run ends", 403, "api_error")
-    return waiting.result()
+    try:
+        return await formats.unless_gone(request, asyncio.wrap_future(future), session.loop.is_closed)
+    except asyncio.CancelledError:
+        if not future.cancelled():
+            raise
+        raise ended from None
+    except Exception as error:
+        if session.error is not None:
+            raise CallRefused("the engine failed, and the run ends", 403, "api_error") from error
+        raise

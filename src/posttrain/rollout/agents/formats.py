@@ -3,30 +3,85 @@
 Each has a function that reads a request, one that writes an answer, and one that writes it as events of a stream.
 """
 
+import asyncio
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from posttrain.data.messages import UnusableRow, check_value, messages_of, without_training_keys
 from posttrain.data.rendering import Message
 from posttrain.episode import CUT_OFF, StopReason
+from posttrain.errors import InputError, PosttrainError
 from posttrain.rollout.agents.session import CallRefused, ChatAnswer, ChatCall
 
+_T = TypeVar("_T")
 MODEL = "policy"
 """The name under which the endpoint offers the policy. Requests may name any model."""
 
-
 MAX_BODY = 32 << 20
 """Largest request in bytes."""
+_BODY_SECONDS = 60
+"""Time in which a request must be complete."""
+_POLL_SECONDS = 0.25
 
 
-async def read_body(request: Any) -> dict[str, Any]:
-    """The JSON object of a request of starlette. CallRefused if it is too large, nested too deeply, or no object."""
+def add_route(
+    app: Any,
+    path: str,
+    answer: Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any] | Iterator[str] | AsyncIterator[str]]],
+    refusal: Callable[[str, int, str], dict[str, Any]],
+) -> None:
+    """Answer the requests to `path` of an application of starlette with what `answer` makes of the request and its JSON
+    body: an object, or the events of a stream. `refusal` writes errors.
+    """
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+
+    async def post(request: Request) -> Response:
+        try:
+            made = await answer(request, await _read_body(request))
+        except (CallRefused, PosttrainError) as error:
+            default = (400, "invalid_request_error") if isinstance(error, InputError) else (500, "api_error")
+            status, kind = (error.status, error.kind) if isinstance(error, CallRefused) else default
+            # What follows in a body that is too large or too slow is not read.
+            close = {"connection": "close"} if status in (408, 413) else None
+            return JSONResponse(refusal(str(error), status, kind), status, close)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        if isinstance(made, dict):
+            return JSONResponse(made)
+        return StreamingResponse(made, media_type="text/event-stream")
+
+    app.add_route(path, post, methods=["POST"])
+
+
+async def unless_gone(request: Any, answer: "asyncio.Future[_T]", gone: Callable[[], bool] = lambda: False) -> _T:
+    """The answer. It is cancelled if the client closes the connection, or `gone()` holds."""
+    from starlette.requests import ClientDisconnect
+
+    try:
+        while not answer.done():
+            await asyncio.wait({answer}, timeout=_POLL_SECONDS)
+            if not answer.done() and (gone() or await request.is_disconnected()):
+                raise ClientDisconnect
+        return answer.result()
+    finally:
+        answer.cancel()
+
+
+async def _read_body(request: Any) -> dict[str, Any]:
+    """The JSON object of a request of starlette. CallRefused if it is too large or too slow, nested too deeply, or no
+    object.
+    """
     received = bytearray()
-    async for part in request.stream():
-        received += part
-        if len(received) > MAX_BODY:
-            raise CallRefused(f"the request has more than {MAX_BODY >> 20} MiB", 413, "request_too_large")
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                received += part
+                if len(received) > MAX_BODY:
+                    raise CallRefused(f"the request has more than {MAX_BODY >> 20} MiB", 413, "request_too_large")
+    except TimeoutError:
+        raise CallRefused(f"the request was not complete after {_BODY_SECONDS} s", 408, "request_timeout") from None
     try:
         body = json.loads(received)
         check_value(body, "it")

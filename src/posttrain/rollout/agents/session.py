@@ -279,6 +279,10 @@ class AgentSession:
             streams.append(builder.build())
         turns = [replace(self.turns[n], stream=order[self.turns[n].stream]) for n in place_of]
         messages = self._conversations[self.turns[-1].stream] if self.turns else []
+        # The endpoint keeps an ended session to refuse and count late calls, without what it has recorded.
+        self._builders, self._conversations, self.turns = [], [], []
+        for record in (self._recorded, self._replies, self._asked):
+            record.clear()
         return streams, turns, messages
 
 
