@@ -125,12 +125,18 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if self.tokenizer.chat_template is None:
             raise InputError(f"{self.policy.recipe.path} has no chat template; set apply_chat_template=false")
-        text = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        except Exception as error:  # templates raise errors of any type
+            raise InputError(
+                f"the chat template of {self.policy.recipe.path} cannot render a task ({type(error).__name__}: {error}); "
+                "set apply_chat_template=false, or another template in model.chat_template"
+            ) from error
         return str(text)
 
     # -- likelihoods
