@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from tests.adversary import architectures, callers, disguises, exports, hosts, models, strangers
+from tests.adversary import architectures, callers, disguises, exports, hosts, models, strangers, templates
 
 SECRET = "hunter2-outside"
 
@@ -542,6 +542,8 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "harness": models.harness,
     "inspect_log": models.inspect_log,
     "exported": exports.exported,
+    "chat_template": templates.chat_template,
+    "model_directory": templates.model_directory,
     "archive": strangers.archive,
     "poisoned_episode": strangers.poisoned_episode,
     "environments": strangers.environments,

@@ -1,6 +1,19 @@
-"""Chat templates that never end or fill the memory: fixed ones, and random nestings of their parts."""
+"""Models that never end or fill the memory: endless chat templates, and extreme configurations and files."""
 
+import json
+import os
 import random
+import resource
+import shutil
+import time
+from pathlib import Path
+
+from jinja2.exceptions import TemplateError
+
+from tests.adversary import hosts
+
+_SECONDS = 20
+"""More processor time than a case takes."""
 
 _DOUBLED = "{{% set ns = namespace(x={0}) %}}{{% for i in range(60) %}}{{% set ns.x = {1} %}}{{% endfor %}}{2}"
 ENDLESS = [
@@ -62,3 +75,63 @@ def random_template(draw: random.Random) -> str:
     for depth in range(draw.randrange(6)):
         inner = draw.choice(loops).format(inner, f"v{depth}")
     return inner + "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def chat_template(seed: int, folder: Path) -> None:
+    """A random template that may be endless: rendered or refused within seconds and without filling the memory."""
+    from posttrain.data.templates import LimitedEnvironment
+
+    draw = random.Random(seed)
+    messages = [{"role": "user", "content": "x " * draw.randrange(99)}] * draw.randrange(1, 9)
+    template = random_template(draw)
+    started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        text = LimitedEnvironment().from_string(template).render(messages=messages)
+    except (TemplateError, ArithmeticError, RecursionError, TypeError, ValueError):
+        text = ""
+    assert len(text) < 100_000_000, template[:300]
+    assert time.process_time() - started < _SECONDS, template[:300]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, template[:300]  # KiB
+
+
+def model_directory(seed: int, folder: Path) -> None:
+    """A model with changed sizes, formats, index and sparse files: loaded or refused in one sentence, within seconds."""
+    from posttrain.errors import InputError
+    from posttrain.models.load import load_model, load_tokenizer
+    from posttrain.recipe.model import ModelRecipe
+
+    draw = random.Random(seed)
+    model = shutil.copytree(hosts.tiny_model(), folder / "model")
+    config = json.loads((model / "config.json").read_text())
+    for key in draw.sample(list(config), draw.randrange(3)):
+        odd = [10**7, 10**12, -1, -(10**9), 0, 1.5, 1e300, True, None, "9" * 5_000, [], {}, [10**9] * 3, {key: 10**9}]
+        config[key] = draw.choice(odd)
+    (model / "config.json").write_text(json.dumps(config))
+    kind = draw.randrange(6)
+    if kind == 0:
+        (model / "config.json").write_text(draw.choice(["[", '{"a": ']) * draw.choice([10, 100_000]))
+    elif kind == 1:
+        name = draw.choice(sorted(path.name for path in model.iterdir()))
+        os.truncate(model / name, draw.choice([8 << 30, 0, 100]))
+    elif kind == 2:
+        names = ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "optimizer.bin", "adapter_model.bin"]
+        payload = f"cos\nsystem\n(S'touch {folder / 'ran'}'\ntR.".encode()
+        (model / "model.safetensors").rename(model / draw.choice(["model.safetensors", "elsewhere"]))
+        (model / draw.choice(names)).write_bytes(payload)
+    elif kind == 3:
+        name = draw.choice(["../model/model.safetensors", "/dev/zero", "", "model.safetensors", "\x00", "a" * 300])
+        index = draw.choice([{"weight_map": {"a": name}}, {"weight_map": name}, [], {}])
+        (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif kind == 4:
+        (model / "chat_template.jinja").write_text(random_template(draw))
+    started = time.process_time()
+    for load in (load_model, load_tokenizer):
+        refusal = ""
+        try:
+            load(ModelRecipe(path=str(model)))
+        except InputError as error:
+            refusal = str(error)
+        assert "\n" not in refusal, refusal
+        assert len(refusal) < 2_000, refusal
+    assert time.process_time() - started < _SECONDS
+    assert not (folder / "ran").exists()

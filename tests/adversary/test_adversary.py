@@ -25,6 +25,8 @@ CASES = {
     "injection": 200,
     "serve": 4,
     "exported": 10,
+    "chat_template": 12,
+    "model_directory": 12,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
 SLOW = {"kill": 3, "permission": 12, "harness": 60, "inspect_log": 60}

@@ -49,7 +49,7 @@ def read_commands(text: str, variables: Mapping[str, str]) -> list[Command]:
     """
     known: dict[str, str] = {}
     exported: dict[str, str] = {}
-    commands = []
+    commands: list[Command] = []
     if len(text) > LONGEST or text.count("<<") > _MOST_DOCUMENTS:
         raise InputError(TOO_LARGE.format(f"{LONGEST:,} characters, {_MOST_DOCUMENTS} documents"))
     # A backslash at the end of a line continues it, even with spaces after it, which copied commands often have.
