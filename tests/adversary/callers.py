@@ -386,6 +386,12 @@ def commands(seed: int, folder: Path) -> None:
         "!!python/object/apply:os.system [id]",
         "# x",
         "é",
+        "A=x\n" + "A=$A$A\n" * 60,
+        '"' + "x" * 200_000 + '"',
+        '"' + '\\"' * 50_000 + '"',
+        "read A <<EOF\n" * 5_000,
+        "export A=1\ntrue\n" * 3_000,
+        f"\nbash {folder / 'train.sh'}\n" * 3,
     ]
     for _ in range(draw.randrange(1, 5)):
         place = draw.randrange(len(text) + 1)

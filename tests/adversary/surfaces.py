@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from tests.adversary import architectures, callers, disguises, exports, hardship, hosts, models, run_folders, strangers
+from tests.adversary import architectures, callers, disguises, exports, hardship, hosts, models, run_folders, strangers, templates
 
 SECRET = "hunter2-outside"
 
@@ -539,6 +539,8 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "commands": callers.commands,
     "serve": models.serve,
     "exported": exports.exported,
+    "chat_template": templates.chat_template,
+    "model_directory": templates.model_directory,
     "archive": strangers.archive,
     "resumed": strangers.resumed,
     "poisoned_episode": strangers.poisoned_episode,

@@ -29,6 +29,8 @@ CASES = {
     "exported": 10,
     "resumed": 25,
     "bombs": 12,
+    "chat_template": 12,
+    "model_directory": 12,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
 SLOW = {"kill": 3, "killed": 20, "no_space": 20, "permission": 12}

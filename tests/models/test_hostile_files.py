@@ -1,14 +1,16 @@
 """Untrusted model directories: pickles, malformed configurations and archives end in one sentence, and run nothing."""
 
 import json
+import os
 import pickle
 import shutil
 
 import pytest
 
 from posttrain.errors import InputError
-from posttrain.models.load import load_end_tokens, load_model, load_tokenizer
+from posttrain.models.load import _conversion_of, load_end_tokens, load_model, load_tokenizer
 from posttrain.models.policy import Policy
+from posttrain.planning.model_sizes import model_sizes
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 
 
@@ -30,7 +32,7 @@ class Payload:
 def test_adapters_in_a_pickle_are_refused_and_not_run(adapters, tmp_path):
     (adapters / "adapter_model.safetensors").unlink()
     (adapters / "adapter_model.bin").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    with pytest.raises(InputError, match=r"has no adapter_model.safetensors, .* convert them to safetensors"):
+    with pytest.raises(InputError, match=r"its weights in adapter_model.bin, .* or with peft for adapters"):
         load_model(ModelRecipe(path=str(adapters)))
     assert not (tmp_path / "ran").exists()
 
@@ -70,10 +72,110 @@ def test_the_error_of_nested_end_tokens_says_what_is_wrong(tiny_model, tmp_path)
         load_model(ModelRecipe(path=str(model)))
 
 
-def test_weights_in_a_pickle_are_refused_and_not_run(tiny_model, tmp_path):
+PICKLES = ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "optimizer.bin", "pytorch_model.bin.index.json"]
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_weights_in_a_pickle_are_refused_and_not_run(tiny_model, tmp_path, name):
     model = shutil.copytree(tiny_model, tmp_path / "copy")
     (model / "model.safetensors").unlink()
-    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    with pytest.raises(InputError, match="could not be loaded"):
-        load_model(ModelRecipe(path=str(model)))
+    (model / name).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(InputError, match=rf"its weights in {name}, a format that can run code; convert them"):
+            load(ModelRecipe(path=str(model)))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_beside_safetensors_is_not_read(tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "copy")
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    load_model(ModelRecipe(path=str(model)))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../tiny/model.safetensors", "/dev/zero", "absent.safetensors", "", ".."])
+def test_an_index_names_files_beside_it_only(tiny_model, tmp_path, name):
+    model = shutil.copytree(tiny_model, tmp_path / "copy")
+    shutil.copytree(tiny_model, tmp_path / "tiny")
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match="which is not a file beside it"):
+        load_model(ModelRecipe(path=str(model)))
+
+
+LARGE = [
+    ("num_hidden_layers", 10**7),
+    ("num_hidden_layers", -(10**7)),
+    ("vocab_size", 10**9),
+    ("hidden_size", 10**12),
+    ("hidden_size", 1e300),
+    ("intermediate_size", 10**9),
+    ("num_attention_heads", 10**9),
+    ("head_dim", 10**9),
+    ("num_labels", 10**9),
+    ("hidden_size", float("inf")),
+    ("text_config", {"num_hidden_layers": 10**7}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), LARGE)
+def test_a_configuration_larger_than_the_weights_is_refused(tiny_model, tmp_path, key, value):
+    model = shutil.copytree(tiny_model, tmp_path / "copy")
+    values = json.loads((model / "config.json").read_text()) | {key: value}
+    (model / "config.json").write_text(json.dumps(values))
+    for load in (load_model, load_tokenizer, lambda recipe: model_sizes(recipe.path)):
+        with pytest.raises(InputError, match=r"which the weights beside it, .* do not have"):
+            load(ModelRecipe(path=str(model)))
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", -4), ("hidden_size", 8.5), ("num_key_value_heads", 0)])
+def test_an_impossible_size_is_one_sentence(tiny_model, tmp_path, key, value):
+    model = shutil.copytree(tiny_model, tmp_path / "copy")
+    values = json.loads((model / "config.json").read_text()) | {key: value}
+    (model / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InputError):
+        load_model(ModelRecipe(path=str(model)))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{", '{"a": ' * 100_000])
+def test_a_configuration_that_is_no_object_is_refused(tiny_model, tmp_path, content):
+    model = shutil.copytree(tiny_model, tmp_path / "copy")
+    (model / "config.json").write_text(content)
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(InputError, match=r"config.json (cannot be read|is not a JSON object)"):
+            load(ModelRecipe(path=str(model)))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "merges.txt", "x.model"])
+def test_a_sparse_file_of_a_model_is_not_read(tiny_model, tmp_path, name):
+    model = shutil.copytree(tiny_model, tmp_path / "copy")
+    with (model / name).open("ab") as file:
+        os.truncate(file.fileno(), 8 << 30)
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(InputError, match=rf"{name} is not a file of at most"):
+            load(ModelRecipe(path=str(model)))
+
+
+def test_a_sparse_header_of_weights_is_refused(tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "copy")
+    (model / "model.safetensors").write_bytes(b"\xff" * 8)
+    os.truncate(model / "model.safetensors", 8 << 30)
+    with pytest.raises(InputError, match="is not a complete safetensors file"):
+        load_model(ModelRecipe(path=str(model)))
+
+
+def test_a_changed_gguf_file_has_another_conversion(tmp_path):
+    file = tmp_path / "model.gguf"
+    content = bytearray(os.urandom(3 << 20))
+    file.write_bytes(content)
+    first, status = _conversion_of(file), file.stat()
+    assert _conversion_of(file) == first
+    content[3 << 19] ^= 1
+    with file.open("r+b") as opened:  # the same inode, size and time of the last change
+        opened.write(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file.stat().st_mtime_ns == status.st_mtime_ns
+    assert _conversion_of(file) != first
+    (tmp_path / "other").mkdir()
+    moved = shutil.copy2(file, tmp_path / "other" / "model.gguf")
+    assert _conversion_of(moved) == _conversion_of(file)

@@ -57,7 +57,7 @@ class Encoder:
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
             dtype = resolve_dtype(options.dtype, device)
-            model = AutoModel.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+            model = AutoModel.from_pretrained(directory, dtype=dtype, trust_remote_code=False, use_safetensors=True)
             self.model: Any = model.eval().to(device)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]

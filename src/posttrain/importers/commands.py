@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from posttrain.errors import InputError
 from posttrain.importers import openrlhf, ragen, scripts, trl, verl
 from posttrain.importers.programs import Program, nested, values_of
 from posttrain.importers.rows import HIDDEN, SET, Answer, Row, count_rows, data_path, literal
-from posttrain.importers.shell import Command, read_commands
+from posttrain.importers.shell import LONGEST, Command, read_commands
 from posttrain.recipe.compose import typed_recipe
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file
 from posttrain.recipe.stages import Recipe
@@ -88,7 +88,7 @@ def import_commands(
     """
     found: list[Imported] = []
     others: list[Command] = []
-    for command, imported in _converted(source, variables, rows, ()):
+    for command, imported in _converted(source, variables, rows, (), count()):
         if imported is None:
             others.append(command)
         else:
@@ -102,10 +102,21 @@ def import_commands(
     return found, others
 
 
+_MOST_SCRIPTS = 100
+
+
 def _converted(
-    source: str, variables: Mapping[str, str], rows: int | None, callers: tuple[Path, ...]
+    source: str,
+    variables: Mapping[str, str],
+    rows: int | None,
+    callers: tuple[Path, ...],
+    scripts_before: Iterator[int],
 ) -> Iterator[tuple[Command, Imported | None]]:
     """Each command of `source` and of the scripts that it runs, with its conversion. `callers`: the scripts that run it."""
+    if next(scripts_before) > _MOST_SCRIPTS:
+        raise InputError(
+            f"{callers[0]} runs more than {_MOST_SCRIPTS} scripts; import the one with the training command"
+        )
     text = _text_of(source)
     if odd := _UNREADABLE.search(text):
         raise InputError(f"the command has the character {odd[0]!r}, which a recipe cannot have; remove it")
@@ -120,7 +131,7 @@ def _converted(
             raise InputError(
                 f"{script} runs itself, directly or through another script; remove the command `{' '.join(command.words)}`"
             )
-        yield from _converted(script, {**variables, **command.assignments}, rows, (*callers, file))
+        yield from _converted(script, {**variables, **command.assignments}, rows, (*callers, file), scripts_before)
 
 
 def _script_of(command: Command) -> str | None:
@@ -301,7 +312,8 @@ def _text_of(source: str) -> str:
     if not os.path.isfile(file):  # false for a name that is too long
         raise InputError(f"{source}: there is no such file; name a script, or quote the whole command")
     try:
-        text = file.read_text(encoding="utf-8")
+        with file.open(encoding="utf-8") as content:
+            text = content.read(LONGEST + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{source} cannot be read as a text in UTF-8 ({error}); name a script") from None
     if file.suffix == ".md":

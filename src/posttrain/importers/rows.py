@@ -214,6 +214,10 @@ def warmup(
     return dict.fromkeys(keys, count), f"{updates:g} updates x {ratio:g} = {updates * ratio:.4g}, rounded up"
 
 
+_MOST_BYTES = 256 << 20
+"""Maximum size of a JSON file whose rows are counted. It is read as a whole."""
+
+
 def count_rows(path: str) -> int | None:
     """Rows of a local `.jsonl`, `.json` or `.parquet` file; None if there is no such file."""
     file = Path(path).expanduser()
@@ -221,12 +225,17 @@ def count_rows(path: str) -> int | None:
         return None
     if file.suffix == ".jsonl":
         with file.open("rb") as lines:
-            return sum(bool(line.strip()) for line in lines)
+            rows, blank = 0, True
+            while part := lines.readline(1 << 20):
+                blank = blank and not part.strip()
+                if part.endswith(b"\n"):
+                    rows, blank = rows + (not blank), True
+            return rows + (not blank)
     if file.suffix == ".parquet":
         from pyarrow import parquet
 
         return int(parquet.read_metadata(file).num_rows)
-    if file.suffix == ".json":
+    if file.suffix == ".json" and file.stat().st_size <= _MOST_BYTES:
         rows = json.loads(file.read_text(encoding="utf-8"))
         return len(rows) if isinstance(rows, list) else None
     return None

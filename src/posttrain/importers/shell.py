@@ -1,12 +1,18 @@
 """Read the simple commands of a shell script: words, assignments and variables. Nothing is executed."""
 
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.errors import InputError
 
+LONGEST = 128 * 1024
+"""Maximum characters of a script, and of all values that its variables are replaced with."""
+_MOST_COMMANDS = 1_000
+_MOST_DOCUMENTS = 100
+TOO_LARGE = "the script is larger than the command of a training run ({}); copy the command to a file, and import that"
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 _HEREDOC = re.compile(
@@ -14,6 +20,7 @@ _HEREDOC = re.compile(
 )
 _KEYWORDS = {"if", "then", "else", "elif", "fi", "for", "while", "do", "done", "case", "esac", "{", "}", "!", "time"}
 _ALWAYS = {"@": "", "*": "", "HOME": str(Path.home()), "PWD": "."}
+_PLAIN = re.compile(r'.[^"\\$`]*', re.S)
 _OPERATORS = ("&&", "||", ";", "|", "&", "\n", "(", ")")
 _ARGUMENTS = re.compile(r'"\$(?:@|\{@\})"(?=[\s;&|)]|\Z)')
 """The arguments of the script, of which there are none: no word, unlike other texts in quotation marks."""
@@ -42,7 +49,9 @@ def read_commands(text: str, variables: Mapping[str, str]) -> list[Command]:
     """
     known: dict[str, str] = {}
     exported: dict[str, str] = {}
-    commands = []
+    commands: list[Command] = []
+    if len(text) > LONGEST or text.count("<<") > _MOST_DOCUMENTS:
+        raise InputError(TOO_LARGE.format(f"{LONGEST:,} characters, {_MOST_DOCUMENTS} documents"))
     # A backslash at the end of a line continues it, even with spaces after it, which copied commands often have.
     joined = re.sub(r"\\[ \t]*(?:\n|\Z)", " ", text)
     for document in _HEREDOC.finditer(joined):
@@ -61,6 +70,8 @@ def read_commands(text: str, variables: Mapping[str, str]) -> list[Command]:
             read = {name for name in given if re.search(rf"\$\{{?{name}\b", joined)}
             exported |= {name: given[name] for name in given.keys() - read if words[0].text == "export"}
             words = []
+        if len(commands) + len(exported) > _MOST_COMMANDS:
+            raise InputError(TOO_LARGE.format(f"{_MOST_COMMANDS:,} commands and exported variables"))
         if words:
             commands.append(Command(tuple(word.text for word in words), {**exported, **given}))
         else:
@@ -72,7 +83,16 @@ def _split(text: str, known: dict[str, str], variables: Mapping[str, str]) -> It
     """The words of each simple command, without redirections and comments. Reads `known` while it is being filled."""
     words: list[_Word] = []
     word: _Word | None = None
-    position, skip = 0, False
+    position, skip, expanded = 0, False, 0
+    values = ChainMap(dict(variables), known, _ALWAYS)
+
+    def expansion() -> str:
+        nonlocal position, expanded
+        value, position = _expansion(text, position, values)
+        expanded += len(value)
+        if expanded > LONGEST:
+            raise InputError(TOO_LARGE.format(f"{LONGEST:,} characters of values of variables"))
+        return value
 
     def end_word() -> None:
         nonlocal word, skip
@@ -103,18 +123,18 @@ def _split(text: str, known: dict[str, str], variables: Mapping[str, str]) -> It
                     word.text += text[position + 1]
                     position += 2
                 elif text[position] in "$`":
-                    value, position = _expansion(text, position, {**known, **variables})
-                    word.text += value
+                    word.text += expansion()
                 else:
-                    word.text += text[position]
-                    position += 1
+                    end = _PLAIN.match(text, position).end()  # type: ignore[union-attr]
+                    word.text += text[position:end]
+                    position = end
             position += 1
         elif char == "\\":
             word = word or _Word("")
             word.text += text[position + 1 : position + 2]
             position += 2
         elif char in "$`":
-            value, position = _expansion(text, position, {**known, **variables})
+            value = expansion()
             parts = value.split()
             # An unquoted variable is split into words.
             if word is None and len(parts) > 1:
@@ -163,7 +183,7 @@ def _expansion(text: str, position: int, values: Mapping[str, str]) -> tuple[str
         text, position
     ):
         name = match[1] or match[4]
-        value = {**_ALWAYS, **values}.get(name, match[3] if match[2] else None)
+        value = values.get(name, match[3] if match[2] else None)
         if value is None:
             raise InputError(f"${name} has no value in the command; add {name}=VALUE after it")
         return value, match.end()

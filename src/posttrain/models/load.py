@@ -9,6 +9,7 @@ import os
 import struct
 import warnings
 from contextlib import suppress
+from functools import lru_cache
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 import torch
 
 from posttrain.data.rendering import end_token_of
+from posttrain.data.templates import LONGEST, limit_chat_templates
 from posttrain.errors import InputError
 from posttrain.models.cpu.backend import bound_kept_kernels, onednn_multiplies, prepare_bfloat16
 from posttrain.models.cuda.attention import use_flash_attention
 from posttrain.models.cuda.four_bit import quantize
+from posttrain.models.files import check_files, tensors_of
 from posttrain.models.forward import base_decoder, path_of, use_float32_head
 from posttrain.models.gate import choose_path
 from posttrain.models.layers import resolve_fused, use_fused_layers, use_layers_by_stream, use_positions_by_length
@@ -136,16 +139,16 @@ def _require_small_metadata(file: Path) -> None:
 
 
 def _conversion_of(file: Path) -> Path:
-    return cache_directory() / f"{file.stem}-{_digest(file)}"
+    status = file.stat()
+    digest = _digest(file, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return cache_directory() / f"{file.stem}-{digest}"
 
 
-def _digest(file: Path) -> str:
-    """Digest of the size and of the first and last MiB, which identifies a model without reading gigabytes."""
-    size, edge = file.stat().st_size, 1 << 20
-    with file.open("rb") as source:
-        start = source.read(edge)
-        source.seek(max(0, size - edge))
-        return hashlib.blake2b(size.to_bytes(8, "big") + start + source.read(edge), digest_size=6).hexdigest()
+@lru_cache(maxsize=64)
+def _digest(file: Path, *identity: int) -> str:
+    """Digest of the content of a file. `identity`: inode, size, and times of the last changes of content and inode."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def resolve_device(name: str) -> torch.device:
@@ -210,14 +213,11 @@ def on_disk(path: str, key: str = "model.path") -> bool:
 
 def require_reward_model(path: str, key: str) -> None:
     """The InputError that loading would raise if the model at `path` is on disk and certainly has no head `score`."""
-    from safetensors import safe_open
-
     if not on_disk(path, key) or not (directory := Path(path).expanduser()).is_dir() or _is_adapter(path):
         return
     names: set[str] = set()
     for file in directory.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            names.update(tensors.keys())
+        names.update(tensors_of(file))
     if names and "score.weight" not in names:
         raise InputError(NO_REWARD_MODEL.format(path=path))
 
@@ -237,6 +237,7 @@ def _local_directory(path: str, key: str = "model.path") -> str | None:
         raise InputError(f"{key}: {path} is a file, not the directory of a model; unpack it first if it is an archive")
     if not (Path(path).expanduser() / "config.json").is_file() and not _is_adapter(path):
         raise InputError(f"{key}: {path} is not a model directory: it has no config.json")
+    check_files(Path(path).expanduser(), key)
     return str(Path(path).expanduser())
 
 
@@ -264,6 +265,7 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
     """The tokenizer of the recipe's model. InputError if there is none, or if it has no chat template."""
     from transformers import AutoTokenizer
 
+    limit_chat_templates()
     path = resolve_path(recipe.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
@@ -273,7 +275,13 @@ def load_tokenizer(recipe: ModelRecipe) -> Any:
         file = Path(recipe.chat_template)
         if not file.is_file():
             raise InputError(f"model.chat_template: file not found: {file}")
-        tokenizer.chat_template = file.read_text()
+        try:
+            with file.open(encoding="utf-8") as content:
+                tokenizer.chat_template = content.read(LONGEST + 1)
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(
+                f"model.chat_template: {file} cannot be read as UTF-8 ({error}); name a Jinja file"
+            ) from None
     if not tokenizer.chat_template:
         raise InputError(
             f"model.path: the tokenizer of {recipe.path} has no chat template; set model.chat_template to a Jinja file"
@@ -306,16 +314,22 @@ def _switched(tokenizer: Any, recipe: ModelRecipe) -> str:
     """The chat template with `model.thinking` as its default. InputError if thinking changes nothing in it."""
     template = tokenizer.get_chat_template()
     switched = with_thinking(template, recipe.thinking)
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "x"}],
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=True,
-            **dict.fromkeys(SWITCHES, thinking),
-        )
-        for thinking in (True, False)
-    ]
+    try:
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "x"}],
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **dict.fromkeys(SWITCHES, thinking),
+            )
+            for thinking in (True, False)
+        ]
+    except Exception as error:  # templates raise errors of any type
+        raise InputError(
+            f"model.path: the chat template of {recipe.path} cannot render a prompt ({first_line(error)}); set another "
+            "template in model.chat_template"
+        ) from error
     if switched is None or prompts[0] == prompts[1]:
         raise InputError(
             f"model.thinking: the chat template of {recipe.path} has no switch for thinking; set it to template"
@@ -415,7 +429,9 @@ def _load(
     # The caller reports missing weights.
     transformers_logging.set_verbosity_error()
     try:
-        loaded: Any = auto_class.from_pretrained(base, dtype=dtype, output_loading_info=True, **keywords)
+        loaded: Any = auto_class.from_pretrained(
+            base, dtype=dtype, output_loading_info=True, use_safetensors=True, **keywords
+        )
     except Exception as error:
         remedy = "check that the files are complete, or that the hub id is right and reachable"
         if "Unrecognized configuration class" in str(error):

@@ -3,14 +3,14 @@
 Not covered: architectures other than plain decoders and decoders with experts in every layer.
 """
 
-import json
+import math
 import re
-import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain.models.files import check_files, tensors_of
 from posttrain.models.load import made_directory, packaged_file
 from posttrain.plugins import require_module
 
@@ -122,6 +122,7 @@ def _of_cached(hub_id: str) -> ModelSizes | None:
 def _of_directory(directory: Path) -> ModelSizes:
     from transformers import AutoConfig
 
+    check_files(directory)
     try:
         config = AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
@@ -187,21 +188,8 @@ def _stored_parameters(directory: Path) -> int:
     """Number of elements of all tensors in the directory's safetensors files, from their headers; 0 without such
     files.
     """
-    count = 0
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with file.open("rb") as source:
-                (length,) = struct.unpack("<Q", source.read(8))
-                header = json.loads(source.read(min(length, 100_000_000)))
-        except (OSError, ValueError, struct.error):
-            raise InputError(f"model.path: {file} is not a complete safetensors file; download it again") from None
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                elements = 1
-                for size in tensor["shape"]:
-                    elements *= size
-                count += elements
-    return count
+    shapes = [shape for file in directory.glob("*.safetensors") for shape in tensors_of(file).values()]
+    return sum(map(math.prod, shapes))
 
 
 PACKAGED_SIZES = {"smollm2-135m": ModelSizes(134_515_008, 30, 576, 1536, 9, 3, 64, 49_152)}

@@ -1,0 +1,275 @@
+"""Limits of chat templates, which come with models: the operations and the size of texts of one rendering are counted.
+
+`limit_chat_templates` makes transformers render with `LimitedEnvironment`. Loops, calls, filters, operators and outputs
+spend from a budget by the size of what they process, before they process it. Nothing is timed, so a conversation is
+rendered or refused on every machine alike.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import jinja2.sandbox
+from jinja2 import nodes, pass_context
+from jinja2.compiler import CodeGenerator, Frame, operators
+from jinja2.exceptions import TemplateRuntimeError
+from jinja2.runtime import Context, LoopContext
+from jinja2.utils import Namespace
+
+BUDGET = 3_000_000
+"""Units of one rendering: one for each operation and element, and one for each `_CHARACTERS` characters."""
+LONGEST = 128 * 1024
+"""Maximum number of characters of a template. The longest published ones have a tenth of it."""
+_CHARACTERS = 16
+_MOST_BITS = 4_096
+_SHALLOW = {
+    *(
+        "abs",
+        "attr",
+        "batch",
+        "count",
+        "d",
+        "default",
+        "first",
+        "float",
+        "int",
+        "items",
+        "last",
+        "length",
+        "list",
+        "map",
+    ),
+    *("random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "slice"),
+}
+"""Filters that do not read what is nested in their value."""
+_REMOVED = ("pprint", "striptags", "sum", "urlize", "wordwrap", "xmlattr")
+"""Filters whose cost is not proportional to the sizes of their values. No published template uses them."""
+_COMPARING = (
+    "!=",
+    "<",
+    "<=",
+    "==",
+    ">",
+    ">=",
+    "eq",
+    "equalto",
+    "ge",
+    "greaterthan",
+    "gt",
+    "in",
+    "le",
+    "lessthan",
+    "lower",
+)
+_MULTIPLYING = ("expandtabs", "join", "replace", "translate")
+"""Methods of texts whose result can have the product of the sizes of their arguments."""
+
+
+def _call(method: str, node: nodes.Expr) -> nodes.Call:
+    """The call of a method of the environment with the value of `node`."""
+    return nodes.Call(nodes.EnvironmentAttribute(method), [node], [], None, None)
+
+
+class _Code(CodeGenerator):
+    """Python code of a template, in which operators that Jinja does not intercept spend too."""
+
+    def _measured(self, node: nodes.Node, frame: Frame) -> None:
+        self.write("environment.measured(")
+        self.visit(node, frame)
+        self.write(")")
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        counted = _call("iterated", node.iter)
+        super().visit_For(nodes.For(node.target, counted, node.body, node.else_, node.test, node.recursive), frame)
+
+    def visit_Output(self, node: nodes.Output, frame: Frame) -> None:
+        texts = sum(len(child.data) for child in node.nodes if isinstance(child, nodes.TemplateData))
+        self.writeline(f"environment.spend({1 + texts // _CHARACTERS})", node)
+        super().visit_Output(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("str_join((")
+        for child in node.nodes:
+            self._measured(child, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
+        self.write("(")
+        self._measured(node.expr, frame)
+        for operand in node.ops:
+            self.visit(operand, frame)
+        self.write(")")
+
+    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
+        self.write(f" {operators[node.op]} ")
+        self._measured(node.expr, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        pairs = [nodes.Pair(_call("measured", pair.key), pair.value) for pair in node.items]
+        super().visit_Dict(nodes.Dict(pairs), frame)
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        sliced = isinstance(node.arg, nodes.Slice)
+        self.write("environment.copied(" if sliced else "(")
+        super().visit_Getitem(node, frame)
+        self.write(")")
+
+
+class _Rendering(jinja2.Template):
+    """A template whose renderings start with a full budget."""
+
+    def new_context(self, *args: Any, **keywords: Any) -> Context:
+        self.environment.left.units = BUDGET  # type: ignore[attr-defined]
+        return super().new_context(*args, **keywords)
+
+
+class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox of chat templates with a budget for each rendering. TemplateRuntimeError where it is spent."""
+
+    code_generator_class = _Code
+    template_class = _Rendering
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.left = threading.local()
+        self.optimized = False  # constants would be computed when the template is compiled, without a budget
+        self.finalize = pass_context(lambda _, value: self.measured(value))
+        del self.globals["lipsum"]
+        for name in _REMOVED:
+            del self.filters[name]
+
+    def from_string(self, source: Any, *args: Any, **keywords: Any) -> jinja2.Template:
+        """The compiled template. TemplateRuntimeError if it is too long."""
+        if len(source) > LONGEST:
+            raise TemplateRuntimeError(f"the template has more than {LONGEST:,} characters")
+        self.filters = {name: self._limited(name, function) for name, function in self.filters.items()}
+        self.tests |= {name: self._limited(name, self.tests[name]) for name in _COMPARING}
+        return super().from_string(source, *args, **keywords)
+
+    def spend(self, units: int) -> None:
+        """Take `units` from the budget of this rendering."""
+        self.left.units = getattr(self.left, "units", BUDGET) - units
+        if self.left.units < 0:
+            raise TemplateRuntimeError("rendering takes more operations or longer texts than a chat template needs")
+
+    def measured(self, value: Any) -> Any:
+        """`value`, after the budget is charged for all that is in it, once for each time that it is there."""
+        inner = [value]
+        while inner:
+            one = inner.pop()
+            self.spend(1 + len(one) // _CHARACTERS if isinstance(one, str) else 1)
+            one = one._Namespace__attrs if isinstance(one, Namespace) else one
+            if isinstance(one, Mapping):
+                inner += one.keys()
+                inner += one.values()
+            elif isinstance(one, Collection) and not isinstance(one, str | bytes | range):
+                inner += one
+        return value
+
+    def copied(self, value: Any) -> Any:
+        """`value`, after the budget is charged for its length."""
+        self.spend(1 + (len(value) // _CHARACTERS if hasattr(value, "__len__") else 0))
+        return value
+
+    def iterated(self, value: Any) -> Any:
+        """`value`, of which each element costs one unit."""
+        if not hasattr(value, "__len__"):
+            return self._counted(value)
+        self.spend(len(value))
+        return value
+
+    def _counted(self, values: Any) -> Iterator[Any]:
+        for value in values:
+            self.spend(1)
+            yield value
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, self.measured(argument) if isinstance(argument, tuple) else argument)
+
+    def call(self, context: Context, function: Any, /, *args: Any, **keywords: Any) -> Any:  # type: ignore[override]
+        self.spend(5)
+        if isinstance(function, LoopContext):
+            args = tuple(map(self.iterated, args))
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if isinstance(owner, Collection):
+            size = sum(map(self._size, (*args, *keywords.values())))
+            if name in ("count", "index"):
+                self.measured(owner)
+            if isinstance(owner, str):
+                size = (len(owner) + 1) * (size + 1) if name in _MULTIPLYING else len(owner) + size
+            self.spend(size // _CHARACTERS)
+        return self.copied(super().call(context, function, *args, **keywords))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        self.spend(1)
+        if operator == "*" and isinstance(left, int) and not isinstance(right, int | float):
+            left, right = right, left
+        if operator == "%" and isinstance(left, str):
+            self._format(left, right if isinstance(right, tuple) else (right,))
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * (max(right, 1) if operator == "**" else 1) + right.bit_length()
+            if bits > _MOST_BITS:
+                raise TemplateRuntimeError("a number of the template is too large")
+        elif hasattr(left, "__len__"):
+            times = right if operator == "*" and isinstance(right, int) else 1
+            self.spend((len(left) * max(times, 0) + (len(right) if hasattr(right, "__len__") else 0)) // _CHARACTERS)
+        return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def limited(*args: Any, **keywords: Any) -> str:
+            self._format(value.__self__, (*args, *keywords.values()))
+            return wrapped(*args, **keywords)
+
+        return limited
+
+    def _size(self, value: Any) -> int:
+        """Characters and elements of an argument; a number counts as its value, since it may be a width or a count."""
+        before = getattr(self.left, "units", BUDGET)
+        self.measured(value)
+        return abs(value) if isinstance(value, int) else (before - self.left.units) * _CHARACTERS
+
+    def _format(self, form: str, values: Any) -> None:
+        """Charge the budget for a text of `values` in the format `form`, which may name widths."""
+        widths = [int(digits) if len(digits) < 10 else BUDGET * _CHARACTERS for digits in re.findall(r"\d+", form)]
+        if re.search(r"\*|:[^{}]*\{", form):  # widths among the values
+            widths += [value for value in values if isinstance(value, int)]
+        fields = form.count("%") + form.count("{")
+        before = getattr(self.left, "units", BUDGET)
+        self.measured(values)
+        size = max(widths, default=0) + (before - self.left.units) * _CHARACTERS
+        self.spend((len(form) + fields * size) // _CHARACTERS)
+
+    def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The filter or test `function`, which spends for its value, its arguments and its result."""
+        special = getattr(function, "jinja_pass_arg", None)  # its first argument is a context
+
+        def limited(*args: Any, **keywords: Any) -> Any:
+            value, *options = (*(args[1:] if special else args), *keywords.values())
+            (self.copied if name in _SHALLOW else self.measured)(value)
+            size = 0 if name in ("d", "default") else sum(map(self._size, options))
+            if name == "format":
+                self._format(str(value), options)
+            elif name in ("indent", "join", "replace", "tojson"):
+                size *= 1 + (len(value) if hasattr(value, "__len__") else 0)
+            self.spend(size // _CHARACTERS)
+            result = function(*args, **keywords)
+            return self.iterated(result) if isinstance(result, Iterator) else self.copied(result)
+
+        limited.jinja_pass_arg = special  # type: ignore[attr-defined]
+        return limited
+
+
+def limit_chat_templates() -> None:
+    """Make transformers render chat templates with a budget, from now on in this process."""
+    from transformers.utils import chat_template_utils
+
+    if chat_template_utils.ImmutableSandboxedEnvironment is not LimitedEnvironment:
+        chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment
+        chat_template_utils._compile_jinja_template.cache_clear()

@@ -1,0 +1,94 @@
+"""Checks of the files of a model directory before anything is built from them.
+
+A configuration is compared with the headers of the weights: what they contain bounds the sizes of the model.
+"""
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import InputError
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
+_MOST_BYTES = {"config.json": 16 << 20, "tokenizer.json": 1 << 30, "chat_template.jinja": 128 << 10}
+"""File -> maximum size. Others of `_TEXTS` have 64 MiB."""
+_TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
+_MOST_LAYERS = 256
+_SMALL = 4096
+"""Sizes up to this are not compared with the weights: some, such as that of a convolution's chunk, are not in them."""
+_COUNTS = re.compile(r"layers?$|blocks?$|experts?$|depth$|labels$|codebooks$")
+"""Keys of a configuration that count modules, each with a tensor of its own."""
+_SIZES = re.compile(r"(size|dim|width|heads?|inner|model|embd|features|rank|groups)$|^n_")
+"""Keys of a configuration that are dimensions of tensors."""
+
+
+def tensors_of(file: Path) -> dict[str, list[int]]:
+    """Name -> shape of the tensors in a safetensors file, from its header. InputError for a damaged header."""
+    try:
+        with file.open("rb") as content:
+            (length,) = struct.unpack("<Q", content.read(8))
+            header = json.loads(content.read(min(length, 100_000_000)))
+        return {name: [int(size) for size in one["shape"]] for name, one in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error):
+        raise InputError(f"model.path: {file} is not a complete safetensors file; download it again") from None
+
+
+def check_files(directory: Path, key: str = "model.path") -> None:
+    """InputError for files that need pickle, for texts of extreme size, for an index that names files elsewhere, and for a
+    configuration of a larger model than the weights are."""
+    for pattern in _TEXTS:
+        for file in directory.glob(pattern):
+            most = _MOST_BYTES.get(file.name, 64 << 20)
+            if not file.is_file() or file.stat().st_size > most:
+                raise InputError(f"{key}: {file} is not a file of at most {most:,} bytes; download it again")
+    weights = sorted(directory.glob("*.safetensors"))
+    pickles = [file.name for file in sorted(directory.iterdir()) if file.name.endswith(PICKLES)]
+    pickles += [file.name for file in directory.glob("*.bin.index.json")]
+    if not weights and pickles:
+        raise InputError(
+            f"{key}: {directory} has its weights in {pickles[0]}, a format that can run code; convert them in a sandbox with "
+            "`AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)` of transformers, or with peft for adapters"
+        )
+    for file in directory.glob("*.safetensors.index.json"):
+        index = _read(file, key).get("weight_map")
+        names = set(map(str, index.values())) if isinstance(index, dict) else {""}
+        if wrong := sorted(name for name in names if Path(name).name != name or not (directory / name).is_file()):
+            raise InputError(
+                f"{key}: {file} names {wrong[0]!r}, which is not a file beside it; download the model again"
+            )
+    if weights and (directory / "config.json").is_file():
+        shapes = [shape for file in weights for shape in tensors_of(file).values()]
+        _check_config(
+            directory / "config.json", key, len(shapes), max((max(shape, default=1) for shape in shapes), default=1)
+        )
+
+
+def _read(file: Path, key: str) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{key}: {file} cannot be read ({type(error).__name__}); download it again") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{key}: {file} is not a JSON object; download it again")
+    return values
+
+
+def _check_config(file: Path, key: str, tensors: int, largest: int) -> None:
+    """InputError for a configuration with more layers than tensors, or with a size that no tensor has."""
+    inner: list[tuple[str, Any]] = list(_read(file, key).items())
+    while inner:
+        name, value = inner.pop()
+        if isinstance(value, dict):
+            inner += [(str(part), one) for part, one in value.items()]
+        elif isinstance(value, list):
+            inner += [(name, one) for one in value]
+        elif isinstance(value, int | float) and not name.endswith(("_id", "_ids")):
+            counts, sizes = bool(_COUNTS.search(name)), bool(_SIZES.search(name))
+            most = max(_MOST_LAYERS, tensors) if counts else max(_SMALL, largest) if sizes else 1 << 53
+            if abs(value) > most:
+                raise InputError(
+                    f"{key}: {file} has {name} {value:.10g}, which the weights beside it, {tensors:,} tensors with up to "
+                    f"{largest:,} rows, do not have; restore the file"
+                )
