@@ -260,6 +260,8 @@ class LocalEngine:
         `cache_bytes`. By default it is the model's limit on a GPU and one page on a CPU, where a longer request that does
         not fit fails alone. InputError if a setting is wrong or `cache_bytes` does not hold one such sequence.
         """
+        if not hasattr(policy, "device"):
+            raise InputError(f"the argument `policy` has the type {type(policy).__name__}; pass a Policy")
         recipe = section(LocalEngineRecipe, recipe, **settings)
         if policy.device.type == "cpu":
             keep_freed_memory()
