@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import posttrain
+from posttrain.environments.rewards import load_reward
 from posttrain.errors import PosttrainError
 
 from .rollout.episodes import played
@@ -120,3 +121,16 @@ def test_seeds_of_numpy_are_seeds(good):
 def test_an_unknown_argument_names_the_nearest(keyword, right):
     with pytest.raises(PosttrainError, match=rf"`{keyword}`.*`{right}`"):
         posttrain.rl(**{keyword: len})
+
+
+def test_a_file_that_exits_when_it_is_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for environment in (f"{tmp_path / 'exits.py'}:Exits", f"{tmp_path / 'exits.py'}"):
+        with pytest.raises(PosttrainError, match=r"exits.py.*SystemExit: 0"):
+            posttrain.make_env(environment)
+        with pytest.raises(PosttrainError, match=r"exits.py.*SystemExit: 0"):
+            posttrain.rl(environment={"type": environment}, runs=f"{tmp_path}")
+    for reward in (f"{tmp_path / 'exits.py'}:reward", "exits:reward"):
+        with pytest.raises(PosttrainError, match=r"exits.*SystemExit: 0"):
+            load_reward(reward)
