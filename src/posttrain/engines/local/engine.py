@@ -98,8 +98,7 @@ class Slots:
         """The placement that leaves the fewest tokens of `prompt` [T] int64 to compute.
 
         `pending`: first tokens of the prompt that a running sequence is about to compute. `length`: the one that decides
-        the prompt's rotary frequencies. Returns None if no slot is
-        free, or if waiting for the pending tokens saves enough.
+        the prompt's rotary frequencies. Returns None if no slot is free, or if waiting for the pending tokens saves enough.
         """
         free = self.free
         if not free:
