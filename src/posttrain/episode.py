@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.errors import require_type
+
 
 class StopReason(StrEnum):
     """Why an answer ended."""
@@ -133,6 +135,13 @@ class Episode:
         """[n] int32: the version that sampled each sampled token, in order, across streams."""
         parts = [stream.versions[stream.sampled] for stream in self.streams]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+
+
+def require_episodes(episodes: Sequence[Episode]) -> None:
+    """InputError unless `episodes` is a sequence of episodes."""
+    require_type("episodes", episodes, Sequence)
+    for episode in episodes:
+        require_type("episodes", episode, Episode)
 
 
 def score_names(episodes: Sequence[Episode]) -> list[str]:

@@ -1,6 +1,8 @@
 """Errors with a message for the user: one sentence that names the cause and the remedy."""
 
 import re
+from numbers import Integral, Real
+from typing import Any
 
 _LONG = re.compile(r"(\S{200})\S{800,}")
 
@@ -31,3 +33,12 @@ class RunError(PosttrainError):
 
 class WorkersLost(RunError):
     """Workers of a cluster died too often or did not restart, so every further request would fail as well."""
+
+
+def require_type(name: str, value: Any, *kinds: type) -> None:
+    """InputError, which names the argument, unless `value` has one of the types. NumPy's numbers are `int` and `float`, and
+    True and False are neither."""
+    wide = tuple({int: Integral, float: Real}.get(kind, kind) for kind in kinds)
+    if not isinstance(value, wide) or (isinstance(value, bool) and bool not in kinds):
+        expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise InputError(f"the argument `{name}` has the type {type(value).__name__}; pass {expected}")

@@ -7,6 +7,8 @@ A recipe is given as paths of YAML files, mappings or typed recipes, merged left
 keys: `steps=20`, `rollout={"groups_per_step": 4}`, or dotted with `**{"rollout.groups_per_step": 4}`.
 """
 
+import difflib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.environments.rewards import register_reward
-from posttrain.errors import InputError
+from posttrain.errors import InputError, require_type
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import merge_typed, plain_values, typed_recipe
 from posttrain.recipe.pipeline import load_pipeline
@@ -278,6 +280,19 @@ def _run(
     fall_back: bool = False,
     engine: "MakeEngine | Mapping[str, Any] | BaseConfig | None" = None,
 ) -> Result:
+    known = STAGES[stage].model_fields
+    parameters = [name for name in inspect.signature(VERBS[stage]).parameters if name not in ("recipe", "overrides")]
+    for key in [key for key in overrides if key.partition(".")[0] not in known]:
+        near = ["callbacks"] if key.startswith("on_") else difflib.get_close_matches(key, parameters, 1)
+        if near and near[0] in parameters:
+            raise InputError(f"posttrain.{stage} has no argument `{key}`; the nearest is `{near[0]}`")
+    require_type("callbacks", callbacks, Sequence)
+    for callback in callbacks:
+        if isinstance(callback, str | type) or not hasattr(callback, "on_step"):
+            raise InputError(f"the argument `callbacks` has {callback!r:.60}; pass objects of posttrain.Callback")
+    require_type("resume", resume, str, Path, type(None))
+    require_type("fall_back", fall_back, bool)
+    require_type("overwrite", overwrite, bool)
     if resume is not None and overwrite:
         raise InputError("`resume` continues a run and `overwrite` deletes it; give only one of them")
     if fall_back and resume is None:
@@ -358,6 +373,7 @@ def _layers(recipe: Sequence[RecipeLike], overrides: Mapping[str, Any]) -> list[
 def _layer(part: RecipeLike) -> Layer:
     if isinstance(part, Layer):
         return part
+    require_type("recipe", part, str, Path, Mapping, BaseConfig)
     if isinstance(part, str | Path):
         return read_file(str(part))
     return Layer(plain_values(part))

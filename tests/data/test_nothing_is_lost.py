@@ -248,7 +248,7 @@ def test_tools_that_are_no_objects_are_named(tools):
 )
 def test_calls_and_messages_are_read_from_json_text(calls):
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": calls}]
-    for given in (messages, json.dumps(messages)):
+    for given in (messages, json.dumps(messages), [json.dumps(message) for message in messages]):
         assert example_of("conversation", {"messages": given}).messages[1]["tool_calls"] == [CALL]
     legacy = {"role": "assistant", "content": "", "function_call": json.dumps(CALL["function"])}
     (call,) = example_of("conversation", {"messages": [USER, legacy]}).messages[1]["tool_calls"]

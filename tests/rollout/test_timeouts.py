@@ -13,11 +13,17 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from posttrain.data.held_out import TaskSplit
 from posttrain.environments import calls, rewards
 from posttrain.environments.calls import CallTimeout, ended_in, ended_within
+from posttrain.environments.make import make_env
 from posttrain.environments.protocol import Environment, Observation, Step
 from posttrain.episode import Outcome
-from posttrain.errors import RunError
+from posttrain.errors import InputError, RunError
+from posttrain.recipe.rollout import RolloutRecipe
+from posttrain.rollout.store import read_episodes, write_episodes
+from posttrain.training.evaluators import EpisodeEvaluator
+from posttrain.training.tasks import check_tasks
 
 from .test_driver import EchoEngine, play
 
@@ -207,6 +213,83 @@ def test_an_async_reward_that_blocks_does_not_block_later_ones():
     assert isinstance(score(blocks, 0.2)[1], CallTimeout)
     rewards.replace_blocked_loop()
     assert score(right)[0] == {"score": 1.0}
+
+
+class Opening(Environment):
+    """Hangs, raises or exits where its seed says."""
+
+    where: ClassVar[str] = ""
+
+    def __init__(self, recipe):
+        super().__init__(recipe)
+        self.end("constructor")
+
+    def end(self, place):
+        if Opening.where == f"{place} hangs":
+            FOREVER.wait()
+        if Opening.where == f"{place} exits":
+            raise SystemExit(0)
+
+    def reset(self, seed):
+        return Observation([{"role": "user", "content": "task"}])
+
+    def step(self, action):
+        return Step([], 1.0, True, False, {"success": True})
+
+    def try_reward(self, seed):
+        self.end("reward")
+        return []
+
+    @classmethod
+    def baselines(cls, recipe, seeds):
+        raise SystemExit(0)
+
+
+@pytest.mark.parametrize("place", ["constructor", "reward"])
+def test_the_check_before_a_run_names_what_hangs_or_exits(place, monkeypatch):
+    recipe = make_env(Opening).recipe
+    tasks = TaskSplit(range(1), range(1), range(1), None)
+    monkeypatch.setattr(Opening, "where", f"{place} hangs")
+    (line,) = check_tasks(recipe, tasks, RolloutRecipe(environment_timeout=0.05), False)
+    assert ("constructor" in line, "reward" in line, "0.05 s" in line) == (place == "constructor", False, True)
+    monkeypatch.setattr(Opening, "where", f"{place} exits")
+    with pytest.raises(InputError, match=r"SystemExit: 0"):
+        check_tasks(recipe, tasks, RolloutRecipe(environment_timeout=None), False)
+
+
+def test_baselines_that_exit_are_named(tmp_path):
+    evaluator = EpisodeEvaluator.__new__(EpisodeEvaluator)
+    evaluator.environment = make_env(Opening).recipe
+    evaluator.tasks = TaskSplit(range(1), range(1), range(1), None)
+    with pytest.raises(InputError, match=r"`baselines` of .*Opening raised SystemExit: 0"):
+        evaluator.baselines()
+
+
+@pytest.mark.parametrize("score", [1e39, -1e39, float("nan"), float("inf"), 10**400, np.float64(1e300), True, "1"])
+def test_a_score_that_float32_does_not_hold_fails_its_episode_by_name(score):
+    class Scored(Wrong):
+        RAISED = ()
+        STEPS = (Step([], 1.0, True, False, {"success": True, "scores": {"close": score}}),)
+
+    (episode,) = play([0], environment=Scored)
+    if score is True:
+        assert episode.scores == {"close": 1.0}
+    else:
+        assert episode.outcome is Outcome.FAILED
+        assert "'close'" in episode.failure
+
+
+def test_scores_keep_their_digits_in_the_episode_file(tmp_path):
+    values = {"a": 0.1, "b": 1 / 3, "c": 16777217.0, "d": np.float64(1e-300), "e": np.int64(3), "f": None}
+
+    class Scored(Wrong):
+        RAISED = ()
+        STEPS = (Step([], 1.0, True, False, {"success": True, "scores": values}),)
+
+    episodes = play([0], environment=Scored)
+    path = write_episodes(tmp_path, 1, "train", episodes, None)
+    (stored,) = read_episodes(path).episodes
+    assert stored.scores == episodes[0].scores == {key: value for key, value in values.items() if value is not None}
 
 
 HUNG = """

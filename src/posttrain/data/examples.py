@@ -35,6 +35,7 @@ from posttrain.data.messages import (
     without_training_keys,
 )
 from posttrain.data.problems import Problems
+from posttrain.errors import InputError, require_type
 from posttrain.recipe.compose import section
 from posttrain.recipe.data import ColumnsRecipe, SourceRecipe
 
@@ -74,8 +75,17 @@ def load_dataset(
     Raises:
         InputError: there is no such file or data set, no row is usable, or any row is unusable and `strict` is set.
     """
+    require_type("source", source, str, Path, Sequence)
+    require_type("max_rows", max_rows, int, type(None))
+    require_type("strict", strict, bool)
+    if kind not in ROW_FUNCTIONS:
+        raise InputError(f"there is no `kind` {kind!r}; use one of {', '.join(ROW_FUNCTIONS)}")
+    if max_rows is not None and max_rows < 1:
+        raise InputError(f"the argument `max_rows` is {max_rows}; pass 1 or more, or None")
     listed = [source] if isinstance(source, str | Path) else source
-    sources = [SourceRecipe(path=str(path), split=split, subset=subset) for path in listed]
+    for path in listed:
+        require_type("source", path, str, Path)
+    sources = [section(SourceRecipe, path=path, split=split, subset=subset) for path in listed]
     problems = Problems()
     rows = list(read_examples(kind, sources, section(ColumnsRecipe, columns), problems, max_rows))
     problems.raise_if(strict)

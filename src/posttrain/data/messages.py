@@ -114,8 +114,11 @@ def as_messages(value: Any, name: str, role: str) -> list[Message]:
 def messages_of(value: Any, name: str) -> list[Message]:
     """Return the list of messages of the cell `name`, which may be JSON text, without checking their order. Raises
     UnusableRow."""
+    category, where = "messages are not a list of objects", f"those in `{name}`"
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = read_json(value, "messages are not a list of objects", f"those in `{name}`")
+        value = read_json(value, category, where)
+    if isinstance(value, list) and all(isinstance(item, str) and item.lstrip().startswith("{") for item in value):
+        value = objects(value, category, where)
     if not isinstance(value, list):
         raise UnusableRow("wrong type", f"`{name}` is {kind_of(value)}, not a list of messages")
     messages = [_message(item, f"message {number} of `{name}`") for number, item in enumerate(value, 1)]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from posttrain.environments.protocol import Environment, EnvironmentFactory
+from posttrain.errors import InputError
 from posttrain.recipe.components import environment_class, register_environment
 from posttrain.recipe.compose import section
 
@@ -23,5 +24,9 @@ def make_env(environment: str | type[Environment], **keys: Any) -> EnvironmentFa
     Raises:
         InputError: there is no such environment, or a key is wrong.
     """
+    if not isinstance(environment, str) and not (
+        isinstance(environment, type) and issubclass(environment, Environment)
+    ):
+        raise InputError(f"the argument `environment` is {environment!r:.60}; pass a name or a subclass of Environment")
     name = register_environment(environment) if isinstance(environment, type) else environment
     return EnvironmentFactory(section(environment_class(name).Recipe, type=name, **keys))

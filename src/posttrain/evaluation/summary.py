@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.episode import Episode, Outcome, reports_success, score_names
+from posttrain.episode import Episode, Outcome, reports_success, require_episodes, score_names
 from posttrain.recipe.rollout import SCORES
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Played, collect_episodes, quiet
 from posttrain.runs.intervals import Estimate, clustered_rate, mean, two_values
@@ -120,6 +120,7 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
 
     Intervals are over seeds (see `clustered_rate`). Raises `ValueError` without episodes.
     """
+    require_episodes(episodes)
     if not episodes:
         raise ValueError("no episodes to summarize")
     successes: dict[int, list[bool]] = defaultdict(list)

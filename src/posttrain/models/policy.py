@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from posttrain.distributed.sharding import ShardedModel, full_tensor, gather_to_rank0, set_shard
 from posttrain.distributed.world import current_world, threads_per_process
-from posttrain.errors import InputError
+from posttrain.errors import InputError, require_type
 from posttrain.models.adapters import add_adapters, coverage_warnings, merged_parameters
 from posttrain.models.cuda.copies import copied_to
 from posttrain.models.forward import (
@@ -61,6 +61,8 @@ class TrainedModel:
         Raises:
             InputError: there is no such model, or a setting is wrong.
         """
+        require_type("model", model, ModelRecipe, str, Path)
+        require_type("seed", seed, int)
         named = {} if isinstance(model, ModelRecipe) else {"path": str(model)}
         recipe = section(ModelRecipe, model if isinstance(model, ModelRecipe) else None, **named, **settings)
         if (threads := threads_per_process(recipe.threads)) is not None:

@@ -187,8 +187,11 @@ def module_of_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, SystemExit):
+            remedy = "put the commands of the file under `if __name__ == '__main__':`"
+            raise InputError(f"{path} ends the program when it is imported (SystemExit: {error}); {remedy}") from error
         raise
     return module
 

@@ -6,9 +6,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 from pydantic import ValidationError
 
-from posttrain.errors import InputError
+from posttrain.errors import InputError, require_type
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class, environment_names, register_environment
 from posttrain.recipe.reference import sections_of, tags_of
@@ -42,11 +43,8 @@ def section(part: type[P], value: "P | Mapping[str, Any] | None" = None, /, **ke
             raise TypeError(f"{type(value).__name__} is complete; pass it alone, or pass its keys by name")
         return value
     keys: Mapping[str, Any] = {} if value is None else cast(Mapping[str, Any], value)
-    given = plain_values({**keys, **keywords})
-    try:
-        return part.model_validate(given)
-    except ValidationError as error:
-        raise InputError("\n".join(validation_errors(error, part, Layer(given), part))) from None
+    require_type(part.__name__, keys, Mapping)
+    return checked(Layer(plain_values({**keys, **keywords})), part)
 
 
 def chosen(kinds: Registry, value: str | BaseConfig | Mapping[str, Any], /, **keywords: Any) -> Any:
@@ -56,6 +54,7 @@ def chosen(kinds: Registry, value: str | BaseConfig | Mapping[str, Any], /, **ke
     """
     if isinstance(value, BaseConfig):
         return section(type(value), value, **keywords)
+    require_type(str(kinds.key), value, str, Mapping)
     values = {"type": value} if isinstance(value, str) else dict(value)
     name = str(values.get("type"))
     kind = kinds.find(name)
@@ -66,19 +65,23 @@ def chosen(kinds: Registry, value: str | BaseConfig | Mapping[str, Any], /, **ke
     return section(kind, values, **keywords)
 
 
-def plain_values(value: Any) -> Any:
+def plain_values(value: Any, name: str = "recipe") -> Any:
     """`value` in its YAML form: paths as text, typed sections as mappings, tuples as lists, dotted keys nested, and the
-    class of an environment as the `type` that names it.
+    class of an environment as the `type` that names it. InputError, which names the key (of the whole: `name`), for a value
+    that YAML does not have.
     """
     if isinstance(value, BaseConfig):
         return value.model_dump(mode="json")
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, type):
         return register_environment(value)
     if isinstance(value, list | tuple):
-        return [plain_values(item) for item in value]
+        return [plain_values(item, name) for item in value]
     if not isinstance(value, Mapping):
+        require_type(name, value, str, bool, int, float, type(None))
         return value
     plain: dict[str, Any] = {}
     for key, inner in value.items():
@@ -86,7 +89,7 @@ def plain_values(value: Any) -> Any:
         inside = plain
         for name in sections:
             inside = inside.setdefault(name, {})
-        inner = plain_values(inner)
+        inner = plain_values(inner, str(key))
         inside[last] = {**inside[last], **inner} if isinstance(inner, dict) and last in inside else inner
     return plain
 

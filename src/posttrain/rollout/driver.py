@@ -15,6 +15,8 @@ from enum import Enum
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current_world
 from posttrain.engines.openai import ChatRequestError
@@ -33,7 +35,7 @@ from posttrain.environments.protocol import (
 )
 from posttrain.environments.rewards import replace_blocked_loop
 from posttrain.episode import Episode, Outcome
-from posttrain.errors import InputError, RunError, WorkersLost
+from posttrain.errors import InputError, RunError, WorkersLost, require_type
 from posttrain.recipe.compose import section
 from posttrain.recipe.rollout import ENVIRONMENT_TIMEOUT, FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.transcript import TokenTranscript, Transcript
@@ -394,13 +396,25 @@ def rollout(
         RunError: more than `failures.max_share` of the episodes failed.
         InputError: an argument is wrong, or the prompt of a seed leaves no room for an answer.
     """
+    if not (hasattr(engine, "policy") and hasattr(engine, "generate")):
+        raise InputError(
+            f"the argument `engine` has the type {type(engine).__name__}; pass a LocalEngine or VllmEngine"
+        )
+    require_type("env", env, EnvironmentFactory)
+    require_type("seeds", seeds, Sequence, np.ndarray)
+    for name, value in (*(("seeds", seed) for seed in seeds), ("run_seed", run_seed), ("step", step)):
+        require_type(name, value, int)
+        if not 0 <= value < 2**63:
+            raise InputError(f"the argument `{name}` has {value}; pass whole numbers from 0 to 2^63 - 1")
+    seeds = [int(seed) for seed in seeds]
     settings = section(
         RolloutRecipe,
+        episodes_per_group=episodes_per_group,
         tokens_per_turn=max_tokens,
         tokens_per_episode=tokens_per_episode,
-        stop_strings=list(stop_strings),
+        stop_strings=stop_strings,
         environment_timeout=environment_timeout,
-        failures=failures or FailureRecipe(),
+        failures=FailureRecipe() if failures is None else failures,
     )
     sampling = section(SamplingRecipe, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     policy = engine.policy
@@ -415,7 +429,7 @@ def rollout(
     requests = [
         EpisodeRequest(seed, group, index, (run_seed, "sampling", step, group, index))
         for group, seed in enumerate(seeds)
-        for index in range(episodes_per_group)
+        for index in range(settings.episodes_per_group)
     ]
     engine.load_weights(policy.version)
     episodes = collect_episodes(worker, requests)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from posttrain.credit.assign import compute_advantages, reward_streams
-from posttrain.episode import Advantages, Episode, PerToken, RewardStreams, Stream
-from posttrain.errors import InputError
+from posttrain.episode import Advantages, Episode, PerToken, RewardStreams, Stream, require_episodes
+from posttrain.errors import InputError, require_type
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import chosen, section
 from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit, TokenBaselineCredit
@@ -70,6 +70,7 @@ def advantages(
         InputError: there is no such credit, a setting is wrong, or `values` or `energies` are missing.
         RunError: a reward is not finite, or `greedy_returns` lacks a group.
     """
+    require_episodes(episodes)
     recipe: CreditRecipe = chosen(CREDITS, credit, **settings)
     if isinstance(recipe, CriticCredit) and values is None:
         raise InputError(f"credit {recipe.type} needs the values of a critic; pass `values`, or use another credit")
@@ -123,6 +124,8 @@ class Learner:
             InputError: a setting is wrong, `kl.apply_to` is `reward`, or `kl.reference` would follow a policy with
                 adapters.
         """
+        require_type("policy", policy, Policy)
+        require_type("updates", updates, int)
         self.policy = policy
         self.loss: PolicyLoss = chosen(LOSSES, loss)
         self.kl = section(KlRecipe, coefficient=kl) if isinstance(kl, int | float) else section(KlRecipe, kl)

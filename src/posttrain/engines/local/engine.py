@@ -98,8 +98,7 @@ class Slots:
         """The placement that leaves the fewest tokens of `prompt` [T] int64 to compute.
 
         `pending`: first tokens of the prompt that a running sequence is about to compute. `length`: the one that decides
-        the prompt's rotary frequencies. Returns None if no slot is
-        free, or if waiting for the pending tokens saves enough.
+        the prompt's rotary frequencies. Returns None if no slot is free, or if waiting for the pending tokens saves enough.
         """
         free = self.free
         if not free:
@@ -260,6 +259,8 @@ class LocalEngine:
         `cache_bytes`. By default it is the model's limit on a GPU and one page on a CPU, where a longer request that does
         not fit fails alone. InputError if a setting is wrong or `cache_bytes` does not hold one such sequence.
         """
+        if not hasattr(policy, "device"):
+            raise InputError(f"the argument `policy` has the type {type(policy).__name__}; pass a Policy")
         recipe = section(LocalEngineRecipe, recipe, **settings)
         if policy.device.type == "cpu":
             keep_freed_memory()
