@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 from urllib.parse import quote
 
 import zstandard
@@ -181,8 +182,6 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
     "reward of 400 digits": _episode(turns=[_turn(reward=int("9" * 400))]),
     "reward is text": _episode(turns=[_turn(reward="1")]),
     "answer is a list": _episode(turns=[_turn(answer=[1])]),
-    "turn out of range": _episode(turns=[_turn(start=-7, stop=10**12)]),
-    "turn of a stream that is not there": _episode(turns=[_turn(stream=9)]),
     "controls in the information of a turn": _episode(
         turns=[_turn(info={FOREIGN: FOREIGN, "judge": [FOREIGN], "scores": 3})]
     ),
@@ -297,7 +296,7 @@ def check_commands(folder: Path, bad: Path, commands: tuple[list[str], ...] = CO
     out.mkdir(exist_ok=True)
     places = {"runs": runs, "good": runs / "good", "out": out}
     for words in commands:
-        with _in_time(" ".join(words)):
+        with _in_time(" ".join(words)), mock.patch.dict(os.environ, COLUMNS="2000"):  # no folded paths
             code, stdout, stderr = quietly([word.format(bad, **places) for word in words])
         assert code in (0, 1, 2), (words, stderr[-300:])
         assert "--debug" not in stderr, (words, stderr[-300:])
@@ -305,7 +304,7 @@ def check_commands(folder: Path, bad: Path, commands: tuple[list[str], ...] = CO
         assert (found := CONTROLS.search(stdout + stderr)) is None, (words, found)
         if words[:2] == ["runs", "list"]:
             assert code == 0, (words, stderr)
-            assert f"{runs}/good" in stdout.replace("\n", ""), stdout
+            assert f"{runs}/good" in stdout, stdout
     for file in (bad / "report.html", out / "report.html", bad / "report.md"):
         if file.is_file() and not file.is_symlink():
             assert SECRET not in file.read_text(), file

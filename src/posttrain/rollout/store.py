@@ -348,6 +348,9 @@ def _units(record: dict[str, Any] | None) -> CreditedUnits | None:
 def episode_from_record(record: dict[str, Any]) -> Episode:
     """The inverse of `episode_record`."""
     _check_integers(record, "seed", "group", "index", "version")
+    for message in record["messages"]:
+        if not isinstance(message["role"], str) or not isinstance(message.get("content"), str | None):
+            raise ValueError("a message has no text or role")
     for turn in record["turns"]:
         _check_integers(turn, "stream", "start", "stop")
         _check_number(turn["reward"])

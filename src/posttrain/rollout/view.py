@@ -212,11 +212,11 @@ def view_episode(
         if message["role"] == "assistant" and remaining:
             number, turn = remaining.pop(0)
             parts += [
-                _inset(answer(message["content"], turn)),
+                _inset(answer(message.get("content") or "", turn)),
                 _turn_line(number, turn, advantages, _changes(episode, turn)),
             ]
         else:
-            parts.append(_inset(Text(printable(message["content"]))))
+            parts.append(_inset(Text(printable(message.get("content") or ""))))
     for number, turn in remaining:
         parts += [
             _role("assistant"),

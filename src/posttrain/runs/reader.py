@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +35,7 @@ _REASONS = {
 }
 
 
-def open_file(path: Path, run: Path | None = None, most: float = LARGEST) -> BinaryIO:
+def open_file(path: Path, run: Path | None = None, most: float = LARGEST) -> BufferedReader:
     """Open a regular file of at most `most` bytes for reading.
 
     run: the directory below which no link is followed; default: the one that holds the file. Raises `FileNotFoundError` if

@@ -192,7 +192,7 @@ def episode_page(
             messages.append(_answer(*waiting.pop(0), sample, decode, look))
         else:
             named = " ".join(filter(None, (message["role"], str(message.get("name") or ""))))
-            messages.append(Message(named[:_LONGEST_ROLE], shortened(message["content"])))
+            messages.append(Message(named[:_LONGEST_ROLE], shortened(message.get("content") or "")))
     messages += [_answer(number, turn, sample, decode, look) for number, turn in waiting]
     ending = "success" if episode.success else episode.outcome.value
     tokens = sum(turn.stop - turn.start for turn in episode.turns)
