@@ -287,11 +287,10 @@ def _read_bomb(file: Path, said: Path) -> None:
         else:
             for _, row in read_rows(SourceRecipe(path=str(file))):
                 assert isinstance(row, dict) or "\n" not in row, row
-    except InputError as error:
-        assert "MemoryError" not in str(error), error
     except BaseException as error:
-        said.write_text(f"{type(error).__name__}: {error}"[:300])
-        os._exit(1)
+        if not isinstance(error, InputError) or "MemoryError" in str(error):
+            said.write_text(f"{type(error).__name__}: {error}"[:300])
+            os._exit(1)
     os._exit(0)
 
 
@@ -307,7 +306,7 @@ def _write_bomb(draw: random.Random, kind: str, file: Path) -> None:
             [b"{}\n", b"\n", b" " * 4096, b'{"prompt": "' + b"x" * 70_000 + b'"}\n', b"[" * 5_000 + b"\n"]
         )
         with gzip.open(file, "wb", compresslevel=1) as out:
-            for _ in range(draw.choice([20, 2_000])):
+            for _ in range(draw.choice([20, 1_500])):
                 out.write(line * (50_000 // len(line) + 1))
         return
     if kind == "gguf":
@@ -326,9 +325,9 @@ def _write_bomb(draw: random.Random, kind: str, file: Path) -> None:
         file.write_bytes(content)
         os.truncate(file, draw.choice([len(content), 1 << 33]))
         return
-    count = draw.choice([1, 300, 50_000])
-    texts = arrow.array(["x" * draw.choice([0, 100, 1 << 20, 20 << 20]), "y", None])
-    indices = arrow.array([draw.choice([0, 0, 0, 1, 2])] * count, arrow.int32())
+    count = draw.choice([1, 300, 5_000])
+    texts = arrow.array(["x" * draw.choice([0, 100, 1 << 20, 4 << 20]), "y"])
+    indices = arrow.array([draw.choice([0, 0, 0, 1, None])] * count, arrow.int32())
     column: Any = arrow.DictionaryArray.from_arrays(indices, texts)
     offsets = arrow.array(range(count + 1), arrow.int32())
     for _ in range(draw.choice([0, 1, 2, 40])):
@@ -343,10 +342,5 @@ def _write_bomb(draw: random.Random, kind: str, file: Path) -> None:
     names = draw.choice([["prompt"], ["prompt", "messages"], ["prompt", *(f"c{n}" for n in range(99))]])
     columns = dict.fromkeys(names, nulls) | {"prompt": column}
     group = draw.choice([1_000, count])
-    with contextlib.suppress(arrow.ArrowException):
-        parquet.write_table(
-            arrow.table(columns),
-            file,
-            compression=draw.choice(["zstd", "gzip", "snappy", "none"]),
-            row_group_size=group,
-        )
+    codec = draw.choice(["zstd", "gzip", "snappy", "none"])
+    parquet.write_table(arrow.table(columns), file, compression=codec, row_group_size=group)

@@ -17,7 +17,18 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 
-from tests.adversary import architectures, callers, disguises, exports, hardship, hosts, models, run_folders, strangers, templates
+from tests.adversary import (
+    architectures,
+    callers,
+    disguises,
+    exports,
+    hardship,
+    hosts,
+    models,
+    run_folders,
+    strangers,
+    templates,
+)
 
 SECRET = "hunter2-outside"
 

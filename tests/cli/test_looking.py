@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from posttrain.view.play import Player
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
@@ -13,7 +14,6 @@ from posttrain.plugins import is_trusted, trusting
 from posttrain.recipe.sources import Layer, merge, read_file, read_overrides, read_text
 from posttrain.rollout.view import token_decoder
 from posttrain.runs.directory import RunDirectory
-from posttrain.view.play import Player
 from tests.training import small
 
 ENVIRONMENT = """

@@ -62,6 +62,33 @@ def test_a_missing_file_is_detected(saved):
         saved.load(4)
 
 
+@pytest.mark.parametrize(
+    "name", ["policy/model-2.safetensors", "policy/inner/pytorch_model.bin", "tensors/__9_0.distcp"]
+)
+def test_a_file_of_someone_else_is_refused(saved, name):
+    for harmless in ("notes.txt", "policy/.DS_Store"):
+        (saved.path(4) / harmless).write_text("x")
+    assert saved.load(4)[2] == {"step": 4}
+    file = saved.path(4) / name
+    file.parent.mkdir(exist_ok=True)
+    file.symlink_to("/etc/passwd")
+    with pytest.raises(InputError, match=rf"{name} is not a file that posttrain wrote to this checkpoint"):
+        saved.load(4)
+    if name.startswith("policy"):
+        with pytest.raises(InputError, match="is not a file that posttrain wrote"):
+            saved.policy(4)
+    else:
+        assert saved.policy(4) == saved.path(4) / "policy"
+
+
+def test_a_run_without_the_folder_of_its_checkpoints_is_not_started_again(trained, capsys):
+    metrics = (trained / "metrics.jsonl").read_bytes()
+    shutil.rmtree(trained / "checkpoints")
+    assert main(["rl", "--resume", str(trained)]) == 2
+    assert f"{trained}/checkpoints is missing, so the run cannot continue" in capsys.readouterr().err
+    assert (trained / "metrics.jsonl").read_bytes() == metrics
+
+
 def test_a_checkpoint_of_an_earlier_version_is_refused(saved):
     file = saved.path(4) / "manifest.json"
     manifest = json.loads(file.read_text())

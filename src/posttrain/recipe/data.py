@@ -54,7 +54,7 @@ class SourceRecipe(BaseConfig):
     max_row_mib: float = Field(16.0, gt=0)
     """Maximum size of a row in its file, in MiB. Larger rows are skipped without being read into memory, and counted."""
     max_expansion: float = Field(200.0, ge=1)
-    """Maximum ratio of the content of a `.jsonl.gz` file, or of a row group of a `.parquet` file, to its compressed size. What exceeds it and 64 MiB is not read further, and counted as a broken file."""
+    """Maximum ratio of the content of a `.jsonl.gz` file, or of the values of a `.parquet` file or row group, to its compressed size. What exceeds it and 64 MiB is not read further, and counted as a broken file."""
     max_depth: int = Field(32, ge=1, le=DEPTH)
     """Maximum nesting depth of lists and objects in a row. Deeper rows are skipped and counted."""
 

@@ -199,6 +199,10 @@ class Checkpoints:
                 f"{path} contains only the policy, so no run can resume from it; {remedy}, or start a run from "
                 f"{path / 'policy'} as `model.path`"
             )
+        # Everything in these folders is read. A file beside them, or a hidden one, harms nothing.
+        for file in path.glob("*/**/[!.]*" if resumable else "policy/**/[!.]*"):
+            if not file.is_dir() and str(file.relative_to(path)) not in files:
+                raise InputError(f"{file} is not a file that posttrain wrote to this checkpoint; move it away")
         for name, digest in files.items():
             if not is_file(path / name) or digest_of_file(path / name, self.directory) != digest:
                 raise InputError(f"{path / name} is damaged: its checksum differs; {remedy}")

@@ -200,6 +200,11 @@ def run_in_process(
 
     def opened() -> RunDirectory:
         run = RunDirectory.open(f"{recipe.runs}/{recipe.name}") if resume else RunDirectory.create(recipe, overwrite)
+        if not run.checkpoints.is_dir():
+            raise InputError(
+                f"{run.checkpoints} is missing, so the run cannot continue; restore it, or start the run again with "
+                "--overwrite"
+            )
         held.enter_context(run.lock())
         held.enter_context(run.recording_failure())
         return run
