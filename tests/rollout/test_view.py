@@ -9,8 +9,9 @@ from posttrain.cli.runs import SplitName, episodes
 from posttrain.episode import Advantages, Outcome
 from posttrain.errors import InputError
 from posttrain.rollout.store import write_episodes
-from posttrain.rollout.view import view_episode, visible
+from posttrain.rollout.view import view_episode
 from posttrain.runs.directory import RunDirectory
+from posttrain.terminal import printable
 from tests.rollout.episodes import played
 
 
@@ -67,7 +68,7 @@ def test_token_colours_follow_the_sign_of_the_credit() -> None:
 
 
 def test_sampled_control_characters_cannot_drive_the_terminal() -> None:
-    assert visible("a\x1b[2Jb\nc\r\x07é") == "a\\x1b[2Jb\nc\\r\\x07é"
+    assert printable("a\x1b[2Jb\nc\r\x07é") == "a\\x1b[2Jb\nc\\r\\x07é"
     assert "[red]" in shown(played(0, messages=[{"role": "user", "content": "[red]x"}]), None)
 
 
