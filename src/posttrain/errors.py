@@ -1,6 +1,10 @@
 """Errors with a message for the user: one sentence that names the cause and the remedy."""
 
 import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _LONG = re.compile(r"(\S{200})\S{800,}")
 
@@ -31,3 +35,11 @@ class RunError(PosttrainError):
 
 class WorkersLost(RunError):
     """Workers of a cluster died too often or did not restart, so every further request would fail as well."""
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print Python warnings inside the block as sentences, without the line of code that warns."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *place, **more: print(f"posttrain: warning: {message}", file=sys.stderr)
+        yield

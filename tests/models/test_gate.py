@@ -1,6 +1,7 @@
 """Every model is exact or refused: the gate's choices, and the distances of what it chose."""
 
 import asyncio
+import json
 import warnings
 
 import numpy as np
@@ -14,7 +15,7 @@ from posttrain.engines.protocol import Request
 from posttrain.errors import InputError
 from posttrain.models import gate
 from posttrain.models.forward import path_of
-from posttrain.models.packing import PackedLayout
+from posttrain.models.packing import PackedLayout, row_length
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.rollout import SamplingRecipe
@@ -288,3 +289,60 @@ def test_adapters_leave_out_weights_that_state_spaces_read(kind, tmp_path):
         assert [name for name, parameter in policy.trainable() if parameter.grad is None] == []
         with pytest.raises(InputError, match=r"out_proj|dt_proj"):
             Policy(directory, lora={"rank": 2, "targets": ["out_proj" if kind == "falcon_h1" else "dt_proj"]})
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "mamba2"])
+def test_limits_of_time_steps_that_no_short_row_reaches_are_compared(kind, tmp_path):
+    directory = saved(kind, tmp_path)
+    file = tmp_path / "config.json"
+    limits = {"time_step_min": 1e-9, "time_step_limit": [1e-9, 1e9]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | limits))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert LocalEngine(Policy(directory))._parts.kind == "whole"
+
+
+def test_a_pass_leaves_no_graph_in_the_model(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy = Policy(saved("recurrent_gemma", tmp_path), gradient_checkpointing=True)
+    streams, masks = rows(20)
+    with policy.training_mode():
+        scores = policy.score(streams, masks, 1.0, 64).logprobs
+        scores.sum().backward()
+    assert np.array_equal(logprobs(policy.replica(), streams, masks), scores.detach().numpy())
+
+
+def test_passes_of_long_streams_fit_the_batch(tmp_path, monkeypatch):
+    with pytest.warns(UserWarning, match="beyond 32"):
+        policy = Policy(saved_llama(tmp_path, rope_parameters=DYNAMIC))
+    streams, masks = rows(40, 20, 36)
+    streams[2][:30] = streams[0][:30]
+    decoder, tokens = policy.model.model, []
+
+    def gradients():
+        policy.model.zero_grad()
+        scores = policy.score(streams, masks, 1.0, 64).logprobs
+        scores.sum().backward()
+        return [scores.detach(), *(parameter.grad.clone() for parameter in policy.model.parameters())]
+
+    decoder.register_forward_pre_hook(
+        lambda module, inputs, named: tokens.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    split = gradients()
+    assert max(tokens) <= row_length(streams) == 66
+    monkeypatch.setattr(PackedLayout, "parts", lambda self: [])
+    tokens.clear()
+    whole = gradients()
+    assert max(tokens) > 200
+    for one, other in zip(split, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba", "xlstm"])
+def test_caches_are_continued_by_the_names_that_transformers_uses(kind, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("error", FutureWarning)
+        engine, *_ = sampled(Policy(saved(kind, tmp_path)), (9,), 4)
+    assert engine._parts.kind == "cached"

@@ -27,7 +27,7 @@ from posttrain.cli.storage import app as runs
 from posttrain.cli.tune import tune
 from posttrain.cli.view import view, watch
 from posttrain.distributed.stopping import second_signal_ends
-from posttrain.errors import PosttrainError
+from posttrain.errors import PosttrainError, plain_warnings
 from posttrain.plugins import trusting
 from posttrain.runs.directory import storage_error
 
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         typer.echo(f"posttrain {__version__}")
         return 0
     try:
-        with second_signal_ends(), nullcontext() if trust else trusting(words):
+        with second_signal_ends(), plain_warnings(), nullcontext() if trust else trusting(words):
             code = app(words, prog_name="posttrain", standalone_mode=False)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
