@@ -14,7 +14,8 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.errors import InputError
 from posttrain.models import gate
-from posttrain.models.forward import path_of
+from posttrain.models.critic import Critic
+from posttrain.models.forward import base_decoder, path_of
 from posttrain.models.packing import PackedLayout, row_length
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
@@ -346,3 +347,100 @@ def test_caches_are_continued_by_the_names_that_transformers_uses(kind, tmp_path
         warnings.simplefilter("error", FutureWarning)
         engine, *_ = sampled(Policy(saved(kind, tmp_path)), (9,), 4)
     assert engine._parts.kind == "cached"
+
+
+def saved_whole(kind, folder):
+    """The directory of a tiny composite model with all of its parts, and with numbers that show mistakes."""
+    import transformers
+
+    tokenizer, maker = make_tokenizer(), tiny_families()
+    torch.manual_seed(0)
+    config = maker.shrunk(transformers.CONFIG_MAPPING[kind](), len(tokenizer))
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        maker.randomize(model, 1.0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("save", [saved, saved_whole])
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3"])
+def test_reward_models_and_critics_read_the_text_of_composite_models(kind, save, tmp_path):
+    import transformers
+
+    directory = save(kind, tmp_path / "model")
+    streams, masks = rows(20, 33)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = RewardModel(directory)
+        ours = model.rewards(streams, masks)
+        assert torch.isfinite(Critic(directory).values(streams, masks)).all()
+        policy = Policy(directory, trained=False)
+        assert torch.equal(
+            base_decoder(policy.model).get_input_embeddings().weight,
+            base_decoder(model.model).get_input_embeddings().weight,
+        )
+        with policy.as_reference():
+            reference = logprobs(policy, streams, masks)
+        assert np.array_equal(reference, logprobs(policy, streams, masks))
+        model.export(tmp_path / "exported")
+        again = RewardModel(tmp_path / "exported", new_head=False).rewards(streams, masks)
+        theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").eval()
+        scores = torch.stack([theirs(input_ids=torch.from_numpy(ids)[None]).logits[0, 0] for ids in streams])
+    assert ours.std() > 1e-2
+    assert torch.allclose(ours, again, atol=1e-6)
+    assert torch.allclose(ours, scores, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("llama4", "no AutoModelForSequenceClassification"),
+        ("got_ocr2", "no AutoModelForSequenceClassification"),
+        ("bert", "no linear head `score`"),
+    ],
+)
+@pytest.mark.parametrize("build", [RewardModel, Critic])
+def test_models_without_a_head_for_rewards_are_refused_with_the_reason(kind, reason, build, tmp_path):
+    with pytest.raises(InputError, match=reason):
+        build(saved(kind, tmp_path))
+
+
+@pytest.mark.parametrize("target", ["router", "input_layernorm", "sinks"])
+def test_targets_that_cannot_have_adapters_are_named_with_their_type(target, tmp_path):
+    with pytest.raises(InputError, match=rf"'{target}' is of type (GptOssTopKRouter|GptOssRMSNorm|Parameter)"):
+        Policy(saved("gpt_oss", tmp_path), lora={"rank": 2, "targets": [target]})
+
+
+SLOW = [
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("jamba", "mamba2", "falcon_h1", "lfm2", "rwkv", "xlstm")
+]
+SLOW += [
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma2", "gpt_oss", "mixtral", "llama4", "nemotron_h")
+]
+
+
+@pytest.mark.parametrize("kind", ["llama", "stablelm", "qwen3_5_text", "deepseek_v3", *SLOW])
+def test_adapters_do_not_change_the_verdict(kind, tmp_path):
+    """Adapters that move predictions by nats: packed, alone, the engine and the exported model agree."""
+    directory = saved(kind, tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy = Policy(directory, lora={"rank": 4})
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for name, factor in policy.trainable():
+                if "lora_B" in name:
+                    factor.normal_(0, 0.3)
+        _, streams, masks, theirs = sampled(policy, (9, 30), 8)
+        ours = logprobs(policy, streams, masks)
+        policy.export(tmp_path / "exported")
+        exported = logprobs(Policy(str(tmp_path / "exported")), streams, masks)
+    with policy.as_reference():
+        assert np.abs(ours - logprobs(policy, streams, masks)).max() > 0.5
+    assert np.abs(ours - each_alone(policy, streams, masks)).max() < LIMIT
+    assert np.abs(ours - theirs).max() < LIMIT
+    assert np.abs(ours - exported).max() < LIMIT
+    policy.score(streams, masks, 1.0, 64).logprobs.sum().backward()
+    assert [name for name, factor in policy.trainable() if factor.grad is None or not factor.grad.any()] == []

@@ -1,6 +1,7 @@
 """The `posttrain` command. Commands import heavy modules when they run, so that `--help` is fast."""
 
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -103,6 +104,8 @@ def _options(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 2 for invalid input, 1 for other failures, 130 if interrupted."""
+    # transformers logs missing kernels of GPUs and its own deprecations.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words
     trust = "--trust" in words

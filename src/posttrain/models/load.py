@@ -242,8 +242,8 @@ def load_config(recipe: ModelRecipe) -> Any:
     if _is_adapter(path) and not (Path(path) / "config.json").is_file():
         path = resolve_path(_adapter_config(path)["base_model_name_or_path"])
     config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
-    text = config.sub_configs.get("text_config")
-    if text is None or getattr(AutoModelForCausalLM._model_mapping.get(type(config)), "config_class", None) is not text:
+    decoder = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if decoder is None or getattr(decoder, "config_class", None) is not config.sub_configs.get("text_config"):
         return config
     part = config.get_text_config()
     if (quantization := getattr(config, "quantization_config", None)) is not None:
