@@ -39,7 +39,7 @@ def test_every_command_with_a_family(kind, tmp_path, capfd):
         for n in range(4)
     ]
     train = write_rows(tmp_path / "rows.jsonl", dialogs)
-    run("sft", f"model.path={base}", f"data.train={train}", "data.rows_per_step=2", "steps=1", "name=sft")
+    run("sft", f"model.path={base}", f"data.train={train}", "rows_per_update=2", "steps=1", "name=sft")
     model = tmp_path / "runs/sft/model"
     run("rl", f"model.path={model}", "environment.type=bandit", "credit.type=gae", f"ptx.data.train={train}", "steps=1",
         "rollout.groups_per_step=1", "rollout.episodes_per_group=2", "evaluation.every=0", "name=rl", *short,
