@@ -1,6 +1,10 @@
 """Errors with a message for the user: one sentence that names the cause and the remedy."""
 
 import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
@@ -42,3 +46,11 @@ def require_type(name: str, value: Any, *kinds: type) -> None:
     if not isinstance(value, wide) or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
         raise InputError(f"the argument `{name}` has the type {type(value).__name__}; pass {expected}")
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print Python warnings inside the block as sentences, without the line of code that warns."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *place, **more: print(f"posttrain: warning: {message}", file=sys.stderr)
+        yield

@@ -1,6 +1,7 @@
 """Every model is exact or refused: the gate's choices, and the distances of what it chose."""
 
 import asyncio
+import json
 import warnings
 
 import numpy as np
@@ -13,8 +14,9 @@ from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Request
 from posttrain.errors import InputError
 from posttrain.models import gate
-from posttrain.models.forward import path_of
-from posttrain.models.packing import PackedLayout
+from posttrain.models.critic import Critic
+from posttrain.models.forward import base_decoder, path_of
+from posttrain.models.packing import PackedLayout, row_length
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.rollout import SamplingRecipe
@@ -288,3 +290,157 @@ def test_adapters_leave_out_weights_that_state_spaces_read(kind, tmp_path):
         assert [name for name, parameter in policy.trainable() if parameter.grad is None] == []
         with pytest.raises(InputError, match=r"out_proj|dt_proj"):
             Policy(directory, lora={"rank": 2, "targets": ["out_proj" if kind == "falcon_h1" else "dt_proj"]})
+
+
+@pytest.mark.parametrize("kind", ["nemotron_h", "mamba2"])
+def test_limits_of_time_steps_that_no_short_row_reaches_are_compared(kind, tmp_path):
+    directory = saved(kind, tmp_path)
+    file = tmp_path / "config.json"
+    limits = {"time_step_min": 1e-9, "time_step_limit": [1e-9, 1e9]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | limits))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert LocalEngine(Policy(directory))._parts.kind == "whole"
+
+
+def test_a_pass_leaves_no_graph_in_the_model(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy = Policy(saved("recurrent_gemma", tmp_path), gradient_checkpointing=True)
+    streams, masks = rows(20)
+    with policy.training_mode():
+        scores = policy.score(streams, masks, 1.0, 64).logprobs
+        scores.sum().backward()
+    assert np.array_equal(logprobs(policy.replica(), streams, masks), scores.detach().numpy())
+
+
+def test_passes_of_long_streams_fit_the_batch(tmp_path, monkeypatch):
+    with pytest.warns(UserWarning, match="beyond 32"):
+        policy = Policy(saved_llama(tmp_path, rope_parameters=DYNAMIC))
+    streams, masks = rows(40, 20, 36)
+    streams[2][:30] = streams[0][:30]
+    decoder, tokens = policy.model.model, []
+
+    def gradients():
+        policy.model.zero_grad()
+        scores = policy.score(streams, masks, 1.0, 64).logprobs
+        scores.sum().backward()
+        return [scores.detach(), *(parameter.grad.clone() for parameter in policy.model.parameters())]
+
+    decoder.register_forward_pre_hook(
+        lambda module, inputs, named: tokens.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
+    split = gradients()
+    assert max(tokens) <= row_length(streams) == 66
+    monkeypatch.setattr(PackedLayout, "parts", lambda self: [])
+    tokens.clear()
+    whole = gradients()
+    assert max(tokens) > 200
+    for one, other in zip(split, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "mamba", "xlstm"])
+def test_caches_are_continued_by_the_names_that_transformers_uses(kind, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("error", FutureWarning)
+        engine, *_ = sampled(Policy(saved(kind, tmp_path)), (9,), 4)
+    assert engine._parts.kind == "cached"
+
+
+def saved_whole(kind, folder):
+    """The directory of a tiny composite model with all of its parts, and with numbers that show mistakes."""
+    import transformers
+
+    tokenizer, maker = make_tokenizer(), tiny_families()
+    torch.manual_seed(0)
+    config = maker.shrunk(transformers.CONFIG_MAPPING[kind](), len(tokenizer))
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        maker.randomize(model, 1.0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("save", [saved, saved_whole])
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma3"])
+def test_reward_models_and_critics_read_the_text_of_composite_models(kind, save, tmp_path):
+    import transformers
+
+    directory = save(kind, tmp_path / "model")
+    streams, masks = rows(20, 33)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = RewardModel(directory)
+        ours = model.rewards(streams, masks)
+        assert torch.isfinite(Critic(directory).values(streams, masks)).all()
+        policy = Policy(directory, trained=False)
+        assert torch.equal(
+            base_decoder(policy.model).get_input_embeddings().weight,
+            base_decoder(model.model).get_input_embeddings().weight,
+        )
+        with policy.as_reference():
+            reference = logprobs(policy, streams, masks)
+        assert np.array_equal(reference, logprobs(policy, streams, masks))
+        model.export(tmp_path / "exported")
+        again = RewardModel(tmp_path / "exported", new_head=False).rewards(streams, masks)
+        theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").eval()
+        scores = torch.stack([theirs(input_ids=torch.from_numpy(ids)[None]).logits[0, 0] for ids in streams])
+    assert ours.std() > 1e-2
+    assert torch.allclose(ours, again, atol=1e-6)
+    assert torch.allclose(ours, scores, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("llama4", "no AutoModelForSequenceClassification"),
+        ("got_ocr2", "no AutoModelForSequenceClassification"),
+        ("bert", "no linear head `score`"),
+    ],
+)
+@pytest.mark.parametrize("build", [RewardModel, Critic])
+def test_models_without_a_head_for_rewards_are_refused_with_the_reason(kind, reason, build, tmp_path):
+    with pytest.raises(InputError, match=reason):
+        build(saved(kind, tmp_path))
+
+
+@pytest.mark.parametrize("target", ["router", "input_layernorm", "sinks"])
+def test_targets_that_cannot_have_adapters_are_named_with_their_type(target, tmp_path):
+    with pytest.raises(InputError, match=rf"'{target}' is of type (GptOssTopKRouter|GptOssRMSNorm|Parameter)"):
+        Policy(saved("gpt_oss", tmp_path), lora={"rank": 2, "targets": [target]})
+
+
+SLOW = [
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("jamba", "mamba2", "falcon_h1", "lfm2", "rwkv", "xlstm")
+]
+SLOW += [
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma2", "gpt_oss", "mixtral", "llama4", "nemotron_h")
+]
+
+
+@pytest.mark.parametrize("kind", ["llama", "stablelm", "qwen3_5_text", "deepseek_v3", *SLOW])
+def test_adapters_do_not_change_the_verdict(kind, tmp_path):
+    """Adapters that move predictions by nats: packed, alone, the engine and the exported model agree."""
+    directory = saved(kind, tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy = Policy(directory, lora={"rank": 4})
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for name, factor in policy.trainable():
+                if "lora_B" in name:
+                    factor.normal_(0, 0.3)
+        _, streams, masks, theirs = sampled(policy, (9, 30), 8)
+        ours = logprobs(policy, streams, masks)
+        policy.export(tmp_path / "exported")
+        exported = logprobs(Policy(str(tmp_path / "exported")), streams, masks)
+    with policy.as_reference():
+        assert np.abs(ours - logprobs(policy, streams, masks)).max() > 0.5
+    assert np.abs(ours - each_alone(policy, streams, masks)).max() < LIMIT
+    assert np.abs(ours - theirs).max() < LIMIT
+    assert np.abs(ours - exported).max() < LIMIT
+    policy.score(streams, masks, 1.0, 64).logprobs.sum().backward()
+    assert [name for name, factor in policy.trainable() if factor.grad is None or not factor.grad.any()] == []

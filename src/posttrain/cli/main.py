@@ -1,6 +1,7 @@
 """The `posttrain` command. Commands import heavy modules when they run, so that `--help` is fast."""
 
 import errno
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from posttrain.cli.storage import app as runs
 from posttrain.cli.tune import tune
 from posttrain.cli.view import view, watch
 from posttrain.distributed.stopping import second_signal_ends
-from posttrain.errors import PosttrainError
+from posttrain.errors import PosttrainError, plain_warnings
 from posttrain.plugins import trusting
 from posttrain.runs.directory import storage_error
 from posttrain.terminal import escaped_output
@@ -105,6 +106,8 @@ def _options(
 @escaped_output()
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, 2 for invalid input, 1 for other failures, 130 if interrupted."""
+    # transformers logs missing kernels of GPUs and its own deprecations.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     words = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in words
     trust = "--trust" in words
@@ -113,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         typer.echo(f"posttrain {__version__}")
         return 0
     try:
-        with second_signal_ends(), nullcontext() if trust else trusting(words):
+        with second_signal_ends(), plain_warnings(), nullcontext() if trust else trusting(words):
             code = app(words, prog_name="posttrain", standalone_mode=False)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1

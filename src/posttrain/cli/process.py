@@ -9,7 +9,7 @@ from pathlib import Path
 from posttrain.distributed.launch import write_end
 from posttrain.distributed.stopping import second_signal_ends
 from posttrain.distributed.world import AlreadyReported, communication_error
-from posttrain.errors import PosttrainError
+from posttrain.errors import PosttrainError, plain_warnings
 
 
 def main(folder: Path) -> int:
@@ -50,6 +50,6 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    with second_signal_ends():
+    with second_signal_ends(), plain_warnings():
         code = main(Path(sys.argv[1]))
     sys.exit(code)

@@ -121,9 +121,7 @@ def _set_targets(config: Any, model: Any, targets: str | list[str]) -> None:
             renamed = set(targets) - set(old.target_modules)
             for target in targets or [""]:
                 if target not in renamed and not any(_ends(name.removesuffix(".weight"), [target]) for name in chosen):
-                    raise _no_match(
-                        f"no linear module, embedding or matrix of experts is named {target!r}", target, names
-                    )
+                    raise _no_match(_unadapted(model, target), target, names)
     # State space layers read the weights of some of their modules instead of calling them, so adapters have no effect.
     spaces = {name for name, module in model.named_modules() if hasattr(module, "A_log")}
     read = {name for name in chosen if name.rpartition(".")[0] in spaces and _leaf(name) in _READ_AS_WEIGHTS}
@@ -158,6 +156,17 @@ def _matching(pattern: str, names: Sequence[str]) -> set[str]:
         what = f"a text is all-linear or a regular expression of whole names, and none matches {pattern!r}"
         raise _no_match(what, pattern, names)
     return chosen
+
+
+def _unadapted(model: torch.nn.Module, target: str) -> str:
+    """Why no adapter belongs to `target`."""
+    for name, part in (*model.named_modules(), *model.named_parameters()):
+        if _ends(name, [target]):
+            return (
+                f"{target!r} is of type {type(part).__name__}, and only linear modules, embeddings and matrices of experts can "
+                "have adapters"
+            )
+    return f"no linear module, embedding or matrix of experts is named {target!r}"
 
 
 def _no_match(what: str, target: str, names: Sequence[str]) -> InputError:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from posttrain.models.forward import hidden_states, transformer, upload
+from posttrain.models.forward import states_at, transformer, upload
 from posttrain.models.load import load_reward_model
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
@@ -33,7 +33,7 @@ class Critic(RewardModel):
         at = upload(row.predictors, self.device)
 
         def read() -> torch.Tensor:
-            before = hidden_states(self.model, ids, positions, row.layout)[at]
+            before = states_at(self.model, ids, positions, row.layout, at)
             # Computed in float32 for any dtype of the weights, as rewards are.
             return torch.nn.functional.linear(before.float(), self._head().weight.float()).squeeze(1)
 

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.distributed.world import current_world
 from posttrain.errors import InputError
 from posttrain.models.cpu.backend import matmul
 from posttrain.models.layers import ATTENTION_NAME, Layout, by_stream, set_lengths
@@ -71,6 +72,26 @@ def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Te
     set_lengths(decoder, layout.lengths())
     output = decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, layout=layout)
     return output.last_hidden_state[0]
+
+
+def states_at(
+    model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, layout: Any, at: torch.Tensor
+) -> torch.Tensor:
+    """`hidden_states` [n, hidden] at the indices `at` [n] int64 of the row of a `PackedLayout`.
+
+    Where positions depend on the length, a row has its streams once for each length. These are passes one after the other,
+    computed again in the backward pass, so memory is that of the largest.
+    """
+    parts = layout.parts()
+    if len(parts) < 2 or current_world().sharded:  # processes that share a model need as many passes
+        return hidden_states(model, ids, positions, layout)[at]
+    outputs, places = [], []
+    for start, stop, part in parts:
+        place = ((at >= start) & (at < stop)).nonzero()[:, 0]
+        inner = (model, ids[start:stop], positions[start:stop], part, at[place] - start)
+        outputs.append(checkpoint(states_at, *inner, use_reentrant=False))
+        places.append(place)
+    return torch.cat(outputs)[torch.cat(places).argsort()]
 
 
 def alone_states(inner: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,8 @@ SHARED = 40
 """Tokens that the last two rows have in common."""
 WINDOW = 16
 """Sliding windows and attention chunks are shortened to this during the comparison, so that short rows exceed them."""
+TIME_STEP = 1.0
+"""Limits of the time steps of state spaces are raised to this, so that they apply to many tokens."""
 TOLERANCE = {torch.float32: 1e-3}
 """Largest distance of two exact paths, in nats."""
 ROUNDED_TOLERANCE = 0.5
@@ -231,21 +233,27 @@ def computing_in_float32(model: torch.nn.Module) -> Iterator[torch.dtype]:
 @contextmanager
 def short_windows(model: Any) -> Iterator[None]:
     """Shorten sliding windows and attention chunks to `WINDOW` tokens inside the block, so that short rows exceed
-    them.
+    them, and raise the lower limits of time steps to `TIME_STEP`.
     """
     owners = [model.config, model.config.get_text_config(), *model.modules()]
-    kept = [
-        (owner, name, value)
+    kept: list[tuple[Any, str, Any, Any]] = [
+        (owner, name, value, WINDOW)
         for owner in owners
         for name in _WINDOWS
         if isinstance(value := getattr(owner, name, None), int) and not isinstance(value, bool) and value > WINDOW
     ]
+    # Some caches of transformers ignore these limits.
+    kept += [
+        (module, "time_step_limit", limit, (TIME_STEP, limit[1]))
+        for module in model.modules()
+        if (limit := getattr(module, "time_step_limit", None)) and tuple(limit) != (0.0, float("inf"))
+    ]
     try:
-        for owner, name, _ in kept:
-            setattr(owner, name, WINDOW)
+        for owner, name, _, changed in kept:
+            setattr(owner, name, changed)
         yield
     finally:
-        for owner, name, value in kept:
+        for owner, name, value, _ in kept:
             setattr(owner, name, value)
 
 

@@ -219,10 +219,17 @@ class _ByStream(torch.nn.Module):
 def use_layers_by_stream(model: torch.nn.Module) -> None:
     """Make the convolutions and recurrences of `model` compute each stream of a packed row for itself, in place."""
     for name, module in model.named_modules():
+        if hasattr(module, "recurrent_states"):
+            module.register_forward_hook(_detach_states)
         cls = type(module)
         attends = name.endswith("self_attn") and "Delta" not in cls.__name__
         if _MIXERS.search(name) and not attends and cls.__module__.startswith("transformers.models."):
             module.__class__ = type(cls.__name__, (_ByStream, cls), {"__module__": __name__})
+
+
+def _detach_states(module: Any, inputs: Any, outputs: Any) -> None:
+    """Detach the last state, which RecurrentGemma keeps in the module: tensors with a graph cannot be copied."""
+    module.recurrent_states = module.recurrent_states.detach()
 
 
 # -- rotary positions by length ------------------------------------------------------------------------------------------

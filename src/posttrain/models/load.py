@@ -25,7 +25,13 @@ from posttrain.models.cuda.four_bit import quantize
 from posttrain.models.files import check_files, tensors_of
 from posttrain.models.forward import base_decoder, path_of, use_float32_head
 from posttrain.models.gate import choose_path
-from posttrain.models.layers import resolve_fused, use_fused_layers, use_layers_by_stream, use_positions_by_length
+from posttrain.models.layers import (
+    lengths_of,
+    resolve_fused,
+    use_fused_layers,
+    use_layers_by_stream,
+    use_positions_by_length,
+)
 from posttrain.plugins import entry_points, load, require_module
 from posttrain.recipe.model import SWITCHES, ModelRecipe, with_thinking
 from posttrain.runs.directory import atomic_folder, cache_directory
@@ -252,13 +258,23 @@ def _is_cached(hub_id: str) -> bool:
 
 
 def load_config(recipe: ModelRecipe) -> Any:
-    """The configuration of the recipe's model, or of its base model if the files are adapters."""
-    from transformers import AutoConfig
+    """The configuration of the recipe's model, or of its base model if the files are adapters.
+
+    If `AutoModelForCausalLM` loads only the text part of a composite model, it is that of the part.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     path = resolve_path(recipe.path)
     if _is_adapter(path) and not (Path(path) / "config.json").is_file():
         path = resolve_path(_adapter_config(path)["base_model_name_or_path"])
-    return AutoConfig.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=recipe.trust_remote_code)
+    decoder = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if decoder is None or getattr(decoder, "config_class", None) is not config.sub_configs.get("text_config"):
+        return config
+    part = config.get_text_config()
+    if (quantization := getattr(config, "quantization_config", None)) is not None:
+        part.quantization_config = quantization
+    return part
 
 
 def load_tokenizer(recipe: ModelRecipe) -> Any:
@@ -390,12 +406,16 @@ def load_reward_model(
     """
     from transformers import AutoModelForSequenceClassification
 
-    model, missing = _load(recipe, AutoModelForSequenceClassification, device, num_labels=1)
+    model, missing = _load(recipe, AutoModelForSequenceClassification, device)
     head = getattr(model, "score", None)
     others = [name for name in missing if name != "score.weight"]
-    if others or not isinstance(head, torch.nn.Linear):
-        reason = f"lacks {len(others)} weights, the first of them {others[0]}" if others else "gets no head `score`"
-        raise InputError(f"model.path: {recipe.path} {reason}; start the reward model from a decoder-only model")
+    if not isinstance(head, torch.nn.Linear):
+        raise InputError(
+            f"model.path: {recipe.path} cannot be a reward model or a critic, because {type(model).__name__} of transformers "
+            "has no linear head `score`; start from a decoder-only model"
+        )
+    if others:
+        raise InputError(f"model.path: {recipe.path} lacks {len(others)} weights, the first of them {others[0]}")
     if missing and head_seed is None:
         raise InputError(NO_REWARD_MODEL.format(path=recipe.path))
     if missing and head_seed is not None:
@@ -406,11 +426,9 @@ def load_reward_model(
     return model
 
 
-def _load(
-    recipe: ModelRecipe, auto_class: Any, device_override: torch.device | None, **keywords: Any
-) -> tuple[Any, list[str]]:
+def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | None) -> tuple[Any, list[str]]:
     """The model that `auto_class` loads, with adapters of the files merged, and the names of missing weights."""
-    from transformers import AutoConfig
+    from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -419,16 +437,16 @@ def _load(
     if device.type == "cpu" and dtype == torch.bfloat16:
         prepare_bfloat16()
     adapter = _adapter_config(path) if _is_adapter(path) else None
-    keywords["trust_remote_code"] = recipe.trust_remote_code
+    keywords: dict[str, Any] = {"trust_remote_code": recipe.trust_remote_code}
     base = adapter["base_model_name_or_path"] if adapter is not None else path
-    if adapter is not None and (Path(path) / "config.json").is_file():
-        # Adapters of a reward model: its configuration has the statistics and units of its training.
-        config = AutoConfig.from_pretrained(path, **keywords)
-        keywords = {"config": config, "trust_remote_code": recipe.trust_remote_code}
     verbosity = transformers_logging.get_verbosity()
     # The caller reports missing weights.
     transformers_logging.set_verbosity_error()
     try:
+        if auto_class is AutoModelForSequenceClassification:
+            # The same part of a composite model as the policy, with the statistics and units of a reward model.
+            keywords["config"] = load_config(recipe)
+            keywords["config"].num_labels = 1
         loaded: Any = auto_class.from_pretrained(
             base, dtype=dtype, output_loading_info=True, use_safetensors=True, **keywords
         )
@@ -471,6 +489,12 @@ def _load(
     if reason := path_of(model).reason:
         kind = model.config.model_type
         warnings.warn(f"{kind} models are computed one sequence at a time, which is slower: {reason}", stacklevel=2)
+    if (lengths := lengths_of(base_decoder(model))) is not None and lengths.each:
+        warnings.warn(
+            f"positions of this model depend on the length (rope_type dynamic): each token beyond {lengths.original} takes a "
+            "forward pass of its whole sequence, which is slow",
+            stacklevel=2,
+        )
     return model, missing
 
 

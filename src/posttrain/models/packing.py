@@ -8,7 +8,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
@@ -34,6 +34,25 @@ class PackedLayout:
     def positions(self) -> torch.Tensor:
         """Position ids [T] int64: each token's index in its stream."""
         return torch.cat([torch.arange(s.seen, s.seen + s.stop - s.start) for s in self.segments])
+
+    def parts(self) -> list[tuple[int, int, "PackedLayout"]]:
+        """(start, stop, layout) of the parts of the row that do not attend to each other: one for each length that
+        decides rotary frequencies. None has more tokens than the prefix tree of the streams.
+        """
+        parts = []
+        for _, group in groupby(self.segments, key=lambda segment: segment.length):
+            segments = list(group)
+            first = segments[0].start
+            moved = [
+                s._replace(
+                    start=s.start - first,
+                    stop=s.stop - first,
+                    before=tuple((start - first, stop - first) for start, stop in s.before),
+                )
+                for s in segments
+            ]
+            parts.append((first, segments[-1].stop, PackedLayout(moved)))
+        return parts
 
     def lengths(self) -> list[int] | None:
         """For each token the length that decides its rotary frequencies; None if it is 0 for all."""
@@ -106,6 +125,9 @@ class LastTokenLayout(PackedLayout):
         self._layer = layer
         self.attention: list[torch.Tensor] = []
         """Per stream [T] float32: attention probabilities of the last token, averaged over heads. Each sums to 1."""
+
+    def parts(self) -> list[tuple[int, int, PackedLayout]]:
+        return []  # it has each stream once
 
     def attend(
         self,

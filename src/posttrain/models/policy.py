@@ -25,8 +25,8 @@ from posttrain.models.forward import (
     TokenMetric,
     TokenScores,
     base_decoder,
-    hidden_states,
     logits_of,
+    states_at,
     token_scores,
     transformer,
     upload,
@@ -449,8 +449,7 @@ class Policy(TrainedModel):
     def _states(self, row: PackedRow, chosen: np.ndarray | slice = slice(None)) -> torch.Tensor:
         """Hidden states that predict the sampled tokens of the row, or the `chosen` ones of them."""
         ids, positions = upload(row.ids, self.device), upload(row.layout.positions(), self.device)
-        hidden = hidden_states(self.model, ids, positions, row.layout)
-        return hidden[upload(row.predictors[chosen], self.device)]
+        return states_at(self.model, ids, positions, row.layout, upload(row.predictors[chosen], self.device))
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from posttrain.data.rendering import end_token_of
 from posttrain.errors import InputError
-from posttrain.models.forward import base_decoder, hidden_states, path_of, transformer, upload
+from posttrain.models.forward import base_decoder, path_of, states_at, transformer, upload
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_reward_model
 from posttrain.models.packing import LastTokenLayout, PackedLayout, probed_layout
@@ -173,7 +173,7 @@ class RewardModel(TrainedModel):
         at = upload(indices, self.device)
 
         def read() -> torch.Tensor:
-            hidden = hidden_states(self.model, ids, positions, layout)[at]
+            hidden = states_at(self.model, ids, positions, layout, at)
             # Computed in float32 for any dtype of the weights, so that close rewards do not become equal.
             return torch.nn.functional.linear(hidden.float(), self._head().weight.float()).squeeze(1)
 

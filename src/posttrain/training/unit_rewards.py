@@ -13,7 +13,7 @@ from posttrain.credit.units.segment import unit_ends
 from posttrain.errors import InputError
 from posttrain.losses.policy import number
 from posttrain.losses.reward import unit_entropies, unit_entropy_penalty, unit_means, unit_stds
-from posttrain.models.forward import base_decoder, hidden_states, token_scores
+from posttrain.models.forward import base_decoder, states_at, token_scores
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_model, resolve_path
 from posttrain.models.packing import pack_row
@@ -50,7 +50,7 @@ def entropies_under(model: torch.nn.Module, samples: Sequence[Sample], tokens_pe
             )
         )
         with torch.no_grad():
-            hidden = hidden_states(model, ids, positions, row.layout)[predictors]
+            hidden = states_at(model, ids, positions, row.layout, predictors)
             scores = token_scores(model, hidden, targets, 1.0, _POSITIONS_PER_CHUNK)
         cuts = np.cumsum([alone[i].sampled_tokens for i in group])[:-1]
         entropies |= dict(zip(group, np.split(scores.entropies.float().cpu().numpy(), cuts), strict=True))

@@ -18,8 +18,8 @@ from posttrain.models.forward import alone_output, hidden_states, logits_of, tra
 from posttrain.models.layers import RowSegment
 from posttrain.models.packing import PackedLayout
 
-_CACHES = ("past_key_values", "cache_params", "state", "mems")
-"""Names under which models return their cache and take it again."""
+_CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
+"""Names under which models return their cache and take it again. Later names may be deprecated ones of the first."""
 
 
 class StreamCaches:
@@ -90,7 +90,7 @@ class StreamDecoder:
                 named["position_ids"] = torch.arange(at, at + len(piece), device=ids.device)[None]
             states, output = alone_output(transformer(self._model), piece, use_cache=True, **named)
             outputs.append(states)
-            kept = ((name, getattr(output, name, None)) for name in _CACHES)
-            cache.states[segment.slot] = {name: value for name, value in kept if value is not None}
+            name = next((name for name in _CACHES if getattr(output, name, None) is not None), None)
+            cache.states[segment.slot] = {} if name is None else {name: output[name]}
             at += len(piece)
         return torch.cat(outputs)
