@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from posttrain.data.problems import BROKEN_FILE
+from posttrain.data.unpacked import ROW_BYTES, unpacked_bytes
 from posttrain.errors import InputError, RunError
 from posttrain.plugins import require_module
 from posttrain.recipe.data import SourceRecipe
@@ -29,8 +30,6 @@ Row = tuple[str, dict[str, Any] | str]
 problem as `category: detail`.
 """
 
-_ROW_BYTES, _CELL_BYTES = 64, 8
-"""Smallest memory of a row and of a cell of a parquet file as Python values."""
 BATCH = 256
 """Parquet rows converted to Python values at a time."""
 _MIB = 1 << 20
@@ -450,7 +449,7 @@ def _check_group(group: Any, limits: _Limits) -> None:
 def _batch_rows(batch: Any, limits: _Limits) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield the size in bytes and the content of the rows of a record batch. They are decoded one by one if the batch is
     larger than a row may be, or if one of its cells cannot be decoded."""
-    size = _ROW_BYTES * batch.num_rows + sum(map(_unpacked_bytes, batch.columns))
+    size = ROW_BYTES * batch.num_rows + sum(map(unpacked_bytes, batch.columns))
     rows: list[dict[str, Any] | str] | None = None
     if size <= limits.row:
         try:
@@ -468,26 +467,6 @@ def _batch_rows(batch: Any, limits: _Limits) -> Iterator[tuple[int, dict[str, An
     else:
         for index in range(batch.num_rows):
             yield from _batch_rows(batch.slice(index, 1), limits)
-
-
-def _unpacked_bytes(array: Any) -> int:
-    """Bytes of the values of an Arrow array, where a text counts as often as it appears."""
-    import pyarrow as arrow
-    from pyarrow import compute
-
-    if isinstance(array, arrow.ExtensionArray):
-        return _unpacked_bytes(array.storage)
-    if isinstance(array, arrow.DictionaryArray):
-        lengths = compute.take(compute.binary_length(array.dictionary), array.indices)
-        return _CELL_BYTES * len(array) + (compute.sum(lengths).as_py() or 0)
-    if isinstance(array, arrow.StructArray):
-        return sum(map(_unpacked_bytes, array.flatten()))
-    if isinstance(array, arrow.MapArray):
-        first, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
-        return sum(_unpacked_bytes(entries.slice(first, end - first)) for entries in (array.keys, array.items))
-    if hasattr(array, "flatten"):
-        return _CELL_BYTES * len(array) + _unpacked_bytes(array.flatten())
-    return _CELL_BYTES * len(array) + array.nbytes
 
 
 def _table_row(row: dict[str, Any], schema: Any, decode: bool = True) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class RunDirectory:
                 raise InputError(
                     f"process {holder} is training in {self.path}; wait for it, stop it, or choose another `name`"
                 ) from error
-            # The lock of a run that was deleted since the file was opened excludes nobody.
+            # If the run was deleted since the file was opened, this lock has no effect on its successor.
             if not file.exists() or not os.path.samestat(os.fstat(descriptor), file.stat()):
                 raise InputError(f"another process has just replaced {self.path}; choose another `name`")
             with storage_errors(file):
