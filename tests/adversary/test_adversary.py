@@ -22,6 +22,7 @@ CASES = {
     "connections": 3,
     "commands": 3,
     "requests": 25,
+    "wire": 25,
     "clock": 2,
     "letter_case": 200,
     "injection": 200,

@@ -1,6 +1,7 @@
 """Products with either library are the same but for rounding, and the choice is made by the processor alone."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -76,3 +77,11 @@ def test_the_processor_selects_onednn(tmp_path, monkeypatch, vendor, capability,
     monkeypatch.setattr(backend, "PROCESSORS", file)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert backend.prefers_onednn.__wrapped__() is (expected and torch.backends.mkl.is_available())
+
+
+def test_both_caches_of_compiled_products_are_limited(monkeypatch):
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    backend.bound_kept_kernels()
+    assert {os.environ[name] for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")} == {"128"}
