@@ -250,7 +250,8 @@ def token_decoder(run: RunDirectory) -> Decode | None:
 def _decoder_in(directory: Path) -> Decode | None:
     """The decoder of the `tokenizer.json` in a directory; None if there is none, or it is damaged."""
     file = directory / "tokenizer.json"
-    return _saved_decoder(file, file.stat().st_mtime_ns) if file.is_file() else None
+    # The time of the last change of the inode: another file may have the same time of modification.
+    return _saved_decoder(file, file.stat().st_ctime_ns) if file.is_file() else None
 
 
 @lru_cache(maxsize=4)
