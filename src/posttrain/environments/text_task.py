@@ -441,16 +441,16 @@ def prompt_table(recipe: TextTaskRecipe) -> PromptTable:
         return _prompt_table(recipe.model_dump_json(include={"prompts", "columns"}), versions)
 
 
-def _version(path: Path) -> tuple[str, int, int] | None:
-    """Path, modification time and size of a file; None for anything else, such as a hub data set."""
+def _version(path: Path) -> tuple[str, int, int, int, int] | None:
+    """Path, inode, size and times of a file; None for anything else, such as a hub data set."""
     if not path.is_file():
         return None
     found = path.stat()
-    return str(path.resolve()), found.st_mtime_ns, found.st_size
+    return str(path.resolve()), found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 @lru_cache(maxsize=16)
-def _prompt_table(key: str, versions: tuple[tuple[str, int, int] | None, ...]) -> PromptTable:
+def _prompt_table(key: str, versions: tuple[tuple[str, int, int, int, int] | None, ...]) -> PromptTable:
     values = json.loads(key)
     recipe = TextTaskRecipe.model_validate(values)
     problems = Problems()

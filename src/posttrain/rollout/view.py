@@ -250,7 +250,8 @@ def token_decoder(run: RunDirectory) -> Decode | None:
 def _decoder_in(directory: Path, run: Path | None = None) -> Decode | None:
     """The decoder of the `tokenizer.json` in a directory, of a run or elsewhere; None if there is none, or it is damaged."""
     file = directory / "tokenizer.json" if run else (directory / "tokenizer.json").resolve()
-    return _saved_decoder(file, run, file.stat().st_mtime_ns) if is_file(file) else None
+    # The time of the last change of the inode: another file may have the same time of modification.
+    return _saved_decoder(file, run, file.stat().st_ctime_ns) if is_file(file) else None
 
 
 @lru_cache(maxsize=4)
