@@ -15,7 +15,19 @@ from posttrain.models.policy import Policy
 from posttrain.recipe.rollout import SamplingRecipe
 from tests.models.test_gate import saved
 
-SLOW = ["mamba", "falcon_h1", "gemma2", "gpt_oss", "lfm2", "recurrent_gemma", "nemotron_h", "llama4", "rwkv", "bloom"]
+SLOW = [
+    "jamba",
+    "mamba",
+    "falcon_h1",
+    "gemma2",
+    "gpt_oss",
+    "lfm2",
+    "recurrent_gemma",
+    "nemotron_h",
+    "llama4",
+    "rwkv",
+    "bloom",
+]
 
 
 def write_rows(file, rows):
@@ -23,7 +35,7 @@ def write_rows(file, rows):
     return file
 
 
-@pytest.mark.parametrize("kind", ["jamba", "qwen3_5", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
+@pytest.mark.parametrize("kind", ["qwen3_5", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])
 def test_every_command_with_a_family(kind, tmp_path, capfd):
     def run(*words):
         assert main([*map(str, words), f"runs={tmp_path / 'runs'}"]) == 0, capfd.readouterr().err
