@@ -25,10 +25,9 @@ CASES = {
     "injection": 200,
     "serve": 4,
     "exported": 10,
-    "bombs": 12,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
-SLOW = {"kill": 3, "killed": 20, "no_space": 20, "permission": 12, "harness": 60, "inspect_log": 60}
+SLOW = {"kill": 3, "killed": 20, "no_space": 20, "bombs": 40, "permission": 12, "harness": 60, "inspect_log": 60}
 """As CASES, for surfaces that train models in other processes, or import lm-eval and inspect-ai."""
 
 
