@@ -29,13 +29,12 @@ CASES = {
     "serve": 4,
     "exported": 10,
     "resumed": 25,
-    "bombs": 12,
     "chat_template": 12,
     "model_directory": 12,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
-SLOW = {"kill": 3, "killed": 20, "no_space": 20, "permission": 12}
-"""As CASES, for surfaces that train models in other processes."""
+SLOW = {"kill": 3, "killed": 20, "no_space": 20, "bombs": 40, "permission": 12}
+"""As CASES, for surfaces that train models in other processes, or take long."""
 
 
 @pytest.fixture(scope="module", autouse=True)

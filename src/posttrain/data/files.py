@@ -200,7 +200,7 @@ class _Unpacked:
 
     def readline(self, size: int) -> bytes:
         line = self._lines.readline(size)
-        self._left -= len(line)
+        self._left -= max(len(line), ROW_BYTES)
         if self._left < 0:
             raise _Expanding
         return line
