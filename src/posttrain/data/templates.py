@@ -66,7 +66,7 @@ _MULTIPLYING = ("expandtabs", "join", "replace", "translate")
 """Methods of texts whose result can have the product of the sizes of their arguments."""
 
 
-def _call(method: str, node: nodes.Expr) -> nodes.Call:
+def _call(method: str, node: Any) -> nodes.Call:
     """The call of a method of the environment with the value of `node`."""
     return nodes.Call(nodes.EnvironmentAttribute(method), [node], [], None, None)
 
@@ -189,7 +189,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def getitem(self, obj: Any, argument: Any) -> Any:
         return super().getitem(obj, self.measured(argument) if isinstance(argument, tuple) else argument)
 
-    def call(self, context: Context, function: Any, /, *args: Any, **keywords: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, function: Any, /, *args: Any, **keywords: Any) -> Any:
         self.spend(5)
         if isinstance(function, LoopContext):
             args = tuple(map(self.iterated, args))
@@ -246,7 +246,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         size = max(widths, default=0) + (before - self.left.units) * _CHARACTERS
         self.spend((len(form) + fields * size) // _CHARACTERS)
 
-    def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _limited(self, name: str, function: Any) -> Callable[..., Any]:
         """The filter or test `function`, which spends for its value, its arguments and its result."""
         special = getattr(function, "jinja_pass_arg", None)  # its first argument is a context
 
@@ -268,8 +268,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 def limit_chat_templates() -> None:
     """Make transformers render chat templates with a budget, from now on in this process."""
-    from transformers.utils import chat_template_utils
+    from transformers.utils import chat_template_utils as utilities
 
-    if chat_template_utils.ImmutableSandboxedEnvironment is not LimitedEnvironment:
-        chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment
-        chat_template_utils._compile_jinja_template.cache_clear()
+    if utilities.ImmutableSandboxedEnvironment is not LimitedEnvironment:
+        utilities.ImmutableSandboxedEnvironment = LimitedEnvironment  # type: ignore[misc]
+        utilities._compile_jinja_template.cache_clear()

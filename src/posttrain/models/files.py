@@ -16,8 +16,8 @@ _MOST_BYTES = {"config.json": 16 << 20, "tokenizer.json": 1 << 30, "chat_templat
 """File -> maximum size. Others of `_TEXTS` have 64 MiB."""
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
 _MOST_LAYERS = 256
-_SMALL = 4096
-"""Sizes up to this are not compared with the weights: some, such as that of a convolution's chunk, are not in them."""
+_SMALL = 16_384
+"""Sizes up to this are not compared with the weights: some, such as that of an image, are of parts that are not in them."""
 _COUNTS = re.compile(r"layers?$|blocks?$|experts?$|depth$|labels$|codebooks$")
 """Keys of a configuration that count modules, each with a tensor of its own."""
 _SIZES = re.compile(r"(size|dim|width|heads?|inner|model|embd|features|rank|groups)$|^n_")
