@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from harness.crossed import crossed_mean
 from harness.options import names
 from harness.table import markdown, read_lines
 from limits import product_speed
 
 from posttrain.environments.game import play
 from posttrain.environments.protocol import EnvironmentFactory
-from posttrain.evaluation.statistics import crossed_mean
 from posttrain.recipe.pipeline import PipelineRecipe, load_pipeline
 from posttrain.recipe.stages import RlRecipe, SftRecipe
 from posttrain.result import Result
@@ -243,7 +243,7 @@ def tables(lines: Sequence[Line]) -> str:
         runs = sorted((line for line in lines if line["entry"] == name), key=lambda line: line["seed"])
         if not runs:
             continue
-        found = crossed_mean(np.array([by_task(line) for line in runs]))
+        found = crossed_mean([by_task(line) for line in runs], rate=True)
         target = entry.target
         reach, counted = f"> {100 * target:.3g}%", found
         if entry.score or entry.of_optimal:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import posttrain
-from posttrain.runs.intervals import mean
+from posttrain.runs.intervals import seed_mean
 
 TASK = Path(__file__).with_name("toy") / "named_letter.py"
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ def interval(values: list[float]) -> str:
     """Mean and 95% interval over seeds; where some runs did not get there, over those that did."""
     if (reached := [value for value in values if math.isfinite(value)]) != values:
         return f"{len(reached)} of {len(values)} runs: {interval(reached)}" if reached else "none"
-    value, low, high = mean(values).limits
+    value, low, high = seed_mean(values).limits
     return f"{value:.3g}" if math.isnan(low) else f"{value:.3g} [{low:.3g}, {high:.3g}]"
 
 

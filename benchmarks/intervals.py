@@ -3,8 +3,7 @@
     posttrain benchmark intervals --out docs/results/intervals.md
 
 Each row draws samples from a distribution whose truth is known, and computes the interval with the function that prints it.
-Rates and means of two values are not drawn but counted: every possible result has its probability. A sample without an
-interval, because all of its values are equal, makes no claim that could be wrong. See docs/results/intervals.md.
+Rates are not drawn but counted: every possible result has its probability. See docs/results/intervals.md.
 """
 
 import argparse
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.crossed import crossed_mean
+from harness.distributions import RARE, SEEDS, VALUES, Draws, Values
 from harness.table import markdown
 from scipy.stats import binom
 
@@ -23,9 +24,7 @@ from posttrain.evaluation.statistics import (
     Difference,
     ItemScores,
     combine,
-    crossed_mean,
     estimate,
-    interquartile_mean,
     item_means,
     odds_ratio,
     paired_rates,
@@ -34,13 +33,12 @@ from posttrain.evaluation.statistics import (
     standardized_difference,
 )
 from posttrain.evaluation.summary import mean_at_k, pass_rates
-from posttrain.runs.intervals import Estimate, clustered_rate, mean, mean_difference, success_rate
+from posttrain.runs.intervals import Estimate, clustered_rate, mean, mean_difference, seed_mean, success_rate
 from posttrain.seeds import random_stream
 
 LEAST, MOST = 0.935, 0.965
 """Coverage that is as claimed; below, the reason is named."""
 Interval = Estimate | Difference
-Draws = np.random.Generator
 
 
 @dataclass(frozen=True)
@@ -65,19 +63,14 @@ class Coverage:
     """What was found for a row."""
 
     row: Row
-    wrong: float
-    """Share of the samples whose interval does not contain the truth."""
+    right: float
+    """Share of the printed intervals that contain the truth; NaN if none is printed."""
     printed: float
     """Share of the samples that have an interval."""
 
     @property
-    def right(self) -> float:
-        """Share of the samples without a wrong interval."""
-        return 1 - self.wrong
-
-    @property
     def note(self) -> str:
-        return "" if LEAST <= self.right <= MOST else self.row.why or "NOT AS CLAIMED"
+        return "" if not self.printed or LEAST <= self.right <= MOST else self.row.why or "NOT AS CLAIMED"
 
 
 def measure(row: Row, samples: int) -> Coverage:
@@ -89,14 +82,14 @@ def measure(row: Row, samples: int) -> Coverage:
         draws = random_stream("intervals", row.number, row.data)
         count = max(1, round(samples * row.share))
         results = ((1 / count, row.sample(draws)) for _ in range(count))
-    wrong = printed = 0.0
+    right = printed = 0.0
     for chance, interval in results:
         if math.isnan(interval.low):
             continue
         printed += chance
         # The truth is computed from the parameters, so that it may be a rounding error beside a limit.
-        wrong += chance * (not interval.low - 1e-9 <= row.truth <= interval.high + 1e-9)
-    return Coverage(row, wrong, printed)
+        right += chance * (interval.low - 1e-9 <= row.truth <= interval.high + 1e-9)
+    return Coverage(row, right / printed if printed else math.nan, printed)
 
 
 # -- rates --------------------------------------------------------------------------------------------------------------
@@ -206,53 +199,55 @@ def attempts_of(draws: Draws, tasks: int) -> dict[int, list[bool]]:
 # -- means --------------------------------------------------------------------------------------------------------------
 
 
+SIZES = (3, 5, 8, 16, 32, 64, 256)
+WIDE = "allows for values that the sample lacks"
+SKEWED = "Student's and Johnson's intervals joined"
+
+
 def means() -> list[Row]:
-    """Mean returns and scores over tasks."""
-    rows = [
-        counted(
-            "mean return, mean score",
-            f"n = {n}, 0 or 1, p = {p:g}",
-            n,
-            p,
-            lambda x, n: mean([1.0] * x + [0.0] * (n - x)),
-        )
-        for n in (8, 16, 64, 256)
-        for p in (0.01, 0.02, 0.05, 0.5)
+    """Mean returns and scores over tasks, of known and of unknown range."""
+    few = list(mean_rows("normal", VALUES["normal"], False, (16, 63)))
+    return few + [
+        row
+        for name, values in VALUES.items()
+        for known in (False, True)
+        if values.bounds or not known
+        for row in mean_rows(name, values, known, SIZES if known else (64, 256))
     ]
-    for name, (draw, truth) in VALUES.items():
-        rows += [
-            Row(
-                "mean return, mean score",
-                f"n = {n}, {name}",
-                truth,
-                lambda draws, n=n, draw=draw: mean(draw(draws, n).tolist()),
-                why=WHY.get((name, n), WHY.get((name, 0), "")),
-            )
-            for n in (5, 8, 16, 64)
-        ]
-    return rows
 
 
-VALUES: dict[str, tuple[Callable[[Draws, int], np.ndarray], float]] = {
-    "normal": (lambda draws, n: draws.normal(1, 1, n), 1.0),
-    "uniform": (lambda draws, n: draws.random(n), 0.5),
-    "1 to 5": (lambda draws, n: draws.choice(5, n, p=(0.05, 0.1, 0.2, 0.35, 0.3)) + 1.0, 3.75),
-    "0, 0.5 or 1": (lambda draws, n: draws.choice((0.0, 0.5, 1.0), n, p=(0.7, 0.2, 0.1)), 0.2),
-    "exponential": (lambda draws, n: draws.exponential(1, n), 1.0),
-    "a bonus of 1 in 20% beside noise": (lambda draws, n: draws.normal(0, 0.1, n) + (draws.random(n) < 0.2), 0.2),
-    "a bonus of 1 in 5% beside noise": (lambda draws, n: draws.normal(0, 0.1, n) + (draws.random(n) < 0.05), 0.05),
-}
-FEW_VALUES = "too few values to measure how skewed they are"
-NO_BONUS = "samples without the bonus cannot know of it"
-WHY = {
-    ("uniform", 0): "short tails",
-    ("exponential", 5): FEW_VALUES,
-    ("exponential", 8): FEW_VALUES,
-    ("1 to 5", 5): FEW_RESULTS,
-    ("0, 0.5 or 1", 0): FEW_RESULTS,
-    ("a bonus of 1 in 5% beside noise", 0): NO_BONUS,
-    ("a bonus of 1 in 20% beside noise", 0): NO_BONUS,
-}
+def mean_rows(name: str, values: Values, known: bool, sizes: Sequence[int]) -> Iterator[Row]:
+    for n in sizes:
+        yield Row(
+            f"mean of {'known' if known else 'unknown'} range",
+            f"n = {n}, {name}",
+            values.truth,
+            lambda draws, n=n: mean(values.draw(draws, n).tolist(), values.bounds if known else None),
+            why=WIDE if known else SKEWED,
+            share=0.05 if known and n > 64 else 0.125 if known else 0.5,
+        )
+
+
+def rare() -> list[Row]:
+    """Means of unknown range whose samples may lack the value that matters."""
+    return [
+        Row(**{**vars(row), "why": UNSEEN})
+        for name, values in RARE.items()
+        for row in mean_rows(name, values, False, (64, 256))
+    ] + [
+        Row(
+            "mean over training seeds",
+            f"{n} seeds, {share:.0%} fail",
+            SEEDS[f"{share:.0%} fail"].truth,
+            lambda draws, n=n, share=share: seed_mean(SEEDS[f"{share:.0%} fail"].draw(draws, n).tolist(), rate=True),
+            why=UNSEEN,
+        )
+        for n in (5, 10, 20)
+        for share in (0.3, 0.1)
+    ]
+
+
+UNSEEN = "samples without the rare value"
 
 
 def differences() -> list[Row]:
@@ -267,7 +262,7 @@ def differences() -> list[Row]:
                 lambda draws, n=n, draw=draw: mean_difference((draw(draws, n) - draw(draws, n) + 0.3).tolist()),
                 why="long tails" if name == "exponential" else "",
             )
-            for name, draw in (("normal", VALUES["normal"][0]), ("exponential", VALUES["exponential"][0]))
+            for name, draw in (("normal", VALUES["normal"].draw), ("exponential", VALUES["exponential"].draw))
         ]
         rows.append(
             Row(
@@ -312,7 +307,7 @@ def compared(draws: Draws, runs: tuple[int, int], n: int) -> Difference:
 def metrics() -> list[Row]:
     """Loss, perplexity, and metrics of text and of judges."""
     rows = []
-    for n in (3, 10, 30, 100):
+    for n in (2, 3, 10, 30, 100):
         rows.append(
             Row(
                 "validation loss, perplexity",
@@ -401,27 +396,29 @@ def scored(kind: Any, table: np.ndarray) -> Estimate:
 def seeds() -> list[Row]:
     """Results over training seeds."""
     rows = []
-    for n in (3, 5, 10):
-        for name, draw, truth in (("normal", over(0.7), 0.7), ("near 100%", near_one, 8 / 9)):
-            rows.append(
-                Row(
-                    "mean over training seeds",
-                    f"{n} seeds, {name}",
-                    truth,
-                    lambda draws, n=n, draw=draw: mean(draw(draws, n).tolist(), rate=True),
-                    why="" if name == "normal" else FEW_VALUES,
-                )
-            )
-        rows.append(
+    for name, values in SEEDS.items():
+        rows += [
             Row(
-                "interquartile mean over seeds",
-                f"{n} seeds, normal",
-                0.7,
-                lambda draws, n=n: interquartile_mean([over(0.7)(draws, n)], int(draws.integers(2**31)), 300),
-                why="the bootstrap of so few is wide",
-                share=0.2,
+                "mean over training seeds, rate",
+                f"{n} seeds, {name}",
+                values.truth,
+                lambda draws, n=n, values=values: seed_mean(values.draw(draws, n).tolist(), rate=True),
+                why="skewed towards 0 or 1, or two modes",
             )
-        )
+            for n in ((4, 5, 8, 10, 20) if name == "normal, 70% ± 5" else (5, 10))
+            if not name.endswith("fail")
+        ]
+    for n in (5, 10):
+        rows += [
+            Row(
+                "mean over training seeds, loss or return",
+                f"{n} seeds, {name}",
+                VALUES[name].truth,
+                lambda draws, n=n, name=name: seed_mean(VALUES[name].draw(draws, n).tolist()),
+                why="short tails" if name == "uniform" else "long tails",
+            )
+            for name in ("normal", "uniform", "Student's t of 3")
+        ]
         rows += [
             Row(
                 "probability of improvement",
@@ -433,27 +430,24 @@ def seeds() -> list[Row]:
             )
             for shift in (0, 1, 2)
         ]
-    for level, of_seeds, of_tasks in ((0.5, 0.4, 1.0), (2.2, 0.05, 1.5), (6.0, 0.7, 0.5)):
+    for level, of_seeds, of_tasks in BOARDS:
         truth = board_truth(level, of_seeds, of_tasks)
-        rows.append(
+        rows += [
             Row(
                 "training seeds x tasks",
-                f"5 x 200, {truth:.1%}, seeds {of_seeds:g}, tasks {of_tasks:g}",
+                f"{n} x {tasks}, {truth:.1%}, seeds {of_seeds:g}, tasks {of_tasks:g}",
                 truth,
-                lambda draws, level=level, a=of_seeds, b=of_tasks: board(draws, level, a, b),
-                why="noise within a seed counts twice",
-                share=0.1,
+                lambda draws, level=level, a=of_seeds, b=of_tasks, n=n, tasks=tasks: board(
+                    draws, level, a, b, n, tasks
+                ),
+                why="skewed towards 0 or 1, or two modes",
             )
-        )
+            for n, tasks in ((5, 200), (5, 50), (10, 64))
+        ]
     return rows
 
 
-def over(center: float) -> Callable[[Draws, int], np.ndarray]:
-    return lambda draws, n: draws.normal(center, 0.05, n)
-
-
-def near_one(draws: Draws, n: int) -> np.ndarray:
-    return draws.beta(8, 1, n)
+BOARDS = ((0.5, 0.4, 1.0), (2.2, 0.05, 1.5), (6.0, 0.7, 0.5), (3.0, 1.0, 1.0), (1.0, 0.0, 2.5), (4.0, 0.3, 2.0))
 
 
 def success(level: float, seed: Any, task: Any) -> Any:
@@ -461,13 +455,13 @@ def success(level: float, seed: Any, task: Any) -> Any:
 
 
 def board_truth(level: float, of_seeds: float, of_tasks: float) -> float:
-    draws = random_stream("intervals", "board", level).standard_normal((2, 400_000))
+    draws = random_stream("intervals", "board", str(level)).standard_normal((2, 400_000))
     return float(success(level, of_seeds * draws[0], of_tasks * draws[1]).mean())
 
 
-def board(draws: Draws, level: float, of_seeds: float, of_tasks: float) -> Estimate:
-    chance = success(level, of_seeds * draws.normal(size=(5, 1)), of_tasks * draws.normal(size=(1, 200)))
-    return crossed_mean(draws.random((5, 200)) < chance, draws=1000)
+def board(draws: Draws, level: float, of_seeds: float, of_tasks: float, n: int, tasks: int) -> Estimate:
+    chance = success(level, of_seeds * draws.normal(size=(n, 1)), of_tasks * draws.normal(size=(1, tasks)))
+    return crossed_mean(draws.random((n, tasks)) < chance, rate=True)
 
 
 # -- the table ----------------------------------------------------------------------------------------------------------
@@ -481,13 +475,14 @@ $ posttrain benchmark intervals --out docs/results/intervals.md
 This draws samples whose truth is known, computes each interval with the function that prints it, and writes the tables below (in a
 checkout).
 
-`coverage`: percent of samples without a wrong interval. `printed`: percent of samples that have one; where all values are equal and
-their range is unknown, none is printed. A claim of 95% is met between 93.5 and 96.5; outside, the note has the reason. Rates and means
-of 0 and 1 are computed exactly, the others are drawn: 2,000 samples, 200 to 1,000 of slow rows, so a number varies by one point or two.
+`coverage`: percent of the printed intervals that contain the truth. `printed`: percent of samples that have an interval.
+A claim of 95% is met between 93.5 and 96.5; outside, the note has the reason. Rates are computed exactly. The others are drawn:
+2,000 samples, 100 to 1,000 of slow rows, so a number varies by one point (2,000) to four (100: known range, n = 256).
 
-Above 96.5 is caution: with few results, tasks or seeds, an interval is either too wide or too narrow. Below 93.5 are samples that
-cannot show the truth: a rare value that none has, and fewer than eight skewed values, whose interval assumes that they are about
-symmetric.
+Below 93.5 are the rows of the last table, whose samples may lack the value that matters: of unknown range and with a probability
+below 5%, or training runs that rarely fail. Five seeds that are uniform or of two modes are just below, at 93. Above 96.5 is
+caution. Where the range is known, an interval allows for values that the sample lacks, and with few results, tasks or seeds, it is
+either too wide or too narrow.
 """
 
 GROUPS: dict[str, Callable[[], list[Row]]] = {
@@ -497,6 +492,7 @@ GROUPS: dict[str, Callable[[], list[Row]]] = {
     "Differences": differences,
     "Losses and metrics": metrics,
     "Training seeds": seeds,
+    "What a sample may lack": rare,
 }
 
 
@@ -519,7 +515,7 @@ def table(found: Sequence[Coverage]) -> str:
     """Markdown with a row per interval."""
     rows = []
     for one in found:
-        shares = {"coverage": f"{100 * one.right:.1f}", "printed": f"{100 * one.printed:.1f}"}
+        shares = {"coverage": f"{100 * one.right:.1f}" if one.printed else "–", "printed": f"{100 * one.printed:.1f}"}
         rows.append({"number": one.row.number, "samples": one.row.data, **shares, "note": one.note})
     return markdown(rows)
 

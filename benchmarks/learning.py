@@ -24,9 +24,9 @@ from harness.options import names
 from harness.table import markdown, read_lines
 
 from posttrain.errors import InputError, PosttrainError
-from posttrain.evaluation.statistics import interquartile_mean, probability_above
+from posttrain.evaluation.statistics import probability_above
 from posttrain.runs.directory import describe_machine
-from posttrain.runs.intervals import Estimate, mean, mean_difference
+from posttrain.runs.intervals import Estimate, mean_difference, seed_mean
 
 Keys = dict[str, Any]
 
@@ -259,7 +259,7 @@ def table(lines: list[Keys]) -> list[Keys]:
             {
                 "variant": variant,
                 "seeds": len(runs),
-                "final success": _text(interquartile_mean([final])),
+                "final success": _text(seed_mean(final, rate=True)),
                 "worst": f"{min(final):.1%}",
                 "area": f"{np.mean([_area(line) for line in runs]):.1%}",
                 "area - base": _text(mean_difference(pairs)) if pairs and variant != "base" else "–",
@@ -316,7 +316,7 @@ def small_multiples(axes: Any, lines: list[Keys], curve: str, base: str, text: s
         panel = axes.inset_axes((column / COLUMNS, 1 - (row + 0.78) / rows, 0.86 / COLUMNS, 0.66 / rows))
         steps = [step for step, _, _ in by[name][0]["curve"]]
         points = [
-            mean(values, rate=True)
+            seed_mean(values, rate=True)
             for values in zip(*[[success for _, _, success in line["curve"]] for line in by[name]], strict=True)
         ]
         for key in ("random", "optimal"):

@@ -26,8 +26,7 @@ import numpy as np
 from harness.options import names
 from harness.table import read_lines, show
 
-from posttrain.evaluation.statistics import interquartile_mean
-from posttrain.runs.intervals import Estimate, mean, mean_difference
+from posttrain.runs.intervals import Estimate, mean_difference, seed_mean
 
 Line = dict[str, Any]
 
@@ -234,7 +233,7 @@ def table(lines: list[Line]) -> list[Line]:
     for task in dict.fromkeys(line["task"] for line in lines):
         for side in SIDES:
             runs = best_runs(lines, task, side)
-            final = interquartile_mean([[line["final"] for line in runs]])
+            final = seed_mean([line["final"] for line in runs], rate=True)
             points = [point for line in runs if (point := reached(line))]
             rows.append(
                 {
@@ -299,7 +298,7 @@ def panels(axes: Any, lines: list[Line], colors: dict[str, str], faint: str, ink
             for side in SIDES:
                 runs = best_runs(lines, task, side)
                 points = [
-                    mean(values, rate=True)
+                    seed_mean(values, rate=True)
                     for values in zip(*[_smooth(line["successes"]) for line in runs], strict=True)
                 ]
                 samples = [(step + 1) * GROUPS * GROUP for step in range(len(points))]

@@ -53,14 +53,14 @@ def found(wrong: Sequence[np.ndarray], right: Sequence[np.ndarray], steps: Seque
     steps_alone = [lowest(own[:-1], step) for own, step in zip(wrong, steps, strict=True)]
     moved = [float(np.sign(w[k] - r[k])) for w, r, k in zip(wrong, right, steps, strict=True)]
     return Found(
-        lowest=mean(least, rate=True),
+        lowest=mean(least, (0.0, 1.0)),
         chance=float(np.mean([1 / len(own) for own in wrong])),
-        of_steps=mean(steps_alone, rate=True),
+        of_steps=mean(steps_alone, (0.0, 1.0)),
         chance_of_steps=float(np.mean([1 / (len(own) - 1) for own in wrong])),
         unchanged_of_steps=float(np.mean([lowest(own[:-1], step) for own, step in zip(right, steps, strict=True)])),
         unchanged=float(np.mean(before)),
         above_unchanged=mean_difference([a - b for a, b in zip(least, before, strict=True)]),
-        auc=mean([auc(own, step) for own, step in zip(wrong, steps, strict=True)], rate=True),
+        auc=mean([auc(own, step) for own, step in zip(wrong, steps, strict=True)], (0.0, 1.0)),
         drop=clustered_rate([(1 - sign) / 2 for sign in moved], len(moved)),
     )
 
@@ -73,7 +73,7 @@ def agreement(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[E
     pairs = list(zip(one, other, strict=True))
     related = [float(spearmanr(a, b).statistic) for a, b in pairs if np.ptp(a) > 0 and np.ptp(b) > 0]
     same = [float(int(a.argmin()) == int(b.argmin())) for a, b in pairs]
-    return mean_difference(related), mean(same, rate=True)
+    return mean_difference(related), mean(same, (0.0, 1.0))
 
 
 def accuracy(margins: np.ndarray, questions: Sequence[str]) -> Estimate:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from posttrain.runs.intervals import mean, success_rate
+from posttrain.runs.intervals import seed_mean, success_rate
 from posttrain.seeds import random_stream
 from toy.credit import Way, advantages, episodes, summed
 from toy.tasks import ANSWERS, TASKS, UNITS, Policy, pairs
@@ -46,11 +46,11 @@ def summary(curves: np.ndarray) -> dict[str, str | float]:
     low, high = (int(np.floor(seeds / 2 - 0.98 * seeds**0.5)), int(np.ceil(seeds / 2 + 0.98 * seeds**0.5)))
     ranks = [first[max(low - 1, 0)], np.median(first), first[min(high, seeds - 1)]]
     shown = [f"{rank:g}" if rank <= steps else f">{steps}" for rank in ranks]
-    reached, final = success_rate(int(enough.any(axis=1).sum()), seeds), mean(curves[:, -1].tolist())
+    reached, final = success_rate(int(enough.any(axis=1).sum()), seeds), seed_mean(curves[:, -1].tolist(), rate=True)
     return {
         "steps to 95%": f"{shown[1]} [{shown[0]}, {shown[2]}]",
         "reached": f"{reached.value:.2f} [{reached.low:.2f}, {reached.high:.2f}]",
-        "final": f"{final.value:.3f} [{final.low:.3f}, {final.high:.3f}]",
+        "final": f"{final.value:.3f}" + ("" if final.low != final.low else f" [{final.low:.3f}, {final.high:.3f}]"),
     }
 
 

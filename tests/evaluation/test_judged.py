@@ -1,6 +1,5 @@
 """Judging a file by an honest judge, by judges that fail, and pairs by judges with a bias."""
 
-import math
 import time
 
 import numpy as np
@@ -21,6 +20,7 @@ from posttrain.evaluation.judges import (
 )
 from posttrain.evaluation.predictions import Prediction, Predictions
 from posttrain.recipe.judge import JudgeServerRecipe
+from posttrain.runs.intervals import mean
 
 from .judge_server import Trouble, completion, serving
 
@@ -54,9 +54,8 @@ def test_the_mean_over_prompts_with_its_interval():
     value = found.results.estimates()["efficiency"]
     assert (value.n, measured.texts, measured.left_out) == (4, 8, {})
     assert value.value == pytest.approx(3.5)
-    # Of items, not of rows: means 3, 3, 5, 3 have the standard error 1/2, and t(0.975, 3) is 3.182.
-    assert value.low == pytest.approx(3.5 - 3.182 / 2, abs=1e-3)
-    assert value.high == pytest.approx(3.5 + 3.182 / 2, abs=1e-3)
+    # Of items, not of rows, on the scale of the rubric.
+    assert value.limits == mean([3.0, 3.0, 5.0, 3.0], (1, 5)).limits
     assert [record["score"] for record in found.records] == [float(text) for text in texts]
     assert found.records[2]["reason"] == "it says 3"
     assert (found.records[2]["id"], found.records[2]["sample"], found.records[2]["row"]) == ("a1", 0, "p.jsonl row 3")
@@ -296,19 +295,14 @@ def test_samples_are_paired_by_their_number():
     assert found.results.estimates()["win_rate"].n == 1
 
 
-def test_one_prompt_has_no_interval():
+def test_one_prompt_and_equal_scores_have_a_wide_interval():
+    """The scale is known, so 4 of 5 points for every prompt does not mean certainty."""
     with serving(points) as server:
-        value = judge_predictions(rows(["4"]), options(server)).results.estimates()["efficiency"]
-    assert (value.value, value.n) == (4, 1)
-    assert math.isnan(value.low)
-    assert math.isnan(value.high)
-
-
-def test_equal_scores_still_have_an_interval():
-    with serving(points) as server:
-        found = judge_predictions(rows(["4"] * 3), options(server))
-        assert "not mean certainty" in found.warnings[0]
-        assert not judge_predictions(rows(["4", "3"]), options(server)).warnings
+        one, three = (
+            judge_predictions(rows(["4"] * n), options(server)).results.estimates()["efficiency"] for n in (1, 3)
+        )
+    assert (one.value, one.n, three.n) == (4, 1, 3)
+    assert 1 <= one.low < three.low < 3 < 4 < three.high < one.high <= 5
 
 
 def test_order_of_completion_changes_nothing():

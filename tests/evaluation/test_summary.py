@@ -3,6 +3,7 @@ import math
 import pytest
 
 from posttrain.episode import Outcome
+from posttrain.errors import InputError
 from posttrain.evaluation.summary import summarize
 from posttrain.runs.intervals import clustered_rate, mean, success_rate
 from tests.rollout.episodes import played
@@ -11,7 +12,7 @@ from tests.rollout.episodes import played
 def test_each_seed_once() -> None:
     found = summarize([played(seed, (0.0, float(seed)), success=seed > 2, tokens=seed + 1) for seed in range(4)])
     assert found.success == success_rate(1, 4)
-    assert found.mean_return == mean([0.0, 1.0, 2.0, 3.0])
+    assert (found.mean_return.value, found.mean_return.n) == (1.5, 4)
     assert (found.n, found.episodes, found.failed, found.turns) == (4, 4, 0, 2.0)
     assert found.tokens_per_answer == 2.5
 
@@ -53,7 +54,7 @@ def test_metrics_are_those_of_an_evaluation_line() -> None:
 
 
 def test_an_evaluation_without_episodes_is_an_error() -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(InputError, match="play at least one"):
         summarize([])
 
 
@@ -67,22 +68,32 @@ def test_a_score_that_is_right_or_wrong_is_a_rate_and_any_other_a_mean() -> None
     found = summarize([scored(0, hard=0.0, length=0.5), scored(1, hard=0.0, length=2.0), scored(2, easy=1.0)])
     assert found.scores["hard"] == success_rate(0, 2)
     assert found.scores["easy"] == success_rate(1, 1)
-    assert found.scores["length"] == mean([0.5, 2.0])
+    assert math.isnan(found.scores["length"].low), "the range of lengths is unknown"
     assert found.scores["hard"].high > 0.5, "two failures do not prove that it never succeeds"
 
 
-def test_a_return_of_two_values_has_the_interval_of_its_rate():
+def test_a_return_of_known_range_has_the_interval_of_its_rate():
     """One success of 64 tasks is a return of 0.016; Student's t goes from -0.016 to 0.047, and covers 48% at a rate of 1%."""
-    found = summarize([played(seed, (0.7, 0.3) if seed == 5 else (0.0,), success=seed == 5) for seed in range(64)])
-    assert found.mean_return.limits == pytest.approx(success_rate(1, 64).limits)
+    episodes = [played(seed, (0.7, 0.3) if seed == 5 else (0.0,), success=seed == 5) for seed in range(64)]
+    assert summarize(episodes, (0, 1)).mean_return.limits == pytest.approx(success_rate(1, 64).limits)
+    assert math.isnan(summarize(episodes).mean_return.low), "other returns may be rare"
     attempts = [played(seed, (-1.0,) if (seed + number) % 4 else (3.0,)) for seed in range(8) for number in range(4)]
-    known = summarize(attempts).mean_return
+    known = summarize(attempts, (-1, 3)).mean_return
     assert known.value == pytest.approx(0)
     assert known.limits[1:] == pytest.approx([4 * limit - 1 for limit in clustered_rate([0.25] * 8, 32).limits[1:]])
     assert -1 <= known.low < known.high <= 3
+    other = summarize(attempts, (-2, 3)).mean_return
+    assert other.limits == pytest.approx(mean([0.0] * 8, (-2, 3)).limits)
 
 
-def test_returns_that_are_all_equal_have_no_interval():
-    found = summarize([played(seed, (0.0,), success=False) for seed in range(64)])
-    assert math.isnan(found.mean_return.low)
-    assert 0 < found.success.high < 0.06
+def test_equal_returns_have_an_interval_if_their_range_is_known():
+    failures = [played(seed, (0.0,), success=False) for seed in range(64)]
+    assert math.isnan(summarize(failures).mean_return.low)
+    known = summarize(failures, (0, 2))
+    assert known.mean_return.high == pytest.approx(2 * known.success.high)
+    assert 0 < known.success.high < 0.06
+
+
+def test_returns_out_of_their_range_are_refused():
+    with pytest.raises(InputError, match="environment seed 3 has the return"):
+        summarize([played(3, (0.75, 0.75))], (0, 1))

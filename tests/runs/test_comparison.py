@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from posttrain.errors import InputError
 from posttrain.runs.comparison import MOST_CURVES, draw_metric, looks
 from posttrain.runs.figures import encode
-from posttrain.runs.intervals import mean
+from posttrain.runs.intervals import seed_mean
 from posttrain.runs.panels import DOMAINS, Series, known_metrics, metric_of
 from posttrain.runs.plots import compare, plot_files
 from posttrain.runs.results import draw_results, result_table
@@ -34,28 +35,31 @@ def seeds(folder: Path, offsets: Sequence[float] = (0.0, 1.0, 2.0), name: str = 
 
 
 def test_means_are_of_the_steps_that_every_seed_has():
-    averaged = mean_over_seeds([Series([1, 2, 3], [1.0, 2.0, 3.0], []), Series([1, 3], [3.0, 5.0], [2])])
+    runs = [Series([1, 2, 3], [1.0, 2.0, 3.0], []), Series([1, 3], [3.0, 5.0], [2])]
+    averaged = mean_over_seeds(runs)
     assert (averaged.steps, averaged.values) == ([1, 3], [2.0, 4.0])
+    assert np.isnan(averaged.low).all(), "two seeds are too few"
+    averaged = mean_over_seeds(runs * 3)
     assert averaged.low[0] < 2.0 < averaged.high[0]
-    geometric = mean_over_seeds([Series([1], [1.0], []), Series([1], [100.0], [])], geometric=True)
+    geometric = mean_over_seeds([Series([1], [1.0], []), Series([1], [100.0], [])] * 3, geometric=True)
     assert geometric.values == pytest.approx([10.0])
     assert 0 < geometric.low[0] < 10 < geometric.high[0]
 
 
 def test_runs_that_differ_only_by_seed_are_one_curve_with_a_band(tmp_path):
-    sources = open_sources([*seeds(tmp_path), make_run(tmp_path, "other", optimizer={"learning_rate": 1e-3})])
+    sources = open_sources([*seeds(tmp_path, range(5)), make_run(tmp_path, "other", optimizer={"learning_rate": 1e-3})])
     bundles, notes = bundles_of(sources)
     assert [(bundle.title, len(bundle.sources)) for bundle in bundles] == [
-        ("ppo, mean of n = 3 seeds", 3),
+        ("ppo, mean of n = 5 seeds", 5),
         ("other", 1),
     ]
     assert notes == []
     figure, notes = draw_metric(metric_of("rollout/return"), bundles)
     (axes,) = figure.axes
-    assert list(line_of(axes, "ppo, mean of n = 3 seeds").get_ydata()) == pytest.approx([2, 3, 4, 5])
+    assert list(line_of(axes, "ppo, mean of n = 5 seeds").get_ydata()) == pytest.approx([3, 4, 5, 6])
     assert list(line_of(axes, "other").get_ydata()) == [1, 2, 3, 4]
     (band,) = axes.collections  # with one seed there is none
-    _, low, high = mean([1.0, 2.0, 3.0]).limits
+    _, low, high = seed_mean([1.0, 2.0, 3.0, 4.0, 5.0]).limits
     corners = band.get_paths()[0].vertices
     at_first = corners[corners[:, 0] == 1, 1]
     assert (at_first.min(), at_first.max()) == pytest.approx((low, high))
@@ -168,7 +172,7 @@ def test_the_command_writes_a_figure_for_each_metric_and_the_tables(tmp_path):
     assert "<text" in (tmp_path / "out" / "success.svg").read_text()
     text = (tmp_path / "out" / "results.md").read_text()
     assert "| ppo-seed1 | 4 | 200 | 50.0% [40.0, 60.0] |" in text
-    assert "| ppo, mean of 3 seeds | – | – | 50.0% [25.2, 74.8] |" in text
+    assert "| ppo, mean of 3 seeds | – | – | 50.0% |" in text
     assert "| other | 0 | 0.000 [-0.100, 0.100] | 0.000 [-0.100, 0.100] | – |" in text
     again, _ = plot_files(paths, tmp_path / "again", ("svg",), ["success"])
     assert [path.name for path in again] == ["success.svg"]

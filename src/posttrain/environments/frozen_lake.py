@@ -78,6 +78,12 @@ class FrozenLake(Game):
         # Fail here instead of at the first task if gymnasium is missing.
         require_module("gymnasium", "environment.type: frozen_lake")
 
+    @classmethod
+    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float]:
+        """A penalty in every turn, or the goal in the first."""
+        assert isinstance(recipe, FrozenLakeRecipe)
+        return recipe.max_turns * recipe.format.penalty, 1.0
+
     def _begin(self, seed: int) -> None:
         self._lake = _lake(self.recipe, seed)
         self._cell = self._lake.start

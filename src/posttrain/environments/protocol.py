@@ -261,6 +261,13 @@ class Environment(ABC):
         return None
 
     @classmethod
+    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float] | None:
+        """Return the least and the greatest return of an episode; None if unknown. With it, the mean return of few tasks
+        has an interval, which accounts for returns that none of them had.
+        """
+        return None
+
+    @classmethod
     def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:
         """Whether episodes can report `info["scores"]`, from which `credit.type: gdpo` learns."""
         return True

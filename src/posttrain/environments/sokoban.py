@@ -162,6 +162,19 @@ class Sokoban(Game):
         below = [key for key in ("step_reward", "box_off_reward") if getattr(recipe, key) < 0]
         return super().negative_rewards(recipe) or (f"environment.{below[0]}" if below else None)
 
+    @classmethod
+    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float]:
+        """Every box pushed once, other boxes on and off again, and the extreme reward of each turn."""
+        assert isinstance(recipe, SokobanRecipe)
+        moves = recipe.max_turns * recipe.format.actions_per_turn
+        pairs = moves // 2 * (recipe.box_on_reward + recipe.box_off_reward)
+        pushes = [0.0, recipe.num_boxes * recipe.box_on_reward, recipe.num_boxes * recipe.box_off_reward]
+        steps = [0.0, moves * recipe.step_reward, recipe.max_turns * (recipe.step_reward + recipe.format.penalty)]
+        return (
+            min(pushes) + min(pairs, 0) + min(steps) + min(recipe.solved_reward, 0),
+            max(pushes) + max(pairs, 0) + max(steps) + max(recipe.solved_reward, 0),
+        )
+
     def _ended(self) -> bool:
         return self._room.solved(self._position)
 

@@ -3,6 +3,7 @@ environment.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -237,6 +238,20 @@ class TextTask(Environment):
         return recipe.score_weight > 0 and any(
             part is not None for part in (recipe.reward, recipe.judge, recipe.reasoning_gym)
         )
+
+    @classmethod
+    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float] | None:
+        """Built-in reward functions and judges score from 0 to 1, other functions and verifiers as they like."""
+        assert isinstance(recipe, TextTaskRecipe)
+        parts = [(recipe.reward, 1.0)] if isinstance(recipe.reward, str) else []
+        if isinstance(recipe.reward, list):
+            parts = [(part.function, part.weight) for part in recipe.reward]
+        if recipe.max_turns > 1 or (
+            recipe.judge is None and not (parts and all(name in BUILT_IN for name, _ in parts))
+        ):
+            return None
+        weights = [recipe.score_weight * weight for _, weight in parts or [("judge", 1.0)]]
+        return math.fsum(min(weight, 0) for weight in weights), math.fsum(max(weight, 0) for weight in weights)
 
     @classmethod
     def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:

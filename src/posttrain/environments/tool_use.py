@@ -38,6 +38,12 @@ class ToolUse(ToolEnvironment):
 
     Recipe = ToolUseRecipe
 
+    @classmethod
+    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float]:
+        """A penalty in every turn, or the right number in the first."""
+        assert isinstance(recipe, ToolUseRecipe)
+        return recipe.max_turns * recipe.penalty, 1.0
+
     def begin(self, seed: int) -> list[Message]:
         random = random_stream("tool_use", seed)
         self._prices = {item: int(random.integers(11, 99)) for item in ITEMS}

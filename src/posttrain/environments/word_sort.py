@@ -50,6 +50,12 @@ class WordSort(Game):
     Recipe = WordSortRecipe
     actions = _BOXES
 
+    @classmethod
+    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float]:
+        """A penalty in every turn, or the right box in the first."""
+        assert isinstance(recipe, WordSortRecipe)
+        return recipe.max_turns * recipe.format.penalty, 1.0
+
     def _begin(self, seed: int) -> None:
         self._word = str(random_stream("word_sort", seed).choice(_WORDS))
         self._chosen: str | None = None

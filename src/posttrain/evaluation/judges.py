@@ -318,11 +318,9 @@ def judge_predictions(predictions: Predictions, options: Options, progress: Prog
             samples.append((row.item, score))
     results, warnings = empty_results(predictions), record_warnings(records, options.longest)
     if samples:
-        scores = item_means("mean", samples)
-        if len(scores) > 1 and len(set(scores.values().tolist())) == 1:
-            warnings.append(
-                "all prompts have the same mean score, which does not mean certainty; without a difference there is no interval"
-            )
+        scale = options.rubric.scale
+        bounds = (scale.anchors[0].points, scale.anchors[-1].points) if isinstance(scale, PointsScale) else (0.0, 1.0)
+        scores = item_means("mean", samples, bounds)
         missing = left_out(records)
         results.metrics = [MetricResult(options.rubric.name, scores, "higher", len(samples), missing, options.about())]
     return Judgement(records, results, unanswered(records), warnings)
@@ -518,7 +516,9 @@ def _pair_metrics(
         return metrics
     bias: Iterable[tuple[str, float]] = ((item, sum(shown) - 1) for item, shown in asked)
     agreed = ((item, float(shown[0] + shown[1] == 1)) for item, shown in asked)
-    metrics.append(MetricResult("position_bias", item_means("mean", bias), "neither", len(asked), {}, _BIAS))
+    metrics.append(
+        MetricResult("position_bias", item_means("mean", bias, (-1.0, 1.0)), "neither", len(asked), {}, _BIAS)
+    )
     metrics.append(MetricResult("orders_agree", item_means("rate", agreed), "higher", len(asked), {}, _AGREE))
     return metrics
 

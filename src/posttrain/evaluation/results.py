@@ -12,7 +12,7 @@ import numpy as np
 from posttrain.errors import InputError
 from posttrain.evaluation.statistics import ItemScores, Kind, estimate
 from posttrain.runs.directory import write_atomically
-from posttrain.runs.intervals import Estimate
+from posttrain.runs.intervals import Estimate, within
 from posttrain.runs.reader import LARGEST, read_json
 from posttrain.runs.tables import Table
 
@@ -36,8 +36,6 @@ class MetricResult:
 
 
 FORMAT = 1
-_FEW_PROMPTS = 30
-"""With fewer prompts, intervals are reported as rough."""
 _RATIOS = ("rate", "mean", "perplexity")
 """Kinds whose summands are a sum and a count."""
 
@@ -83,10 +81,8 @@ class Results:
             missing = [f"{count} left out: {reason}" for reason, count in one.left_out.items()]
             if text := "; ".join([*known, *missing]):
                 about.setdefault(text, []).append(one.name)
-        few = [one.name for one in self.metrics if len(one.scores) < _FEW_PROMPTS]
-        rough = f"{', '.join(few)}: fewer than {_FEW_PROMPTS} prompts, so the interval is rough"
         settings = [f"{', '.join(names)}: {text}" for text, names in about.items()]
-        return [*settings, *([rough] if few else []), *self.dropped]
+        return [*settings, *self.dropped]
 
     def write(self, path: Path) -> None:
         """Atomically write the results to `path` as JSON; raises `RunError` if that fails."""
@@ -105,6 +101,7 @@ class Results:
                     "n": estimates[one.name].n,
                     "texts": one.texts,
                     "kind": one.scores.kind,
+                    "bounds": one.scores.bounds,
                     "better": one.better,
                     "left_out": dict(one.left_out),
                     "about": dict(one.about),
@@ -139,13 +136,16 @@ def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
                     raise ValueError(f"{name} of item {item[:40]} is not a valid list of finite numbers")
             if not items:
                 raise ValueError(f"{name} has no items")
+            bounds = about.get("bounds") and (float(about["bounds"][0]), float(about["bounds"][1]))
+            if bounds and not all(within(summands[0] / summands[1], bounds) for summands in items.values()):
+                raise ValueError(f"{name} has values outside of its bounds {bounds}")
             if about["better"] not in get_args(Better):
                 raise ValueError(
                     f"{name}: `better` is {about['better']!r}, expected one of {', '.join(get_args(Better))}"
                 )
             metrics[name] = MetricResult(
                 name,
-                ItemScores(about["kind"], items),
+                ItemScores(about["kind"], items, bounds),
                 about["better"],
                 about["texts"],
                 about["left_out"],

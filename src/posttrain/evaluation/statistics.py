@@ -31,8 +31,8 @@ def ratio(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
 
     Student's t interval of the logarithm. The standard error is the jackknife's about the ratio, which counts that a long
     row pulls the ratio to itself (MacKinnon and White 1985, HC3). Rows of unequal counts are as informative as
-    (sum counts)^2 / sum counts^2 equal ones (Kish 1965), which are the degrees of freedom, less one. The limits are NaN for
-    a single row, and for rows whose ratios are equal.
+    (sum counts)^2 / sum counts^2 equal ones (Kish 1965), which are the degrees of freedom, less one. The limits are NaN
+    where they are as informative as fewer than 3, and for rows whose ratios are equal.
     """
     from scipy.special import stdtrit
 
@@ -44,79 +44,14 @@ def ratio(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
         )
     total = float(below.sum())
     value = float(above.sum()) / total
-    # Where all tokens are in one row, nothing is left without it.
-    if n == 1 or value <= 0 or below.max() == total:
+    freedom = total**2 / float((below**2).sum()) - 1
+    if freedom < 2 - ROUNDING or value <= 0:
         return Estimate(value, math.nan, math.nan, n)
     error = math.sqrt((n - 1) / n * float((((above - value * below) / (total - below)) ** 2).sum()))
     if error <= ROUNDING * value:
         return Estimate(value, math.nan, math.nan, n)
-    freedom = max(total**2 / float((below**2).sum()) - 1, 1.0)
     half = float(stdtrit(freedom, 0.975)) * error / value
     return Estimate(value, value * math.exp(-half), value * math.exp(half), n)
-
-
-def interquartile_mean(runs: Sequence[Sequence[float]], seed: int = 0, draws: int = 2_000) -> Estimate:
-    """Mean of the middle half of the success rates of training runs, with Student's t interval, clipped to [0, 1].
-
-    `runs[e]`: one rate per training seed in environment e; all are pooled, and the lowest and highest quarters left out
-    (Agarwal et al. 2021, arXiv 2108.13264). Runs at the boundary count with a fractional weight, so fewer than four runs
-    are allowed. The standard error is that of a bootstrap within every environment times sqrt(n / (n - E)) for n runs of E
-    environments, with n - E degrees of freedom, because percentiles of a bootstrap of five runs are too near. The limits are
-    NaN for a single run per environment, and where all runs of each environment are equal.
-    """
-    from scipy.special import stdtrit
-
-    strata = [np.asarray(results, dtype=np.float64) for results in runs]
-    if not strata or min(map(len, strata)) < 1:
-        raise ValueError("an interquartile mean needs at least one run in every environment")
-    generator = random_stream("interquartile mean", seed)
-    samples = [
-        np.concatenate([results[generator.integers(len(results), size=len(results))] for results in strata])
-        for _ in range(draws)
-    ]
-    pooled = np.concatenate(strata)
-    value, n, freedom = _middle_mean(pooled), len(pooled), len(pooled) - len(strata)
-    error = float(np.std([_middle_mean(sample) for sample in samples]))
-    if not freedom or error <= ROUNDING * abs(value):
-        return Estimate(value, math.nan, math.nan, n)
-    half = float(stdtrit(freedom, 0.975)) * error * math.sqrt(n / freedom)
-    return Estimate(value, max(value - half, 0.0), min(value + half, 1.0), n)
-
-
-def _middle_mean(values: np.ndarray) -> float:
-    n = len(values)
-    edges = np.clip(np.arange(n + 1), n / 4, 3 * n / 4)
-    return float((np.sort(values) * np.diff(edges)).sum() / (n / 2))
-
-
-def crossed_mean(table: np.ndarray, seed: int = 0, draws: int = 10_000) -> Estimate:
-    """Mean of a table [training seeds, tasks] with a 95% interval over both; `n` is the number of training seeds.
-
-    Each draw is the mean of resampled tasks, which all training seeds share, plus Student's t of S - 1 degrees of freedom
-    times the standard error of the S seed means. The seeds are not resampled, because a bootstrap of five is too narrow:
-    where the seeds differ most, a bootstrap over both (Owen 2007, "The pigeonhole bootstrap", Annals of Applied Statistics
-    1) covered the truth in 87 to 90% of simulated tables, this interval in 95%. Noise within a seed counts in both parts,
-    so it errs towards wide intervals. The limits are clipped to the range of the values. If all results are 0, or all are 1,
-    the limits are those of a rate over the tasks; for other equal values, they are NaN.
-    """
-    values = np.asarray(table, dtype=np.float64)
-    if values.ndim != 2 or 0 in values.shape:
-        raise ValueError(f"the table must have a row per training seed and a column per task, got shape {values.shape}")
-    seeds, tasks = values.shape
-    if not np.ptp(values):
-        value = float(values.flat[0])
-        rate = (
-            success_rate(int(value) * tasks, tasks) if value in (0.0, 1.0) else Estimate(value, math.nan, math.nan, 0)
-        )
-        return Estimate(value, rate.low, rate.high, seeds)
-    generator = random_stream("crossed mean", seed)
-    columns = generator.multinomial(tasks, np.full(tasks, 1 / tasks), size=draws)
-    means = columns @ values.mean(0) / tasks
-    if seeds > 1:
-        error = values.mean(1).std(ddof=1) / math.sqrt(seeds)
-        means = means + error * generator.standard_t(seeds - 1, size=draws)
-    low, high = np.clip(np.quantile(means, [0.025, 0.975]), values.min(), values.max())
-    return Estimate(float(values.mean()), float(low), float(high), seeds)
 
 
 def probability_above(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> Estimate:
@@ -289,6 +224,8 @@ class ItemScores:
 
     kind: Kind
     items: Mapping[str, np.ndarray]
+    bounds: tuple[float, float] | None = None
+    """The least and the greatest possible value of a `mean`; None if unknown."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -302,14 +239,17 @@ class ItemScores:
         return combine(self.kind, self.table(names))
 
 
-def item_means(kind: Literal["rate", "mean"], samples: Iterable[tuple[str, float]]) -> ItemScores:
-    """Mean over the samples of each item, so that all items have the same weight."""
+def item_means(
+    kind: Literal["rate", "mean"],
+    samples: Iterable[tuple[str, float]],
+    bounds: tuple[float, float] | None = None,
+) -> ItemScores:
+    """Mean over the samples of each item, so that all items have the same weight; `bounds` are those of the result."""
     of_items: dict[str, list[float]] = {}
     for item, value in samples:
         of_items.setdefault(item, []).append(float(value))
-    return ItemScores(
-        kind, {item: np.array([math.fsum(values) / len(values), 1.0]) for item, values in of_items.items()}
-    )
+    items = {item: np.array([math.fsum(values) / len(values), 1.0]) for item, values in of_items.items()}
+    return ItemScores(kind, items, bounds)
 
 
 def item_sums(kind: Kind, samples: Iterable[tuple[str, Sequence[float]]]) -> ItemScores:
@@ -359,7 +299,7 @@ def estimate(scores: ItemScores) -> Estimate:
         # The number of samples per item is unknown. Items that are alike do not show that it is large.
         return clustered_rate(rates.tolist(), math.inf if np.ptp(rates) else n)
     if scores.kind == "mean":
-        return mean(scores.values().tolist())
+        return mean(scores.values().tolist(), scores.bounds)
     if scores.kind == "perplexity":
         nats = ratio(*table.T.tolist())
         value, low, high = np.exp([nats.value, nats.low, nats.high]).tolist()

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from posttrain.episode import Episode, Outcome, reports_success, require_episodes, score_names
+from posttrain.errors import InputError
 from posttrain.recipe.rollout import SCORES
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, Played, collect_episodes, quiet
-from posttrain.runs.intervals import Estimate, clustered_rate, mean, two_values
+from posttrain.runs.intervals import Estimate, clustered_rate, mean, within
 
 PASS = "pass@k/"
 """Prefix of the pass@k keys in the metrics log."""
@@ -115,14 +116,16 @@ class Evaluation:
         return {key: None if math.isnan(value) else value for key, value in values.items()}
 
 
-def summarize(episodes: Sequence[Episode]) -> Evaluation:
+def summarize(episodes: Sequence[Episode], return_range: tuple[float, float] | None = None) -> Evaluation:
     """Success, return and lengths of `episodes`, with any number of episodes per seed.
 
-    Intervals are over seeds (see `clustered_rate`). Raises `ValueError` without episodes.
+    Intervals are over seeds, see `clustered_rate` and, for the return, `mean`. `return_range`: the least and the greatest
+    return of an episode, as in `Environment.return_range`; without it, returns of fewer than 64 seeds have no interval.
+    Raises `InputError` without episodes, or for a return outside of the range.
     """
     require_episodes(episodes)
     if not episodes:
-        raise ValueError("no episodes to summarize")
+        raise InputError("there are no episodes to summarize; play at least one")
     successes: dict[int, list[bool]] = defaultdict(list)
     returns: dict[int, list[float]] = defaultdict(list)
     for episode in episodes:
@@ -130,6 +133,11 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
             successes[episode.seed].append(episode.success)
         if episode.has_return:
             returns[episode.seed].append(episode.total_reward)
+            if return_range and not within(episode.total_reward, return_range):
+                raise InputError(
+                    f"environment seed {episode.seed} has the return {episode.total_reward:g}, which is not between "
+                    f"{return_range[0]:g} and {return_range[1]:g}; correct `return_range` of the environment"
+                )
     played = [episode for episode in episodes if episode.has_return]
     scores: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in score_names(played)}
     for episode in played:
@@ -140,7 +148,7 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
     has_success = bool(successes) and reports_success(episodes)
     return Evaluation(
         success=clustered_rate(rates, sum(map(len, successes.values()))) if has_success else None,
-        mean_return=_over_seeds(returns) if returns else _NO_RETURN,
+        mean_return=_over_seeds(returns, return_range) if returns else _NO_RETURN,
         n=len(successes),
         episodes=len(episodes),
         failed=sum(episode.outcome is Outcome.FAILED for episode in episodes),
@@ -148,7 +156,8 @@ def summarize(episodes: Sequence[Episode]) -> Evaluation:
         rejected_share=_average([bool(turn.info.get("rejected")) for turn in turns]),
         tokens_per_answer=_average([turn.stop - turn.start for turn in turns if turn.stop > turn.start]),
         turns=_average([len(episode.turns) for episode in played]),
-        scores={name: _over_seeds(by_seed, is_score=True) for name, by_seed in scores.items()},
+        # Scores of 0 and 1 only are successes, also where all are equal.
+        scores={name: _over_seeds(one, (0.0, 1.0) if _levels(one) <= {0, 1} else None) for name, one in scores.items()},
         attempts=_attempts(successes) if has_success else {},
     )
 
@@ -159,18 +168,16 @@ def _attempts(successes: Mapping[int, Sequence[bool]]) -> dict[str, Estimate]:
     return {f"{MEAN}{n}": mean_at_k(successes)} | {f"{PASS}{k}": rate for k, rate in pass_rates(successes).items()}
 
 
-def _over_seeds(by_seed: Mapping[int, Sequence[float]], is_score: bool = False) -> Estimate:
-    """Mean over seeds; values that are one of two, such as rewards of 0 and 1, have the interval of a rate.
+def _over_seeds(by_seed: Mapping[int, Sequence[float]], bounds: tuple[float, float] | None = None) -> Estimate:
+    """Mean over seeds of values in `bounds`; it is a rate if all values are one of the bounds."""
+    if bounds is None or not _levels(by_seed) <= {round(bound, 6) for bound in bounds}:
+        return mean([_average(values) for values in by_seed.values()], bounds)
+    rates = [_average([2 * value > sum(bounds) for value in values]) for values in by_seed.values()]
+    return clustered_rate(rates, sum(map(len, by_seed.values()))).scaled(*bounds)
 
-    A score that is always 0, or always 1, such as success per task kind, is a rate; a return that is always the same may be
-    of any range.
-    """
-    values = [value for of_seed in by_seed.values() for value in of_seed]
-    two = (0.0, 1.0) if is_score and set(values) <= {0.0, 1.0} else two_values(values)
-    if two is None:
-        return mean([_average(of_seed) for of_seed in by_seed.values()])
-    rates = [_average([2 * value > sum(two) for value in of_seed]) for of_seed in by_seed.values()]
-    return clustered_rate(rates, len(values)).scaled(*two)
+
+def _levels(by_seed: Mapping[int, Sequence[float]]) -> set[float]:
+    return {round(value, 6) for values in by_seed.values() for value in values}
 
 
 def _with_limits(name: str, estimate: Estimate) -> dict[str, float | int]:
@@ -188,8 +195,9 @@ def evaluate(
     run_seed: int,
     left_out: frozenset[int] = frozenset(),
     played: Played = quiet,
+    return_range: tuple[float, float] | None = None,
 ) -> tuple[Evaluation, list[Episode]]:
-    """Play all `seeds` except those in `left_out`. Returns the summary and the episodes.
+    """Play all `seeds` except those in `left_out`. Returns the summary, for which `return_range` is, and the episodes.
 
     Random numbers depend only on the run seed and the position of the held-out seed, so two evaluations of one run
     differ only by the policy. `played` is called as each episode ends.
@@ -201,4 +209,4 @@ def evaluate(
         for index in range(episodes_per_seed)
     ]
     episodes = collect_episodes(worker, requests, played)
-    return summarize(episodes), episodes
+    return summarize(episodes, return_range), episodes

@@ -25,6 +25,7 @@ from posttrain.runs.figures import (
     scale_axis,
     smoothed,
 )
+from posttrain.runs.intervals import FEWEST_SEEDS
 from posttrain.runs.panels import (
     DOMAINS,
     GREEN,
@@ -185,7 +186,7 @@ def _subtitle(metric: Metric, smooth: bool, averaged: bool, geometric: bool, lim
     parts += [f"moving mean of {SMOOTHED_STEPS} points"] if smooth else []
     parts += ["geometric means"] if geometric else []
     if limits and averaged:
-        parts.append("95% interval over seeds shaded")
+        parts.append(f"95% interval over seeds shaded, from {FEWEST_SEEDS} seeds on")
     elif limits:
         parts.append("95% interval shaded" if count <= _MOST_BANDS else "95% interval at the end")
     return textwrap.fill(" · ".join(parts), _TITLE_WIDTH)

@@ -11,8 +11,12 @@ _GRID = 33
 """Proportions among which a limit is searched, twice."""
 _MANY = 2_000
 """With more degrees of freedom, Student's quantile is that of this number, which is larger by less than 0.1%."""
-FEW = 8
-"""With fewer values, skewness is not estimated, and two different values do not show that there are no others."""
+_FEWEST = 64
+"""Values of unknown range that have an interval: of these, 96% have a value that a task has with a probability of 5%."""
+FEWEST_SEEDS = 5
+"""Training seeds that have an interval: if half of all runs fail, 94% of samples have failed and other runs."""
+_DRAWS = 5_000
+"""Random weights of a mean of known range."""
 ROUNDING = 1e-9
 """Values whose range is below this fraction of their size are equal."""
 
@@ -102,29 +106,43 @@ def _lowest(successes: float, trials: float) -> float:
     return start
 
 
-def two_values(values: Sequence[float]) -> tuple[float, float] | None:
-    """The two values that a measurement has, up to rounding, such as rewards of 0 and 1; None if it has others or few are known."""
-    levels = {round(value, 9) for value in values}
-    return (min(levels), max(levels)) if levels == {0, 1} or (len(levels) == 2 and len(values) >= FEW) else None
+def mean(values: Sequence[float], bounds: tuple[float, float] | None = None) -> Estimate:
+    """Mean of independent `values` with its 95% interval.
 
-
-def mean(values: Sequence[float], rate: bool = False) -> Estimate:
-    """Mean of independent `values` of unknown range with its 95% interval.
-
-    Values that are one of two have the interval of `success_rate`. Others have that of `mean_difference`, from 8 values on
-    with Hall's transformation of t for skewed values (Hall 1992, J. of the Royal Statistical Society B 54). The limits do
-    not pass a minimum of 0, a maximum of 1, and an extreme that at least half of 8 or more values have; with `rate`, they
-    are in [0, 1]. No interval can know of values that are so rare that the sample has none.
+    `bounds`: the least and the greatest possible value. With them, the interval is that of Gaffke (2005; Learned-Miller and
+    Thomas 2019, arXiv 1905.06208), which accounts for values that the sample lacks: the 2.5% quantile of the mean of the
+    values and `bounds[0]` with random weights, exponential draws divided by their sum, and the 97.5% quantile with
+    `bounds[1]`. Without them, it is that of `skewed_limits`, and the limits are NaN for fewer than 64 values and for values
+    of which no three differ: these would not show a rare value.
     """
-    if two := two_values(values):
-        return success_rate(sum(2 * value > sum(two) for value in values), len(values)).scaled(*two)
-    center, low, high = _student(values, len(values) >= FEW).limits
-    least, most = min(values), max(values)
-    if rate or least == 0 or _is_frequent(least, values):
-        low = max(low, 0.0 if rate else least)
-    if rate or most == 1 or _is_frequent(most, values):
-        high = min(high, 1.0 if rate else most)
-    return Estimate(center, low, high, len(values))
+    n = len(values)
+    center, deviation, skewness = _moments(values)
+    if bounds is not None:
+        if not all(within(value, bounds) for value in values):
+            raise ValueError(f"values from {min(values):g} to {max(values):g} are not within the bounds {bounds}")
+        low, high = _weighted_limits(values, bounds)
+        # Rounding may move a limit beyond a bound, and the center of equal values beyond a limit.
+        center = min(max(center, bounds[0]), bounds[1])
+        return Estimate(center, max(min(low, center), bounds[0]), min(max(high, center), bounds[1]), n)
+    if n < _FEWEST or len({round(value, 9) for value in values}) < 3 or not deviation:
+        return Estimate(center, math.nan, math.nan, n)
+    return Estimate(center, *skewed_limits(center, deviation, skewness, n, n - 1), n)
+
+
+def seed_mean(values: Sequence[float], rate: bool = False) -> Estimate:
+    """Mean over training seeds with its 95% interval: Student's t and, for success rates in [0, 1] (`rate`), `skewed_limits`
+    with the skewness of the beta distribution that has their mean and variance.
+
+    The limits are NaN for fewer than 5 seeds, among which all may have learned, or none, by chance, and for equal values. The
+    interval does not account for failures so rare that no seed failed.
+    """
+    n = len(values)
+    center, deviation, _ = _moments(values)
+    if n < FEWEST_SEEDS or not deviation:
+        return Estimate(center, math.nan, math.nan, n)
+    skewness = beta_skewness(center, deviation**2 * (n - 1) / n) if rate else 0.0
+    low, high = skewed_limits(center, deviation, skewness, n, n - 1)
+    return Estimate(center, max(low, 0.0) if rate else low, min(high, 1.0) if rate else high, n)
 
 
 def mean_difference(values: Sequence[float]) -> Estimate:
@@ -133,36 +151,65 @@ def mean_difference(values: Sequence[float]) -> Estimate:
     mean ± t(0.975, n - 1) s / sqrt(n), where s has divisor n - 1. The limits are NaN for a single value, and for values that
     are equal.
     """
-    return _student(values, skewed=False)
+    center, deviation, _ = _moments(values)
+    low, high = (
+        skewed_limits(center, deviation, 0.0, len(values), len(values) - 1) if deviation else (math.nan, math.nan)
+    )
+    return Estimate(center, low, high, len(values))
 
 
-def _student(values: Sequence[float], skewed: bool) -> Estimate:
+def _moments(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, standard deviation (0 if the values are equal) and skewness (0 for fewer than 3 values)."""
     n = len(values)
     if n < 1:
         raise ValueError("a mean needs at least one value")
     center = math.fsum(values) / n
     least, most = min(values), max(values)
     if most - least <= ROUNDING * max(abs(least), abs(most)):
-        return Estimate(center, math.nan, math.nan, n)
+        return center, 0.0, 0.0
     # In units of the range, squares neither overflow nor vanish.
     parts = [(value - center) / (most - least) for value in values]
     deviation = math.sqrt(math.fsum(part**2 for part in parts) / (n - 1))
-    quantile = t_975(min(n - 1, _MANY)) / math.sqrt(n)
-    skewness = math.fsum((part / deviation) ** 3 for part in parts) * n / ((n - 1) * (n - 2)) if skewed else 0.0
-    low, high = (center - (most - least) * deviation * _unskewed(limit, skewness, n) for limit in (quantile, -quantile))
-    return Estimate(center, low, high, n)
+    skewness = math.fsum((part / deviation) ** 3 for part in parts) * n / ((n - 1) * (n - 2)) if n > 2 else 0.0
+    return center, (most - least) * deviation, skewness
 
 
-def _is_frequent(extreme: float, values: Sequence[float]) -> bool:
-    return len(values) >= FEW and 2 * sum(value == extreme for value in values) >= len(values)
+def within(value: float, bounds: tuple[float, float]) -> bool:
+    """Whether a value is within its bounds, up to rounding to float32."""
+    slack = 1e-6 * (bounds[1] - bounds[0])
+    return bounds[0] - slack <= value <= bounds[1] + slack
 
 
-def _unskewed(quantile: float, skewness: float, n: int) -> float:
-    """The w with w + g w^2 / 3 + g^2 w^3 / 27 + g / 6n = `quantile`, where g is the skewness."""
-    if abs(skewness) < 1e-6:
-        return quantile
-    cube = 1 + skewness * (quantile - skewness / (6 * n))
-    return 3 / skewness * (math.copysign(abs(cube) ** (1 / 3), cube) - 1)
+def _weighted_limits(values: Sequence[float], bounds: tuple[float, float]) -> tuple[float, float]:
+    import numpy as np
+
+    from posttrain.seeds import random_stream
+
+    draws = random_stream("mean", len(values))
+    table = np.array([[*values, bound] for bound in bounds]).T
+    means = []
+    part = max(1_000_000 // len(table), 1)  # to bound the memory
+    for done in range(0, _DRAWS, part):
+        weights = draws.exponential(size=(min(part, _DRAWS - done), len(table)))
+        means.append(weights @ table / weights.sum(1, keepdims=True))
+    low, high = np.concatenate(means).T
+    return float(np.quantile(low, 0.025)), float(np.quantile(high, 0.975))
+
+
+def beta_skewness(mean: float, variance: float) -> float:
+    """Skewness of the beta distribution with this mean in (0, 1) and a variance in (0, mean (1 - mean)]."""
+    size = max(mean * (1 - mean) / variance - 1, 0.0)
+    return 2 * (1 - 2 * mean) * math.sqrt(size + 1) / ((size + 2) * math.sqrt(mean * (1 - mean)))
+
+
+def skewed_limits(center: float, deviation: float, skewness: float, n: int, freedom: int) -> tuple[float, float]:
+    """The 95% limits of a mean `center` of n values: Student's t, joined with that of Johnson (1978, J. of the American
+    Statistical Association 73), which is shifted by skewness s (1 + 2 t^2) / 6n, s = `deviation`, t = t(0.975, freedom).
+    """
+    quantile = t_975(min(freedom, _MANY))
+    half = quantile * deviation / math.sqrt(n)
+    shift = skewness * deviation * (1 + 2 * quantile**2) / (6 * n)
+    return center - half + min(shift, 0.0), center + half + max(shift, 0.0)
 
 
 @cache

@@ -18,7 +18,7 @@ from posttrain.recipe.rollout import SCORES
 from posttrain.runs.comparison import Look, looks
 from posttrain.runs.evaluated import checkpoint_of
 from posttrain.runs.figures import STYLE, entitle, new_figure, plain
-from posttrain.runs.intervals import mean
+from posttrain.runs.intervals import FEWEST_SEEDS, seed_mean
 from posttrain.runs.panels import DOMAINS, GREY, LARGEST_DRAWN, ORANGE, Line, metric_of
 from posttrain.runs.sources import Bundle, Source
 from posttrain.runs.tables import (
@@ -230,7 +230,7 @@ def result_table(bundles: Sequence[Bundle]) -> Table | None:
     cells = [(name, step, n, *(_result_cell(key, results.get(key)) for key in keys)) for name, step, n, results in rows]
     note = (
         f"{_data_note(bundles)} `n` is the number of environment seeds, or of rows. Brackets: 95% intervals, for a run "
-        "over environment seeds or rows, for a mean over training seeds by Student's t over the runs."
+        f"over environment seeds or rows, for a mean over training seeds from {FEWEST_SEEDS} runs on."
     )
     if "test/loss" in keys and _stages(bundles) > 1:
         note += " Losses of different stages are not comparable."
@@ -311,7 +311,7 @@ def _final(source: Source) -> Mapping[str, Any]:
 
 def _mean(results: Sequence[Mapping[str, Interval]]) -> dict[str, Interval]:
     common = [key for key in results[0] if all(key in result for result in results)]
-    return {key: mean([result[key][0] for result in results], key in _RATES).limits for key in common}
+    return {key: seed_mean([result[key][0] for result in results], key in _RATES).limits for key in common}
 
 
 def _result_cell(key: str, result: Interval | None) -> str:

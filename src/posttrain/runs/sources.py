@@ -12,7 +12,7 @@ from posttrain.errors import InputError
 from posttrain.plugins import require_module
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.intervals import mean
+from posttrain.runs.intervals import seed_mean
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.panels import (
     MOST_POINTS,
@@ -217,16 +217,16 @@ def bundles_of(sources: Sequence[Source]) -> tuple[list[Bundle], list[str]]:
 
 
 def mean_over_seeds(series: Sequence[Series], geometric: bool = False, rate: bool = False) -> Averaged:
-    """Mean over n >= 2 runs with the interval of `mean` at each common step, or at `MOST_POINTS` of them.
+    """Mean over n >= 2 runs with the interval of `seed_mean` at each common step, or at `MOST_POINTS` of them.
 
     `geometric`: geometric mean, with the interval computed on the logarithms; all values must be positive. `rate`: the
-    limits are clipped to [0, 1].
+    values are in [0, 1].
     """
     by_step = [dict(zip(one.steps, one.values, strict=True)) for one in series]
     steps = sorted(set.intersection(*(set(values) for values in by_step)))
     steps = steps[:: max(1, -(-len(steps) // MOST_POINTS))]
     columns = [[math.log(values[step]) if geometric else values[step] for values in by_step] for step in steps]
-    limits = [mean(column, rate).limits for column in columns]
+    limits = [seed_mean(column, rate).limits for column in columns]
     means, low, high = ([math.exp(one[i]) if geometric else one[i] for one in limits] for i in range(3))
     return Averaged(steps, means, low, high)
 

@@ -202,7 +202,7 @@ class PolicyRow:
 
         def limits(name: str) -> tuple[float, float] | None:
             low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
-            return None if low is None or high is None else (low, high)
+            return None if low is None or high is None or math.isnan(low) else (low, high)
 
         success, mean_return = values.get("success"), values.get("return")
         names = [key for key in values if key.startswith(SCORES) and not key.endswith(("_low", "_high"))]

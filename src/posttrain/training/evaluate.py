@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 
@@ -14,6 +15,7 @@ from posttrain.engines.openai import chat_client
 from posttrain.environments.calls import completed
 from posttrain.environments.protocol import EnvironmentFactory, task_split
 from posttrain.errors import InputError
+from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.engines import OpenAIEngineRecipe, no_primer
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
@@ -94,6 +96,9 @@ def _open_evaluator(recipe: EvaluateRecipe, directory: RunDirectory) -> tuple[Ep
 
 class RemoteRolloutManager:
     """A client of a chat server, and the workers that play episodes with it. Loads no model."""
+
+    scorer: Any = None
+    agent: AgentRecipe | None = None
 
     def __init__(
         self, engine: OpenAIEngineRecipe, environment: EnvironmentRecipe, rollout: RolloutRecipe, episodes: int

@@ -14,6 +14,7 @@ from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import RunError
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
+from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeWorker, Played, quiet, unscored_message
@@ -59,6 +60,9 @@ class WorkerSource(Protocol):
     environment: EnvironmentFactory
     rollout: RolloutRecipe
     model_name: str
+    scorer: Any
+    """What adds a reward model's rewards to the episodes; None without one."""
+    agent: AgentRecipe | None
 
     def worker(
         self, sampling: SamplingRecipe, environment: EnvironmentFactory | None = None
@@ -175,9 +179,12 @@ class EpisodeEvaluator:
         return []
 
     def _play(self, seeds: Sequence[int], step: int, split: Split, played: Played) -> dict[str, Any]:
+        # A reward model adds to the rewards of the environment, and an agent may have others.
+        is_known = self.manager.scorer is None and self.manager.agent is None
+        bounds = environment_class(self.environment.type).return_range(self.environment) if is_known else None
         with self.manager.worker(self.evaluation.sampling, self.factory) as worker:
             result, episodes = evaluate(
-                worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out, played
+                worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out, played, bounds
             )
         write_episodes(self.episodes, step, split, episodes, None)
         if result.unscored == result.episodes:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from posttrain.errors import PosttrainError
 from posttrain.recipe.study_file import Study, shown
-from posttrain.runs.intervals import Estimate, mean, mean_difference
+from posttrain.runs.intervals import Estimate, mean_difference, seed_mean
 from posttrain.runs.panels import metric_of
 from posttrain.runs.tables import show_line
 from posttrain.tune.study import from_storage
@@ -79,7 +79,7 @@ class RetestResult:
     @property
     def estimate(self) -> Estimate | None:
         """Mean over the seeds with its interval; None if all runs failed."""
-        return mean([one.value for one in self.outcomes.values()], self.rate) if self.outcomes else None
+        return seed_mean([one.value for one in self.outcomes.values()], self.rate) if self.outcomes else None
 
     @property
     def feasible(self) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from posttrain.runs.intervals import mean
+from posttrain.runs.intervals import seed_mean
 from posttrain.runs.sources import common_name
 from posttrain.runs.tables import Interval
 from posttrain.view.scan import Scanner, Summary
@@ -149,7 +149,7 @@ def _lines(runs: Sequence[Summary]) -> list[Line]:
         ordered = tuple(sorted(group, key=lambda run: run.seed or 0))
         values = [run.best[0] for run in ordered if run.best is not None and run.final == ordered[0].final]
         whole = len(values) == len(ordered)
-        lines.append(Line(ordered, mean(values, ordered[0].percent).limits if whole else None))
+        lines.append(Line(ordered, seed_mean(values, ordered[0].percent).limits if whole else None))
     return lines
 
 
