@@ -282,7 +282,7 @@ def test_a_retest_reports_whether_the_best_trial_is_significantly_better(monkeyp
     studies.stand_in(monkeypatch, measure)
     search = {"rollout.episodes_per_group": [2, 4]}
     start = [{"rollout.episodes_per_group": 2}, {"rollout.episodes_per_group": 4}]
-    retest = {"best": 2, "seeds": [1, 2, 3, 4]}
+    retest = {"best": 2, "seeds": [1, 2, 3, 4, 5]}
     assert studies.tune(tmp_path, search=search, start=start, trials=2, retest=retest) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert ("the difference is significant" in said) == (distance > 0)
@@ -290,7 +290,7 @@ def test_a_retest_reports_whether_the_best_trial_is_significantly_better(monkeyp
     table = report(tmp_path).split("## retest")[1]
     assert re.search(r"\| 1 \| 0\.\d+ \| \[", table)
     assert sorted(path.name for path in (tmp_path / "runs/s/retest").iterdir()) == [
-        f"{trial}-seed{seed}" for trial in ("0000", "0001") for seed in (1, 2, 3, 4)
+        f"{trial}-seed{seed}" for trial in ("0000", "0001") for seed in (1, 2, 3, 4, 5)
     ]
 
 
