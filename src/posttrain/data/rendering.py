@@ -208,10 +208,10 @@ class Renderer:
 
     def with_reasoning(self, message: Message) -> Message:
         """Return a message with its reasoning in the form that the template reads, or without it."""
-        if not (reasoning := reasoning_of(message)):
-            # Templates print values that are no text.
-            structured = [key for key in REASONING if isinstance(message.get(key), list | dict)]
-            return {key: value for key, value in message.items() if key not in structured} if structured else message
+        if message.keys().isdisjoint(REASONING):
+            return message
+        if not (reasoning := reasoning_of(message)):  # templates print values that are no text
+            return {k: v for k, v in message.items() if k not in REASONING or not isinstance(v, list | dict)}
         plain = {key: value for key, value in message.items() if key not in REASONING}
         return in_form(plain, reasoning, self.reasoning_form) if self.reasoning_form else plain
 
