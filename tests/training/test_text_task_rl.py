@@ -73,7 +73,8 @@ def test_a_reward_function_sets_the_reward_and_the_return_selects_the_best_check
     directory, lines = run(values(tiny_model, tmp_path))
     final = next(line for line in lines if line["kind"] == "final")
     assert final["n"] == 6
-    assert final["return_low"] < final["return"] < final["return_high"]
+    # The range of an own function is unknown, and six returns do not show it.
+    assert (final["return_low"], final["return_high"]) == (None, None)
     assert "success" not in final
     assert "rollout/success" not in next(line for line in lines if line["kind"] == "train")
     table = json.loads((directory.path / "results.json").read_text())["tables"][0]
@@ -88,13 +89,13 @@ def test_numbers_of_a_reward_function_are_in_the_log_and_in_the_table(tiny_model
     (tmp_path / "rewards.py").write_text(reward)
     directory, lines = run(given)
     final = next(line for line in lines if line["kind"] == "final")
-    assert final["score/length_low"] < final["score/length"] < final["score/length_high"]
+    assert (final["score/length_low"], final["score/length_high"]) == (None, None)
     assert final["score/score"] == pytest.approx(final["return"])
     trained = next(line for line in lines if line["kind"] == "train")
     assert trained["rollout/score/score"] == pytest.approx(trained["rollout/return"])
     table = json.loads((directory.path / "results.json").read_text())["tables"][1]
     place = table["headings"].index("length")
-    assert table["rows"][-1][place].startswith(f"{final['score/length']:.3f} [")
+    assert table["rows"][-1][place].startswith(f"{final['score/length']:.3f}")
 
 
 def own(tiny: Path, folder: Path, **changes) -> dict:

@@ -140,13 +140,13 @@ def discounted_returns(
     return bilevel_gae(rewards, zeros, turns, recipe.discount, recipe.turn_discount, 1.0, 1.0)
 
 
-def zero_groups(episodes: Sequence[Episode], advantages: Advantages) -> float:
-    """The share of groups whose advantages are all 0, for example because all returns are equal. NaN without groups.
+def zero_groups(episodes: Sequence[Episode], advantages: Advantages) -> float | None:
+    """The share of groups whose advantages are all 0, for example because all returns are equal. None without groups.
     Episodes without a baseline do not count."""
     nonzero: dict[int, bool] = {}
     for episode, streams in _compared(episodes, advantages):
         nonzero[episode.group] = nonzero.get(episode.group, False) or any(stream.any() for stream in streams)
-    return 1 - sum(nonzero.values()) / len(nonzero) if nonzero else math.nan
+    return 1 - sum(nonzero.values()) / len(nonzero) if nonzero else None
 
 
 def mean_advantage(episodes: Sequence[Episode], advantages: Advantages, by_episode: bool) -> float:

@@ -112,7 +112,8 @@ def train(
                     metrics = rollout_metrics(batch) | means(totals) | credit.metrics
                     if recipe.credit.compared_with is not None:
                         metrics["credit/without_baseline"] = float(len(credit.advantages.without_baseline))
-                    metrics["credit/zero_groups"] = zero_groups(batch.episodes, credit.advantages)
+                    if (zero := zero_groups(batch.episodes, credit.advantages)) is not None:
+                        metrics["credit/zero_groups"] = zero
                     by_episode = recipe.loss.aggregation == "sequence_mean"
                     metrics["credit/mean_advantage"] = mean_advantage(batch.episodes, credit.advantages, by_episode)
                     metrics["tokens/trained"] = float(learner.trained_tokens - tokens)
