@@ -19,7 +19,7 @@ _MOST_LAYERS = 256
 _SMALL = 16_384
 """Sizes up to this are not compared with the weights: some, such as that of an image, are of parts that are not in them."""
 _COUNTS = re.compile(r"layers?$|blocks?$|experts?$|depth$|labels$|codebooks$")
-"""Keys of a configuration that count modules, each with a tensor of its own."""
+"""Keys of a configuration that count modules, each with at least one tensor."""
 _SIZES = re.compile(r"(size|dim|width|heads?|inner|model|embd|features|rank|groups)$|^n_")
 """Keys of a configuration that are dimensions of tensors."""
 
