@@ -20,9 +20,12 @@ import torch
 from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Completion, Request
+from posttrain.episode import StopReason
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
+from posttrain.serving import Server
+from tests.conftest import CHATML
 from tests.test_loopback import load
 
 openai = pytest.importorskip("openai", reason="needs posttrain[remote]")
@@ -168,6 +171,33 @@ def test_stop_strings_are_left_out(client: Any) -> None:
     cut = text(stop=stop).choices[0]
     assert (cut.text, cut.finish_reason) == (expected, "stop")
     assert "".join(piece.choices[0].text for piece in text(stop=[stop, "never said"], stream=True)) == expected
+
+
+@pytest.mark.parametrize("before", [" ", " \n", "<|endoftext|>"])
+def test_what_the_template_writes_before_the_end_is_not_streamed(
+    before: str, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from starlette.testclient import TestClient
+
+    template = tmp_path / "template.jinja"
+    template.write_text(CHATML.replace("<|im_end|>", f"{before}<|im_end|>"))
+    spaced = Policy(ModelRecipe(path=policy.recipe.path, chat_template=str(template)))
+    ids = tuple(spaced.tokenizer(f"Up row{before}<|im_end|>")["input_ids"])
+
+    async def generate(self: Any, request: Request, on_token: Any = None) -> Completion:
+        for token in ids:
+            on_token and on_token(token)
+            await asyncio.sleep(0)
+        return Completion(ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.END_TOKEN)
+
+    monkeypatch.setattr(LocalEngine, "generate", generate)
+    with TestClient(Server(LocalEngine(spaced), "m").app()) as http:
+        answer = http.post("/v1/chat/completions", json={"messages": MESSAGES})
+        assert answer.json()["choices"][0]["message"]["content"] == "Up row"
+        for stop in ([], ["never said"]):
+            lines = http.post("/v1/chat/completions", json={"messages": MESSAGES, "stream": True, "stop": stop}).text
+            parts = [json.loads(line[6:])["choices"] for line in lines.splitlines() if line.startswith("data: {")]
+            assert "".join(choice["delta"].get("content", "") for (choice,) in parts) == "Up row"
 
 
 def test_tools_reach_the_template(client: Any) -> None:

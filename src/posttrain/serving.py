@@ -170,10 +170,10 @@ class Server:
         )
 
     async def _pieces(self, prompt: Sequence[int], body: _Body, limit: int | None) -> AsyncIterator[str | _Choice]:
-        """The text of a completion in pieces, then the completion. Text that may be part of a stop string is held
-        back.
+        """The text of a completion in pieces, then the completion. Text that may be part of a stop string, or of what the
+        template writes before the end token, is held back.
         """
-        held = max((len(stop) - 1 for stop in body.stops), default=0)
+        held = max([len(self.renderer.before_end), *(len(stop) - 1 for stop in body.stops)])
         tokens: asyncio.Queue[int | None] = asyncio.Queue()
         task = asyncio.create_task(self._complete(prompt, body, limit, 0, tokens.put_nowait))
         task.add_done_callback(lambda _: tokens.put_nowait(None))
@@ -187,7 +187,7 @@ class Server:
                 await asyncio.sleep(0)
                 ids.append(token)
                 text = self.renderer.answer_text(ids)
-                ready = text[: len(text) - held] if held else text
+                ready = text[: max(len(text) - held, 0)]
                 # A character of several tokens is sent once it is complete.
                 stopped = any(stop in text for stop in body.stops)
                 if not stopped and ready.startswith(shown) and len(ready) > len(shown) and "\ufffd" not in ready[-1:]:

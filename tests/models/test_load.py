@@ -180,6 +180,27 @@ def test_an_export_loads_in_transformers_and_scores_the_same(lora, tiny_model, t
     torch.testing.assert_close(again.score([IDS], [MASK], 1.0, 64).logprobs, mine, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("kind", [Policy, RewardModel])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_weights_of_experts_restore_bit_for_bit_and_are_exported_as_the_family_names_them(family, kind, tmp_path):
+    from safetensors.torch import load_file
+
+    base = str(save_family(tmp_path / "base", family))
+    model, other = kind(base), kind(base)
+    with torch.no_grad():
+        for _, parameter in model.trainable():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save(tmp_path / "saved")
+    other.restore(tmp_path / "saved")
+    model.export(tmp_path / "exported")
+    # The policy of a checkpoint is a model, too.
+    again = [kind(str(tmp_path / folder)).model.state_dict() for folder in ("saved", "exported")]
+    for name, value in model.model.state_dict().items():
+        assert all(torch.equal(value, state[name]) for state in (other.model.state_dict(), *again)), name
+    names = [set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("base", "exported")]
+    assert {name for name in names[0] ^ names[1] if "experts" in name} == set()
+
+
 @pytest.mark.parametrize("lora", [None, LoraRecipe(rank=4)])
 def test_saved_weights_restore_bit_for_bit(lora, tiny_model, tmp_path):
     policy = Policy(ModelRecipe(path=str(tiny_model), lora=lora))

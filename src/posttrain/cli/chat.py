@@ -51,6 +51,7 @@ def chat(
             nonlocal shown
             ids.append(token)
             text = renderer.answer_text(ids)
+            text = text[: max(len(text) - len(renderer.before_end), 0)]
             # A character of several tokens is shown once it is complete.
             if text.startswith(shown) and not text.endswith("\ufffd"):
                 typer.echo(printable(text[len(shown) :]), nl=False)

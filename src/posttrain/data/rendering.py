@@ -116,14 +116,14 @@ class Renderer:
         text = self.marked(text)
         if after is None:
             before, after = self._opening
-            text = before + text + self._before_end
+            text = before + text + self.before_end
         return [*self.encode(text, after), self.end]
 
     def answer_text(self, ids: Sequence[int]) -> str:
         """Return a sampled answer as text, without its end."""
         if not ids or ids[-1] not in self.end_tokens:
             return self.tokenizer.decode(list(ids), skip_special_tokens=False)
-        return self.tokenizer.decode(list(ids[:-1]), skip_special_tokens=False).removesuffix(self._before_end)
+        return self.tokenizer.decode(list(ids[:-1]), skip_special_tokens=False).removesuffix(self.before_end)
 
     def warnings(self) -> list[str]:
         """Return warnings about how the template changes conversations."""
@@ -402,7 +402,7 @@ class Renderer:
 
     def closes(self, text: str) -> re.Match[str] | None:
         """The end token, as group 1, at the start of rendered text that follows an answer; None if there is none."""
-        return self._ends.match(text.removeprefix(self._before_end).lstrip())
+        return self._ends.match(text.removeprefix(self.before_end).lstrip())
 
     @cached_property
     def text_after_answers(self) -> str:
@@ -419,7 +419,7 @@ class Renderer:
         return before if before.isspace() else "", prompt
 
     @cached_property
-    def _before_end(self) -> str:
+    def before_end(self) -> str:
         """What the template writes between an answer and its end token: a space, or another token."""
         end = self.closing.search(self.text_after_answers)
         return self.text_after_answers[: end.start()] if end else ""

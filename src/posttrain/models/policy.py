@@ -183,7 +183,8 @@ class TrainedModel:
         All ranks call it; rank 0 writes.
         """
         tensors = self.gather_weights(self.saved_tensors())
-        current_world().on_rank0(lambda: self._write(self.model, directory, tensors))
+        current_world().on_rank0(lambda: _write_weights(self.model, directory, tensors))
+        current_world().on_rank0(lambda: self.tokenizer.save_pretrained(directory))
 
     def save_later(self, directory: Path) -> Callable[[], None]:
         """Copy the trained weights to CPU memory. Returns a function that writes the files of `save` with these weights
@@ -220,10 +221,6 @@ class TrainedModel:
         self.sharded.reshard()
         return gather_to_rank0(self.model.state_dict(keep_vars=True) if tensors is None else tensors)
 
-    def _write(self, model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None) -> None:
-        _write_weights(model, directory, tensors)
-        self.tokenizer.save_pretrained(directory)
-
     def restore(self, directory: Path) -> None:
         """Read what `save` wrote, bit for bit. InputError if the files belong to another model."""
         from peft import set_peft_model_state_dict
@@ -251,11 +248,15 @@ class TrainedModel:
 
     def export(self, directory: Path) -> None:
         """Write the model so that transformers (or peft, with `lora.export: adapter`) loads it from `directory`."""
-        if self.recipe.lora is None or self.recipe.lora.export != "merged":
-            self.save(directory)
-            return
-        tensors = self.gather_weights()
-        current_world().on_rank0(lambda: self._write(self._merged(tensors), directory, None))
+        merged = self.recipe.lora is not None and self.recipe.lora.export == "merged"
+        tensors = self.gather_weights(None if merged else self.saved_tensors())
+
+        def write() -> None:
+            model = self._merged(tensors) if merged else self.model
+            _write_weights(model, directory, None if merged else tensors, exported=True)
+            self.tokenizer.save_pretrained(directory)
+
+        current_world().on_rank0(write)
 
     def _restore_shards(self, tensors: dict[str, torch.Tensor]) -> list[str]:
         """Set this rank's shards; returns names that only the files or only the model have."""
@@ -290,9 +291,15 @@ class TrainedModel:
         return whole
 
 
-def _write_weights(model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None) -> None:
-    """Write the `tensors` of the model, by default all. peft would add the frozen weights of adapted embeddings."""
-    keywords: dict[str, Any] = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+def _write_weights(
+    model: Any, directory: Path, tensors: dict[str, torch.Tensor] | None, exported: bool = False
+) -> None:
+    """Write the `tensors` of the model, by default all. peft would add the frozen weights of adapted embeddings.
+
+    `exported`: under the names of the family's checkpoints, where each expert has its own matrices, not of its modules.
+    """
+    has_adapters = hasattr(model, "peft_config")
+    keywords = {"save_embedding_layers": False} if has_adapters else {"save_original_format": exported}
     model.save_pretrained(directory, **keywords, **({} if tensors is None else {"state_dict": tensors}))
 
 
