@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -109,6 +110,28 @@ class GeneratorExitLike(BaseException):
         raise RuntimeError("no text")
 
 
+class Raises(Mapping):
+    """Raises wherever it is read."""
+
+    def __getitem__(self, key):
+        raise LookupError("no key")
+
+    def __iter__(self):
+        raise RuntimeError("no keys")
+
+    def __len__(self):
+        return 1
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+CIRCULAR: dict = {}
+CIRCULAR["itself"] = CIRCULAR
+
+
 class Wrong(Environment):
     """One turn, in which the environment of seed n does the n-th wrong thing."""
 
@@ -142,6 +165,12 @@ class Wrong(Environment):
         Step([{"role": "user", "content": "a", "name": "\udfff"}], 1.0, False, False),
         Step([{"role": "user", "content": "a", "extra": object()}], 1.0, False, False),
         Step("a", 1.0, False, False),
+        Step([Raises()], 1.0, False, False),
+        Step([], 1.0, True, False, Raises()),
+        Step([], 1.0, True, False, {"success": True, "of": Raises()}),
+        Step([], 1.0, True, False, {"success": True, "of": CIRCULAR}),
+        Step([], 1.0, True, False, {"success": True, (0, 1): "a key"}),
+        Step([], 1.0, True, False, {"success": True, "of": "\ud800"}),
         (step for step in ()),
         None,
     )

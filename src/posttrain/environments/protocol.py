@@ -13,6 +13,7 @@ import numpy as np
 
 from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks, training_tasks
 from posttrain.data.tools import ParsedAnswer
+from posttrain.environments.calls import described
 from posttrain.recipe.components import EnvironmentRecipe, Factory, environment_class
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange, same_tasks
 
@@ -104,6 +105,7 @@ def require_step(returned: object) -> Step:
         raise ProtocolError(f"`rejected` in `info` is {short(info['rejected'])}, not text")
     if "scores" in info:
         info["scores"] = _scores(info["scores"])
+    _require_json(info, "`info`", default=str)
     return replace(returned, reward=number(returned.reward), info=info, **flags)
 
 
@@ -148,15 +150,15 @@ def _require_messages(messages: object, method: str) -> None:
     _require_json([dict(message) for message in messages], f"a message of `{method}`")
 
 
-def _require_json(value: object, name: str) -> None:
-    """Raise ProtocolError unless the renderer and the episode store can read the value."""
+def _require_json(value: object, name: str, default: Callable[[object], str] | None = None) -> None:
+    """Raise ProtocolError unless the renderer and the episode store can read the value, of which `default` makes text."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, default=default).encode()
     except UnicodeEncodeError as error:
         at = error.object[max(0, error.start - 20) : error.start + 1]
         raise ProtocolError(f"{name} has a lone surrogate, which is no text, in {short(at)}") from error
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"{name} cannot be written as JSON ({error})") from error
+    except Exception as error:
+        raise ProtocolError(f"{name} cannot be written as JSON ({described(error)})") from error
 
 
 def _kind(value: object) -> str:

@@ -200,6 +200,10 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
             return require(returned)
         except ProtocolError as error:
             raise EnvironmentFailure(f"{self.environment.recipe.type}: {error}") from error
+        except Exception as error:  # of a mapping or number that the environment made
+            raise EnvironmentFailure(
+                f"{self.environment.recipe.type} returned an object that raised {described(error)}"
+            ) from error
 
     async def _call(self, function: Callable[[], T], blocking: bool = False) -> T:
         """Call the environment in a daemon thread, so that a signal ends the run also if the call does not return.
