@@ -286,6 +286,21 @@ def test_the_check_before_a_run_names_what_hangs_or_exits(place, monkeypatch):
         check_tasks(recipe, tasks, RolloutRecipe(environment_timeout=None), False)
 
 
+@pytest.mark.parametrize(
+    "bounds",
+    [1.0, (1, 0), ("0", "1"), (0, float("inf")), [float("nan"), 1], (0, 1, 2), {"low": 0, "high": 1}, KeyError],
+)
+def test_a_range_of_returns_that_is_none_is_named_before_the_run(bounds, monkeypatch):
+    def return_range(recipe):
+        if bounds is KeyError:
+            raise KeyError("range")
+        return bounds
+
+    monkeypatch.setattr(Opening, "return_range", return_range)
+    with pytest.raises(InputError, match=r"`return_range` of .*Opening"):
+        check_tasks(make_env(Opening).recipe, TaskSplit(range(1), range(1), range(1), None), RolloutRecipe(), False)
+
+
 def test_baselines_that_exit_are_named(tmp_path):
     evaluator = EpisodeEvaluator.__new__(EpisodeEvaluator)
     evaluator.environment = make_env(Opening).recipe

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -13,7 +14,8 @@ import numpy as np
 
 from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks, training_tasks
 from posttrain.data.tools import ParsedAnswer
-from posttrain.environments.calls import described
+from posttrain.environments.calls import completed, described
+from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, Factory, environment_class
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange, same_tasks
 
@@ -339,6 +341,18 @@ class EnvironmentFactory:
 
     def __call__(self) -> Environment:
         return self._make(self.recipe)
+
+
+def return_range(recipe: EnvironmentRecipe) -> tuple[float, float] | None:
+    """The `Environment.return_range` of a recipe. InputError unless it is None, or two finite numbers in order."""
+    name = f"`return_range` of {recipe.type}"
+    bounds = completed(partial(environment_class(recipe.type).return_range, recipe), name)
+    if bounds is None:
+        return None
+    low, high = map(number, bounds) if isinstance(bounds, Sequence) and len(bounds) == 2 else (math.nan, math.nan)
+    if not -math.inf < low <= high < math.inf:
+        raise InputError(f"{name} is {short(bounds)}; return the least and the greatest return of an episode, or None")
+    return low, high
 
 
 def task_split(

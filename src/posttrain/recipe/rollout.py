@@ -115,7 +115,6 @@ class RolloutRecipe(BaseConfig):
     missing_eos_penalty: float = Field(0.0, ge=0)
     """Subtracted from the training reward of an episode whose last answer has no end token, after reward normalization."""
 
-
     @model_validator(mode="after")
     def _few_enough(self):
         refuse_many(self.groups_per_step, self.episodes_per_group, "episodes_per_group")
