@@ -11,6 +11,7 @@ import pytest
 import posttrain
 from posttrain.environments.rewards import load_reward
 from posttrain.errors import PosttrainError
+from posttrain.recipe.compose import load_recipe
 
 from .rollout.episodes import played
 
@@ -112,6 +113,31 @@ def test_wrong_types_are_named(function, good):
 def test_seeds_of_numpy_are_seeds(good):
     episodes = posttrain.rollout(**{**good["rollout"], "seeds": np.arange(2), "run_seed": np.int64(3)})
     assert [(type(e.seed), e.seed) for e in episodes] == [(int, 0), (int, 1)]
+
+
+@pytest.mark.parametrize(
+    "many",
+    [
+        {"episodes_per_group": 2**62},
+        {"episodes_per_group": 1_000_001},
+        {"seeds": range(1001), "episodes_per_group": 1000},
+        {"seeds": range(10**12)},
+        {"seeds": range(2**70)},
+    ],
+)
+def test_more_episodes_than_can_be_played_are_refused(good, many):
+    with pytest.raises(PosttrainError, match=r"`episodes_per_group` .* 1,000,000 episodes"):
+        posttrain.rollout(**{**good["rollout"], **many})
+
+
+@pytest.mark.parametrize(
+    "key", ["rollout.groups_per_step", "rollout.episodes_per_group", "evaluation.episodes_per_seed"]
+)
+def test_a_recipe_of_more_episodes_than_can_be_played_is_refused(key):
+    with pytest.raises(
+        PosttrainError, match=rf"`{key.partition('.')[2]}`.* 1,000,000 episodes|{key}.* 1,000,000 episodes"
+    ):
+        load_recipe([], [f"{key}=1000001", "environment.type=bandit", "evaluation.sampling.temperature=1"], "rl")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -109,6 +110,28 @@ class GeneratorExitLike(BaseException):
         raise RuntimeError("no text")
 
 
+class Raises(Mapping):
+    """Raises wherever it is read."""
+
+    def __getitem__(self, key):
+        raise LookupError("no key")
+
+    def __iter__(self):
+        raise RuntimeError("no keys")
+
+    def __len__(self):
+        return 1
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+CIRCULAR: dict = {}
+CIRCULAR["itself"] = CIRCULAR
+
+
 class Wrong(Environment):
     """One turn, in which the environment of seed n does the n-th wrong thing."""
 
@@ -142,6 +165,12 @@ class Wrong(Environment):
         Step([{"role": "user", "content": "a", "name": "\udfff"}], 1.0, False, False),
         Step([{"role": "user", "content": "a", "extra": object()}], 1.0, False, False),
         Step("a", 1.0, False, False),
+        Step([Raises()], 1.0, False, False),
+        Step([], 1.0, True, False, Raises()),
+        Step([], 1.0, True, False, {"success": True, "of": Raises()}),
+        Step([], 1.0, True, False, {"success": True, "of": CIRCULAR}),
+        Step([], 1.0, True, False, {"success": True, (0, 1): "a key"}),
+        Step([], 1.0, True, False, {"success": True, "of": "\ud800"}),
         (step for step in ()),
         None,
     )
@@ -255,6 +284,21 @@ def test_the_check_before_a_run_names_what_hangs_or_exits(place, monkeypatch):
     monkeypatch.setattr(Opening, "where", f"{place} exits")
     with pytest.raises(InputError, match=r"SystemExit: 0"):
         check_tasks(recipe, tasks, RolloutRecipe(environment_timeout=None), False)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [1.0, (1, 0), ("0", "1"), (0, float("inf")), [float("nan"), 1], (0, 1, 2), {"low": 0, "high": 1}, KeyError],
+)
+def test_a_range_of_returns_that_is_none_is_named_before_the_run(bounds, monkeypatch):
+    def return_range(recipe):
+        if bounds is KeyError:
+            raise KeyError("range")
+        return bounds
+
+    monkeypatch.setattr(Opening, "return_range", return_range)
+    with pytest.raises(InputError, match=r"`return_range` of .*Opening"):
+        check_tasks(make_env(Opening).recipe, TaskSplit(range(1), range(1), range(1), None), RolloutRecipe(), False)
 
 
 def test_baselines_that_exit_are_named(tmp_path):

@@ -1,5 +1,6 @@
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,18 @@ def test_the_table_has_rates_with_one_decimal_and_intervals(run: RunDirectory) -
     assert "| random policy | 12.5% exact | 0.100 | 200 | exact |" in text
     assert r"| trained model | 50.0% [40.0, 61.2] | – | 200 | best on evaluation, step 40 \| a |" in text
     assert "| untrained model | – | – | 0 |  |" in text
+
+
+def test_a_report_says_how_mean_returns_get_an_interval(run: RunDirectory) -> None:
+    exact = PolicyRow("random policy", 0.125, None, 0.1, 200)
+    sampled = PolicyRow("trained model", None, None, 0.1, 6)
+    for rows, told in (
+        ([exact], False),
+        ([exact, sampled], True),
+        ([replace(sampled, success=0.5, interval=(0.1, 0.9))], True),
+        ([sampled, replace(sampled, return_interval=(0.0, 0.2))], False),
+    ):
+        assert ("`return_range`" in write_report(run, policy_tables(rows)).read_text()) is told
 
 
 def test_rows_come_from_metric_lines(run: RunDirectory) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from posttrain.environments.players import Conversation, Played, Player, oracle, play_episode
-from posttrain.environments.protocol import Environment, ProtocolError, Step
+from posttrain.environments.protocol import Environment, ProtocolError, Step, return_range
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.runs.intervals import within
 
@@ -102,7 +102,7 @@ def _checked_episode(
     # Code that seeds the global state reaches the same state twice. Other draws from it depend on what ran before.
     own = not played.moved_global_random or played.random_after == again.random_after
     _require(own, seed, f"the episode draws from the global random state of Python or numpy; {_SEEDED}")
-    total, bounds = sum(step.reward for step in played.steps), kind.return_range(recipe)
+    total, bounds = sum(step.reward for step in played.steps), return_range(recipe)
     in_range = bounds is None or within(total, bounds)
     _require(in_range, seed, f"the return {total:g} ({name}) is not in the range {bounds} of `return_range`")
     success = played.steps[-1].info.get("success")

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -13,6 +14,8 @@ import numpy as np
 
 from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks, training_tasks
 from posttrain.data.tools import ParsedAnswer
+from posttrain.environments.calls import completed, described
+from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe, Factory, environment_class
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange, same_tasks
 
@@ -104,6 +107,7 @@ def require_step(returned: object) -> Step:
         raise ProtocolError(f"`rejected` in `info` is {short(info['rejected'])}, not text")
     if "scores" in info:
         info["scores"] = _scores(info["scores"])
+    _require_json(info, "`info`", default=str)
     return replace(returned, reward=number(returned.reward), info=info, **flags)
 
 
@@ -148,15 +152,15 @@ def _require_messages(messages: object, method: str) -> None:
     _require_json([dict(message) for message in messages], f"a message of `{method}`")
 
 
-def _require_json(value: object, name: str) -> None:
-    """Raise ProtocolError unless the renderer and the episode store can read the value."""
+def _require_json(value: object, name: str, default: Callable[[object], str] | None = None) -> None:
+    """Raise ProtocolError unless the renderer and the episode store can read the value, of which `default` makes text."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, default=default).encode()
     except UnicodeEncodeError as error:
         at = error.object[max(0, error.start - 20) : error.start + 1]
         raise ProtocolError(f"{name} has a lone surrogate, which is no text, in {short(at)}") from error
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"{name} cannot be written as JSON ({error})") from error
+    except Exception as error:
+        raise ProtocolError(f"{name} cannot be written as JSON ({described(error)})") from error
 
 
 def _kind(value: object) -> str:
@@ -337,6 +341,18 @@ class EnvironmentFactory:
 
     def __call__(self) -> Environment:
         return self._make(self.recipe)
+
+
+def return_range(recipe: EnvironmentRecipe) -> tuple[float, float] | None:
+    """The `Environment.return_range` of a recipe. InputError unless it is None, or two finite numbers in order."""
+    name = f"`return_range` of {recipe.type}"
+    bounds = completed(partial(environment_class(recipe.type).return_range, recipe), name)
+    if bounds is None:
+        return None
+    low, high = map(number, bounds) if isinstance(bounds, Sequence) and len(bounds) == 2 else (math.nan, math.nan)
+    if not -math.inf < low <= high < math.inf:
+        raise InputError(f"{name} is {short(bounds)}; return the least and the greatest return of an episode, or None")
+    return low, high
 
 
 def task_split(

@@ -14,6 +14,8 @@ SCORES = "score/"
 """Prefix of environment scores in the evaluation lines of the metrics log."""
 ENVIRONMENT_TIMEOUT = 600.0
 """Default time-out of one call of an environment, in seconds."""
+MOST_EPISODES = 1_000_000
+"""Episodes that may be requested at a time: those of a step or of an evaluation."""
 CURVE, FINAL = 64, 256
 """Default numbers of held-out tasks for the learning curve and for the final table."""
 HeldOut = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
@@ -112,6 +114,17 @@ class RolloutRecipe(BaseConfig):
     """Maximum number of optimizer updates between sampling a token and training on it. Episodes with an older token are dropped and counted in `rollout/stale`. Null: train on all episodes."""
     missing_eos_penalty: float = Field(0.0, ge=0)
     """Subtracted from the training reward of an episode whose last answer has no end token, after reward normalization."""
+
+    @model_validator(mode="after")
+    def _few_enough(self):
+        refuse_many(self.groups_per_step, self.episodes_per_group, "episodes_per_group")
+        return self
+
+
+def refuse_many(tasks: int, episodes: int, key: str) -> None:
+    """Raise ValueError for more episodes than can be played at a time. `key`: that of the `episodes` of each task."""
+    if tasks * episodes > MOST_EPISODES:
+        raise ValueError(f"tasks x `{key}` are more than {MOST_EPISODES:,} episodes at a time; use fewer")
 
 
 class SeedRange(BaseConfig):
@@ -212,7 +225,9 @@ class EvaluationRecipe(BaseConfig):
         return {"evaluation.seeds": self.seeds, "evaluation.final_seeds": self.final_seeds}
 
     @model_validator(mode="after")
-    def _greedy_once(self):
+    def _played_once(self):
+        for seeds in self.ranges.values():
+            refuse_many(seeds.count or 1, self.episodes_per_seed, "episodes_per_seed")
         if self.sampling.temperature == 0 and self.episodes_per_seed > 1:
             raise ValueError("greedy episodes of one seed are identical; set `episodes_per_seed: 1` or a temperature")
         return self

@@ -18,7 +18,14 @@ from posttrain.recipe.engines import (
 )
 from posttrain.recipe.model import RewardSource
 from posttrain.recipe.rl import RlRecipe
-from posttrain.recipe.rollout import EvaluationRecipe, HeldOut, RolloutRecipe, SamplingRecipe, StopString
+from posttrain.recipe.rollout import (
+    MOST_EPISODES,
+    EvaluationRecipe,
+    HeldOut,
+    RolloutRecipe,
+    SamplingRecipe,
+    StopString,
+)
 from posttrain.recipe.run import PlayedRecipe, StageRecipe
 from posttrain.recipe.supervised import DpoRecipe, RewardRecipe, SftRecipe
 
@@ -148,7 +155,7 @@ class GenerateRecipe(StageRecipe):
     rollout: LimitsRecipe = LimitsRecipe()
     sampling: SamplingRecipe = SamplingRecipe(temperature=0.0)
     """Sampling; greedy by default."""
-    samples: int = Field(1, ge=1)
+    samples: int = Field(1, ge=1, le=MOST_EPISODES)
     """Answers per row."""
     thinking: Literal["keep", "remove"] = "keep"
     """`keep`: predictions include thinking. `remove`: strip it, up to `</think>`, and record its length."""

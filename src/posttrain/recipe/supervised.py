@@ -20,6 +20,7 @@ from posttrain.recipe.loss import (
 )
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.rollout import (
+    MOST_EPISODES,
     EvaluationRecipe,
     RolloutRecipe,
     SeedRange,
@@ -39,7 +40,7 @@ class ExpertsRecipe(BaseConfig):
     """Baseline policy that plays. `optimal`: the optimal policy. `random`: uniformly random valid actions, from which only the answer format is learned."""
     random_share: float = Field(0.0, ge=0, lt=1)
     """Probability that a turn of the optimal policy is a uniformly random valid action instead. The model learns this probability, which keeps exploration for RL. 0: none."""
-    per_seed: int = Field(1, ge=1)
+    per_seed: int = Field(1, ge=1, le=MOST_EPISODES)
     """Traces of each seed. The random draws of a seed's traces are spread evenly over [0, 1), so as many traces as there are actions play each action once in the first turn."""
     held_out: int = Field(0, ge=0)
     """Seeds, the last ones of `seeds`, whose traces are not trained on. Their loss is measured before, during and after training. 0: none."""

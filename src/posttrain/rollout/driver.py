@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -37,7 +38,7 @@ from posttrain.environments.rewards import replace_blocked_loop
 from posttrain.episode import Episode, Outcome
 from posttrain.errors import InputError, RunError, WorkersLost, require_type
 from posttrain.recipe.compose import section
-from posttrain.recipe.rollout import ENVIRONMENT_TIMEOUT, FailureRecipe, RolloutRecipe, SamplingRecipe
+from posttrain.recipe.rollout import ENVIRONMENT_TIMEOUT, MOST_EPISODES, FailureRecipe, RolloutRecipe, SamplingRecipe
 from posttrain.rollout.transcript import TokenTranscript, Transcript
 from posttrain.seeds import derive_seed
 
@@ -200,6 +201,10 @@ class EpisodeWorker(ABC, Generic[TranscriptT]):
             return require(returned)
         except ProtocolError as error:
             raise EnvironmentFailure(f"{self.environment.recipe.type}: {error}") from error
+        except Exception as error:  # of a mapping or number that the environment made
+            raise EnvironmentFailure(
+                f"{self.environment.recipe.type} returned an object that raised {described(error)}"
+            ) from error
 
     async def _call(self, function: Callable[[], T], blocking: bool = False) -> T:
         """Call the environment in a daemon thread, so that a signal ends the run also if the call does not return.
@@ -402,6 +407,7 @@ def rollout(
         )
     require_type("env", env, EnvironmentFactory)
     require_type("seeds", seeds, Sequence, np.ndarray)
+    seeds = list(islice(seeds, MOST_EPISODES + 1))
     for name, value in (*(("seeds", seed) for seed in seeds), ("run_seed", run_seed), ("step", step)):
         require_type(name, value, int)
         if not 0 <= value < 2**63:
@@ -409,6 +415,7 @@ def rollout(
     seeds = [int(seed) for seed in seeds]
     settings = section(
         RolloutRecipe,
+        groups_per_step=max(len(seeds), 1),
         episodes_per_group=episodes_per_group,
         tokens_per_turn=max_tokens,
         tokens_per_episode=tokens_per_episode,

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.calls import completed
-from posttrain.environments.protocol import EnvironmentFactory
+from posttrain.environments.protocol import EnvironmentFactory, return_range
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import RunError
 from posttrain.evaluation.summary import MEAN, PASS, evaluate
@@ -181,7 +181,7 @@ class EpisodeEvaluator:
     def _play(self, seeds: Sequence[int], step: int, split: Split, played: Played) -> dict[str, Any]:
         # A reward model adds to the rewards of the environment, and an agent may have others.
         is_known = self.manager.scorer is None and self.manager.agent is None
-        bounds = environment_class(self.environment.type).return_range(self.environment) if is_known else None
+        bounds = return_range(self.environment) if is_known else None
         with self.manager.worker(self.evaluation.sampling, self.factory) as worker:
             result, episodes = evaluate(
                 worker, seeds, self.evaluation.episodes_per_seed, self.seed, self.left_out, played, bounds

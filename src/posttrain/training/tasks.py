@@ -8,6 +8,7 @@ from posttrain.data.held_out import TaskSplit
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
 from posttrain.environments.calls import CallTimeout, completed
+from posttrain.environments.protocol import return_range
 from posttrain.environments.rewards import load_reward
 from posttrain.errors import InputError
 from posttrain.recipe.agent import AgentRecipe
@@ -41,6 +42,7 @@ def check_tasks(
                 f"nothing scores the answers; name a function in {key}.reward, a judge in {key}.judge, or a reward model in "
                 "reward.path"
             )
+        return_range(one)  # before the run, not at its first evaluation
         warnings += kind.check_tasks(one, training, held_out)
         if seeds := next((seeds for seeds in (training, *held_out) if len(seeds)), ()):
             place = f"{key}.type: the constructor of {one.type}"
