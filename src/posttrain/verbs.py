@@ -263,7 +263,7 @@ def read_recipe(stage: str, /, *recipe: RecipeLike, resume: str | Path | None = 
             raise InputError(f"{part} contains rows and is not a recipe; write {key}={part}")
     layers = _layers(recipe, overrides)
     for part, layer in zip(recipe, layers, strict=False):
-        if isinstance(part, str | Path) and Path(part).with_name("environment.json").is_file():
+        if isinstance(part, str | Path):
             require_trust_of_run(Path(part), layer.values, stage)
     return typed_recipe(merge_typed(layers, stage), stage) if resume is None else _resumed(stage, layers, Path(resume))
 

@@ -13,8 +13,10 @@ from posttrain.errors import InputError
 from posttrain.plugins import trusting
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.sources import Layer
+from posttrain.recipe.pipeline import load_pipeline
+from posttrain.recipe.sources import Layer, dump_values, read_text
 from posttrain.recipe.stages import STAGES
+from posttrain.recipe.study_file import load_study
 from posttrain.recipe.trust import remember, require_trust_of_run, uses
 from tests.recipe.marks import marked_keys, table
 
@@ -99,6 +101,8 @@ def test_the_names_of_built_in_rewards_need_no_trust():
 
 
 def refused(values, layers=()):
+    FILE.parent.mkdir(parents=True, exist_ok=True)
+    FILE.with_name("environment.json").touch()
     with trusting([]):
         try:
             require_trust_of_run(FILE, values, "rl", layers)
@@ -196,6 +200,44 @@ def test_a_state_folder_that_cannot_be_written_does_not_stop_a_run(folder, monke
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "file"))
     remember(own())
     assert "will need --trust" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("state", ["state", "~", ""])
+def test_a_state_folder_that_may_come_with_a_run_is_not_used(state, folder, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", state)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without a home
+    remember(own())
+    assert "the home directory is unknown" in capsys.readouterr().err
+    assert refused(own().model_dump(mode="json"))
+    assert sorted(path.name for path in Path().iterdir()) == ["own.py", "rows.jsonl", "runs"]
+
+
+def test_a_run_that_a_pipeline_or_a_study_names_needs_trust_too(folder):
+    values = own().model_dump(mode="json")
+    FILE.parent.mkdir(parents=True)
+    FILE.write_text(dump_values(values))
+    FILE.with_name("environment.json").touch()
+    Path("pipeline.yaml").write_text(f"name: p\nstages: [{{name: one, recipe: {FILE}}}]\n")
+    search = "search: {optimizer.learning_rate: {low: 1.0e-5, high: 1.0e-4}}"
+    objective = "objective: {metric: success, direction: maximize}"
+    Path("study.yaml").write_text(f"name: s\nrecipe: [{FILE}]\n{objective}\n{search}\n")
+    reward = "environment.reward=own.py:f"
+    for load, allowed in ((load_pipeline, f"stages.one.{reward}"), (load_study, f"keys.{reward}")):
+        name = "pipeline.yaml" if load is load_pipeline else "study.yaml"
+        with trusting([]), pytest.raises(InputError, match=r"environment\.reward: own\.py:f \(executes\)"):
+            load(name, [])
+        with trusting([]):
+            load(name, [allowed])
+    remember(own())
+    with trusting([]):
+        load_pipeline("pipeline.yaml", [])
+        load_study("study.yaml", [])
+
+
+@pytest.mark.parametrize("tag", ["!!binary eA==", "!!set {x}", "!!omap [a: x]", "!!pairs [a: x]", "!!timestamp 2026-01-01"])
+def test_values_that_only_become_texts_later_are_refused(tag):
+    with pytest.raises(InputError, match="line 2 is not YAML: could not determine a constructor"):
+        read_text(f"engine:\n  python: {tag}\n", "f")
 
 
 def test_recipes_without_such_values_leave_nothing(folder):

@@ -44,7 +44,7 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
         # Without an engine that was not given: the processes choose it for their devices.
         unset = {"engine"} - recipe.model_fields_set
         job = {"recipe": recipe.model_dump(mode="json", exclude=unset), "resume": resume, "overwrite": overwrite}
-        job["debug"] = "--debug" in sys.argv
+        job |= {"debug": "--debug" in sys.argv, "path": sys.path}
         (folder / "job.json").write_text(json.dumps(job))
         config = LaunchConfig(
             min_nodes=1,
@@ -61,7 +61,8 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
         failed: dict[int, Any] = {}
         with _environment(count), _quiet(), _forwarded_signals(folder), deleted_with_this_process(folder):
             try:
-                elastic_launch(config, sys.executable)("-m", MODULE, name)
+                # `-m` alone would import from the current folder, where files of somebody else may lie beside their run.
+                elastic_launch(config, sys.executable)("-P", "-m", MODULE, name)
             except ChildFailedError as error:
                 failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
         _raise_first_error(folder, failed, recipe)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, Generic, Literal, TypeVar
 
+from posttrain.plugins import without_current_folder
+
 M = TypeVar("M")
 T = TypeVar("T")
 R = TypeVar("R")
@@ -53,11 +55,12 @@ class ModelWorkers(Generic[M]):
             return function(self._model, list(items))
         count = len(self._pools)
         shares = [list(items[rank::count]) for rank in range(count)]
-        pending = [
-            (rank, pool.submit(_apply, self._load, function, shares[rank]))
-            for rank, pool in enumerate(self._pools)
-            if shares[rank]
-        ]
+        with without_current_folder():
+            pending = [
+                (rank, pool.submit(_apply, self._load, function, shares[rank]))
+                for rank, pool in enumerate(self._pools)
+                if shares[rank]
+            ]
         results: list[Any] = [None] * len(items)
         for rank, future in pending:
             results[rank::count] = future.result()

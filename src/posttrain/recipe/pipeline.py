@@ -14,6 +14,7 @@ from posttrain.recipe.compose import checked, merge_typed, typed_recipe
 from posttrain.recipe.reference import either
 from posttrain.recipe.sources import Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
+from posttrain.recipe.trust import require_trust_of_run
 from posttrain.recipe.validation import nearest_type
 
 _STAGE = "stage:"
@@ -178,10 +179,13 @@ def _resolved(
             where = entry.origin(("model", "path"))
             raise InputError(f"{where}: model.path and from: {upstream} both set the model to start from; keep one")
         place["model"] = {"path": f"{_STAGE}{upstream}"}
-    layers = [common, *(read_file(str(folder / file)) for file in files), Layer(values, given_keys.origins)]
+    read = [read_file(str(folder / file)) for file in files]
+    layers = [common, *read, Layer(values, given_keys.origins)]
     where = entry.origin(("from",))
     layers.append(Layer(place, {("model", "path"): where} if where else {}))
     stage = merge(layers).values.get("stage")
+    for file, layer in zip(files if stage in STAGES else (), read, strict=False):
+        require_trust_of_run(folder / file, layer.values, str(stage), stage_layers)
     given = merge_typed(layers, stage) if stage in STAGES else merge(layers)
     inputs: list[str] = []
     given = Layer(_with_models(given.values, (), given, directory, earlier, names, inputs), given.origins)

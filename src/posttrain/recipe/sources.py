@@ -51,6 +51,12 @@ class RecipeLoader(yaml.SafeLoader):
         return text
 
 
+# Recipes have the values of JSON. Bytes would become text after `trust` has looked at the texts.
+RecipeLoader.yaml_constructors = {
+    tag: make
+    for tag, make in RecipeLoader.yaml_constructors.items()
+    if str(tag).rpartition(":")[2] not in ("binary", "omap", "pairs", "set", "timestamp")
+}
 RecipeLoader.add_constructor("tag:yaml.org,2002:int", RecipeLoader.construct_yaml_int)
 RecipeLoader.add_constructor("tag:yaml.org,2002:str", RecipeLoader.construct_text)
 

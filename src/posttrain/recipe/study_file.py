@@ -16,6 +16,7 @@ from posttrain.recipe.compose import merge_typed, typed_recipe
 from posttrain.recipe.sources import KeyPath, Layer, merge, read_file, read_overrides
 from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.study import Limit, Range, StudyRecipe, Together, check_metrics
+from posttrain.recipe.trust import require_trust_of_run
 from posttrain.recipe.validation import nearest_type, validation_errors
 
 _TRAINED = ("sft", "reward", "dpo", "rl", "distill")
@@ -107,6 +108,8 @@ def load_study(source: str, overrides: Sequence[str]) -> Study:
         raise InputError(
             f"{where}: {problem}; a study searches one of {', '.join(_TRAINED)}; set it, for example `keys.stage=rl`"
         )
+    for file, layer in zip(recipe.recipe, files, strict=True):
+        require_trust_of_run(folder / file, layer.values, stage, [fixed])
     study = Study(recipe, stage, merge_typed([*files, fixed], stage))
     _check_start(recipe, given)
     check_metrics(recipe.objective, stage, study.base.values, given, source)

@@ -4,6 +4,7 @@ The recipe of a run may come from somebody else, and resuming the run would exec
 names. The marks of `recipe.base` say which keys do so.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -123,10 +124,10 @@ def require_trust_of_run(file: Path, values: dict[str, Any], stage: str, named: 
     same in the current folder, with the same files. `--trust` allows everything; `named` are allowed overrides of the command.
 
     Args:
-        file: the recipe, for the message.
+        file: the file with `values`; nothing is refused if it is not in a run.
         stage: the stage to run; a recipe that declares another one may have keys of both.
     """
-    if not restricted():
+    if not restricted() or not file.with_name("environment.json").is_file():
         return
     schemas = {STAGES[stage], STAGES.get(str(values.get("stage")), STAGES[stage])}
     found = {use.digest: use for schema in schemas for use in uses(schema, values)}
@@ -172,5 +173,9 @@ def _remembered() -> set[str]:
 
 
 def _ledger() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    state = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(state):
+        state = os.path.expanduser("~/.local/state")
+    if not os.path.isabs(state):  # a relative folder may come with a run of somebody else
+        raise FileNotFoundError(errno.ENOENT, "the home directory is unknown", state)
     return Path(state) / "posttrain" / "trusted" / hashlib.sha256(os.fsencode(Path.cwd())).hexdigest()
