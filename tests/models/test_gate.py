@@ -444,3 +444,15 @@ def test_adapters_do_not_change_the_verdict(kind, tmp_path):
     assert np.abs(ours - exported).max() < LIMIT
     policy.score(streams, masks, 1.0, 64).logprobs.sum().backward()
     assert [name for name, factor in policy.trainable() if factor.grad is None or not factor.grad.any()] == []
+
+
+def test_a_bfloat16_model_whose_last_norm_is_float32_is_scored_and_trained(tmp_path):
+    policy = Policy(saved("mamba", tmp_path), dtype="bfloat16")
+    streams, masks = rows(20, 12)
+    scores = policy.score(streams, masks, 1.0, 64).logprobs
+    scores.sum().backward()
+    assert scores.isfinite().all()
+    assert all(parameter.grad is not None for _, parameter in policy.trainable())
+    with torch.no_grad():
+        measured = policy.score(streams, masks, 1.0, 64, measure=lambda logprobs, _: logprobs.max(-1).values).logprobs
+    torch.testing.assert_close(measured, scores.detach(), atol=0.1, rtol=0)

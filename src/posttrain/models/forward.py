@@ -115,7 +115,8 @@ def logits_of(model: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     inner = transformer(model)
     if not path_of(model).projects:
         return hidden.float()
-    logits = inner.get_output_embeddings()(hidden).float()
+    head = inner.get_output_embeddings()
+    logits = head(hidden.to(head.weight.dtype)).float()  # the last norm of Mamba returns float32
     config = inner.config
     if getattr(config, "logit_scale", None):  # Cohere
         logits = logits * config.logit_scale
@@ -172,6 +173,7 @@ def token_scores(
     if plain is not None and measure is None:
         head, scale = plain
         elements, wide = positions_per_chunk * len(head.weight), isinstance(head, Float32Head)
+        hidden = hidden.to(head.weight.dtype)
         return TokenScores(*projected_scores(hidden, head.weight, targets, divisor / scale, elements, wide))
 
     def score(chunk: torch.Tensor, places: slice) -> tuple[torch.Tensor, ...]:
