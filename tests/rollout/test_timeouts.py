@@ -160,6 +160,7 @@ class Wrong(Environment):
         Step([], 1.0, True, False, {"scores": [1.0]}),
         Step([], 1.0, True, False, {"scores": {"a": float("nan")}}),
         Step([], 1.0, True, False, {"scores": {"a": "1"}}),
+        Step([], 1.0, True, False, {"scores": {"a": 1.0, "a_low": 0.5}}),
         Step([], 1.0, "no", False),
         Step([{"role": "user", "content": "\ud800"}], 1.0, False, False),
         Step([{"role": "user", "content": "a", "name": "\udfff"}], 1.0, False, False),

@@ -134,6 +134,8 @@ def _scores(scores: object) -> dict[str, float | None]:
     for name, value in scores.items():
         if not isinstance(name, str) or (value is not None and not abs(number(value)) <= LARGEST_REWARD):
             raise ProtocolError(f"the score {short(name)} in `info` is {short(value)}, not a number of float32")
+        if name.endswith(("_low", "_high")):
+            raise ProtocolError(f"the score {short(name)} in `info` is named as a limit of an interval; rename it")
     return {name: None if value is None else number(value) for name, value in scores.items()}
 
 
