@@ -175,3 +175,17 @@ def test_plots_until_a_step_leave_out_the_rest(trained):
     assert {path.parent for path in drawn} == {trained / "plots" / "until_step_2"}
     assert "run, until step 2" in (trained / "plots" / "until_step_2" / "reward.svg").read_text()
     assert [one["step"] for one in lines_until(LINES, 2)] == [0, 1, 2, 2]
+
+
+def test_the_work_does_not_grow_with_evaluations_times_steps():
+    passes = 0
+
+    class Counted(list):
+        def __iter__(self):
+            nonlocal passes
+            passes += 1
+            return super().__iter__()
+
+    lines = Counted([*LINES, *(line(step, 0.5) for step in range(100, 200))])
+    assert len(checkpoint_scores(lines)) > 100
+    assert passes < 10

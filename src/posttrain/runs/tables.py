@@ -4,6 +4,7 @@ import html
 import json
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -280,25 +281,25 @@ class Checkpoint:
 
 def checkpoint_scores(lines: Sequence[Mapping[str, Any]]) -> list[Checkpoint]:
     """The evaluations in the lines of a metrics log, in order of step; empty if no episodes were evaluated."""
-    evaluations = [line for line in lines if line["kind"] == "evaluation" and line.get(_overall_key(lines)) is not None]
+    overall = _overall_key(lines)
+    evaluated = {line["step"]: line for line in lines if line["kind"] == "evaluation" and line.get(overall) is not None}
+    steps = sorted(evaluated)
+    returns: list[list[float]] = [[] for _ in steps]
+    for line in lines:
+        at = bisect_left(steps, line["step"])
+        if line["kind"] == "train" and line.get("rollout/return") is not None and at < len(steps):
+            returns[at].append(line["rollout/return"])
     checkpoints: list[Checkpoint] = []
-    for line in sorted({line["step"]: line for line in evaluations}.values(), key=lambda line: line["step"]):
-        since = checkpoints[-1].step if checkpoints else -1
-        returns = [
-            other["rollout/return"]
-            for other in lines
-            if other["kind"] == "train"
-            and since < other["step"] <= line["step"]
-            and other.get("rollout/return") is not None
-        ]
+    for step, since in zip(steps, returns, strict=True):
+        line = evaluated[step]
         names = [
             key.removeprefix(SCORES)
             for key in line
             if key.startswith(SCORES) and not key.endswith(("_low", "_high")) and line[key] is not None
         ]
         scores = {name: interval_of(line, f"{SCORES}{name}") for name in names}
-        training = math.fsum(returns) / len(returns) if returns else None
-        checkpoints.append(Checkpoint(line["step"], interval_of(line, _overall_key(lines)), scores, training))
+        training = math.fsum(since) / len(since) if since else None
+        checkpoints.append(Checkpoint(step, interval_of(line, overall), scores, training))
     return checkpoints
 
 
