@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from posttrain.distributed import launch, world
 from posttrain.errors import InputError
+from posttrain.evaluation.workers import ModelWorkers
+from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.hardware import HardwareRecipe
 from tests.training import small
 from tests.training.preferences import recipe_values
@@ -49,6 +52,42 @@ def begin(arguments, log):
     with open(log, "w") as file:
         command = [sys.executable, *MAIN, *arguments]
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment())
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """The current folder has a file with the name of a package and of a standard module; both leave `executed`."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("posttrain", "multiprocessing"):
+        Path(f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    return tmp_path / "executed"
+
+
+def test_processes_of_a_run_import_nothing_from_the_current_folder(hostile, monkeypatch):
+    def started(config, program):
+        def start(*words):
+            Path(words[-1], "stop").touch()
+            subprocess.run([program, *words], env=environment() | {"RANK": "0"}, check=False)
+
+        return start
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", started)
+    recipe = load_recipe([], ["environment.type=bandit", "hardware.processes=2"], "rl")
+    with pytest.raises(KeyboardInterrupt):
+        launch.launch(recipe, False, False)
+    assert not hostile.exists()
+
+
+def test_workers_import_nothing_from_the_current_folder(hostile):
+    before = dict(os.environ)
+    with ModelWorkers(int, 2) as workers:
+        assert workers.map(_doubled, [1, 2, 3]) == [2, 4, 6]
+    assert not hostile.exists()
+    assert dict(os.environ) == before
+
+
+def _doubled(_: int, items: list[int]) -> list[int]:
+    return [2 * item for item in items]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ def main(folder: Path) -> int:
     rank = int(os.environ["RANK"])
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     job = json.loads((folder / "job.json").read_text())
+    sys.path[:] = job["path"]
     try:
         if (folder / "stop").exists():
             raise KeyboardInterrupt

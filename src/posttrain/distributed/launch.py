@@ -44,7 +44,7 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
         # Without an engine that was not given: the processes choose it for their devices.
         unset = {"engine"} - recipe.model_fields_set
         job = {"recipe": recipe.model_dump(mode="json", exclude=unset), "resume": resume, "overwrite": overwrite}
-        job["debug"] = "--debug" in sys.argv
+        job |= {"debug": "--debug" in sys.argv, "path": sys.path}
         (folder / "job.json").write_text(json.dumps(job))
         config = LaunchConfig(
             min_nodes=1,
@@ -61,7 +61,8 @@ def launch(recipe: "Recipe", resume: bool, overwrite: bool) -> None:
         failed: dict[int, Any] = {}
         with _environment(count), _quiet(), _forwarded_signals(folder), deleted_with_this_process(folder):
             try:
-                elastic_launch(config, sys.executable)("-m", MODULE, name)
+                # `-m` alone would import from the current folder, where files of somebody else may lie beside their run.
+                elastic_launch(config, sys.executable)("-P", "-m", MODULE, name)
             except ChildFailedError as error:
                 failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
         _raise_first_error(folder, failed, recipe)
@@ -87,6 +88,21 @@ def _raise_first_error(folder: Path, failed: dict[int, Any], recipe: "Recipe") -
     if failed:
         rank, code = next(iter(failed.items()))
         raise RunError(f"process {rank} of the run ended with exit code {code}; {hint}")
+
+
+@contextmanager
+def without_current_folder() -> Iterator[None]:
+    """In this context, Python processes that start import nothing from the current folder because it is current.
+
+    The `posttrain` command does not either: files of somebody else may lie there, beside their run.
+    """
+    before = dict(os.environ)
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        os.environ.update(before)
 
 
 @contextmanager

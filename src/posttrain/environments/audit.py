@@ -398,7 +398,7 @@ class AuditProcesses:
             "PYTHONHASHSEED": hash_seed,
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }
-        command = [sys.executable, "-m", "posttrain.environments.audit_child"]
+        command = [sys.executable, "-P", "-m", "posttrain.environments.audit_child"]
         with self._output(hash_seed).open("wb") as output:
             self._processes[hash_seed] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, env=environment

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, Generic, Literal, TypeVar
 
+from posttrain.distributed.launch import without_current_folder
+
 M = TypeVar("M")
 T = TypeVar("T")
 R = TypeVar("R")
@@ -37,7 +39,8 @@ class ModelWorkers(Generic[M]):
         # One pool per process, because each share of the items must run on its own device.
         context = get_context("spawn")
         count = processes if processes > 1 else 0
-        self._pools = [ProcessPoolExecutor(1, context, _start, (rank, processes)) for rank in range(count)]
+        with without_current_folder():  # starts multiprocessing's tracker of resources
+            self._pools = [ProcessPoolExecutor(1, context, _start, (rank, processes)) for rank in range(count)]
 
     def __enter__(self) -> "ModelWorkers[M]":
         return self
@@ -53,11 +56,12 @@ class ModelWorkers(Generic[M]):
             return function(self._model, list(items))
         count = len(self._pools)
         shares = [list(items[rank::count]) for rank in range(count)]
-        pending = [
-            (rank, pool.submit(_apply, self._load, function, shares[rank]))
-            for rank, pool in enumerate(self._pools)
-            if shares[rank]
-        ]
+        with without_current_folder():
+            pending = [
+                (rank, pool.submit(_apply, self._load, function, shares[rank]))
+                for rank, pool in enumerate(self._pools)
+                if shares[rank]
+            ]
         results: list[Any] = [None] * len(items)
         for rank, future in pending:
             results[rank::count] = future.result()

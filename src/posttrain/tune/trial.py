@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import optuna
 from optuna.trial import TrialState
 
+from posttrain.distributed.launch import without_current_folder
 from posttrain.distributed.world import Interrupts
 from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.recipe.stages import Recipe
@@ -87,7 +88,8 @@ class Attempt:
         variables = dict(os.environ) | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
         self._reasons, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=_run_process, args=(str(self.run.path), variables, sender))
-        self._process.start()
+        with without_current_folder():
+            self._process.start()
         sender.close()
 
     def stop(self) -> None:

@@ -536,7 +536,7 @@ class LaunchedServerReplica(ServerReplica):
         temporary = Path(self._folder.name) / "tmp"
         temporary.mkdir(exist_ok=True)
         # Temporary files of vLLM are removed with the folder.
-        variables |= {"PYTHONPATH": str(package), _TOKEN: self._token, "TMPDIR": str(temporary)}
+        variables |= {"PYTHONPATH": str(package), "PYTHONSAFEPATH": "1", _TOKEN: self._token, "TMPDIR": str(temporary)}
         variables |= process_environment(self.settings) | preloaded_libraries(self.python)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is None and self.devices and Path("/dev/nvidiactl").exists():
