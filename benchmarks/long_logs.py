@@ -59,9 +59,11 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="posttrain-benchmark-") as place:
         folder = Path(place)
-        size = [write_run(folder, name, chosen.steps, chosen.metrics).stat().st_size for name in ("a", "b")][0]
+        size, _ = (write_run(folder, name, chosen.steps, chosen.metrics).stat().st_size for name in ("a", "b"))
         rows = [measure(command, folder) for command in COMMANDS]
-    notes = [f"{chosen.steps:,} steps, {chosen.metrics} metrics, a log of {size / 1e6:.0f} MB; processor seconds, peak memory"]
+    notes = [
+        f"{chosen.steps:,} steps, {chosen.metrics} metrics, a log of {size / 1e6:.0f} MB; processor seconds, peak memory"
+    ]
     show("Long logs", rows, notes, chosen.json)
 
 

@@ -10,7 +10,6 @@ cannot be imported does not affect anything else.
 """
 
 import importlib
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -147,21 +146,6 @@ def require_trust(path: Path) -> None:
             f"{path} is outside the current folder and no argument names it, so it is not executed; read it, and add --trust "
             "to execute it"
         )
-
-
-@contextmanager
-def without_current_folder() -> Iterator[None]:
-    """In this context, Python processes that start import nothing from the current folder because it is current.
-
-    The `posttrain` command does not either: files of somebody else may lie there, beside their run.
-    """
-    before = dict(os.environ)
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-        os.environ.update(before)
 
 
 def pip_command(module: str, distribution: str = "posttrain") -> str:

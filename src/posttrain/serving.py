@@ -381,10 +381,11 @@ class Server:
         logprobs = None
         if body.logprobs is not None and body.logprobs is not False:
             ids = [id for id, _, _, _ in rows]
+            aligned = align(ids, self.renderer.answer_text)
             logprobs = {
-                "tokens": [self.renderer.answer_text([id]) for id in ids],
+                "tokens": [aligned.slice(place, place + 1) for place in range(len(ids))],
                 "token_logprobs": [value for _, value, _, _ in rows],
-                "text_offset": align(ids, self.renderer.answer_text).offsets[:-1].tolist(),
+                "text_offset": aligned.offsets[:-1].tolist(),
                 "top_logprobs": [
                     None if best is None else {self.renderer.answer_text([best]): most} for _, _, best, most in rows
                 ]

@@ -234,7 +234,9 @@ def test_a_run_that_a_pipeline_or_a_study_names_needs_trust_too(folder):
         load_study("study.yaml", [])
 
 
-@pytest.mark.parametrize("tag", ["!!binary eA==", "!!set {x}", "!!omap [a: x]", "!!pairs [a: x]", "!!timestamp 2026-01-01"])
+@pytest.mark.parametrize(
+    "tag", ["!!binary eA==", "!!set {x}", "!!omap [a: x]", "!!pairs [a: x]", "!!timestamp 2026-01-01"]
+)
 def test_values_that_only_become_texts_later_are_refused(tag):
     with pytest.raises(InputError, match="line 2 is not YAML: could not determine a constructor"):
         read_text(f"engine:\n  python: {tag}\n", "f")

@@ -91,6 +91,21 @@ def _raise_first_error(folder: Path, failed: dict[int, Any], recipe: "Recipe") -
 
 
 @contextmanager
+def without_current_folder() -> Iterator[None]:
+    """In this context, Python processes that start import nothing from the current folder because it is current.
+
+    The `posttrain` command does not either: files of somebody else may lie there, beside their run.
+    """
+    before = dict(os.environ)
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        os.environ.update(before)
+
+
+@contextmanager
 def _environment(count: int) -> Iterator[None]:
     """Set variables for the processes: each one's share of the cores, and the loopback interface for gloo."""
     defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, Generic, Literal, TypeVar
 
-from posttrain.plugins import without_current_folder
+from posttrain.distributed.launch import without_current_folder
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -39,7 +39,8 @@ class ModelWorkers(Generic[M]):
         # One pool per process, because each share of the items must run on its own device.
         context = get_context("spawn")
         count = processes if processes > 1 else 0
-        self._pools = [ProcessPoolExecutor(1, context, _start, (rank, processes)) for rank in range(count)]
+        with without_current_folder():  # starts multiprocessing's tracker of resources
+            self._pools = [ProcessPoolExecutor(1, context, _start, (rank, processes)) for rank in range(count)]
 
     def __enter__(self) -> "ModelWorkers[M]":
         return self

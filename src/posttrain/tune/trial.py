@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import optuna
 from optuna.trial import TrialState
 
+from posttrain.distributed.launch import without_current_folder
 from posttrain.distributed.world import Interrupts
 from posttrain.errors import InputError, PosttrainError, RunError
-from posttrain.plugins import without_current_folder
 from posttrain.recipe.stages import Recipe
 from posttrain.recipe.study import Limit, Objective
 from posttrain.recipe.study_file import Study
