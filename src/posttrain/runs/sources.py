@@ -100,7 +100,7 @@ class Source:
 
     @property
     def stage(self) -> str | None:
-        return None if self.recipe is None else self.recipe.get("stage")
+        return None if self.recipe is None or "stage" not in self.recipe else str(self.recipe["stage"])
 
     @property
     def seed(self) -> int | None:
