@@ -195,7 +195,7 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
         f"tokens of a turn: {wrong}": _episode(turns=[_turn(**wrong)])
         for wrong in ({"stream": 5}, {"stream": -1}, {"start": -3}, {"stop": 10**9}, {"info": [1]})
     },
-    **{f"array {array[0]}": _episode(advantages=[array], streams=[dict.fromkeys(_ARRAYS, array)]) for array in _WRONG},
+    **{f"array {array}": _episode(advantages=[array], streams=[dict.fromkeys(_ARRAYS, array)]) for array in _WRONG},
     "no advantages": _episode(advantages=[]),
     "failure is a list": _episode(failure=[1], outcome="failed"),
     "header of texts": _episode(step="x", episodes=FOREIGN),

@@ -104,7 +104,8 @@ class Source:
 
     @property
     def seed(self) -> int | None:
-        return None if self.recipe is None else self.recipe.get("seed")
+        seed = (self.recipe or {}).get("seed")
+        return seed if isinstance(seed, int) else None
 
     @property
     def steps(self) -> int:
