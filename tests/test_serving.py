@@ -21,6 +21,7 @@ from posttrain.data.rendering import Renderer
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.engines.protocol import Completion, Request
 from posttrain.episode import StopReason
+from posttrain.errors import RunError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
@@ -318,3 +319,30 @@ def test_ten_thousand_connections_are_answered_in_flat_memory(server: tuple[str,
     assert chats(server[0], 64, 3_000) == {"200": 3_000}
     assert chats(server[0], 200, 5_000) == {"200": 5_000}
     assert resident() < 1.1 * before
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), RunError("the engine is gone")])
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_engine_that_fails_is_an_error_of_the_client(
+    policy: Policy, capsys: Any, error: Exception, after: int
+) -> None:
+    """Also after the first events of a stream, when the status 200 is sent."""
+    from starlette.testclient import TestClient
+
+    class Failing(LocalEngine):
+        async def generate(self, request: Request, on_token: Any = None) -> Completion:
+            for token in range(after):
+                if on_token is not None:
+                    on_token(60 + token)
+            raise error
+
+    client = TestClient(Server(Failing(policy), "m").app())
+    for path, fields in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "one"})):
+        whole = client.post(f"/v1/{path}", json=fields)
+        assert (whole.status_code, whole.json()["error"]["code"]) == (500, "api_error")
+        assert str(error) in whole.json()["error"]["message"]
+        streamed = client.post(f"/v1/{path}", json={**fields, "stream": True})
+        last = streamed.text.strip().split("data: ")[-1]
+        assert json.loads(last)["error"]["code"] == "api_error"
+        assert streamed.status_code == (500 if path == "completions" and not after else 200)
+    assert "Traceback" not in capsys.readouterr().err

@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 import zstandard
 
+from posttrain.rollout.store import json_line
 from tests.adversary.hosts import quietly
 
 SECRET = "the text of a file outside"
@@ -73,8 +74,8 @@ def _metrics(**values: object) -> Callable[[Path, Path], None]:
 
 def _raw(name: str, text: str) -> Callable[[Path, Path], None]:
     def change(run: Path, outside: Path) -> None:
-        with (run / name).open("a") as file:
-            file.write(text)
+        with (run / name).open("ab") as file:
+            file.write(text.encode(errors="surrogatepass"))
 
     return change
 
@@ -95,7 +96,8 @@ def _episode(**values: object) -> Callable[[Path, Path], None]:
         lines = zstandard.ZstdDecompressor().decompress(file.read_bytes(), 1 << 24).split(b"\n")
         for number, line in enumerate(lines):
             record = json.loads(line)
-            lines[number] = json.dumps({**record, **{k: v for k, v in values.items() if k in record}}).encode()
+            changed = {**record, **{key: value for key, value in values.items() if key in record}}
+            lines[number] = json_line(changed).encode()  # spaces would hide the episode from the page of its group
         file.write_bytes(zstandard.ZstdCompressor().compress(b"\n".join(lines)))
 
     return change
@@ -117,6 +119,10 @@ def _folder(name: str, shape: str) -> Callable[[Path, Path], None]:
         }[shape]()
 
     return change
+
+
+_ARRAYS = ("ids", "sampled", "rollout_logprobs", "rewards", "turn", "versions")
+_WRONG = (["<i8", ""], ["|S3", "YWJj"], ["<f8", "////////////"], ["<i8", "//////////8="])
 
 
 def _table(*cells: object) -> dict[str, object]:
@@ -185,6 +191,13 @@ OTHERS: dict[str, Callable[[Path, Path], object]] = {
     "controls in the information of a turn": _episode(
         turns=[_turn(info={FOREIGN: FOREIGN, "judge": [FOREIGN], "scores": 3})]
     ),
+    **{
+        f"tokens of a turn: {wrong}": _episode(turns=[_turn(**wrong)])
+        for wrong in ({"stream": 5}, {"stream": -1}, {"start": -3}, {"stop": 10**9}, {"info": [1]})
+    },
+    **{f"array {array}": _episode(advantages=[array], streams=[dict.fromkeys(_ARRAYS, array)]) for array in _WRONG},
+    "no advantages": _episode(advantages=[]),
+    "failure is a list": _episode(failure=[1], outcome="failed"),
     "header of texts": _episode(step="x", episodes=FOREIGN),
     "header of 400 digits": _episode(step=int("9" * 400), mean_return=int("9" * 400)),
     "mean return is text": _episode(mean_return=FOREIGN),

@@ -1,4 +1,5 @@
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages, UnitRew
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError, RunError
-from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, stored_steps, write_episodes
+from posttrain.rollout.store import (
+    episodes_file,
+    json_line,
+    read_episodes,
+    read_record,
+    remove_episodes_after,
+    stored_steps,
+    write_episodes,
+)
 from tests.rollout.episodes import played
 
 FLOAT32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -26,35 +35,37 @@ INFO = st.dictionaries(
 @st.composite
 def streams(draw: st.DrawFn) -> Stream:
     length = draw(st.integers(0, 12))
-    integers = arrays.arrays(np.int64, length, elements=st.integers(0, 2**40))
+    integers = arrays.arrays(np.int64, length, elements=st.integers(0, 2**31 - 1))
     floats = arrays.arrays(np.float32, length, elements=FLOAT32)
     turn = arrays.arrays(np.int32, length, elements=st.integers(-1, 9))
     sampled = arrays.arrays(np.bool_, length, elements=st.booleans())
     return Stream(draw(integers), draw(sampled), draw(floats), draw(floats), draw(turn), draw(turn))
 
 
-TURNS = st.builds(
-    Turn,
-    stream=st.integers(0, 3),
-    start=st.integers(0, 99),
-    stop=st.integers(0, 99),
-    reward=st.floats(allow_nan=False),
-    stop_reason=st.sampled_from(StopReason),
-    answer=st.text(),
-    info=INFO,
-)
-EPISODES = st.builds(
-    Episode,
-    seed=st.integers(0, 2**62),
-    group=st.integers(0, 99),
-    index=st.integers(0, 99),
-    version=st.integers(0, 99),
-    streams=st.lists(streams(), max_size=3),
-    turns=st.lists(TURNS, max_size=3),
-    outcome=st.sampled_from(Outcome),
-    failure=st.none() | st.text(),
-    messages=st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": st.text()}), max_size=3),
-)
+@st.composite
+def episodes_of(draw: st.DrawFn) -> Episode:
+    parts = draw(st.lists(streams(), max_size=3))
+    turns = []
+    for _ in range(draw(st.integers(0, 3))):
+        stream = draw(st.integers(0, max(len(parts) - 1, 0)))
+        place = st.integers(0, len(parts[stream]) if parts else 99)  # without tokens, a turn counts those of its server
+        start, stop = sorted((draw(place), draw(place)))
+        reason, reward = draw(st.sampled_from(StopReason)), draw(st.floats(allow_nan=False))
+        turns.append(Turn(stream, start, stop, reward, reason, draw(st.text()), draw(INFO)))
+    return draw(
+        st.builds(
+            Episode,
+            seed=st.integers(0, 2**62),
+            group=st.integers(0, 99),
+            index=st.integers(0, 99),
+            version=st.integers(0, 99),
+            streams=st.just(parts),
+            turns=st.just(turns),
+            outcome=st.sampled_from(Outcome),
+            failure=st.none() | st.text(),
+            messages=st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": st.text()}), max_size=3),
+        )
+    )
 
 
 @st.composite
@@ -78,7 +89,7 @@ def same_arrays(a: np.ndarray, b: np.ndarray) -> bool:
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-@given(st.data(), st.lists(EPISODES, max_size=3), st.booleans(), st.integers(0, 10**7))
+@given(st.data(), st.lists(episodes_of(), max_size=3), st.booleans(), st.integers(0, 10**7))
 def test_everything_is_read_back(
     tmp_path: Path, data: st.DataObject, episodes: list[Episode], credited: bool, step: int
 ) -> None:
@@ -194,5 +205,40 @@ def test_malformed_files_are_damaged(tmp_path, text):
 
     path = tmp_path / "step_000001.train.jsonl.zst"
     path.write_bytes(zstandard.ZstdCompressor().compress(text.encode()))
+    with pytest.raises(RunError, match="is damaged"):
+        read_episodes(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            {"turns": {"stream": 1}},
+            {"turns": {"stream": -1}},
+            {"turns": {"start": -3}},
+            {"turns": {"start": 5, "stop": 2}},
+        ),
+        *({"turns": {"stop": 10**9}}, {"turns": {"info": [1]}}, {"failure": [1]}, {"advantages": []}, {"units": 3}),
+        *({"streams": {name: ["|S10", "YWJjYWJjYWJjYQ=="]}} for name in ("ids", "sampled", "versions")),
+        {"streams": {"versions": ["<i4", ""]}},
+        {"streams": {"ids": ["<i8", "//////////8=" * 10]}},
+        {"advantages": [["<f4", "AAAAAA=="]]},
+    ],
+    ids=str,
+)
+def test_episodes_that_contradict_themselves_are_damaged(tmp_path, change):
+    import zstandard
+
+    episode = played(rewards=(1.0, 0.0))
+    path = write_episodes(tmp_path, 1, "train", [episode], Advantages([[episode.streams[0].rewards]]))
+    head, line = zstandard.ZstdDecompressor().decompress(path.read_bytes(), 1 << 20).split(b"\n")
+    read_record(path, line)
+    record = json.loads(line)
+    for key, value in change.items():
+        record[key] = [{**record[key][0], **value}] if isinstance(value, dict) else value
+    line = json_line(record).encode()
+    with pytest.raises(RunError, match="is damaged"):
+        read_record(path, line)
+    path.write_bytes(zstandard.ZstdCompressor().compress(head + b"\n" + line))
     with pytest.raises(RunError, match="is damaged"):
         read_episodes(path)

@@ -39,7 +39,8 @@ _DAMAGE = (
 )
 """Exceptions that reading a damaged file raises."""
 _NAME = re.compile(r"^step_(\d+)\.(train|evaluation|final)\.jsonl\.zst$")
-_ARRAYS = ("ids", "sampled", "rollout_logprobs", "rewards", "turn", "versions")
+_ARRAYS = {"ids": "i", "sampled": "b", "rollout_logprobs": "f", "rewards": "f", "turn": "i", "versions": "i"}
+"""The arrays of a stream with their kinds of dtype."""
 _CHANNELS: dict[str, type[CreditedUnits]] = {"reward": UnitRewards, "advantage": UnitAdvantages}
 _CHANNEL_OF = {kind: name for name, kind in _CHANNELS.items()}
 
@@ -153,10 +154,7 @@ def stored_records(path: Path) -> Iterator[bytes]:
 def read_record(path: Path, record: bytes) -> tuple[Episode, list[np.ndarray] | None, CreditedUnits | None]:
     """One of the `stored_records` of `path`: the episode, its advantages per stream, and its units."""
     try:
-        values = json.loads(record)
-        credit = values["advantages"]
-        advantages = None if credit is None else [_unpack(packed) for packed in credit]
-        return episode_from_record(values), advantages, _units(values["units"])
+        return _contents(json.loads(record))
     except _DAMAGE as error:
         raise _damaged(path, error) from error
 
@@ -186,13 +184,10 @@ def read_episodes(path: Path) -> StoredEpisodes:
         records = [json.loads(line) for line in lines]
         if len(records) != header["episodes"]:
             raise ValueError(f"{len(records)} episodes instead of {header['episodes']}")
-        return StoredEpisodes(
-            [episode_from_record(record) for record in records],
-            Advantages([[_unpack(packed) for packed in record["advantages"]] for record in records])
-            if header["advantages"]
-            else None,
-            [_units(record["units"]) for record in records],
-        )
+        episodes, credits, units = zip(*map(_contents, records), strict=True) if records else ((), (), ())
+        if header["advantages"] and any(credit is None for credit in credits):
+            raise ValueError("an episode has no advantages")
+        return StoredEpisodes(list(episodes), Advantages(list(credits)) if header["advantages"] else None, list(units))
     except FileNotFoundError as error:
         raise InputError(f"no episodes at {path}; `posttrain episodes RUN` lists the stored steps") from error
     except _DAMAGE as error:
@@ -293,8 +288,11 @@ def _pack(array: np.ndarray) -> list[str]:
     return [little.dtype.str, base64.b64encode(little.tobytes()).decode()]
 
 
-def _unpack(packed: list[str]) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(packed[1], validate=True), dtype=packed[0]).copy()
+def _unpack(packed: list[str], kind: str, size: int | None = None) -> np.ndarray:
+    array = np.frombuffer(base64.b64decode(packed[1], validate=True), dtype=packed[0]).copy()
+    if array.dtype.kind != kind or array.ndim != 1 or size not in (None, len(array)):
+        raise ValueError(f"an array has the type {array.dtype} or the length {len(array)}")
+    return array
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
@@ -341,8 +339,20 @@ def _unit_record(units: CreditedUnits | None) -> dict[str, Any] | None:
 def _units(record: dict[str, Any] | None) -> CreditedUnits | None:
     if record is None:
         return None
-    spans = Spans(_unpack(record["cuts"]), _unpack(record["is_unit"]))
-    return _CHANNELS[record["channel"]](spans, _unpack(record["credits"]), record["outcome"], record["empty_value"])
+    spans = Spans(_unpack(record["cuts"], "i"), _unpack(record["is_unit"], "b"))
+    credits = _unpack(record["credits"], "f")
+    return _CHANNELS[record["channel"]](spans, credits, record["outcome"], record["empty_value"])
+
+
+def _contents(record: dict[str, Any]) -> tuple[Episode, list[np.ndarray] | None, CreditedUnits | None]:
+    """An episode of a file, its advantages per stream, and its units."""
+    episode, units, credit = episode_from_record(record), _units(record["units"]), record["advantages"]
+    if units is not None and units.spans.tokens != episode.sampled_tokens:
+        raise ValueError("the units are not those of the sampled tokens")
+    if credit is None:
+        return episode, None, units
+    pairs = zip(credit, episode.streams, strict=True)
+    return episode, [_unpack(packed, "f", len(stream)) for packed, stream in pairs], units
 
 
 def episode_from_record(record: dict[str, Any]) -> Episode:
@@ -351,17 +361,29 @@ def episode_from_record(record: dict[str, Any]) -> Episode:
     for message in record["messages"]:
         if not isinstance(message["role"], str) or not isinstance(message.get("content"), str | None):
             raise ValueError("a message has no text or role")
+    streams = [
+        Stream(**{name: _unpack(stream[name], kind) for name, kind in _ARRAYS.items()}) for stream in record["streams"]
+    ]
+    for stream in streams:
+        if len({len(getattr(stream, name)) for name in _ARRAYS}) > 1 or (stream.ids >> 31).any():
+            raise ValueError("the arrays of a stream have different lengths, or a token is not an integer of 31 bits")
     for turn in record["turns"]:
         _check_integers(turn, "stream", "start", "stop")
         _check_number(turn["reward"])
-        if not isinstance(turn["answer"], str):
-            raise ValueError("the answer of a turn is not text")
+        if not isinstance(turn["answer"], str) or not isinstance(turn["info"], dict):
+            raise ValueError("the answer of a turn is not text, or its information is not an object")
+        if streams and not (
+            0 <= turn["stream"] < len(streams) and 0 <= turn["start"] <= turn["stop"] <= len(streams[turn["stream"]])
+        ):
+            raise ValueError("the tokens of a turn do not exist")
+    if not isinstance(record["failure"], str | None):
+        raise ValueError("the failure is not text")
     return Episode(
         seed=record["seed"],
         group=record["group"],
         index=record["index"],
         version=record["version"],
-        streams=[Stream(**{name: _unpack(stream[name]) for name in _ARRAYS}) for stream in record["streams"]],
+        streams=streams,
         turns=[Turn(**{**turn, "stop_reason": StopReason(turn["stop_reason"])}) for turn in record["turns"]],
         outcome=Outcome(record["outcome"]),
         failure=record["failure"],

@@ -100,11 +100,12 @@ class Source:
 
     @property
     def stage(self) -> str | None:
-        return None if self.recipe is None else self.recipe.get("stage")
+        return None if self.recipe is None or "stage" not in self.recipe else str(self.recipe["stage"])
 
     @property
     def seed(self) -> int | None:
-        return None if self.recipe is None else self.recipe.get("seed")
+        seed = (self.recipe or {}).get("seed")
+        return seed if isinstance(seed, int) else None
 
     @property
     def steps(self) -> int:

@@ -5,6 +5,7 @@ Each has a function that reads a request, one that writes an answer, and one tha
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -40,17 +41,38 @@ def add_route(
     async def post(request: Request) -> Response:
         try:
             made = await answer(request, await _read_body(request))
-        except (CallRefused, PosttrainError) as error:
-            default = (400, "invalid_request_error") if isinstance(error, InputError) else (500, "api_error")
-            status, kind = (error.status, error.kind) if isinstance(error, CallRefused) else default
-            # What follows in a body that is too large or too slow is not read.
-            close = {"connection": "close"} if status in (408, 413) else None
-            return JSONResponse(refusal(str(error), status, kind), status, close)
         except ClientDisconnect:
             return Response(status_code=499)
+        except Exception as error:
+            status, values = refused(error)
+            # What follows in a body that is too large or too slow is not read.
+            close = {"connection": "close"} if status in (408, 413) else None
+            return JSONResponse(values, status, close)
         if isinstance(made, dict):
             return JSONResponse(made)
-        return StreamingResponse(made, media_type="text/event-stream")
+        return StreamingResponse(whole(made), media_type="text/event-stream")
+
+    def refused(error: Exception) -> tuple[int, dict[str, Any]]:
+        if isinstance(error, CallRefused):
+            return error.status, refusal(str(error), error.status, error.kind)
+        status, kind = (400, "invalid_request_error") if isinstance(error, InputError) else (500, "api_error")
+        why = str(error) if isinstance(error, PosttrainError) else f"unexpected {type(error).__name__}: {error}"
+        if status == 500:
+            print(f"posttrain: {path} failed: {why}", file=sys.stderr)
+        return status, refusal(why, status, kind)
+
+    async def whole(events: Iterator[str] | AsyncIterator[str]) -> AsyncIterator[str]:
+        """The events. After an error, its event is the last: the status of the answer is sent already."""
+        try:
+            if isinstance(events, Iterator):
+                for event in events:
+                    yield event
+            else:
+                async for event in events:
+                    yield event
+        except Exception as error:
+            values = refused(error)[1]
+            yield _named(values) if "type" in values else _event(values)
 
     app.add_route(path, post, methods=["POST"])
 
