@@ -101,7 +101,7 @@ def test_wrong_types_are_named(function, good):
                 pytest.fail(f"{function} accepts {name}={value!r}")
             assert "posttrain/" in raised_in, (function, name, value, message, raised_in)
             shown = {
-                "kl": "Kl|coefficient",
+                "kl": "Kl|coefficient|key",
                 "columns": "Columns|key",
                 "failures": "ailure|key",
                 "max_tokens": "tokens_per_turn",

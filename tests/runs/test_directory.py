@@ -214,7 +214,7 @@ def no_file_over(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize(("writer", "reason"), [("safetensors", "File too large"), ("torch", "free some space")])
+@pytest.mark.parametrize(("writer", "reason"), [("safetensors", "limit of file sizes"), ("torch", "free some space")])
 def test_disk_errors_of_libraries_are_reported(tmp_path: Path, writer: str, reason: str) -> None:
     import torch
     from safetensors.torch import save_file

@@ -76,6 +76,7 @@ def load_dataset(
         InputError: there is no such file or data set, no row is usable, or any row is unusable and `strict` is set.
     """
     require_type("source", source, str, Path, Sequence)
+    require_type("kind", kind, str)
     require_type("max_rows", max_rows, int, type(None))
     require_type("strict", strict, bool)
     if kind not in ROW_FUNCTIONS:

@@ -94,7 +94,7 @@ def _raise_first_error(folder: Path, failed: dict[int, Any], recipe: "Recipe") -
 def without_current_folder() -> Iterator[None]:
     """In this context, Python processes that start import nothing from the current folder because it is current.
 
-    The `posttrain` command does not either: files of somebody else may lie there, beside their run.
+    The `posttrain` command does not either: a run of somebody else may have been unpacked there with other files.
     """
     before = dict(os.environ)
     os.environ["PYTHONSAFEPATH"] = "1"

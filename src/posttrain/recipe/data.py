@@ -45,7 +45,7 @@ class SourceRecipe(BaseConfig):
 
     path: Reads
     """A `.parquet`, `.jsonl`, `.json` or `.csv` file, a directory of those, or a hub id."""
-    split: Text = "train"
+    split: Text = Field("train", min_length=1)
     """Split, for a hub data set."""
     subset: Text | None = None
     """Configuration, for a hub data set."""
