@@ -108,7 +108,7 @@ def bomb(levels, width):
         ("steps: " + "9" * 10_000, "a value cannot be read .Exceeds the limit"),
         ("steps: " + "1:" * 300_000 + "1", "a whole number of 600,001 characters in line 1"),
         ("seed: 0x" + "f" * 6_000, "a whole number of 24,000 bits"),
-        ("name: !!timestamp soon", "line 1 .*timestamp"),
+        ("name: !!timestamp soon", "is not YAML"),
         ("name: !!bool soon", "a value cannot be read"),
         ('name: "\\ud800"', "a lone surrogate"),
     ],
