@@ -37,7 +37,11 @@ class GuessNumber(Environment):
         info = {"success": correct} if correct or truncated else {}
         return Step([{"role": "user", "content": hint}], reward, correct, truncated, info)
 
-    # Optional: the optimal policy, and a check of the environment without a model.
+    # Optional: the range of returns, the optimal policy, and a check of the environment without a model.
+
+    @classmethod
+    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float]:
+        return -0.1 * recipe.max_turns, 1.0
 
     def expert(self) -> str:
         return str((self.low + self.high) // 2)
