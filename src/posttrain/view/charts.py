@@ -75,10 +75,17 @@ class _Log:
             if (status.st_ino, status.st_size >= self._end) != (self._inode, True):
                 self._inode, self._end, self._lines = status.st_ino, 0, []  # a resumed run replaced the file
             file.seek(self._end)
-            whole = list(complete_lines(file, self.path))
-        # A new list: a reader of the old one must not see it grow.
-        self._lines = [*self._lines, *parse_metrics(self.path, iter(whole))]
-        self._end += sum(map(len, whole))
+            read = 0
+
+            def added() -> Iterator[bytes]:
+                nonlocal read
+                for raw in complete_lines(file, self.path):
+                    read += len(raw)
+                    yield raw
+
+            # A new list: a reader of the old one must not see it grow.
+            self._lines = [*self._lines, *parse_metrics(self.path, added())]
+            self._end += read
         return self._lines
 
 
