@@ -229,6 +229,12 @@ def policy_tables(rows: Sequence[PolicyRow], title: str = "") -> list[Table]:
         "`n` is the number of environment seeds. Intervals are 95% over seeds; `exact` values are computed for "
         "these seeds, not sampled."
     )
+    sampled = [row for row in rows if row.mean_return is not None and (row.success is None or row.interval)]
+    if sampled and not any(row.return_interval for row in sampled):
+        note += (
+            " Mean returns have no interval, because their range is unknown and the seeds are few, or their returns alike; an "
+            "environment declares the range in the class method `return_range`."
+        )
     names = list(dict.fromkeys(name for row in rows for name in row.scores))
     tables = [Table(title, POLICY_HEADINGS, [row.cells for row in rows], note, played=True)]
     if names:
