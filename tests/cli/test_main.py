@@ -237,3 +237,23 @@ def test_recipe_explains_keys(capsys):
         capsys.readouterr().err
         == "posttrain: --stage ppo: there is no such stage; use rl, distill, sft, reward, dpo, evaluate, generate\n"
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sft", "model.path={}", "data.train=x.jsonl"],
+        ["rl", "model.chat_template={}.jinja"],
+        ["rl", "environment.type=text_task", "environment.prompts={}.jsonl"],
+        ["rl", "--resume", "{}"],
+        ["data", "inspect", "{}.jsonl"],
+        ["report", "{}"],
+        ["export", "{}"],
+    ],
+    ids=" ".join,
+)
+def test_a_path_that_no_file_can_have_is_named(words, capsys):
+    assert main([word.format("a" * 300) for word in words]) == 2
+    error = capsys.readouterr().err
+    assert "a" * 60 in error
+    assert "--debug" not in error

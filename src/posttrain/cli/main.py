@@ -145,6 +145,8 @@ def describe(error: BaseException) -> tuple[str, int]:
         return f"the disk is full{where}; free some space, then continue with --resume", 1
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename:
         return f"{error.filename}: {error.strerror}; change its permissions, or name another path", 1
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"the path {str(error.filename)[:80]}... is too long for the file system; shorten it", 2
     if not isinstance(error, OSError) and (reason := storage_error(error)):
         return f"a file could not be written: {reason}, then continue with --resume", 1
     if isinstance(error, RuntimeError) and "home directory" in str(error):  # of `Path.expanduser`

@@ -4,6 +4,7 @@ A configuration is compared with the headers of the weights: what they contain b
 """
 
 import json
+import os
 import re
 import struct
 from pathlib import Path
@@ -54,7 +55,7 @@ def check_files(directory: Path, key: str = "model.path") -> None:
     for file in directory.glob("*.safetensors.index.json"):
         index = _read(file, key).get("weight_map")
         names = set(map(str, index.values())) if isinstance(index, dict) else {""}
-        if wrong := sorted(name for name in names if Path(name).name != name or not (directory / name).is_file()):
+        if wrong := sorted(name for name in names if Path(name).name != name or not os.path.isfile(directory / name)):
             raise InputError(
                 f"{key}: {file} names {wrong[0]!r}, which is not a file beside it; download the model again"
             )
