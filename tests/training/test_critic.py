@@ -80,8 +80,8 @@ def test_ppo_raises_the_return(tiny_model, tmp_path):
         learner={"tokens_per_batch": 8000, "updates_per_step": 2},
         optimizer={"learning_rate": 3e-3},
         evaluation={
-            "every": 0,
-            "seeds": {"start": 1000, "count": 30},
+            "every": 30,
+            "seeds": {"start": 1000, "count": 64},
             "final_seeds": {"start": 2000, "count": 30},
             "sampling": {"temperature": 1.0},
             "metric": "return",
