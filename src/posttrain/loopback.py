@@ -21,6 +21,8 @@ _ANONYMOUS = 256
 """Number of connections without an admitted request beyond which a new one replaces the oldest."""
 _BACKLOG = 128
 """Number of connections to accept between two reads of those that were accepted before."""
+_DRAIN_SECONDS, _DRAINED = 1.0, 1 << 20
+"""Seconds and bytes for which the body of a refused request is read."""
 _HEADER_SECONDS = 10.0
 """Seconds after which a connection without an admitted request is closed. Generous, because many agents that start at
 once are slow.
@@ -65,6 +67,12 @@ class Guard:
             await self.app(scope, receive, send)
             return
         status, why = refusal
+        # Closing a connection with a body that was not read resets it, and the client may lose the answer.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                left = _DRAINED
+                while left > 0 and (part := await receive()).get("more_body"):
+                    left -= len(part.get("body", b""))
         given = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
         if status == 401:
             given.append((b"www-authenticate", b"Bearer"))
