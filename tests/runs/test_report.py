@@ -33,13 +33,13 @@ def test_the_table_has_rates_with_one_decimal_and_intervals(run: RunDirectory) -
 def test_a_report_says_how_mean_returns_get_an_interval(run: RunDirectory) -> None:
     exact = PolicyRow("random policy", 0.125, None, 0.1, 200)
     sampled = PolicyRow("trained model", None, None, 0.1, 6)
-    for rows, told in (
+    for rows, explained in (
         ([exact], False),
         ([exact, sampled], True),
         ([replace(sampled, success=0.5, interval=(0.1, 0.9))], True),
         ([sampled, replace(sampled, return_interval=(0.0, 0.2))], False),
     ):
-        assert ("`return_range`" in write_report(run, policy_tables(rows)).read_text()) is told
+        assert ("`return_range`" in write_report(run, policy_tables(rows)).read_text()) is explained
 
 
 def test_rows_come_from_metric_lines(run: RunDirectory) -> None:

@@ -4,7 +4,8 @@ For any row, the functions in this file return an example of `posttrain.data.mes
 that describes the problem. They never raise. Every example satisfies:
 
 - Roles are system, user, assistant and tool.
-- An assistant message follows a message of another role, or opens the conversation before a user message; a tool message follows an assistant or a tool message.
+- An assistant message follows a message of another role, or opens the conversation before a user message; a tool message
+  follows an assistant or a tool message.
 - Contents are Unicode text. No answer is blank unless it calls tools, and the prompt is not blank.
 """
 
