@@ -312,7 +312,7 @@ def in_form(message: Message, reasoning: str, form: str) -> Message:
 def check_conversation(messages: list[Message], answered: bool = True) -> None:
     """Check the order of roles, and that no answer and no prompt is blank. Raises UnusableRow.
 
-    An assistant's message that opens the conversation is part of the prompt of the first answer.
+    An assistant's message may open the conversation before a user's, and is trained like every other answer.
     """
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     opens = answers[:1] == [0] and [message["role"] for message in messages[1:2]] == ["user"]
