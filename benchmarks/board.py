@@ -3,7 +3,7 @@
     posttrain benchmark board --entries firm_lake --seeds 5 --jobs 2 --threads 1 --out runs/board
     posttrain benchmark board --table docs/results/board.jsonl
 
-An entry is a pipeline in recipes/board/, run in a separate process for each training seed. Its final episodes, on the same
+An entry is a pipeline of `posttrain recipe list`, run in a separate process for each training seed. Its final episodes, on the same
 400 held-out tasks for every seed, become one line of OUT/board.jsonl; lines that are there are not made again. After Ctrl-C
 or SIGTERM, the same command resumes the runs. A row's number is the mean over training seeds and tasks with an interval over
 both, and its lower end is what counts. See docs/results/board.md.
@@ -32,6 +32,7 @@ from limits import product_speed
 
 from posttrain.environments.game import play
 from posttrain.environments.protocol import EnvironmentFactory
+from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.pipeline import PipelineRecipe, load_pipeline
 from posttrain.recipe.stages import RlRecipe, SftRecipe
 from posttrain.result import Result
@@ -40,7 +41,6 @@ from posttrain.runs.tables import START, TRAINED
 
 Line = dict[str, Any]
 
-RECIPES = Path(__file__).parents[1] / "recipes" / "board"
 MODEL = "packaged:smollm2-135m"
 TASKS = 400
 """Final tasks of an entry."""
@@ -135,6 +135,11 @@ RUNNING: set[int] = set()
 """Process ids of the pipelines that run now."""
 
 
+def recipe_of(name: str) -> str:
+    """The file of an entry's recipe."""
+    return str(recipe_file("memory/board" if name == "memory" else f"board/{name}"))
+
+
 def run(name: str, seed: int, threads: int, out: Path) -> Line:
     """Train one seed of an entry in a separate process, or resume a stopped one. Returns its line of results.
 
@@ -142,7 +147,7 @@ def run(name: str, seed: int, threads: int, out: Path) -> Line:
         RuntimeError: the pipeline failed or was stopped.
     """
     directory = out / f"{name}-{seed}"
-    words = [str(RECIPES / f"{name}.yaml"), f"name={directory.name}", f"runs={out}"]
+    words = [recipe_of(name), f"name={directory.name}", f"runs={out}"]
     words += [f"common.seed={seed}", f"common.model.threads={threads}"]
     # Minutes of attempts that did not finish. Where they are unknown, the run starts from the beginning.
     before = out / f"{directory.name}.spent.json"
@@ -272,8 +277,8 @@ def tables(lines: Sequence[Line]) -> str:
         )
         spent.append(
             {
-                "recipe": f"`recipes/board/{name}.yaml`",
-                "imitated first": warm_up(load_pipeline(str(RECIPES / f"{name}.yaml"), [])),
+                "recipe": f"`{name}`",
+                "imitated first": warm_up(load_pipeline(recipe_of(name), [])),
                 "after RL by seed": ", ".join(f"{100 * np.mean(by_task(line)):.1f}" for line in runs),
                 "processor minutes": _middle([line["cpu_minutes"] for line in runs]),
                 "wall minutes": took,
@@ -292,7 +297,7 @@ def seen(lines: Sequence[Line]) -> str:
     rows = []
     for name, entry in ENTRIES.items():
         runs = [line for line in lines if line["entry"] == name and "success" in line]
-        stages = load_pipeline(str(RECIPES / f"{name}.yaml"), []).stages
+        stages = load_pipeline(recipe_of(name), []).stages
         first, last = stages[0].recipe, stages[-1].recipe
         if not (runs and isinstance(first, SftRecipe) and isinstance(last, RlRecipe) and first.environment):
             continue
@@ -354,7 +359,7 @@ def main() -> None:
         parser.error("--out is missing")
     chosen.out.mkdir(parents=True, exist_ok=True)
     for name in chosen.entries:
-        if broken := broken_rules(load_pipeline(str(RECIPES / f"{name}.yaml"), []), ENTRIES[name]):
+        if broken := broken_rules(load_pipeline(recipe_of(name), []), ENTRIES[name]):
             parser.error(f"{name} breaks a rule of the board: {'; '.join(broken)}")
     file = chosen.out / "board.jsonl"
     lines = read_lines(file) if file.exists() else []

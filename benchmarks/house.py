@@ -25,7 +25,8 @@ import posttrain
 from posttrain.training.trainer import Callback
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-CORE, PLUGIN = SOURCE / "posttrain", SOURCE / "posttrain_memory"
+CORE = SOURCE / "posttrain"
+PLUGIN = SOURCE.parent / "plugins" / "memory" / "src" / "posttrain_memory"
 STAGES = ("rl", "sft", "dpo")
 
 

@@ -116,7 +116,8 @@ LONG = ("distributed", "vllm", "benchmarks", "journeys", "tune", "training")
 
 def pytest_collection_modifyitems(items):
     def place(item):
-        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        tests = Path(__file__).parent
+        folder = item.path.relative_to(tests).parts[0] if item.path.is_relative_to(tests) else ""
         return LONG.index(folder) if folder in LONG else len(LONG)
 
     items.sort(key=place)

@@ -22,7 +22,6 @@ from accelerator.processes import descendants, kill
 from accelerator.rows import WEIGHTS, Row
 from accelerator.shapes import Shape, random_model, random_scorer
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 STEPS = 5
 QUIET = ["evaluation.every=0", "evaluation.seeds.count=4", "evaluation.final_seeds.count=4", "plots=false"]
 BANDIT = ["environment.type=bandit", "rollout.groups_per_step=4", "rollout.episodes_per_group=4", f"steps={STEPS}"]
@@ -294,8 +293,7 @@ def _on_processors() -> list[str]:
 
 
 def _on_ray(folder: Path, stage: str, placement: str, words: list[str], ends: float) -> Iterator[Row]:
-    recipes = [str(RECIPES / f"{name}.yaml") for name in (stage, placement)]
-    with Run(["rl", *recipes], folder, ends) as run:
+    with Run(["rl", stage, placement], folder, ends) as run:
         run.start(*words, "steps=3", *QUIET)
         steps = run.wait()
     note = f"{placement}.yaml; which GPUs each engine sees is not recorded, so it is not checked"

@@ -260,8 +260,8 @@ IMPORT = re.compile(r"^<!-- posttrain import(?: (?P<recipe>\S+\.yaml))?(?: --row
 
 def markdown_of_import(before: str, recipe: str | None = None, rows: str | None = None) -> str:
     """What `posttrain import --markdown` prints for the last code block of `before`, up to our own command there."""
-    from posttrain.importers.commands import import_commands
-    from posttrain.importers.tables import markdown_table
+    from posttrain_import.commands import import_commands
+    from posttrain_import.tables import markdown_table
 
     block = re.findall(r"^```\w*\n(.*?)^```", before, flags=re.M | re.S)[-1].partition("\n\nposttrain ")[0]
     commands = import_commands(block, {}, int(rows) if rows else None)[0]

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from posttrain.errors import InputError
 
@@ -41,6 +41,9 @@ Group = Literal[
   not exist yet, and returns its directory.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
+
+
+_GROUPS = get_args(Group)
 
 
 class PluginError(InputError):
@@ -148,11 +151,16 @@ def require_trust(path: Path) -> None:
         )
 
 
-def pip_command(module: str, distribution: str = "posttrain") -> str:
-    """The pip command that installs the missing `module`, as an extra of `distribution` if it declares one for it."""
+def pip_command(module: str) -> str:
+    """The pip command that installs the missing `module`, as an extra of posttrain or of a plug-in that declares one."""
     wanted = _normalized(module.partition(".")[0])
-    extra = next((extra for extra, required in _extras(distribution) if required == wanted), None)
-    return f"pip install {wanted}" if extra is None else f"pip install '{distribution}[{extra}]'"
+    found = metadata.entry_points()
+    plugins = {point.dist.name for group in _GROUPS for point in found.select(group=group) if point.dist is not None}
+    for distribution in ("posttrain", *sorted(plugins - {"posttrain"})):
+        for extra, required in _extras(distribution):
+            if required == wanted:
+                return f"pip install '{distribution}[{extra}]'"
+    return f"pip install {wanted}"
 
 
 def missing_extras(distribution: str = "posttrain") -> list[str]:
@@ -183,7 +191,7 @@ def _explanation(group: Group, point: metadata.EntryPoint, error: Exception) -> 
     distribution = point.dist.name if point.dist is not None else "unknown"
     where = f"{group}: {point.name} = {point.value} of the distribution {distribution} cannot be imported"
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != _top(point):
-        return f"{where}: no module {error.name!r}; run `{pip_command(error.name, distribution)}`"
+        return f"{where}: no module {error.name!r}; run `{pip_command(error.name)}`"
     reason = " ".join(str(error).split())
     return f"{where}: {type(error).__name__}{': ' if reason else ''}{reason}; reinstall or remove {distribution}"
 

@@ -278,7 +278,8 @@ def requests(seed: int, folder: Path) -> None:
 
 def answers(seed: int, folder: Path) -> None:
     """Any text as the answer in a game or in an adapter: a step with a finite reward, and text that can be stored."""
-    from posttrain.environments.adapters.openenv import _action
+    from posttrain_environments.openenv import _action
+
     from posttrain.environments.make import make_env
 
     draw = random.Random(seed)
@@ -318,7 +319,7 @@ def answers(seed: int, folder: Path) -> None:
         ("textworld", "TextWorld", {"games": 1}),
     ):
         if importlib.util.find_spec(name) is not None:
-            kinds.append((f"posttrain.environments.adapters.{name}:{path}", keys))
+            kinds.append((f"posttrain_environments.{name}:{path}", keys))
     kind, keys = draw.choice(kinds)
     environment = make_env(kind, **keys)()
     environment.reset(seed % 100)
@@ -341,11 +342,11 @@ def answers(seed: int, folder: Path) -> None:
 def commands(seed: int, folder: Path) -> None:
     """A changed command of another framework: one sentence, or a recipe whose keys and values are those of its table."""
     import yaml
+    from posttrain_import.commands import import_commands
+    from posttrain_import.tables import markdown_table
 
+    from plugins.imports.tests import test_documents as documents
     from posttrain.errors import InputError
-    from posttrain.importers.commands import import_commands
-    from posttrain.importers.tables import markdown_table
-    from tests.importers import test_documents as documents
 
     draw = random.Random(seed)
     texts = [part for name in documents.NUMBERS for part in documents.text_of(name).split("\n\n") if part.strip()]

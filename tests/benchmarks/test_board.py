@@ -25,7 +25,7 @@ from posttrain.recipe.stages import RlRecipe  # noqa: E402
 
 
 def load(name, *words):
-    return load_pipeline(str(board.RECIPES / f"{name}.yaml"), list(words))
+    return load_pipeline(board.recipe_of(name), list(words))
 
 
 @pytest.mark.parametrize("name", board.ENTRIES)
@@ -76,12 +76,12 @@ def bandit_steps(tiny_model, tmp_path, monkeypatch):
     """Makes the board's bandit a pipeline on a tiny model with this many steps of RL, in a new folder."""
 
     def make(steps):
-        small = (board.RECIPES / "bandit.yaml").read_text().replace("packaged:smollm2-135m", str(tiny_model))
+        small = Path(board.recipe_of("bandit")).read_text().replace("packaged:smollm2-135m", str(tiny_model))
         small = small.replace("steps: 20", f"steps: {steps}").replace("count: 64", "count: 4")
         small = small.replace("count: 32", "count: 4").replace("count: 400", "count: 40")
         small = small.replace("groups_per_step: 32", "groups_per_step: 2")
         (tmp_path / "bandit.yaml").write_text(small)
-        monkeypatch.setattr(board, "RECIPES", tmp_path)
+        monkeypatch.setattr(board, "recipe_of", lambda name: str(tmp_path / f"{name}.yaml"))
         monkeypatch.setattr(board, "TASKS", 40)
         return tmp_path
 
@@ -133,7 +133,7 @@ def test_a_stopped_run_goes_on_and_its_minutes_are_counted(bandit_steps):
 
 @pytest.mark.slow
 def test_the_line_of_a_run_without_a_warm_up(tiny_model, tmp_path, monkeypatch):
-    small = (board.RECIPES / "json_answer.yaml").read_text().replace("packaged:smollm2-135m", str(tiny_model))
+    small = Path(board.recipe_of("json_answer")).read_text().replace("packaged:smollm2-135m", str(tiny_model))
     small = (
         re.sub(r"\bsteps: \d+", "steps: 1", small).replace("count: 400", "count: 40").replace("count: 64", "count: 4")
     )
@@ -141,7 +141,7 @@ def test_the_line_of_a_run_without_a_warm_up(tiny_model, tmp_path, monkeypatch):
         "tokens_per_turn: 72", "tokens_per_turn: 4"
     )
     (tmp_path / "json_answer.yaml").write_text(small)
-    monkeypatch.setattr(board, "RECIPES", tmp_path)
+    monkeypatch.setattr(board, "recipe_of", lambda name: str(tmp_path / f"{name}.yaml"))
     monkeypatch.setattr(board, "TASKS", 40)
     line = board.run("json_answer", 0, 1, tmp_path)
     assert (line["success"], line["before"], line["optimal"]) == ("0" * 40, 0, 1)
@@ -150,7 +150,7 @@ def test_the_line_of_a_run_without_a_warm_up(tiny_model, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_an_entry_with_a_score_makes_its_data_and_counts_the_gain(tiny_model, tmp_path, monkeypatch):
     data = tmp_path / "data"
-    small = (board.RECIPES / "rationales.yaml").read_text().replace("packaged:smollm2-135m", str(tiny_model))
+    small = Path(board.recipe_of("rationales")).read_text().replace("packaged:smollm2-135m", str(tiny_model))
     for pattern, new in {
         "data/rationales": str(data),
         "max_rows: 320": "max_rows: 8",
@@ -168,7 +168,7 @@ def test_an_entry_with_a_score_makes_its_data_and_counts_the_gain(tiny_model, tm
     command = ("rationales", "--out", str(data), "--train", "20", "--val", "2", "--test", "10")
     entry = dataclasses.replace(board.ENTRIES["rationales"], first_task=20, data=command)
     monkeypatch.setitem(board.ENTRIES, "rationales", entry)
-    monkeypatch.setattr(board, "RECIPES", tmp_path)
+    monkeypatch.setattr(board, "recipe_of", lambda name: str(tmp_path / f"{name}.yaml"))
     monkeypatch.setattr(board, "TASKS", 10)
     board.make_data(entry)
     line = board.run("rationales", 0, 1, tmp_path)

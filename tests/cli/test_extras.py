@@ -19,7 +19,6 @@ PACKAGES = {
     "games": "gymnasium",
     "gguf": "gguf",
     "hub": "datasets",
-    "memory": "pydantic_monty",
     "plots": "matplotlib",
     "ray": "ray",
     "remote": "openai",
@@ -32,7 +31,7 @@ PACKAGES = {
     "wandb": "wandb",
 }
 """Extra -> the module that it is for."""
-BLOCKED = (*PACKAGES.values(), "mcp", "pandas", "trl")
+BLOCKED = (*PACKAGES.values(), "mcp", "pydantic_monty", "pandas", "trl")
 
 
 def light(folder, commands):

@@ -1,4 +1,4 @@
-"""The wheel: it holds the recipes and the examples, and works in an empty folder without a checkout."""
+"""The wheels: they hold their recipes and the examples, and work in an empty folder without a checkout."""
 
 import os
 import subprocess
@@ -31,15 +31,17 @@ def done(*command, folder, **variables):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The Python of an environment with the wheel, which sees the other packages of this environment."""
+    """The Python of an environment with the four wheels, which sees the other packages of this environment."""
     pytest.importorskip("hatchling", reason="needs the package hatchling: pip install 'posttrain[dev]'")
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    done(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT, folder=folder)
-    (wheel,) = folder.glob("posttrain-*.whl")
+    places = [ROOT, *(file.parent for file in ROOT.glob("plugins/*/pyproject.toml"))]
+    done(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, *places, folder=folder)
+    wheels = list(folder.glob("posttrain*.whl"))
+    assert len(wheels) == 4
     done(sys.executable, "-m", "venv", "--without-pip", folder / "venv", folder=folder)
     python = folder / "venv" / "bin" / "python"
-    done(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, folder=folder)
+    done(*pip, "--python", python, "install", "--no-deps", "--no-index", *wheels, folder=folder)
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     # The packages of this environment come after the wheel's, so `posttrain` is the wheel's.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -54,10 +56,15 @@ def test_the_wheel_contains_the_recipes_and_its_extras(installed, tmp_path):
     listed = done(command, "recipe", "list", folder=tmp_path)
     for file in (ROOT / "recipes").rglob("*.yaml"):
         assert file.relative_to(ROOT / "recipes").with_suffix("").as_posix() in listed
+    for name in ("memory/gspo", "board/tools", "results/rationales"):
+        assert name in listed
     assert "frozen_lake" in done(command, "pipeline", "demo/pipeline", "--dry-run", folder=tmp_path)
     small = ("model.path=packaged:smollm2-135m", "--dry-run")
     assert "ragen-bandit" in done(command, "rl", "ragen/bandit", *small, folder=tmp_path)
     assert "ragen-bandit" in done(command, "rl", "--recipe", "ragen/bandit", *small, folder=tmp_path)
+    assert "grpo" in done(command, "import", "trl grpo --max_steps 3", "--markdown", folder=tmp_path)
+    for name in ("memory", "json_answer"):
+        assert "0 problems" in done(command, "env", "validate", name, "--seeds", "2", folder=tmp_path)
     assert not list(tmp_path.iterdir())
     ask = "from posttrain.plugins import pip_command as c; import sys; print(*map(c, sys.argv[1:]), sep='\\n')"
     told = done(installed, "-c", ask, *PACKAGES.values(), folder=tmp_path)

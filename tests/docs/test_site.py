@@ -66,7 +66,7 @@ def test_every_command_is_on_the_page():
 
 @pytest.mark.parametrize("page", ["trl", "verl"])
 def test_the_importer_makes_the_migration_tables(page):
-    from posttrain.importers.commands import import_commands
+    from posttrain_import.commands import import_commands
 
     hooks = module("theme/hooks.py")
     text = (DOCS / f"migrating/{page}.md").read_text()

@@ -4,12 +4,12 @@ from contextlib import nullcontext
 from typing import Annotated, Literal
 
 import pytest
+from posttrain_environments.tool_use import ToolUse, calculate
 
 from posttrain.data.rendering import Renderer
 from posttrain.data.tools import parse_hermes
 from posttrain.engines.protocol import Completion, EngineCounters
 from posttrain.environments.make import make_env
-from posttrain.environments.tool_use import ToolUse, calculate
 from posttrain.environments.tools import ToolCalls, ToolFailure, calling, tool
 from posttrain.episode import Outcome, StopReason
 from posttrain.errors import InputError

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from posttrain_environments.rationales.dataset import samples
+from posttrain_environments.rationales.procedures import write as write_procedure
+from posttrain_environments.rationales.verifier import scores
 
 from posttrain.cli.main import main
-from posttrain.data.rationales.dataset import samples
-from posttrain.data.rationales.procedures import write as write_procedure
-from posttrain.data.rationales.verifier import scores
 from posttrain.evaluation.agreement import pair_agreement, score_agreement
 from posttrain.evaluation.judges import load_rubric
 from posttrain.evaluation.predictions import Prediction
@@ -21,7 +21,7 @@ from posttrain.evaluation.statistics import combine, estimate, item_sums
 from tests.evaluation.judge_server import serving
 from tests.evaluation.made import write
 
-VERIFIER = "posttrain.data.rationales.verifier:scores"
+VERIFIER = "posttrain_environments.rationales.verifier:scores"
 
 
 def row(item, text, **values):

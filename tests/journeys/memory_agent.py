@@ -220,7 +220,7 @@ def check_rewards(trained):
 
 def check_schedule(trained):
     """40 updates a step, in the warm-up of OpenRLHF's schedule."""
-    recipe = load_recipe(["recipes/memory/gspo_published.yaml"], [], "rl")
+    recipe = load_recipe(["memory/gspo_published"], [], "rl")
     lines = [line for line in read_metrics(trained / "metrics.jsonl") if line["kind"] == "train"]
     for line in lines:
         done = 40 * line["step"] / recipe.optimizer.warmup_updates

@@ -1,18 +1,14 @@
 """The recipes of the memory agent: they resolve, and the check names what made the published run collapse."""
 
-from pathlib import Path
-
 import pytest
 
 from posttrain.errors import InputError
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.warnings import recipe_warnings
 
-ROOT = Path(__file__).parents[2] / "recipes" / "memory"
-
 
 def published(*overrides):
-    return load_recipe([str(ROOT / "gspo_published.yaml")], list(overrides), "rl")
+    return load_recipe(["memory/gspo_published"], list(overrides), "rl")
 
 
 def test_the_published_run_has_the_published_numbers():
@@ -46,7 +42,7 @@ def test_keys_that_had_no_effect_there_are_refused(key):
 
 
 def test_the_corrected_recipe_gives_no_warnings():
-    found = recipe_warnings(load_recipe([str(ROOT / "gspo.yaml")], [], "rl"))
+    found = recipe_warnings(load_recipe(["memory/gspo"], [], "rl"))
     assert not any("clips" in note or "updates on the same episodes" in note or "kl.horizon" in note for note in found)
 
 

@@ -1,7 +1,6 @@
 """Placement on described clusters, and the placements on 8 GPUs that ship as recipes."""
 
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,7 +13,6 @@ from posttrain.planning.model_sizes import published_sizes
 from posttrain.planning.workers import Node, living, place, placement_of, workers_of
 from posttrain.recipe.compose import load_recipe
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 H100 = DEVICES["h100"]
 QWEN3_4B = published_sizes("Qwen3-4B")
 EIGHT_GPUS = [Node("node", 96.0, 8)]
@@ -37,7 +35,7 @@ BETTER = {
 
 
 def recipe_of(*names, stage="rl", overrides=()):
-    return load_recipe([str(RECIPES / f"{name}.yaml") for name in names], list(overrides), stage)
+    return load_recipe(list(names), list(overrides), stage)
 
 
 def plan(recipe, device=H100):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from posttrain_environments.rationales.dataset import write_dataset
 from pyarrow import Table, parquet
 
 from posttrain.cli.main import main
-from posttrain.data.rationales.dataset import write_dataset
 from posttrain.models.reward import RewardModel
 from posttrain.planning.memory import memory_estimate
 from posttrain.planning.model_sizes import published_sizes
@@ -196,7 +196,7 @@ def test_a_pipeline_chains_the_recipes(folder, chain, capsys):
 
 @pytest.mark.parametrize("path", STAGES)
 def test_the_table_has_every_flag_of_the_command_and_every_key_of_the_recipe(path):
-    """So that every number can be traced to the original. tests/importers/test_recipes.py compares the values."""
+    """So that every number can be traced to the original. plugins/imports/tests/test_recipes.py compares the values."""
     rows, flags = table(SECTIONS[path]), flags_of(SECTIONS[path])
     given = [row for row in rows if row[0].startswith("`")]
     if isinstance(flags, list):

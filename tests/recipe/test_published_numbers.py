@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from posttrain.recipe.catalogue import recipe_file, recipe_names
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.sources import read_file
 from posttrain.recipe.study import grid_of
@@ -39,7 +40,7 @@ def numbers_in(row):
 
 def resolved(entry, changes):
     """The values of the recipe; of a study its own, and the list of values of each key that it searches."""
-    files = [str(ROOT / "recipes" / f"{name}.yaml") for name in entry["recipe"]]
+    files = list(entry["recipe"])
     if entry["stage"] != "tune":
         return load_recipe(files, list(changes), entry["stage"]).model_dump(mode="json")
     study = load_study(*files, list(changes))
@@ -93,7 +94,7 @@ def added(entry):
     """Sentences about the numbers of the last recipe file that are not in the document and that no row names."""
     known = {number["key"] for number in entry["numbers"].values() if "key" in number}
     missing = []
-    for key, number in leaves(read_file(str(ROOT / "recipes" / f"{entry['recipe'][-1]}.yaml")).values):
+    for key, number in leaves(read_file(str(recipe_file(entry["recipe"][-1]))).values):
         if (
             key in known
             or key.split(".")[-1] in PLACES
@@ -143,7 +144,7 @@ def test_a_changed_recipe_is_detected(recipe, change, expected):
 def test_every_document_and_every_recipe_of_its_folder_is_compared():
     compared = {name for entry in DOCUMENTS for name in entry["recipe"]}
     # Placements, studies, tables and chains of other recipes of the folder; the document fine-tunes no bandit.
-    others = re.compile(r"_8gpu|tune_|scaling|pipeline|bandit_sft|evaluate")
+    others = re.compile(r"_8gpu|tune_|scaling|board|pipeline|bandit_sft|evaluate")
     for folder in ("helpsteer3", "memory", "ragen", "rlhf"):
-        names = {f"{folder}/{file.stem}" for file in (ROOT / "recipes" / folder).glob("*.yaml")}
+        names = {name for name in recipe_names() if name.startswith(f"{folder}/")}
         assert {name for name in names if not others.search(name)} <= compared

@@ -226,8 +226,8 @@ def judge(
     truth: Annotated[
         str | None,
         typer.Option(
-            help="True scores, to measure the judge's errors and biases: a column on the rubric's scale, or a reward function "
-            "such as posttrain.data.rationales.verifier:scores."
+            help="True scores, to measure the judge's errors and biases: a column on the rubric's scale, or a reward function, "
+            "`module:function`."
         ),
     ] = None,
     own: Annotated[

@@ -17,7 +17,6 @@ from posttrain.cli.data import app as data
 from posttrain.cli.doctor import doctor
 from posttrain.cli.env import app as env
 from posttrain.cli.evaluate import app as evaluate
-from posttrain.cli.imports import import_
 from posttrain.cli.plugins import PluginGroup, usage_message
 from posttrain.cli.publish import export, push
 from posttrain.cli.recipe import recipe
@@ -66,7 +65,6 @@ for verb in _TAKING_ANY_KEY:
 for verb in _PLAIN:
     app.command()(verb)
 app.command("fit-normalizer")(fit_normalizer)
-app.command("import")(import_)
 app.command(context_settings=PASSED_ON)(benchmark)
 app.add_typer(data, name="data", cls=PluginGroup)
 app.add_typer(env, name="env", cls=PluginGroup)

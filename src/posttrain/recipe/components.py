@@ -34,13 +34,10 @@ ENVIRONMENTS = {
     "frozen_lake": "posttrain.environments.frozen_lake:FrozenLake",
     "sokoban": "posttrain.environments.sokoban:Sokoban",
     "text_task": "posttrain.environments.text_task:TextTask",
-    "word_sort": "posttrain.environments.word_sort:WordSort",
-    "json_answer": "posttrain.environments.json_answer:JsonAnswer",
-    "tool_use": "posttrain.environments.tool_use:ToolUse",
 }
 """Built-in environments: name -> `module:Class`. Plug-ins add others, see `environment_names`."""
 _UNKNOWN = "posttrain.environments.unknown:Unknown"
-_GAMES = ("bandit", "frozen_lake", "json_answer", "sokoban", "tool_use", "word_sort")
+_GAMES = ("bandit", "frozen_lake", "sokoban")
 """Built-in environments whose recipes name neither code nor files."""
 
 

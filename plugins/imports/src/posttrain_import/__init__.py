@@ -1,0 +1,3 @@
+"""Commands of other frameworks as recipes: `posttrain import`."""
+
+__version__ = "0.2.0"

@@ -1,0 +1,184 @@
+"""The two-rollout protocol: an update, then a question in a new conversation about the notes."""
+
+from dataclasses import replace
+
+import pytest
+from posttrain_memory.baselines import ASKED_AFTER, NOTES
+from posttrain_memory.environment import Memory, assignment
+from posttrain_memory.recipe import MemoryRecipe
+from posttrain_memory.worlds.dataset import read_row, row_of, samples
+from posttrain_memory.worlds.generation import tasks_of
+from posttrain_memory.worlds.recipe import WorldRecipe
+from posttrain_memory.worlds.render import make_world
+from posttrain_memory.worlds.task import VARIANTS
+from pydantic import ValidationError
+
+from posttrain.environments.game import play
+
+UPDATES = {"retrieval": 0, "update": 1, "clarification": 0, "filter": 0}
+
+
+def recipe(**keys):
+    return MemoryRecipe.model_validate({"worlds": UPDATES, "follow_up": True, **keys})
+
+
+def message(block, text):
+    return f"<think>t</think><{block}>{text}</{block}>"
+
+
+def test_the_scripted_solution_of_every_variant_is_followed_up_and_right():
+    played = set()
+    for seed in range(60):
+        steps = play(Memory(recipe()), seed)
+        (second,) = [place for place, step in enumerate(steps) if step.new_conversation]
+        assert steps[-1].info["scores"] == {"update": 1.0, NOTES: 1.0, ASKED_AFTER: 1.0}
+        assert steps[-1].info["kind"] == "update"
+        assert not any("success" in step.info for step in steps[:-1])
+        assert [m["role"] for m in steps[second].messages] == ["system", "user"]
+        played.add(steps[second].info["variant"])
+        assert sum(step.reward for step in steps) == pytest.approx(1, abs=0.05)
+    assert played == set(VARIANTS["update"])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"weights": {"partial": 0.4, "check_first": 0.1}},
+        {"weights": {"partial": 0.1}},
+        {"weights": {"check_first": 0.1}},
+        {"rejected": -0.03},
+        {"max_turns": 10},
+    ],
+    ids=str,
+)
+def test_weights_with_which_half_of_an_episode_could_earn_as_much_as_all_of_it_are_refused(keys):
+    with pytest.raises(ValidationError, match="half wrong"):
+        recipe(**keys)
+    recipe(**keys, follow_up=False)
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"rejected": 0.0, "weights": {"partial": 0.1, "check_first": 0.1}}, {"max_turns": 5}], ids=str
+)
+def test_a_right_episode_after_rejected_messages_earns_more_than_a_half_wrong_one(keys):
+    one = recipe(**keys)
+    nonsense = ["nonsense"] * (one.max_turns - 2)
+    for seed in range(12):
+        task = assignment(one, seed).task
+        done, after = message("reply", task.reply), message("reply", task.follow_up.reply)
+        code = message("python", 'read_file("user.md")\n' + "\n".join(task.code))
+        right = play(Memory(one), seed, [*nonsense, code, done, *nonsense, "nonsense", after])
+        wrong = [play(Memory(one), seed, messages) for messages in ([code, done, "x"], [done, after])]
+        assert right[-1].info["success"] is True
+        assert not any(steps[-1].info["success"] for steps in wrong if "success" in steps[-1].info)
+        assert all(sum(s.reward for s in right) > sum(s.reward for s in steps) for steps in wrong)
+
+
+def test_other_kinds_have_no_second_half():
+    for seed in range(20):
+        one = recipe(worlds={**UPDATES, "retrieval": 1, "update": 0, "filter": 1})
+        assert not any(step.new_conversation for step in play(Memory(one), seed))
+
+
+def first(variant):
+    for seed in range(200):
+        if assignment(recipe(), seed).task.variant == variant:
+            return seed, assignment(recipe(), seed).task
+    raise AssertionError(f"no {variant} in 200 seeds")
+
+
+def test_a_fact_that_was_not_noted_is_missing_in_the_follow_up():
+    seed, task = first("change")
+    environment = Memory(recipe())
+    environment.reset(seed)
+    step = environment.step(message("reply", task.reply))
+    assert step.new_conversation
+    assert step.info["faults"] == []
+    told = message("reply", task.follow_up.reply)
+    last = environment.step(told)
+    # The answer is right by a guess; the notes are not, so the episode is no success and earns half at most.
+    assert last.info["scores"] == {"update": 0.0, NOTES: 0.0, ASKED_AFTER: 1.0}
+    assert last.info["success"] is False
+    assert step.reward + last.reward <= 0.5
+
+
+@pytest.mark.parametrize("variant", ["delete", "remove"])
+def test_asking_for_a_removed_fact_is_right_only_if_it_was_removed(variant):
+    seed, task = first(variant)
+    asked = message("reply", task.follow_up.reply)
+    undone = play(Memory(recipe()), seed, [message("reply", task.reply), asked])
+    assert undone[-1].info["scores"] == {"update": 0.0, NOTES: 0.0, ASKED_AFTER: 0.0}
+    assert undone[-1].info["faults"] == ["the notes still say it"]
+    solved = [*(message("python", code) for code in task.code), message("reply", task.reply), asked]
+    assert play(Memory(recipe()), seed, solved)[-1].info["scores"] == {"update": 1.0, NOTES: 1.0, ASKED_AFTER: 1.0}
+    # The second half is about the notes as they are: it stays right where something else was harmed.
+    harmed = [message("python", 'append_file("user.md", "x" * 400)'), *solved]
+    scores = play(Memory(recipe()), seed, harmed)[-1].info["scores"]
+    assert scores == {"update": 0.0, NOTES: 0.0, ASKED_AFTER: 1.0}
+
+
+def test_a_moved_note_does_not_count_as_deleted():
+    seed, task = first("remove")
+    path = task.truth["change"]["about"]
+    moved = message("python", f'move_file("{path}", "entities/elsewhere.md")')
+    asked = message("reply", task.follow_up.reply)
+    steps = play(Memory(recipe()), seed, [moved, message("reply", task.reply), asked])
+    assert steps[-1].info["scores"][ASKED_AFTER] == 0.0
+
+
+def test_a_right_update_with_a_wrong_follow_up_is_not_a_success():
+    seed, task = first("add")
+    answers = [*(message("python", code) for code in task.code), message("reply", task.reply)]
+    steps = play(Memory(recipe()), seed, [*answers, message("reply", "I do not know.")])
+    assert steps[-1].info["scores"] == {"update": 0.0, NOTES: 1.0, ASKED_AFTER: 0.0}
+    assert sum(step.reward for step in steps) < 0.6
+
+
+def test_baseline_policies_have_columns_of_both_halves():
+    found = Memory.baselines(recipe(), range(30))
+    assert set(found) == {*Memory.scripted_baselines, "random", "optimal"}
+    assert all(set(one.scores) == {"update", NOTES, ASKED_AFTER} for one in found.values())
+    assert all(found["optimal"].scores[name][0] == 1 for name in (NOTES, ASKED_AFTER))
+    agent = found["rule agent"].scores
+    assert 0 < agent["update"][0] <= min(agent[NOTES][0], agent[ASKED_AFTER][0]) < 1
+    assert found["one note"].scores[NOTES][0] == 0
+    plain = Memory.baselines(recipe(follow_up=False), range(3))
+    assert all(set(one.scores) == {"update"} for one in plain.values())
+
+
+def test_the_old_value_is_a_wrong_answer_afterwards():
+    seed, task = first("change")
+    environment = Memory(recipe())
+    solved = [*(message("python", code) for code in task.code), message("reply", task.reply)]
+    before = assignment(recipe(), seed).files
+    change = task.truth["change"]
+    notes = before[change["about"]]
+    steps = play(environment, seed, [*solved, message("reply", notes)])
+    assert steps[-1].info["scores"][ASKED_AFTER] == 0.0
+
+
+def test_an_update_without_a_reply_still_has_its_follow_up():
+    seed, task = first("change")
+    one = recipe(max_turns=2)
+    solved = "\n".join(task.code)
+    steps = play(Memory(one), seed, [message("python", solved), message("python", "a = 1")] * 2)
+    assert [step.new_conversation for step in steps] == [False, True, False, False]
+    assert steps[-1].truncated
+
+
+def test_the_same_seed_has_the_same_tasks_with_and_without_it():
+    plain = recipe(follow_up=False)
+    for seed in range(20):
+        assert assignment(plain, seed) == assignment(recipe(), seed)
+        assert not any(step.new_conversation for step in play(Memory(plain), seed))
+
+
+def test_records_keep_the_follow_up_and_older_records_have_none():
+    world = make_world(3, WorldRecipe())
+    tasks = [task for task in tasks_of(world, WorldRecipe()) if task.kind == "update"]
+    assert all(task.follow_up is not None and task.follow_up.follow_up is None for task in tasks)
+    sample = next(s for s in samples(0, WorldRecipe(**UPDATES), {"train": 1}) if s.task.kind == "update")
+    task, files = read_row(row_of(sample))
+    assert (task, files) == (sample.task, dict(sample.world.files))
+    bare = row_of(replace(sample, task=replace(sample.task, follow_up=None)))
+    assert read_row({**bare, "files": None})[0].follow_up is None

@@ -1,0 +1,62 @@
+"""The memory agent is a plug-in: the core does not name it, its entry points load, and importing it is light."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FOLDER = Path(__file__).parents[1]
+PACKAGE = FOLDER / "src" / "posttrain_memory"
+POINTS = tomllib.loads((FOLDER / "pyproject.toml").read_text())["project"]["entry-points"]
+MAY_IMPORT = {
+    "vault": set(),
+    "worlds": {"vault"},
+    "privacy": {"vault", "worlds"},
+    "interpreter": {"vault", "privacy", "prompts"},
+    "agent": {"vault", "interpreter", "privacy", "prompts", "parser", "recipe"},
+    "mcp": {"agent", "vault", "interpreter", "privacy", "recipe"},
+}
+"""Folder -> what it may import of the package besides itself."""
+
+
+def test_the_core_does_not_name_the_plug_in():
+    for file in (ROOT / "src" / "posttrain").rglob("*.py"):
+        assert not re.search(r"posttrain_memory|memory agent", file.read_text(), re.IGNORECASE), file
+
+
+@pytest.mark.parametrize("group", POINTS)
+def test_entry_points_load(group):
+    for name, value in POINTS[group].items():
+        module, _, attribute = value.partition(":")
+        found = importlib.import_module(module)
+        assert not attribute or getattr(found, attribute), name
+
+
+def imports(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("posttrain_memory."):
+            yield node.module.split(".")[1]
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_arrows_point_one_way(folder):
+    for file in (PACKAGE / folder).rglob("*.py"):
+        assert set(imports(file)) <= MAY_IMPORT[folder] | {folder}, file
+
+
+def test_files_are_short():
+    assert max(len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")) <= 600
+
+
+@pytest.mark.parametrize("module", ["cli", "worlds.cli", "environment", "mcp.server"])
+def test_importing_is_light(module):
+    heavy = ("torch", "transformers", "mcp", "pydantic_monty", "openai")
+    code = f"import sys, posttrain_memory.{module}; print([m for m in {heavy} if m in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"

@@ -1,0 +1,72 @@
+"""`posttrain data worlds`: files that can be read back, tables, and complaints."""
+
+import json
+import re
+
+import pytest
+from posttrain_memory.worlds.dataset import read_row
+
+from posttrain.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def somewhere_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+def test_rows_and_columns_of_each_split(tmp_path, capsys):
+    words = [
+        "--train",
+        "2",
+        "--dev",
+        "1",
+        "--test",
+        "1",
+        "--jsonl",
+        "--scenarios",
+        "notes=5",
+        "facts=[2,3]",
+        "bare=true",
+    ]
+    assert main(["data", "worlds", "--out", "w", *words]) == 0
+    out = capsys.readouterr().out
+    assert "w/worlds_train.jsonl:" in out
+    assert "tasks in 2 worlds" in out
+    assert "contradiction" in out
+    assert "tokens: mean" in out
+    assert "all notes as the reply" in out
+    worlds = {}
+    for split in ("train", "dev", "test"):
+        rows = [json.loads(line) for line in (tmp_path / "w" / f"worlds_{split}.jsonl").read_text().splitlines()]
+        worlds[split] = {row["world"] for row in rows}
+        for row in rows:
+            task, files = read_row(row)
+            assert len(files) == 5
+            assert task.question == row["context_messages"][0]["content"]
+    assert not worlds["train"] & worlds["dev"]
+    assert not worlds["test"] & (worlds["train"] | worlds["dev"])
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [("nodes=4", "expected key=value"), ("notes=2", "notes"), ("facts=[3,2]", "exchange"), ("themes=[none]", "theme")],
+)
+def test_wrong_keys_are_reported(word, told, capsys):
+    assert main(["data", "worlds", word]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_rewards_of_episodes_fit_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["--train", "1", "--dev", "0", "--test", "0", "--scenarios", "notes=5", "facts=[2,3]", "bare=true"]
+    assert main(["data", "worlds", *words]) == 0
+    table = capsys.readouterr().out.rsplit("least", 1)[1].splitlines()
+    assert all(len(line) <= 80 for line in table)
+    assert any(re.fullmatch(r" clarification +wrong +no reply +\d+( +-\d\.\d\d){3} *", line) for line in table)
+    assert not any("…" in line for line in table)
+
+
+def test_a_server_needs_a_model(capsys):
+    assert main(["data", "worlds", "--paraphrase-url", "http://localhost:1/v1"]) == 2
+    assert "given together" in " ".join(capsys.readouterr().err.split())

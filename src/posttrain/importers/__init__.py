@@ -1,1 +1,0 @@
-"""Commands of other frameworks as recipes: `posttrain import`."""

@@ -1,1 +1,0 @@
-"""The memory agent: a model that keeps Markdown notes by writing Python. A plug-in of posttrain, see docs/how-to/memory_agent.md."""
