@@ -1,5 +1,7 @@
 """The adapter of verifiers 1: tasks are rows, rewards are those of the task, and what needs more than one answer is refused."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,13 @@ ADAPTER = "posttrain_environments.verifiers:Verifiers"
 @pytest.fixture(autouse=True)
 def tasksets(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "tasksets"))
+
+
+def wait_until(condition):
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
 
 
 def letters(**keys):
@@ -62,10 +71,54 @@ def test_a_reward_that_fails_is_a_failure_and_no_zero():
         environment.step("crash")
 
 
+@pytest.mark.parametrize("prompted", [True, False])
+def test_an_env_of_one_agent_is_played_turn_by_turn(prompted):
+    environment = make_env(ADAPTER, taskset="guess_v1", keys={"prompted": prompted}, max_turns=5)()
+    first = environment.reset(5).messages
+    assert first[0] == {"role": "system", "content": "Answer with a number."}
+    assert first[1]["content"] == ("Guess a number from 1 to 8." if prompted else "Guess.")
+    low, high, right = (environment.step(guess) for guess in ("3", "8", "6"))
+    assert (low.messages, low.reward, low.terminated) == ([{"role": "user", "content": "higher"}], 0.0, False)
+    assert high.messages == [{"role": "user", "content": "lower"}]
+    assert (right.reward, right.terminated, right.truncated, right.info["success"]) == (1.0, True, False, True)
+    assert right.info["scores"] == {"won": 1.0, "guesses": 3.0}
+    with pytest.raises(RuntimeError, match="call reset"):
+        environment.step("6")
+
+
+def test_an_exchange_ends_at_its_limit_and_at_its_stops():
+    environment = make_env(ADAPTER, taskset="guess_v1", max_turns=2)()
+    steps = play(environment, 5, ["1", "2"])
+    assert [(step.truncated, step.terminated) for step in steps] == [(False, False), (True, False)]
+    (stopped,) = play(environment, 5, ["stop"])
+    assert (stopped.terminated, stopped.reward) == (True, 0.0)
+    environment.reset(5)
+    with pytest.raises(RewardFailure, match=r"task 5 of guess_v1 cannot be scored .*the engine broke"):
+        environment.step("crash")
+    threads = threading.active_count()
+    for seed in range(8):
+        environment.reset(seed)
+    environment.close()
+    wait_until(lambda: threading.active_count() <= threads)
+
+
+def test_a_run_trains_on_an_env(tiny_model, tmp_path):
+    words = [f"model.path={tiny_model}", f"environment.type={ADAPTER}", "environment.taskset=guess_v1", "steps=1"]
+    words += ["environment.max_turns=3", "rollout.groups_per_step=2", "rollout.episodes_per_group=2", "plots=false"]
+    words += [
+        "rollout.tokens_per_turn=4",
+        "evaluation.held_out=2",
+        "evaluation.every=0",
+        f"runs={tmp_path}",
+        "name=guess",
+    ]
+    assert main(["rl", *words]) == 0
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("tools", "has tools that run as servers, and this environment gives one answer to one prompt"),
+        ("tools", "has tools that run as servers, and this environment plays with answers alone"),
         ("sandbox", "task 0 of refused_v1 has the reward in_a_box, which runs in a sandbox"),
         ("no reward", "task 0 of refused_v1 has no reward"),
         ("no prompt", "task 0 of refused_v1 has no prompt"),
@@ -86,7 +139,7 @@ def test_an_infinite_taskset_is_read_up_to_a_number_of_tasks():
 
 @pytest.mark.parametrize(
     ("taskset", "message"),
-    [("nosuch", "'nosuch' cannot be loaded"), ("textarena", "exports an Env|cannot be loaded")],
+    [("nosuch", "'nosuch' cannot be loaded"), ("textarena", "cannot be loaded")],
 )
 def test_a_taskset_that_cannot_be_loaded_is_one_sentence(taskset, message):
     with pytest.raises(InputError, match=message):
