@@ -128,6 +128,14 @@ def test_a_configuration_larger_than_the_weights_is_refused(tiny_model, tmp_path
             load(ModelRecipe(path=str(model)))
 
 
+@pytest.mark.parametrize("key", ["audio_chunk_size", "codebook_size", "n_ctx", "n_positions", "max_image_size"])
+def test_sizes_of_other_parts_are_not_compared_with_the_weights(tiny_model, tmp_path, key):
+    model = shutil.copytree(tiny_model, tmp_path / "copy")
+    values = json.loads((model / "config.json").read_text()) | {key: 480_000}
+    (model / "config.json").write_text(json.dumps(values))
+    assert load_model(ModelRecipe(path=str(model))).config.hidden_size == 32
+
+
 @pytest.mark.parametrize(("key", "value"), [("hidden_size", -4), ("hidden_size", 8.5), ("num_key_value_heads", 0)])
 def test_an_impossible_size_is_one_sentence(tiny_model, tmp_path, key, value):
     model = shutil.copytree(tiny_model, tmp_path / "copy")

@@ -17,12 +17,17 @@ _MOST_BYTES = {"config.json": 16 << 20, "tokenizer.json": 1 << 30, "chat_templat
 """File -> maximum size. Others of `_TEXTS` have 64 MiB."""
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model")
 _MOST_LAYERS = 256
-_SMALL = 16_384
-"""Sizes up to this are not compared with the weights: some, such as that of an image, are of parts that are not in them."""
+_SMALL, _OTHER = 16_384, 1 << 22
+"""Dimensions of layers up to the first, and all other sizes up to the second, are not compared with the weights: some, such
+as those of images or of chunks of audio, are of parts that are not in them."""
 _COUNTS = re.compile(r"layers?$|blocks?$|experts?$|depth$|labels$|codebooks$")
 """Keys of a configuration that count modules, each with at least one tensor."""
+_LAYER = re.compile(
+    r"^(vocab_size|hidden_(size|dim)|d_model|n_embd|intermediate_(size|dim)|ffn_dim|d_ff|n_inner|\w*heads?)$"
+)
+"""Keys of a configuration that are dimensions of the layers' tensors."""
 _SIZES = re.compile(r"(size|dim|width|heads?|inner|model|embd|features|rank|groups)$|^n_")
-"""Keys of a configuration that are dimensions of tensors."""
+"""Keys of a configuration that are sizes of any kind."""
 
 
 def tensors_of(file: Path) -> dict[str, list[int]]:
@@ -86,8 +91,8 @@ def _check_config(file: Path, key: str, tensors: int, largest: int) -> None:
         elif isinstance(value, list):
             inner += [(name, one) for one in value]
         elif isinstance(value, int | float) and not name.endswith(("_id", "_ids")):
-            counts, sizes = bool(_COUNTS.search(name)), bool(_SIZES.search(name))
-            most = max(_MOST_LAYERS, tensors) if counts else max(_SMALL, largest) if sizes else 1 << 53
+            small = _SMALL if _LAYER.search(name) else _OTHER if _SIZES.search(name) else 1 << 53
+            most = max(_MOST_LAYERS, tensors) if _COUNTS.search(name) else max(small, largest)
             if abs(value) > most:
                 raise InputError(
                     f"{key}: {file} has {name} {value:.10g}, which the weights beside it, {tensors:,} tensors with up to "
