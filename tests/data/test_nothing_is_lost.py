@@ -50,6 +50,17 @@ AS_TEXT = {
 }
 
 
+def test_keys_of_parts_of_a_content_are_counted():
+    part = {"type": "text", "text": "Where?", "cache_control": {"type": "ephemeral"}, "annotations": []}
+    answer = {"role": "assistant", "content": [{"type": "output_text", "text": "Up", "logprobs": None}]}
+    (row,), lines = used([{"role": "user", "content": [part]}, answer], CHATML)
+    (plain,), none = used([user("Where?"), {"role": "assistant", "content": "Up"}], CHATML)
+    assert [list(stream.ids) for stream in row.streams] == [list(stream.ids) for stream in plain.streams]
+    assert len(lines) == 1
+    assert "content.cache_control" in lines[0]
+    assert none == []
+
+
 @pytest.mark.parametrize("keys", AS_TEXT.values(), ids=AS_TEXT)
 def test_reasoning_that_is_text_is_trained(keys):
     (row,), lines = used([user("Where?"), {"role": "assistant", "content": "Up", **keys}], TEMPLATES["thinking"])

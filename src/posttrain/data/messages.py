@@ -168,6 +168,11 @@ def _message(value: Any, where: str) -> Message:
         raise UnusableRow("wrong type", f"`train` of {where} is {kind_of(kept['train'])}, not true or false")
     if not isinstance(kept.get("primer", ""), str):
         raise UnusableRow("wrong type", f"`primer` of {where} is {kind_of(kept['primer'])}, not text")
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    # Other keys of parts are kept beside the text, so that they are counted if the template does not read them.
+    kept |= {
+        f"content.{key}": item for part in parts for key, item in part.items() if item and key not in ("type", "text")
+    }
     return {"role": role, "content": _content(content, bool(calls) or role == "tool", where), **kept}
 
 

@@ -119,7 +119,9 @@ def _set_targets(config: Any, model: Any, targets: str | list[str]) -> None:
         else:
             chosen |= {name for name in names if _ends(name.removesuffix(".weight"), targets)}
             renamed = set(targets) - set(old.target_modules)
-            for target in targets or [""]:
+            if not targets:
+                raise _no_match("an empty list adapts nothing", "", names)
+            for target in targets:
                 if target not in renamed and not any(_ends(name.removesuffix(".weight"), [target]) for name in chosen):
                     raise _no_match(_unadapted(model, target), target, names)
     # State space layers read the weights of some of their modules instead of calling them, so adapters have no effect.

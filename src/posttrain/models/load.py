@@ -454,6 +454,11 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
         remedy = "check that the files are complete, or that the hub id is right and reachable"
         if "Unrecognized configuration class" in str(error):
             remedy = f"transformers has no {auto_class.__name__} for this type of model; choose another model"
+        if "ignore_mismatched_sizes" in str(error):
+            raise InputError(
+                f"model.path: the weights of {recipe.path} have other shapes than its config.json gives; restore both files "
+                "from the same model"
+            ) from error
         raise InputError(f"model.path: {recipe.path} could not be loaded ({_reason(error)}); {remedy}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
