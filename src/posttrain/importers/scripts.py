@@ -156,7 +156,7 @@ _BASELINE = Script(
         lambda _: (
             _fixed(
                 {"engine.type": "openai", "engine.url": "https://api.anthropic.com/v1/", "engine.model": "claude-sonnet-5",
-                 "engine.api_key_variable": "ANTHROPIC_API_KEY", "engine.send_temperature": False},
+                 "engine.api_key_variable": "ANTHROPIC_API_KEY", "engine.extra_body.temperature": None},
                 "model", "Claude 3.7 Sonnet", "retired on 2026-02-19; any OpenAI-compatible server works",
             ),
             _fixed({"rollout.tokens_per_turn": 2048, "thinking": "remove"}, "answers", "2048 tokens, without thinking"),

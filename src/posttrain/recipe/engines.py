@@ -19,9 +19,11 @@ _ELSEWHERE = {
     "max_tokens": "rollout.tokens_per_turn",
     "max_completion_tokens": "rollout.tokens_per_turn",
     "stop": "rollout.stop_strings",
-    "seed": "the run seed (engine.send_seed)",
+    "seed": "the run seed",
 }
 """Field of a request -> the recipe key that sets it."""
+REMOVABLE = ("temperature", "seed", "max_tokens")
+"""Fields of a request that null in `extra_body` removes."""
 _OTHER_SHAPE = ("stream", "n", "tools", "functions")
 """Fields of a request with which the reply is not a single text."""
 
@@ -64,28 +66,25 @@ class OpenAIEngineRecipe(BaseConfig):
     """
     retries: int = Field(3, ge=0)
     """Retries after a timeout, a lost connection, or status 429 or 5xx, with exponential backoff."""
-    stop_at: Literal["here", "server"] = "here"
-    """Where answers are cut at `rollout.stop_strings`. `here`: in this process, after the whole answer arrived; works
-    with every server. `server`: the strings are sent, which saves tokens; only for servers that report which string
-    matched (vLLM, SGLang).
-    """
-    token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """Request field that carries `rollout.tokens_per_turn`. Some models accept only `max_completion_tokens`."""
-    send_seed: bool = True
-    """Send a seed with each non-greedy request. Set to false for servers that reject it."""
-    send_temperature: bool = True
-    """Send the sampling temperature. Set to false for models that reject it, such as o3; they use their own
-    temperature.
-    """
     extra_body: Annotated[dict[str, Any], CONNECTS] = {}
-    """Additional JSON fields of every request, for example `top_k: 20`. Do not put secrets here: the recipe is stored
-    in the run directory.
+    """Additional JSON fields of every request, for example `top_k: 20`. Null removes a field that a server or model
+    rejects: `temperature`, `seed`, or `max_tokens`, whose number is then sent as `max_completion_tokens`. Do not put
+    secrets here: the recipe is stored in the run directory.
     """
+
+    @property
+    def sends_seed(self) -> bool:
+        """Whether requests have a seed."""
+        return "seed" not in self.extra_body
 
     @field_validator("extra_body")
     @classmethod
     def _only_what_has_no_key(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in value:
+        for name, given in value.items():
+            if given is None and name in REMOVABLE:
+                continue
+            if given is None:
+                raise ValueError(f"null removes {', '.join(REMOVABLE)}, not `{name}`; remove it")
             if name in _ELSEWHERE:
                 raise ValueError(f"`{name}` is set by {_ELSEWHERE[name]}; remove it")
             if name in _OTHER_SHAPE:
