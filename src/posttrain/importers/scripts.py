@@ -177,7 +177,7 @@ def _judge(metric: str) -> Script:
     rows = (
         _fixed({"--rubric": metric}, "rubric", metric, "our own: the original prompts are not published"),
         _fixed(
-            {"--url": "http://localhost:8000/v1", "--model": "JUDGE"},
+            {"judge.url": "http://localhost:8000/v1", "judge.model": "JUDGE"},
             "judge",
             "not known",
             "any OpenAI-compatible server",
