@@ -198,8 +198,8 @@ def _segments(section: str) -> dict[str, Rule]:
     return {
         "method": choice(
             f"{section}.type",
-            {"peak": {f"{section}.type": "entropy", f"{section}.peak": "threshold"}},
-            f"the published `peak` is a plain threshold; `{section}.peak=local_max` uses local maxima",
+            {"peak": {f"{section}.type": "entropy"}},
+            "the published `peak` is a plain threshold",
         ),
         "threshold": equal(
             f"{section}.threshold", note="nats, of the fine-tuned model at temperature 1; 1000 is one unit per answer"

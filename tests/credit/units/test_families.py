@@ -12,7 +12,6 @@ from posttrain.credit.units.segment import (
     Answer,
     closing_start,
     entropy_cuts,
-    merge_small,
     merge_tail,
     ordinal_of,
     paragraph_starts,
@@ -131,24 +130,6 @@ def test_entropy_cuts_are_strict_and_never_before_the_first_token():
     assert entropy_cuts(np.zeros(0), 1.5).tolist() == []
 
 
-def test_a_local_maximum_is_above_both_neighbours_or_the_first_of_a_plateau():
-    entropies = np.array([5.0, 6.0, 7.0, 3.0, 4.0, 4.0, 2.0, 2.0, 3.0])
-    assert entropy_cuts(entropies, 1.5, "local_max").tolist() == [2, 4, 8]
-    assert entropy_cuts(entropies, 3.5, "local_max").tolist() == [2, 4]
-    assert entropy_cuts(np.array([1.0, 2.0, 2.0, 3.0]), 0.5, "local_max").tolist() == [3]
-    assert entropy_cuts(np.full(4, 2.0), 0.5, "local_max").tolist() == []
-
-
-@given(values=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0]) | st.floats(0, 12), min_size=1, max_size=40))
-def test_local_maxima_are_some_of_the_tokens_above_the_threshold(values):
-    entropies = np.array(values)
-    peaks, above = entropy_cuts(entropies, 1.0, "local_max"), entropy_cuts(entropies, 1.0)
-    assert set(peaks) <= set(above)
-    assert not set(peaks) & set(peaks + 1)
-    if len(above) and entropies.argmax() > 0:
-        assert entropies.argmax() in peaks
-
-
 def test_entropies_must_be_numbers():
     with pytest.raises(ValueError, match="not all finite"):
         entropy_cuts(np.array([1.0, np.nan]), 1.5)
@@ -178,31 +159,16 @@ def test_tail_of_an_answer_in_units_by_entropy(entropies, threshold, ended, cuts
 partition = st.lists(st.integers(1, 9), min_size=1, max_size=30).map(lambda sizes: np.cumsum([0, *sizes]))
 
 
-def slowly(cuts, most):
-    """`merge_small` by its definition, with one scan per merge."""
-    cuts = cuts.tolist()
-    while len(cuts) - 1 > most:
-        size = np.diff(cuts).tolist()
-        unit = size.index(min(size))
-        before = size[unit - 1] if unit else np.inf
-        after = size[unit + 1] if unit + 1 < len(size) else np.inf
-        del cuts[unit if before <= after else unit + 1]
-    return cuts
-
-
 @given(cuts=partition, most=st.integers(1, 31))
 def test_caps(cuts, most):
-    small, tail = merge_small(cuts, most), merge_tail(cuts, most)
-    assert small.tolist() == slowly(cuts, most)
-    assert len(tail) - 1 == len(small) - 1 == min(most, len(cuts) - 1)
+    tail = merge_tail(cuts, most)
+    assert len(tail) - 1 == min(most, len(cuts) - 1)
     assert tail[:-1].tolist() == cuts[: len(tail) - 1].tolist()
     assert tail[-1] == cuts[-1]
-    assert small.dtype == tail.dtype == np.int64
+    assert tail.dtype == np.int64
 
 
 def test_caps_by_hand():
     cuts = np.cumsum([0, 5, 1, 3, 9, 2])
     assert np.diff(merge_tail(cuts, 3)).tolist() == [5, 1, 14]
-    assert np.diff(merge_small(cuts, 3)).tolist() == [5, 4, 11]
-    assert np.diff(merge_small(cuts, 2)).tolist() == [9, 11]
-    assert np.diff(merge_small(cuts, 1)).tolist() == np.diff(merge_tail(cuts, 1)).tolist() == [20]
+    assert np.diff(merge_tail(cuts, 1)).tolist() == [20]

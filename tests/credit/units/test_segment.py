@@ -25,7 +25,6 @@ def recipe(kind, **keys):
 limits = st.fixed_dictionaries(
     {
         "max_units": st.none() | st.integers(1, 4),
-        "merge": st.sampled_from(["merge_tail", "merge_small"]),
         "thinking": st.sampled_from(["whole", "split"]),
     }
 )
@@ -34,9 +33,7 @@ cutting = st.one_of(
     limits.map(lambda keys: recipe("steps", pattern=SEED_PATTERN, ordinal=False, **keys)),
     limits.map(lambda keys: recipe("sentence", **keys)),
     limits.map(lambda keys: recipe("paragraph", **keys)),
-    st.builds(
-        lambda keys, peak: recipe("entropy", peak=peak, **keys), limits, st.sampled_from(["threshold", "local_max"])
-    ),
+    limits.map(lambda keys: recipe("entropy", **keys)),
 )
 whole = st.sampled_from(["turn", "token", "outcome"]).map(recipe)
 entropies = st.sampled_from([0.0, 1.0, 1.5, 2.0, 3.0])
