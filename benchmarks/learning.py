@@ -1,6 +1,6 @@
 """What reinforcement learning learns, over training seeds: one factor varied at a time from a base recipe per environment.
 
-    posttrain benchmark learning --environments word_sort,bandit --seeds 5 --jobs 2 --out runs/learning
+    python benchmarks/learning.py --environments word_sort,bandit --seeds 5 --jobs 2 --out runs/learning
 
 Every run starts from a small model that plays like the random policy, another one for each training seed, and is evaluated
 on other seeds of the task during training and at its end. A run's outcome is one line of OUT/results.jsonl; runs that are there are

@@ -1,7 +1,7 @@
 """The same one-shot tasks learned by posttrain and by TRL: success against samples and against wall time, over training seeds.
 
-    posttrain benchmark learning_trl --seeds 5 --out runs/learning_trl
-    posttrain benchmark learning_trl --table docs/results/learning_trl.jsonl
+    python benchmarks/learning_trl.py --seeds 5 --out runs/learning_trl
+    python benchmarks/learning_trl.py --table docs/results/learning_trl.jsonl
 
 Both sides start from the small model (`harness/made_model.py`) of the training seed and get the same tasks, reward function, algorithm, samples and
 updates per step, and three learning rates; the best one of each side is shown. A run has one thread, and sides take turns.
