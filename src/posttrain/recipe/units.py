@@ -25,9 +25,7 @@ class StepUnits(_CutUnits):
     type: Literal["steps"]
     """`steps`: a unit begins at each label at the start of a line."""
     pattern: Text = STEP_PATTERN
-    """Regular expression (multi-line mode) that matches the start of a step. `ordinal` needs its group `label`, a number or letters."""
-    ordinal: bool = True
-    """true: only labels that count 1, 2, 3, … or A, B, …, Z, AA, … start a step, so a line such as `OK. fine` does not. false: every match does."""
+    """Regular expression (multi-line mode) that matches the start of a step. If it has a group `label`, a number or letters, only labels that count 1, 2, 3, … or A, B, …, Z, AA, … start a step, so a line such as `OK. fine` does not; otherwise every match does."""
     closing: Text | None = None
     """Regular expression (multi-line mode) that ends the steps, such as `^Rationale:`. Text from its first match after the last label is not a unit. Null: the last step runs to the end."""
 
@@ -39,12 +37,6 @@ class StepUnits(_CutUnits):
         except re.error as error:
             raise ValueError(f"invalid regular expression {value!r}: {error}") from error
         return value
-
-    @model_validator(mode="after")
-    def _labels_can_be_read(self) -> "StepUnits":
-        if self.ordinal and "label" not in re.compile(self.pattern, re.MULTILINE).groupindex:
-            raise ValueError("`pattern` has no group (?P<label>…) to check; add one or set `ordinal: false`")
-        return self
 
 
 class EntropyUnits(_CutUnits):

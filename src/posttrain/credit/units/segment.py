@@ -17,20 +17,21 @@ Location = tuple[int, int]
 """Where a unit may begin in a text: the first and the last possible character of the cut."""
 
 
-def step_starts(text: str, pattern: str, ordinal: bool) -> list[Location]:
+def step_starts(text: str, pattern: str) -> list[Location]:
     """Locations where the steps of `text` begin: from the start of the label's line to the label.
 
-    Every match of `pattern` (multi-line) is a candidate. With `ordinal`, labels (the pattern's group `label`) must
+    Every match of `pattern` (multi-line) is a candidate. If the pattern has a group `label`, labels must
     count 1, 2, 3, … or A, B, …, Z, AA, …: a candidate that does not continue the count is text inside the current step.
     If both numbers and letters count up, as in lettered steps with numbered parts, the longer count wins. Of equal
     counts, the one that begins first wins.
 
     The published code treats every line that matches `^(\\*?[A-Z]{1,2}\\.)\\s+` as a step, including `OK. fine`, and
-    rejects numbers although its documentation allows them. `ordinal: false` with that pattern reproduces this. Its
+    rejects numbers although its documentation allows them. That pattern, which has no group `label`, reproduces this. Its
     offsets are those of the text without blank lines; offsets here are those of the text itself.
     """
-    matches = list(re.finditer(pattern, text, re.MULTILINE))
-    if ordinal:
+    label = re.compile(pattern, re.MULTILINE)
+    matches = list(label.finditer(text))
+    if "label" in label.groupindex:
         counts = [_counting(matches, letters) for letters in (True, False)]
         matches = max(counts, key=lambda count: (len(count), -count[0].start() if count else 0))
     return [(match.start(), _visible(text, match.start())) for match in matches]
@@ -292,7 +293,7 @@ def _steps(recipe: StepUnits, text: AlignedText, thought: int) -> tuple[int, int
     """The first token of the steps, the token after the last step, and the tokens that begin a step."""
     shift = int(text.offsets[thought])
     said = text.text[shift:]
-    starts = step_starts(said, recipe.pattern, recipe.ordinal)
+    starts = step_starts(said, recipe.pattern)
     total = len(text.offsets) - 1
     if not starts:
         return total, total, np.zeros(0, dtype=np.int64)
