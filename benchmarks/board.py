@@ -1,7 +1,7 @@
 """The laptop board: recipes that train a real model on frozen tasks, with five training seeds each.
 
-    posttrain benchmark board --entries firm_lake --seeds 5 --jobs 2 --threads 1 --out runs/board
-    posttrain benchmark board --table docs/results/board.jsonl
+    python benchmarks/board.py --entries firm_lake --seeds 5 --jobs 2 --threads 1 --out runs/board
+    python benchmarks/board.py --table docs/results/board.jsonl
 
 An entry is a pipeline of `posttrain recipe list`, run in a separate process for each training seed. Its final episodes, on the same
 400 held-out tasks for every seed, become one line of OUT/board.jsonl; lines that are there are not made again. After Ctrl-C

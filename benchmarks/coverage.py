@@ -218,7 +218,7 @@ def page(rows: Sequence[Row], states: dict[int, str], seconds: float) -> str:
     lines = [
         "# Coverage of the four documents",
         "",
-        "What the users of the four experiment documents do or expect, and whether it works. `posttrain benchmark coverage` runs the",
+        "What the users of the four experiment documents do or expect, and whether it works. `python benchmarks/coverage.py` runs the",
         "commands and tests of each row and writes this page; `benchmarks/coverage.yaml` has the rows. Models are tiny. What is shown of",
         "a row that waits for a device or a service is what can be shown without it.",
         "",

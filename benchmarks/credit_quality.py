@@ -15,7 +15,7 @@ from typing import Any
 from harness.table import show
 from harness.timing import available_threads
 from quality import ranking
-from quality.judges import RENDERINGS, SENTENCES, Calculator, Credits, OutcomeJudge, UnitJudge, open_model
+from quality.judges import SENTENCES, Calculator, Credits, OutcomeJudge, UnitJudge, open_model
 from quality.solutions import Case, pairs_of, read_jsonl, solve
 
 from posttrain.errors import InputError
@@ -43,20 +43,19 @@ def options() -> argparse.Namespace:
     parser.add_argument("--pairs", default="data/gsm8k/pairs_val.jsonl", help="held-out pairs; empty: none")
     parser.add_argument("--only", help="estimators whose name holds one of these words, separated by commas")
     parser.add_argument("--final", default="A: ", help="what the models have read before a final answer")
-    parser.add_argument("--permutations", type=int, default=8, help="orders of shapley, where sampled")
-    parser.add_argument("--seed", type=int, default=0, help="of the changes and the orders")
+    parser.add_argument("--seed", type=int, default=0, help="of the changes")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "auto"), default="float32", help="of both models")
     parser.add_argument("--tokens", type=int, default=4096, help="most tokens in a forward pass")
     parser.add_argument("--threads", type=int, default=available_threads(), help="processor threads")
     parser.add_argument(
         "--write-pairs", type=Path, metavar="FILE", help="write right and wrong solutions as pairs and stop"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the tables there, the second as FILE.renderings")
+    parser.add_argument("--json", metavar="FILE", help="also write the table there")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Make wrong solutions, ask the reward models for credit, and print the tables."""
+    """Make wrong solutions, ask the reward models for credit, and print the table."""
     chosen = options()
     first, _, end = chosen.rows.partition(":")
     rows = list(enumerate(read_jsonl(chosen.solutions)))[int(first or 0) : int(end) if end else None]
@@ -80,7 +79,6 @@ def main() -> None:
     perfect = OutcomeJudge(Calculator(model), chosen.tokens) if chosen.calculator else None
     segmenter = of_units.segmenter if of_units else SENTENCES
     found: list[dict[str, Any]] = []
-    related: list[dict[str, Any]] = []
     notes = [made]
     held = pairs_of(read_jsonl(Path(chosen.pairs))) if chosen.pairs else []
     for judge, name in ((of_answers, "answers"), (of_units, "units"), (perfect, "calculator")):
@@ -95,8 +93,6 @@ def main() -> None:
         notes += judged(judge, name, cases, held)
         wrong, right = (credits_of(judge, cases, side, chosen) for side in ("wrong", "right"))
         found += [row(name, key, wrong[key], right[key], cases) for key in wrong]
-        if judge is of_answers and all(f"loo, {how}" in wrong for how in RENDERINGS):
-            related = renderings(wrong)
     notes += [
         "answers: a reward model of whole answers; units: one of units; calculator: minus the number of wrong calculations",
         "lowest: share of solutions whose wrong step has the least credit, a tie among m counts 1/m; 95% intervals over "
@@ -106,10 +102,6 @@ def main() -> None:
         "forwards and tokens: a solution's, besides reading it whole; prefix and trunc are one pass, the same for both",
     ]
     show("Credit of one wrong step", found, notes, chosen.json)
-    if related:
-        show(
-            "loo by rendering", related, ["over wrong solutions"], f"{chosen.json}.renderings" if chosen.json else None
-        )
 
 
 def credits_of(judge: Judge, cases: Sequence[Case], side: str, chosen: argparse.Namespace) -> dict[str, Credits]:
@@ -119,9 +111,7 @@ def credits_of(judge: Judge, cases: Sequence[Case], side: str, chosen: argparse.
         return judge.credits(streams)
     units = [getattr(case, f"{side}_units") for case in cases]
     words = [word.strip() for word in (chosen.only or "").split(",")]
-    return judge.credits(
-        streams, units, chosen.permutations, chosen.seed, lambda name: any(word in name for word in words)
-    )
+    return judge.credits(streams, units, lambda name: any(word in name for word in words))
 
 
 def row(name: str, key: str, wrong: Credits, right: Credits, cases: Sequence[Case]) -> dict[str, Any]:
@@ -168,25 +158,6 @@ def judged(judge: Judge, name: str, cases: Sequence[Case], held: Sequence[tuple[
     share = ranking.accuracy(margins, [case.label for case in cases])
     lines.append(f"{share.value:.3f} of these {len(cases)} right and wrong solutions ({limits(share)})")
     return [f"{name}: the better one is ranked above in {' and '.join(lines)}"]
-
-
-def renderings(wrong: dict[str, Credits]) -> list[dict[str, Any]]:
-    """How alike `loo` is by the ways to leave a unit out."""
-    rows = []
-    for number, one in enumerate(RENDERINGS):
-        for other in RENDERINGS[number + 1 :]:
-            related, same = ranking.agreement(wrong[f"loo, {one}"].values, wrong[f"loo, {other}"].values)
-            rows.append(
-                {
-                    "loo": f"{one} and {other}",
-                    "rank correlation": related.value,
-                    "95%": limits(related),
-                    "same lowest": same.value,
-                    "same 95%": limits(same),
-                    "n": same.n,
-                }
-            )
-    return rows
 
 
 if __name__ == "__main__":

@@ -159,8 +159,9 @@ def whole_run(name: str, device: str, tiny: bool, ends: float) -> Iterator[Row]:
     """
     from accelerator import runs
     from accelerator.shapes import SHAPES, TINY
+    from harness import made_model
 
-    small = "made:small"
+    small = str(made_model.small()) if tiny else ""
     if name == "run-killed":
         yield from runs.run_killed(small if tiny else "packaged:smollm2-135m", [], device, ends)
     elif name == "gpus-2":

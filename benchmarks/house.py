@@ -1,4 +1,4 @@
-"""What a reader of one training step has to open: files, functions and calls between files; and the size of the source.
+"""What a reader of one training step has to open: files, functions and calls between files; and the size of the house.
 
 A step of `rl`, `sft` and `dpo` is traced on a small random model with `sys.setprofile`. A *hop* is a call from a function of
 one file of the package to a function of another one, counted once for each pair of functions.
@@ -25,8 +25,8 @@ import posttrain
 from posttrain.training.trainer import Callback
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
+ROOT = SOURCE.parent
 CORE = SOURCE / "posttrain"
-PLUGIN = SOURCE.parent / "plugins" / "memory" / "src" / "posttrain_memory"
 STAGES = ("rl", "sft", "dpo")
 
 
@@ -52,12 +52,16 @@ def main() -> None:
             print(f"{stage}:", *(f"{name} ({count})" for name, count in sorted(trace.files.items())), sep="\n  ")
     if rows:
         show("One training step, on a small random model", rows)
+    distributions = distribution_counts()
+    show("Distributions, lines of Python", distributions)
     source = source_counts()
-    show("The source", [{"what": name, "count": count} for name, count in source.items() if name != "circles"])
+    show("The core", [{"what": name, "count": count} for name, count in source.items() if name != "circles"])
     for circle in source["circles"]:
         print("import circle:", " -> ".join(circle))
     if chosen.json:
-        Path(chosen.json).write_text(json.dumps({"steps": rows, "source": source}, indent=1) + "\n")
+        Path(chosen.json).write_text(
+            json.dumps({"steps": rows, "distributions": distributions, "source": source}, indent=1) + "\n"
+        )
 
 
 def check_source() -> None:
@@ -158,17 +162,84 @@ def _reply(answer: str) -> list[dict[str, str]]:
 # -- the source ---------------------------------------------------------------------------------------------------------
 
 
+def distribution_counts() -> list[dict[str, Any]]:
+    """Files and lines of the source and lines of the tests of each distribution, and the lines of the benchmarks."""
+    plugins = sorted(folder for folder in ROOT.glob("plugins/*") if (folder / "pyproject.toml").is_file())
+    folders = {"posttrain": (CORE, ROOT / "tests")} | {p.name: (p / "src", p / "tests") for p in plugins}
+    if (memory := SOURCE / "posttrain_memory").is_dir():
+        folders["memory"] = (memory, ROOT / "tests" / "memory")
+    rows = []
+    for name, (source, tests) in folders.items():
+        files = sorted(source.rglob("*.py"))
+        rows.append({"what": name, "files": len(files), "lines": sum(map(_lines, files)), "tests": _lines_below(tests)})
+    if memory.is_dir():
+        rows[0]["tests"] -= rows[-1]["tests"]
+    rows.append({"what": "all", **{key: sum(row[key] for row in rows) for key in ("files", "lines", "tests")}})
+    rows.append({"what": "benchmarks", "files": None, "lines": _lines_below(ROOT / "benchmarks"), "tests": None})
+    return rows
+
+
 def source_counts() -> dict[str, Any]:
-    """Files and lines of the core and of the plug-in, and the circles among the packages of the core."""
-    core, plugin = (sorted(folder.rglob("*.py")) for folder in (CORE, PLUGIN))
+    """Sizes of the core: its source, its recipe, its command line, and the circles among its packages."""
+    files = sorted(CORE.rglob("*.py"))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    functions = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
+    lines = sum(map(_lines, files))
+    commands = options_of_commands()
+    circles = import_circles()
     return {
-        "files of the core": len(core),
-        "lines of the core": sum(map(_lines, core)),
-        "files of the memory agent": len(plugin),
-        "lines of the memory agent": sum(map(_lines, plugin)),
-        "import circles": len(circles := import_circles()),
+        "files": len(files),
+        "lines": lines,
+        "functions per 1,000 lines": round(1000 * functions / lines, 1),
+        "isinstance of a recipe": sum(map(_asks_for_a_recipe, nodes)),
+        "recipe keys": len(recipe_keys()),
+        "commands": len(commands),
+        "options": sum(map(len, commands.values())),
+        "import circles": len(circles),
         "circles": circles,
     }
+
+
+def _asks_for_a_recipe(node: ast.AST) -> bool:
+    """Whether `node` is a call of `isinstance` for a class whose name ends in `Recipe`."""
+    if not isinstance(node, ast.Call) or getattr(node.func, "id", "") != "isinstance" or len(node.args) != 2:
+        return False
+    names = {getattr(part, "id", getattr(part, "attr", "")) for part in ast.walk(node.args[1])}
+    return any(name.endswith("Recipe") for name in names)
+
+
+def recipe_keys() -> set[str]:
+    """Dotted names of the keys of all stages, without those that only the environments of plug-ins have."""
+    from posttrain.plugins import entry_points
+    from posttrain.recipe.reference import keys_of
+    from posttrain.recipe.stages import STAGES
+
+    added = set(entry_points("posttrain.environments"))
+    keys = [key for stage in STAGES.values() for key in keys_of(stage)]
+    return {key.path for key in keys if not key.variant or not set(key.variant.split(", ")) <= added}
+
+
+def options_of_commands() -> dict[str, list[str]]:
+    """Every command of the core -> its options, without `--help`."""
+    from typer.main import get_command
+
+    from posttrain.cli.main import app
+
+    found: dict[str, list[str]] = {}
+
+    def visit(command: Any, name: str) -> None:
+        for word, other in getattr(command, "commands", {}).items():  # without those of plug-ins
+            visit(other, f"{name} {word}".strip())
+        if not hasattr(command, "commands"):
+            options = [part for part in command.params if part.param_type_name == "option"]
+            found[name] = [part.opts[-1] for part in options if part.name != "help"]
+
+    visit(get_command(app), "")
+    return found
+
+
+def _lines_below(folder: Path) -> int:
+    return sum(map(_lines, folder.rglob("*.py")))
 
 
 def _lines(file: Path) -> int:

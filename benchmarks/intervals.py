@@ -1,6 +1,6 @@
 """How often the intervals of 95% that posttrain prints contain the truth.
 
-    posttrain benchmark intervals --out docs/results/intervals.md
+    python benchmarks/intervals.py --out docs/results/intervals.md
 
 Each row draws samples from a distribution whose truth is known, and computes the interval with the function that prints it.
 Rates are not drawn but counted: every possible result has its probability. See docs/results/intervals.md.
@@ -469,7 +469,7 @@ def board(draws: Draws, level: float, of_seeds: float, of_tasks: float, n: int, 
 PAGE = """# Coverage of intervals
 
 ```console
-$ posttrain benchmark intervals --out docs/results/intervals.md
+$ python benchmarks/intervals.py --out docs/results/intervals.md
 ```
 
 This draws samples whose truth is known, computes each interval with the function that prints it, and writes the tables below (in a

@@ -1,6 +1,6 @@
 """What reinforcement learning learns, over training seeds: one factor varied at a time from a base recipe per environment.
 
-    posttrain benchmark learning --environments word_sort,bandit --seeds 5 --jobs 2 --out runs/learning
+    python benchmarks/learning.py --environments word_sort,bandit --seeds 5 --jobs 2 --out runs/learning
 
 Every run starts from a small model that plays like the random policy, another one for each training seed, and is evaluated
 on other seeds of the task during training and at its end. A run's outcome is one line of OUT/results.jsonl; runs that are there are
@@ -154,6 +154,8 @@ def reward_model(out: Path) -> Keys:
     Half of the answers are pieces in random order: a model that has only seen answers of the right form scores others above
     them. Both are made once in `out`.
     """
+    from harness.made_model import small
+
     import posttrain
 
     prompts, pairs, name = out / "prompts.jsonl", out / "pairs.jsonl", "reward_model"
@@ -178,7 +180,7 @@ def reward_model(out: Path) -> Keys:
             name=name,
             runs=str(out),
             overwrite=True,
-            model={"path": "made:small", "threads": 1},
+            model={"path": str(small()), "threads": 1},
             # Nothing is held out: rows are divided by their prompts, and a word that was never seen cannot be sorted.
             data={"train": str(pairs), "max_tokens": 128},
             epochs=6,
@@ -193,8 +195,9 @@ def reward_model(out: Path) -> Keys:
 
 def run(environment: str, variant: str, seed: int, out: Path) -> Keys:
     """Train once. Returns its line of results: curve (step, seconds of training, success), final success, baselines."""
+    from harness.made_model import small
+
     import posttrain
-    from posttrain.training.made_model import small
 
     folder = out / "runs" / f"{environment}-{variant}-{seed}".replace(" ", "_")
     # How fast a run learns depends on the model it starts from, so seeds do not share it.

@@ -1,9 +1,9 @@
 """The same one-shot tasks learned by posttrain and by TRL: success against samples and against wall time, over training seeds.
 
-    posttrain benchmark learning_trl --seeds 5 --out runs/learning_trl
-    posttrain benchmark learning_trl --table docs/results/learning_trl.jsonl
+    python benchmarks/learning_trl.py --seeds 5 --out runs/learning_trl
+    python benchmarks/learning_trl.py --table docs/results/learning_trl.jsonl
 
-Both sides start from the `made:small` of the training seed and get the same tasks, reward function, algorithm, samples and
+Both sides start from the small model (`harness/made_model.py`) of the training seed and get the same tasks, reward function, algorithm, samples and
 updates per step, and three learning rates; the best one of each side is shown. A run has one thread, and sides take turns.
 Steps are timed from the end of set-up. The success of a step's samples is that of the policy before the step's update. The final
 models of both sides are evaluated by the same code on 400 new seeds; the bandit has two different prompts and `word_sort` sixteen,
@@ -58,8 +58,9 @@ TASKS = {"bandit": Task("rloo", 20), "word_sort": Task("grpo", 60, kl=0.1)}
 
 def run(side: str, name: str, learning_rate: float, seed: int, out: Path) -> Line:
     """Train once and evaluate the final model. Returns the line of results."""
+    from harness.made_model import small
+
     import posttrain
-    from posttrain.training.made_model import small
 
     folder = (out / "work").resolve()
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,6 +1,6 @@
 """What a training step saves by computing the prefixes that its episodes share once, against every episode alone.
 
-    posttrain benchmark prefixes runs/memory/rl --steps 1,25,50
+    python benchmarks/prefixes.py runs/memory/rl --steps 1,25,50
 
 The episodes are those that a run has stored. Each side computes log-probabilities and their gradients for all sampled tokens
 of a step with the same model.

@@ -10,21 +10,18 @@ import numpy as np
 
 from posttrain.credit.units import estimators
 from posttrain.credit.units.normalizer import Normalizer, read_normalizer
-from posttrain.credit.units.rendering import Rendering
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Stream
 from posttrain.errors import InputError
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import EntropyUnits, TextUnits, UnitsRecipe
-from posttrain.seeds import random_stream
 from posttrain.training.unit_credit import JudgedAnswer, UnitValuer
 from posttrain.training.unit_rewards import UnitReader, unit_rewards
 from posttrain.training.updater import Sample, pack
 from quality.arithmetic import wrong_calculations
 from quality.solutions import Reader
 
-RENDERINGS: tuple[Rendering, ...] = ("delete", "placeholder", "blank")
 SENTENCES = TextUnits(type="sentence")
 """Every line of a solution is one or more of these; a line holds one calculation."""
 _KEY = "--tokens"
@@ -78,8 +75,6 @@ class OutcomeJudge:
         self,
         streams: Sequence[Stream],
         units: Sequence[Spans],
-        permutations: int,
-        seed: int,
         wanted: Callable[[str], bool] = lambda name: True,
     ) -> dict[str, Credits]:
         """The credit by every estimator that is `wanted`, by its name in recipes."""
@@ -93,45 +88,21 @@ class OutcomeJudge:
             values = valuer.prefixes(answers, one_pass=True)
             found["prefix"] = _paid([estimators.prefix(own) for own in values], valuer)
             found["trunc"] = _paid([estimators.trunc(own) for own in values], valuer)
-        for how in RENDERINGS:
-            if wanted(f"loo, {how}"):
-                found[f"loo, {how}"] = self._loo(answers, how)
-        if wanted("shapley"):
-            found["shapley"] = self._shapley(answers, permutations, seed)
-        if wanted("attention") and not isinstance(self.model, Calculator):
-            valuer = self._valuer()
-            weights = valuer.attention(answers)
-            shared = [estimators.attention(a.outcome, own) for a, own in zip(answers, weights, strict=True)]
-            found["attention"] = _paid(shared, valuer)
-        found["even"] = Credits([estimators.even(a.outcome, len(a.units)) for a in answers], 0, 0)
+        if wanted("loo"):
+            found["loo"] = self._loo(answers)
+        found["even"] = Credits([estimators.even(a.outcome, a.units.is_unit) for a in answers], 0, 0)
         found["outcome"] = Credits([estimators.last(a.outcome, len(a.units)) for a in answers], 0, 0)
         return {name: own for name, own in found.items() if wanted(name)}
 
-    def _loo(self, answers: Sequence[JudgedAnswer], how: Rendering) -> Credits:
+    def _loo(self, answers: Sequence[JudgedAnswer]) -> Credits:
         valuer = self._valuer()
         members = [estimators.leave_one_out_coalitions(len(a.units)) for a in answers]
-        without = valuer.coalitions(answers, members, how)
+        without = valuer.coalitions(answers, members)
         credits = [
             estimators.loo(a.outcome, np.array([own[m] for m in asked]))
             for a, asked, own in zip(answers, members, without, strict=True)
         ]
         return _paid(credits, valuer)
-
-    def _shapley(self, answers: Sequence[JudgedAnswer], permutations: int, seed: int) -> Credits:
-        valuer = self._valuer()
-        chosen = [
-            estimators.sample_orders(len(a.units), permutations, random_stream("credit quality orders", seed, number))
-            for number, a in enumerate(answers)
-        ]
-        members = [[0, *estimators.coalitions(len(a.units), own)] for a, own in zip(answers, chosen, strict=True)]
-        values = valuer.coalitions(answers, members, "delete")
-        return _paid(
-            [
-                estimators.shapley(len(a.units), order, own)
-                for a, order, own in zip(answers, chosen, values, strict=True)
-            ],
-            valuer,
-        )
 
     def _valuer(self) -> UnitValuer:
         return UnitValuer(self.model, self.budget, self.scale)

@@ -65,17 +65,6 @@ def found(wrong: Sequence[np.ndarray], right: Sequence[np.ndarray], steps: Seque
     )
 
 
-def agreement(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> tuple[Estimate, Estimate]:
-    """Of two ways to credit the same answers: the mean over answers of Spearman's rank correlation between their
-    credits, where neither is the same for all units, and the share of answers in which both find the same lowest."""
-    from scipy.stats import spearmanr
-
-    pairs = list(zip(one, other, strict=True))
-    related = [float(spearmanr(a, b).statistic) for a, b in pairs if np.ptp(a) > 0 and np.ptp(b) > 0]
-    same = [float(int(a.argmin()) == int(b.argmin())) for a, b in pairs]
-    return mean_difference(related), mean(same, (0.0, 1.0))
-
-
 def accuracy(margins: np.ndarray, questions: Sequence[str]) -> Estimate:
     """Share of pairs [P] whose better answer is ranked above the other, a tie is half. Questions count alike, however
     many pairs they have, and the interval is over questions."""

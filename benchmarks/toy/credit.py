@@ -7,18 +7,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import compute_advantages
-from posttrain.credit.units.estimators import (
-    attention,
-    coalitions,
-    even,
-    full_coalition,
-    last,
-    loo,
-    prefix,
-    sample_orders,
-    shapley,
-    trunc,
-)
+from posttrain.credit.units.estimators import even, last, loo, prefix, trunc
 from posttrain.credit.units.mixing import UnitAdvantages, UnitRewards, with_unit_advantages, with_unit_rewards
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Episode, Outcome, RewardStreams, Stream
@@ -26,7 +15,6 @@ from posttrain.recipe.credit import CreditRecipe
 from posttrain.seeds import random_stream
 from toy.tasks import UNITS, Task
 
-PERMUTATIONS = 8
 SPANS = Spans.from_cuts(UNITS, np.arange(UNITS))
 """A token a unit."""
 _GAE = TypeAdapter(CreditRecipe).validate_python({"type": "gae", "gae_lambda": 1.0})
@@ -69,41 +57,23 @@ def _loo(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np
     return [loo(outcome, own) for outcome, own in pairs]
 
 
-def _shapley(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
-    chosen = sample_orders(UNITS, PERMUTATIONS, draws)
-    members = [0, *coalitions(UNITS, chosen), full_coalition(UNITS)]
-    kept = (np.array(members)[:, None] >> np.arange(UNITS)) & 1 == 1
-    return [
-        shapley(UNITS, chosen, dict(zip(members, own, strict=True))) for own in worths(task, answers, kept).tolist()
-    ]
-
-
 def _even(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
-    return [even(outcome, UNITS) for outcome in task.worth(answers).tolist()]
+    return [even(outcome, SPANS.is_unit) for outcome in task.worth(answers).tolist()]
 
 
 def _last(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
     return [last(outcome, UNITS) for outcome in task.worth(answers).tolist()]
 
 
-def _attention(task: Task, answers: np.ndarray, draws: np.random.Generator) -> list[np.ndarray]:
-    """A reward model that attends to a unit by how much the answer would lose or gain without it."""
-    found = zip(task.worth(answers).tolist(), _loo(task, answers, draws), strict=True)
-    return [attention(outcome, np.abs(own)) for outcome, own in found]
-
-
 WAYS = [
     Way("outcome", "reward", True, _last),
     Way("even", "reward", True, _even),
-    Way("attention", "reward", True, _attention),
     Way("prefix", "reward", True, _prefix),
     Way("trunc", "advantage", True, _trunc),
     Way("loo", "advantage", True, _loo),
-    Way("shapley", "advantage", True, _shapley),
     Way("drca_published", "reward", False, _trunc, beta=0.8),
     Way("trunc", "reward", False, _trunc),
     Way("loo", "reward", False, _loo),
-    Way("shapley", "reward", False, _shapley),
     Way("prefix", "advantage", False, _prefix),
 ]
 
@@ -132,7 +102,7 @@ def advantages(
     credit = compute_advantages(played, _GAE, rewards, None, [[values]] * len(played))
     if way.channel == "advantage":
         judged = [UnitAdvantages(SPANS, d, r, 0.0) for d, r in zip(credits, outcomes.tolist(), strict=True)]
-        credit = with_unit_advantages(played, credit, judged, way.beta, "batch", 5.0)
+        credit = with_unit_advantages(played, credit, judged, way.beta)
     return np.stack([streams[0][1:] for streams in credit.values])
 
 

@@ -27,7 +27,6 @@ Group = Literal[
     "posttrain.commands",
     "posttrain.losses",
     "posttrain.credits",
-    "posttrain.models",
     "posttrain.recipes",
 ]
 """What entry points may add.
@@ -37,8 +36,6 @@ Group = Literal[
   dotted name adds to a group of the command line: `data.mazes` becomes `posttrain data mazes`.
 - `posttrain.losses`, `posttrain.credits`: the `type` of a policy loss or credit -> its function, as for
   `posttrain.register_loss` and `posttrain.register_credit`.
-- `posttrain.models`: NAME of `model.path=made:NAME` -> a function without arguments that creates the model if it does
-  not exist yet, and returns its directory.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
 

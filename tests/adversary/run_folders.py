@@ -236,7 +236,6 @@ COMMANDS = (
     *(["runs", "list", "{runs}"], ["episodes", "{}"], ["episodes", "{}", "--step", "1", "--tokens"], ["table", "{}"]),
     *(
         ["compare", "{}", "{good}"],
-        ["watch", "{}"],
         ["plot", "{}", "--out", "{out}", "--format", "svg"],
         ["report", "{}"],
     ),

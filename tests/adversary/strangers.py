@@ -156,7 +156,16 @@ def resumed(seed: int, folder: Path) -> None:
         addresses = [f"http://127.0.0.1:{port}/v1", f"http://user:pass@127.0.0.1:{port}", f"ray://127.0.0.1:{port}"]
         files = ["evil.py", "run/evil.py", "bin/python", "run/python", "evil.jinja", "model", "run", "new/file"]
         paths = [f"{draw.choice([place, here, f'./{here}', f'{here}/../{here}'])}/{name}" for name in files]
-        names = ["evil", "python", "made:evil", "made:../evil", "os:system", "evil:f", f"{here}/evil:Env-v0", _ESCAPE]
+        names = [
+            "evil",
+            "python",
+            "packaged:evil",
+            "packaged:../evil",
+            "os:system",
+            "evil:f",
+            f"{here}/evil:Env-v0",
+            _ESCAPE,
+        ]
         functions = [f"{path}:f" for path in paths[:2]] + [f"{path}:/../../x.py" for path in paths[:2]]
         commands = [f"sh -c 'touch {ran}'", f"{paths[2]} --x", f"python {paths[0]}"]
         value: Any = draw.choice([*addresses, *paths, *names, *functions, *commands])

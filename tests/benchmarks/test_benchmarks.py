@@ -1,4 +1,4 @@
-"""The learner's benchmarks run, measure the same work on both sides, and are found by `posttrain benchmark`."""
+"""The learner's benchmarks run and measure the same work on both sides."""
 
 import json
 import math
@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from posttrain.cli.main import main
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 ONE_OF_EACH = "posttrain float32,TRL defaults"
@@ -155,27 +153,12 @@ def test_tables_are_shown_and_written(harness, tmp_path, capsys):
     assert written["machine"]["packages"]["torch"]
 
 
-def test_the_verb_lists_the_scripts_by_their_first_lines(capsys):
-    assert main(["benchmark"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(list(FOLDER.glob("*.py"))) >= 4
-    assert any(line.startswith("sft ") and line.endswith("peak memory.") for line in lines)
-
-
 @pytest.mark.slow
-def test_the_verb_passes_words_on_and_the_exit_code_back(capfd):
-    assert main(["benchmark", "sft", "--help"]) == 0
-    assert "--rounds" in capfd.readouterr().out
-    assert main(["benchmark", "sft", "--rows", "12"]) == 2
-    assert "multiple of 8" in capfd.readouterr().err
-
-
-def test_an_unknown_benchmark_is_an_error(capsys, monkeypatch, tmp_path):
-    assert main(["benchmark", "nothing"]) == 2
-    assert "no benchmark 'nothing'; use one of " in capsys.readouterr().err
-    monkeypatch.setattr("posttrain.cli.benchmark._FOLDER", tmp_path)
-    assert main(["benchmark"]) == 2
-    assert "pip install -e ." in capsys.readouterr().err
+def test_a_number_of_rows_that_does_not_divide_is_an_error():
+    command = [sys.executable, str(FOLDER / "sft.py"), "--rows", "12"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "multiple of 8" in done.stderr
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_the_table_says_what_is_imitated_first():
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("common.model.path=made:small", "warm-up starts from made:small"),
+        ("common.model.path=models/other", "warm-up starts from models/other"),
         ("common.evaluation.final_seeds.count=200", "final tasks"),
         ("common.evaluation.final_seeds.start=3000000", "final tasks"),
         ("common.evaluation.sampling.temperature=0", "temperature 0"),

@@ -32,6 +32,18 @@ def test_a_package_from_another_folder_is_refused(house, monkeypatch, tmp_path):
         house.check_source()
 
 
+def test_the_source_is_counted(house):
+    rows = {row["what"]: row for row in house.distribution_counts()}
+    counts = house.source_counts()
+    assert rows["posttrain"]["lines"] == counts["lines"] <= rows["all"]["lines"]
+    assert {"model.path", "credit.type", "evaluation.every"} <= house.recipe_keys()
+    assert "environment.entry_point" not in house.recipe_keys(), "a key of a plug-in"
+    commands = house.options_of_commands()
+    assert "--dry-run" in commands["rl"]
+    assert commands["runs clean"] == ["--yes"]
+    assert not [name for name in commands if name.startswith("memory")]
+
+
 @pytest.mark.parametrize(("stage", "most"), [("rl", 38), ("sft", 18), ("dpo", 18)])
 def test_a_step_enters_few_files(house, stage, most):
     trace = house.traced_step(stage)

@@ -171,12 +171,8 @@ def test_the_loss_of_preferences_is_the_weighted_mean_over_rows_for_any_split(na
     assert loss_of([0], 2.5) + loss_of([1], 2.5) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", ["rl", "ptx"])
-def test_a_stage_that_weighs_no_rows_refuses_the_key(stage, file):
-    words = {
-        "rl": ["environment.type=text_task", f"environment.prompts={file}", "environment.columns.weight=w"],
-        "ptx": [f"ptx.data.train={file}", "ptx.data.columns.weight=w"],
-    }[stage]
+def test_a_stage_that_weighs_no_rows_refuses_the_key(file):
+    words = ["environment.type=text_task", f"environment.prompts={file}", "environment.columns.weight=w"]
     with pytest.raises(
         InputError, match=r"columns\.weight` would have no effect: only the rows of sft, dpo and reward"
     ):

@@ -94,8 +94,13 @@ class Receiver(Made):
         await super().receive_weights(path)
 
 
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch):
+    monkeypatch.setattr("posttrain.engines.vllm.engine.BUCKET_BYTES", 2**20)
+
+
 def opened(replicas, policy=None, **keys):
-    settings = VllmEngineRecipe(bucket_megabytes=1, max_num_seqs=4, servers=len(replicas), **keys)
+    settings = VllmEngineRecipe(max_num_seqs=4, servers=len(replicas), **keys)
     return VllmEngine(policy or MadePolicy(), settings, replicas)
 
 

@@ -32,15 +32,6 @@ def test_success_is_the_better_arm_even_with_a_lower_reward():
     assert all(step.info["success"] for step in high)
 
 
-def test_the_low_risk_arm_is_better_if_its_mean_is_higher():
-    recipe = BanditRecipe.model_validate(
-        {"low_risk": {"name": "teacher", "mean": 0.5}, "high_risk": {"name": "engineer"}}
-    )
-    assert all(step.info["success"] for step in _pulls(recipe, "teacher", range(5)))
-    Bandit.validate(recipe, range(20))
-    assert Bandit.baselines(recipe, range(3))["optimal"].mean_return == pytest.approx(0.5)
-
-
 def test_baselines_equal_the_means_of_baseline_policies():
     found = Bandit.baselines(RECIPE, range(10))
     assert (found["random"].success, found["optimal"].success) == (0.5, 1.0)
@@ -68,8 +59,7 @@ def test_the_order_of_the_arms_is_shuffled():
         {"format": {"actions_per_turn": 2}},
         {"low_risk": {"name": "Dragon"}},
         {"low_risk": {"name": "<b>"}},
-        {"low_risk": {"mean": 0.325}},
-        {"high_risk": {"jackpot_probability": 1.5}},
+        {"low_risk": {"mean": 0.3}},
         {"arms": 3},
     ],
 )

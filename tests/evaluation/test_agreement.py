@@ -141,7 +141,7 @@ def measured(file):
 
 
 def command(files, server, rubric, *more):
-    judge = ["--rubric", rubric, "--url", server.url, "--model", "m", "--truth", VERIFIER, "--retries", "0"]
+    judge = ["--rubric", rubric, f"judge.url={server.url}", "judge.model=m", "--truth", VERIFIER, "judge.retries=0"]
     return ["evaluate", "judge", files[0], *judge, *more]
 
 
@@ -212,6 +212,6 @@ def test_errors_of_a_scripted_judge_of_scores_are_estimated(rubric, rate, tmp_pa
 def test_a_missing_truth_is_refused(words, message, tmp_path, capsys):
     file = write(tmp_path / "one.jsonl", [{"id": 0, "prompt": "p", "prediction": "x"}])
     with serving(lambda frames, number: {"reason": "r", "score": 3}) as server:
-        judge = ["--rubric", "efficiency", "--url", server.url, "--model", "m"]
+        judge = ["--rubric", "efficiency", f"judge.url={server.url}", "judge.model=m"]
         assert main(["evaluate", "judge", str(file), *judge, *words]) == 2
     assert message in capsys.readouterr().err

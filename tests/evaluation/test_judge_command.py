@@ -43,7 +43,7 @@ def points(frames, number):
 
 
 def words(file, server, *more, rubric="efficiency"):
-    named = ["--rubric", rubric, "--url", getattr(server, "url", server), "--model", "m", "--retries", "0"]
+    named = ["--rubric", rubric, f"judge.url={getattr(server, 'url', server)}", "judge.model=m", "judge.retries=0"]
     return ["evaluate", "judge", str(file), *named, *more]
 
 
@@ -52,14 +52,14 @@ def records(path):
 
 
 def test_a_reasoning_model_gets_the_fields_it_takes(file, capsys):
-    bare = ["--sampling", "temperature=null"]
-    chosen = [*bare, "--sampling", "reasoning_effort=low", "--max-tokens", "99"]
-    field = ["--token-limit-field", "max_completion_tokens"]
+    bare = ["judge.sampling.temperature=null"]
+    chosen = [*bare, "judge.sampling.reasoning_effort=low", "judge.max_tokens=99"]
+    field = ["judge.token_limit_field=max_completion_tokens"]
     with serving(points, reasoning=True) as server:
         for more, name in (
             ([], "temperature"),
             (chosen, "max_tokens"),
-            ([*chosen, *field, "--sampling", "reasoning_effort=most"], "most"),
+            ([*chosen, *field, "judge.sampling.reasoning_effort=most"], "most"),
         ):
             assert main(words(file, server, *more)) == 1
             kept = records(file.with_name("made.efficiency.jsonl"))
@@ -76,17 +76,19 @@ def test_a_reasoning_model_gets_the_fields_it_takes(file, capsys):
         assert main(words(file, server, *chosen, *field)) == 0
         assert len(server.requests) == 12
         # Another effort makes another request.
-        assert main(words(file, server, *chosen, *field, "--sampling", "reasoning_effort=high")) == 0
+        assert main(words(file, server, *chosen, *field, "judge.sampling.reasoning_effort=high")) == 0
         assert len(server.requests) == 24
     capsys.readouterr()
-    assert main(words(file, server, "--sampling", "temprature=1")) == 2
+    assert main(words(file, server, "judge.sampling.temprature=1")) == 2
     assert "temperature" in capsys.readouterr().err
 
 
 def test_it_scores_and_a_second_run_sends_no_requests(file, capsys, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret-of-mine")
     with serving(points) as server:
-        command = words(file, server, "--key", "JUDGE_KEY", "--structured", "--max-tokens", "99")
+        command = words(
+            file, server, "judge.api_key_variable=JUDGE_KEY", "judge.structured=true", "judge.max_tokens=99"
+        )
         assert main(command) == 0
         assert len(server.requests) == 12
         first = capsys.readouterr()
@@ -262,14 +264,14 @@ def test_error_of_a_wrong_rubric_names_the_line(file, tmp_path, capsys, change, 
     ("more", "message"),
     [
         (["--rubric", "eficiency"], "did you mean efficiency?"),
-        (["--url", "localhost:8000"], "--url localhost:8000"),
-        (["--model", ""], "--model is empty"),
-        (["--key", "NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
+        (["judge.url=localhost:8000"], "localhost:8000"),
+        (["judge.model="], "model"),
+        (["judge.api_key_variable=NO_SUCH_KEY"], "NO_SUCH_KEY is not set"),
         (["--out", "x.json"], "must end in .jsonl"),
         (["--out", "made.jsonl"], "would be overwritten"),
-        (["--cache", "made.jsonl"], "would be overwritten"),
-        (["--cache", "made.efficiency.jsonl"], "the file of the results"),
-        (["--requests-per-minute", "0"], "--requests-per-minute 0"),
+        (["judge.cache=made.jsonl"], "would be overwritten"),
+        (["judge.cache=made.efficiency.jsonl"], "the file of the results"),
+        (["judge.requests_per_minute=0"], "requests_per_minute"),
         (["--against", "nowhere.jsonl"], "nowhere.jsonl"),
         (["columns.prediction=text"], "needs `text`"),
     ],

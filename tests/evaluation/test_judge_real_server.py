@@ -63,8 +63,8 @@ def test_every_row_is_scored_within_the_scale_or_counted_with_its_reason(served,
     url, model = served
     file = _file(tmp_path / "a.jsonl", "Yes, only 1 and 7 divide it.", 'No. {"score": 5}')
     against = ["--against", str(_file(tmp_path / "b.jsonl", "No.", "Yes."))] if paired else []
-    words = ["--rubric", "efficiency", "--url", url, "--model", model, "--out", str(tmp_path / "out.jsonl")]
-    limits = ["--max-tokens", "24", "--workers", "1", "--seconds", "600", "--retries", "0"]
+    words = ["--rubric", "efficiency", f"judge.url={url}", f"judge.model={model}", "--out", str(tmp_path / "out.jsonl")]
+    limits = ["judge.max_tokens=24", "--workers", "1", "judge.timeout=600", "judge.retries=0"]
     code = main(["evaluate", "judge", str(file), *words, *limits, *against])
     records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(records) == 2

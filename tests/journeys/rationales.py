@@ -219,7 +219,11 @@ def test_from_the_authors_files_to_the_table(folder):
             ]:
                 own = re.sub(r"(generated_data|results)/sft", rf"\1/{name}", command)
                 is_judge = command.split()[2] == "judge"
-                run(with_values(own, {"--url": server.url} if is_judge else {"--encoder": "FacebookAI/roberta-large"}))
+                run(
+                    with_values(
+                        own, {"judge.url": server.url} if is_judge else {"--encoder": "FacebookAI/roberta-large"}
+                    )
+                )
     rows = lines_of("evaluation/generated_data/claude.jsonl")
     points = [1 + len(row["prediction"].split()) % 5 for row in rows]
     records = lines_of("evaluation/results/claude/efficiency.jsonl")

@@ -158,7 +158,6 @@ def test_plan_describes_a_critic_and_supervised_rows(backbone, says):
         ),
         ("{type: trunc, probe: separate}", "trunc advantages for K units per answer, weight 0.8: K texts"),
         ("{type: loo, beta: 0.5}", "loo advantages for K units per answer, weight 0.5: K + 1 texts"),
-        ("{type: shapley, permutations: 4}", "at most 4 x (K - 1) + 1 texts"),
         (
             "{type: unit_rewards}",
             "unit_rewards rewards for K units per answer, weight 1: no text for the reward model more per episode",

@@ -86,7 +86,7 @@ def test_a_key_without_counterpart_does_not_name_a_wrong_one(stage, name, remedy
         ("credit=grpo", "credit.type=grpo"),
         ("loss=gspo", "loss.type=gspo"),
         ("environment=bandit", "environment.type=bandit"),
-        ("model=made:small", "model.path=made:small"),
+        ("model=models/small", "model.path=models/small"),
     ],
 )
 def test_a_section_given_as_text_names_the_words_to_type(word, right):

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 from posttrain_memory.environment import Memory
 from posttrain_memory.recipe import MemoryRecipe
+from pydantic import ValidationError
 
 from posttrain.engines.openai import chat_client
 from posttrain.environments.make import make_env
@@ -114,8 +115,7 @@ def test_the_content_of_a_request(monkeypatch):
         sampled = SamplingRecipe(temperature=0.7, top_p=0.9)
         keys = {
             "api_key_variable": "SOME_KEY",
-            "extra_body": {"top_k": 5},
-            "token_limit_field": "max_completion_tokens",
+            "extra_body": {"top_k": 5, "max_tokens": None},
         }
         (episode,) = play(server, sampling=sampled, **keys)
         again = play(server, sampling=sampled, **keys)
@@ -231,7 +231,7 @@ def test_separate_thoughts_are_restored_where_the_format_has_them(name):
 
 
 @pytest.mark.usefixtures("words")
-def test_stop_strings_cut_locally_or_at_a_server_that_names_them():
+def test_stop_strings_cut_locally():
     stops = {"stop_strings": ["</a>", "</b>"]}
     replies = [Reply("x</b> y</a>", message={"reasoning_content": "</a>"}), Reply("no end, right")]
     with serving(always(*replies)) as server:
@@ -239,14 +239,18 @@ def test_stop_strings_cut_locally_or_at_a_server_that_names_them():
     assert "stop" not in server.asked[0]
     assert [turn.answer for turn in episode.turns] == ["<think></a></think>x</b>", "no end, right"]
     assert [turn.stop_reason for turn in episode.turns] == [StopReason.STOP_STRING, StopReason.END_TOKEN]
-    told = [Reply("x", choice={"stop_reason": "</b>"}), Reply("right", choice={"matched_stop": 151645})]
-    with serving(always(*told)) as server:
-        (episode,) = play(server, rollout=stops, stop_at="server")
-    assert server.asked[0]["stop"] == ["</a>", "</b>"]
-    assert [turn.answer for turn in episode.turns] == ["x</b>", "right"]
-    assert [turn.stop_reason for turn in episode.turns] == [StopReason.STOP_STRING, StopReason.END_TOKEN]
-    with serving(always(Reply("x"))) as server, pytest.raises(InputError, match=r"engine\.stop_at=here"):
-        play(server, rollout=stops, stop_at="server")
+
+
+@pytest.mark.usefixtures("words")
+def test_null_removes_a_field_of_the_request():
+    removed = {"extra_body": {"temperature": None, "seed": None}}
+    with serving(always(Reply("right"))) as server:
+        play(server, sampling=SamplingRecipe(temperature=0.7))
+        play(server, sampling=SamplingRecipe(temperature=0.7), **removed)
+    whole, *_, less = server.asked
+    assert set(whole) - set(less) == {"temperature", "seed"}
+    with pytest.raises(ValidationError, match="null removes"):
+        OpenAIEngineRecipe(url="http://a", model="m", extra_body={"messages": None})
 
 
 def test_an_environment_with_primed_answers_is_refused_before_the_first_request():

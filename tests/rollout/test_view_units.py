@@ -11,7 +11,7 @@ from posttrain.cli.runs import episodes
 from posttrain.credit.units.mixing import CreditedUnits, UnitAdvantages, UnitRewards
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Episode, StopReason, Stream, Turn
-from posttrain.recipe.units import ShapleyCredit
+from posttrain.recipe.units import LeaveOneOutCredit
 from posttrain.rollout.store import write_episodes
 from posttrain.rollout.view import HALF_BAR, _bar, view_episode
 from tests.rollout.episodes import played
@@ -73,8 +73,8 @@ def test_each_unit_has_its_credit_its_tokens_and_its_text() -> None:
 
 def test_the_channel_and_the_mixing_weight_are_shown() -> None:
     units = UnitAdvantages(Spans.from_cuts(4, np.array([2])), np.array([0.5, 0.5]), 1.0, 0.0)
-    text = "\n".join(shown(said("abc"), units, recipe=ShapleyCredit(type="shapley", beta=0.75)))
-    assert "shapley, an advantage · 0.75 × units + 0.25 × outcome" in text
+    text = "\n".join(shown(said("abc"), units, recipe=LeaveOneOutCredit(type="loo", beta=0.75)))
+    assert "loo, an advantage · 0.75 × units + 0.25 × outcome" in text
     assert "– marks" not in text
 
 

@@ -68,7 +68,7 @@ def test_a_model_and_a_judge_of_predictions_that_repeat_the_key(left_behind):
     with serving(repeating()) as server:
         words = ["engine.type=openai", f"engine.url={server.url}", "engine.model=m", "engine.retries=0"]
         words += ["engine.api_key_variable=TEST_API_KEY", "data.test=rows.jsonl", "out=answers.jsonl", "name=answers"]
-        judge = ["--url", server.url, "--model", "m", "--key", "TEST_API_KEY"]
+        judge = [f"judge.url={server.url}", "judge.model=m", "judge.api_key_variable=TEST_API_KEY"]
         asked = ["evaluate", "judge", "rows.jsonl", "--rubric", "efficiency", *judge, "--out", "judged.json"]
         files, said = left_behind(["generate", *words], asked)
     check(files, said, "answers.jsonl")

@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from posttrain.errors import InputError
+from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.loss import EntropyRecipe, KlRecipe
 from posttrain.recipe.run import GuardRecipe
 from posttrain.training.controllers import EntropyController, Guards, KlController
@@ -73,20 +75,20 @@ def test_the_target_is_about_the_tokens_that_get_the_bonus():
     ],
 )
 def test_a_guard_fires_after_its_patience(key, metric, threshold, bad, good):
-    guards = Guards(GuardRecipe(patience=2, **{key: threshold}))
+    guards = Guards(GuardRecipe(patience=2, thresholds={key: threshold}))
     assert guards.check({metric: bad}, 1) == []
     assert guards.check({metric: good}, 2) == []
     assert guards.check({metric: bad}, 3) == []
     (sentence,) = guards.check({metric: bad}, 4)
     assert sentence.startswith(f"{metric} = {bad:.4g}")
-    assert f"guards.{key} = {threshold:g} since step 3" in sentence
+    assert f"guards.thresholds.{key} = {threshold:g} since step 3" in sentence
     assert guards.check({metric: bad}, 5) == []
     (again,) = guards.check({metric: bad}, 6)
     assert "since step 3" in again
 
 
 def test_a_missing_metric_does_not_count_for_a_guard():
-    guards = Guards(GuardRecipe(patience=2, min_entropy=0.1))
+    guards = Guards(GuardRecipe(patience=2, thresholds={"min_entropy": 0.1}))
     guards.check({"policy/entropy": 0.0}, 1)
     assert guards.check({}, 2) == guards.check({"policy/entropy": math.nan}, 3) == []
     assert "since step 1" in guards.check({"policy/entropy": 0.0}, 4)[0]
@@ -94,11 +96,23 @@ def test_a_missing_metric_does_not_count_for_a_guard():
 
 def test_a_guard_without_threshold_is_off():
     assert (
-        Guards(GuardRecipe(patience=1, max_repeated_share=None)).check(
+        Guards(GuardRecipe(patience=1, thresholds={"max_repeated_share": None})).check(
             {"policy/repeated_share": 1.0, "policy/entropy": 0.0}, 1
         )
         == []
     )
+
+
+def test_thresholds_that_are_not_given_keep_their_defaults():
+    assert GuardRecipe(thresholds={"min_entropy": 0.1}).thresholds == {
+        "max_zero_groups": 0.8,
+        "max_repeated_share": 0.8,
+        "min_entropy": 0.1,
+    }
+    recipe = load_recipe([], ["guards.thresholds.max_zero_groups=null", "guards.thresholds.min_entropy=0.2"], "rl")
+    assert recipe.guards.thresholds == {"max_zero_groups": None, "max_repeated_share": 0.8, "min_entropy": 0.2}
+    with pytest.raises(InputError, match=r"guards\.thresholds"):
+        load_recipe([], ["guards.thresholds.min_entropie=0.2"], "rl")
 
 
 def test_counts_survive_a_resume():

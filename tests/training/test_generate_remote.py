@@ -308,10 +308,10 @@ def test_an_endpoint_that_behaves_like_that_of_anthropic(tmp_path, monkeypatch, 
         command = [*words(server.url + "/", *keys), "engine.model=claude-sonnet-5"]
         assert main(command) == 1
         assert "temperature is deprecated for this model" in capsys.readouterr().err
-        assert main([*command, "engine.send_temperature=false", "--overwrite"]) == 0
+        assert main([*command, "engine.extra_body.temperature=null", "--overwrite"]) == 0
         assert {request["key"] for request in server.asked} == {"Bearer of-mine"}
         assert {request["path"] for request in server.asked} == {"/v1/chat/completions"}
-        command = [*command[:-1], "engine.model=claude-3-7-sonnet-20250219", "engine.send_temperature=false"]
+        command = [*command[:-1], "engine.model=claude-3-7-sonnet-20250219", "engine.extra_body.temperature=null"]
         assert main([*command, "name=old", "out=old.jsonl"]) == 1
         assert "status 404" in capsys.readouterr().err
     assert [row["prediction"] for row in lines_of(tmp_path / "p.jsonl")] == [str(n * n) for n in range(ROWS)]

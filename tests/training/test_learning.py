@@ -1,4 +1,4 @@
-"""Reinforcement learning lifts `made:small` far above chance, and an algorithm with a fault in it does not.
+"""Reinforcement learning lifts a small model far above chance, and an algorithm with a fault in it does not.
 
 The model knows the form of an answer and nothing of the tasks, so all skill comes from rewards. The thresholds lie below
 the worst of twenty training seeds, which are stored in docs/results/learning_tests.jsonl and made again by
@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import posttrain
+from benchmarks.harness import made_model
 from posttrain.losses.policy import ppo
 from posttrain.recipe.loss import LOSSES, PpoLoss
-from posttrain.training import made_model
 
 LAKE = {"type": "frozen_lake", "size": 2, "slippery": False, "max_turns": 2, "observation": "local"}
 TASKS = {

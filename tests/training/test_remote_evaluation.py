@@ -128,7 +128,6 @@ def test_the_plan_shows_the_server_and_sends_no_request(capsys):
                     "model.path=elsewhere",
                     "rollout.tokens_per_episode=100",
                     "environment.opened_by=environment",
-                    "engine.stop_at=server",
                 )
             )
             == 0
@@ -137,7 +136,7 @@ def test_the_plan_shows_the_server_and_sends_no_request(capsys):
     assert f"some-model at {server.url}, 8 episodes in flight" in said
     assert "12 episodes on the held-out seeds 100..111" in said
     assert "at most 96 requests (8 turns per episode) of at most 64 sampled tokens: 6,144 tokens" in said
-    for key in ("model", "rollout.tokens_per_episode", "engine.stop_at"):
+    for key in ("model", "rollout.tokens_per_episode"):
         assert f"warning: {key} has no effect" in said
     assert "long episodes will be cut" not in said
     assert "set environment.opened_by=policy" in said

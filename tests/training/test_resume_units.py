@@ -21,7 +21,7 @@ QUICK = ("coalitions",)
 
 
 def _values(tiny, folder, reward_model):
-    """Sampled orders of token units, a reward scaled by running statistics, a critic: all that a step remembers."""
+    """Units of tokens, a reward scaled by running statistics, a critic: all that a step remembers."""
     own = values(tiny, folder)
     del own["environment"]["reward"]
     return own | {
@@ -29,7 +29,7 @@ def _values(tiny, folder, reward_model):
         "reward": {"path": str(reward_model), "normalize": "running"},
         "credit": {"type": "gae", "gae_lambda": 0.9},
         "critic": {"optimizer": {"learning_rate": 1e-3}},
-        "unit_credit": {"type": "shapley", "segmenter": {"type": "token"}, "permutations": 2},
+        "unit_credit": {"type": "loo", "segmenter": {"type": "token"}},
         "evaluation": own["evaluation"] | {"every": 0},
     }
 

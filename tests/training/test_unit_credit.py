@@ -92,30 +92,23 @@ def test_the_whole_answer_rendered_is_the_answer(model):
     ids = UnitValuer(model, 30, scale).ids
     for answer in answers(model):
         every = (1 << len(answer.units)) - 1
-        np.testing.assert_array_equal(
-            render_coalition(answer.stream, answer.units, every, "delete", ids), answer.stream.ids
-        )
-        empty = render_coalition(answer.stream, answer.units, 0, "delete", ids)
+        np.testing.assert_array_equal(render_coalition(answer.stream, answer.units, every, ids), answer.stream.ids)
+        empty = render_coalition(answer.stream, answer.units, 0, ids)
         assert empty[-1] == model.end_token  # also of the answer that was cut off
         kept = answer.stream.ids[~answer.stream.sampled]
         assert [token for token in empty.tolist() if token != model.end_token] == [
             token for token in kept.tolist() if token != model.end_token
         ]
-        blank = render_coalition(answer.stream, answer.units, every & ~2, "blank", ids)
-        assert len(blank) == len(answer.stream)
-        marked = render_coalition(answer.stream, answer.units, every & ~1, "placeholder", ids)
-        place = int(np.argmax(answer.stream.sampled))
-        assert marked[place : place + len(ids.placeholder)].tolist() == ids.placeholder
 
 
 def test_values_of_coalitions_are_the_scores_of_their_texts(model):
     made = answers(model)
     valuer = UnitValuer(model, 64, scale)
     members = [[0, 1, 5, 14]] * 3
-    for answer, found in zip(made, valuer.coalitions(made, members, "delete"), strict=True):
+    for answer, found in zip(made, valuer.coalitions(made, members), strict=True):
         assert found[15] == answer.outcome
         for one in members[0]:
-            ids = render_coalition(answer.stream, answer.units, one, "delete", valuer.ids)
+            ids = render_coalition(answer.stream, answer.units, one, valuer.ids)
             with torch.no_grad():
                 alone = scale(float(model.rewards([ids], [np.arange(len(ids)) > 1])))
             assert found[one] == pytest.approx(alone, abs=1e-5)
@@ -139,13 +132,11 @@ REWARDED = [
     {"type": "prefix", "segmenter": {"type": "entropy", "threshold": 5.93}, "probe": "separate", "placement": "even"},
     {"type": "even", "segmenter": TOKENS},
     {"type": "outcome", "segmenter": TOKENS},
-    {"type": "attention", "segmenter": TOKENS},
     {"type": "drca_published", "segmenter": TOKENS},
 ]
 ADVANTAGES = [
     {"type": "trunc", "segmenter": TOKENS},
-    {"type": "loo", "segmenter": {"type": "entropy", "threshold": 5.93}, "rendering": "placeholder"},
-    {"type": "shapley", "segmenter": TOKENS, "permutations": 2, "statistics": "group"},
+    {"type": "loo", "segmenter": {"type": "entropy", "threshold": 5.93}},
 ]
 
 
@@ -158,12 +149,12 @@ def test_every_credit_trains(credit, tiny_model, reward_model, tmp_path):
         assert line["units/per_answer"] > 1
         assert np.isfinite(line["units/spread"])
         assert line["optimizer/gradient_norm"] > 0
-        if credit["type"] in ("prefix", "shapley", "even", "outcome", "attention"):
+        if credit["type"] in ("prefix", "even", "outcome"):
             assert line["units/residual"] < 1e-5
         assert (line["units/forwards"] > 0) == (credit["type"] not in ("even", "outcome"))
 
 
-@pytest.mark.parametrize("kind", ["prefix", "loo", "shapley", "drca_published", "unit_rewards"])
+@pytest.mark.parametrize("kind", ["prefix", "loo", "drca_published", "unit_rewards"])
 def test_beta_0_is_plain_ppo_to_the_bit(kind, tiny_model, reward_model, unit_reward_model, tmp_path):
     found = []
     own = {} if kind == "unit_rewards" else {"segmenter": TOKENS}
@@ -204,7 +195,6 @@ def test_rewards_of_units_are_placed_in_their_units(tiny_model, unit_reward_mode
         ({"credit": {"type": "mt_grpo"}}, "adds up the rewards of a turn"),
         ({"reward": None}, "set `reward.path`"),
         ({"loss": {"type": "gspo"}}, "the mean advantage of its stream"),
-        ({"unit_credit": {"type": "loo", "statistics": "group"}, "rollout": {"episodes_per_group": 1}}, "to 2 or more"),
         ({"reward": {"path": "rm", "tokens_per_batch": 64}}, "more than the reward model's limit"),
         ({"unit_credit": {"type": "prefix", "beta": 1.5}}, "less than or equal to 1"),
         ({"unit_credit": {"type": "unit_rewards", "fit": "a > b > c > d > 0"}}, "`fit` needs `normalizer`"),
@@ -258,14 +248,12 @@ THINKING = Spans(np.array([0, 4, 7, 11, 13]), np.array([False, True, True, False
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [("even", [0, 1.5, 1.5, 0]), ("attention", [0, 1, 2, 0]), ("outcome", [0, 0, 0, 3])],
+    [("even", [0, 1.5, 1.5, 0]), ("outcome", [0, 0, 0, 3])],
 )
-def test_shares_of_the_outcome_go_to_units(kind, expected, model, monkeypatch):
-    valuer = UnitValuer(model, 30, scale)
-    monkeypatch.setattr(valuer, "attention", lambda answers: [np.array([9.0, 1.0, 2.0, 5.0]) for _ in answers])
+def test_shares_of_the_outcome_go_to_units(kind, expected):
     creditor = object.__new__(UnitCreditor)
     answer = JudgedAnswer(stream_of(np.arange(3, 18), np.arange(15) >= 2), THINKING, 3.0, "an answer")
-    (credits,) = creditor._shared(ShareCredit(type=kind), [answer], valuer)
+    (credits,) = creditor._shared(ShareCredit(type=kind), [answer])
     np.testing.assert_array_equal(credits, expected)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.harness import made_model
 from tests.view.browsing import browsed, command, served, trained
 
 ROOT = Path(__file__).parents[2]
@@ -29,14 +30,13 @@ _WEIGHT = 150_000
 _PIPELINE = """
 stage: pipeline
 name: demo
-common: {environment: {type: bandit}, model: {path: "made:small"}, evaluation: {sampling: {temperature: 1.0}, final_seeds: {count: 64}}}
+common: {environment: {type: bandit}, model: {path: "MODEL"}, evaluation: {sampling: {temperature: 1.0}, final_seeds: {count: 64}}}
 stages:
   - {name: warm-up, stage: sft, steps: 6, experts: {expert: random, seeds: {count: 64}}}
   - {name: sft, stage: sft, steps: 10, from: warm-up, experts: {expert: optimal, seeds: {count: 64}}, optimizer: {learning_rate: 1.0e-3}}
   - {name: rl, stage: rl, steps: 10, from: warm-up, optimizer: {learning_rate: 5.0e-4}}
 """
 _SHARED = [
-    "model.path=made:small",
     "rollout.episodes_per_group=8",
     "rollout.tokens_per_turn=10",
     "learner.updates_per_step=2",
@@ -68,21 +68,21 @@ _BROKEN = "def score(prompt, answer):\n    raise ValueError('the parser found no
 def train(folder: Path) -> None:
     """The runs of the pages: two groups of seeds, a game, a pipeline, and a run that fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pipeline.yaml").write_text(_PIPELINE)
+    (folder / "pipeline.yaml").write_text(_PIPELINE.replace("MODEL", str(made_model.small())))
     (folder / "broken.py").write_text(_BROKEN)
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i} + 1 ="}) + "\n" for i in range(20)))
     task = "{type: text_task, prompts: prompts.jsonl, reward: broken.py:score}"
-    runs = f"runs={folder}"
+    runs, model = f"runs={folder}", f"model.path={made_model.small()}"
     words = [
-        ["rl", *_SHARED, *_SORT, f"optimizer.learning_rate={rate}", f"name={name}-s{seed}", f"seed={seed}", runs]
+        ["rl", model, *_SHARED, *_SORT, f"optimizer.learning_rate={rate}", f"name={name}-s{seed}", f"seed={seed}", runs]
         for name, rate in (("sort", 1e-3), ("slow", 1e-4))
         for seed in (1, 2, 3)
     ]
-    words.append(["rl", *_SHARED, *_LAKE, "optimizer.learning_rate=0.0005", runs])
+    words.append(["rl", model, *_SHARED, *_LAKE, "optimizer.learning_rate=0.0005", runs])
     words.append(["pipeline", str(folder / "pipeline.yaml"), runs])
     for one in words:
         subprocess.run(command(*one), check=True)
-    failing = ["rl", "model.path=made:small", f"environment={task}", "steps=4", "name=sums", runs]
+    failing = ["rl", model, f"environment={task}", "steps=4", "name=sums", runs]
     assert subprocess.run(command(*failing), cwd=folder).returncode == 1
 
 
@@ -105,7 +105,7 @@ def shoot(folder: Path) -> None:
 
     OUT.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "live", ignore_errors=True)
-    with trained(folder, Path("made:small"), steps=2000), served(folder) as server:
+    with trained(folder, made_model.small(), steps=2000), served(folder) as server:
         for width, dark in SHOTS:
             with browsed(width, dark) as page:
                 page.goto(server.address)

@@ -21,8 +21,6 @@ SMALL = {
     "threads": 1,
     "tokens_per_forward": 512,
     "cache_gigabytes": 0.1,
-    "start_timeout": 600,
-    "bucket_megabytes": 1,
 }
 """Keys of an engine that starts on little memory."""
 

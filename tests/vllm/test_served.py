@@ -168,8 +168,8 @@ def test_a_weight_that_is_not_received_is_named(engine, policy, monkeypatch):
 
 def test_a_server_elsewhere_gets_weights_as_bytes(engine, policy, monkeypatch):
     (state,) = engine._replicas
-    monkeypatch.setenv("SECRET", state.replica._token)
-    recipe = VllmEngineRecipe.model_validate(SMALL | {"urls": [state.replica.url], "token_variable": "SECRET"})
+    monkeypatch.setenv("POSTTRAIN_VLLM_TOKEN", state.replica._token)
+    recipe = VllmEngineRecipe.model_validate(SMALL | {"urls": [state.replica.url]})
     move(policy, seed=3)
     other = open_vllm(policy, recipe, max_context=256)
     other.load_weights(policy.version)

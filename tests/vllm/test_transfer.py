@@ -15,7 +15,7 @@ pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 def test_broadcast_weights_take_effect_and_a_killed_server_gets_files(tmp_path):
     policy = Policy(ModelRecipe(path=str(save_model(tmp_path / "tiny"))))
-    keys = {"python": vllm_python(), "weight_transfer": "nccl", "bucket_megabytes": 1}
+    keys = {"python": vllm_python(), "weight_transfer": "nccl"}
     engine = open_vllm(policy, VllmEngineRecipe.model_validate(SMALL | keys), max_context=256, logs=tmp_path / "logs")
     asked = [request(number) for number in range(3)]
     try:

@@ -15,7 +15,6 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.", min=0)] = 0.7,
     max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.", min=1)] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the answers.", min=0)] = 0,
 ) -> None:
     """Talk to a model in the terminal. `/new` starts another conversation, Ctrl-D leaves.
 
@@ -57,7 +56,7 @@ def chat(
                 typer.echo(printable(text[len(shown) :]), nl=False)
                 shown = text
 
-        request = Request(tuple(prompt), sampling, derive_seed(seed, "chat", turn), max_tokens)
+        request = Request(tuple(prompt), sampling, derive_seed(0, "chat", turn), max_tokens)
         with engine.episode():
             sampled = (await engine.generate(request, show)).ids
         typer.echo(printable(renderer.answer_text(sampled)[len(shown) :]), nl=False)

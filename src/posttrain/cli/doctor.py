@@ -4,13 +4,13 @@ import typer
 
 
 def doctor() -> None:
-    """Describe this machine, what posttrain selects on it and what would make it faster. Add the output to bug reports.
+    """Describe this machine: versions, devices and missing extras. Add the output to bug reports.
 
     Example:
 
     posttrain doctor
     """
-    from posttrain.doctor import report
+    from posttrain.doctor import machine
 
-    for line in report():
-        typer.echo(line)
+    for name, fact in machine():
+        typer.echo(f"{name:<14}  {fact}")

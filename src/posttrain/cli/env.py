@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="List, play, check and audit environments.", no_args_is_help=True)
 
+_SECONDS = 300.0
+"""Time limit of the audit of one environment."""
 _TYPES = "[TYPE ...] [key=value ...]"
 _WORDS_HELP = (
     "A built-in name, `module:Class` or `path/to/file.py`, and keys of the environment, "
@@ -131,7 +133,6 @@ def audit(
         list[str] | None, typer.Option(help="One of these policies; may be given several times. Default: all.")
     ] = None,
     show: Annotated[bool, typer.Option(help="Print the episodes.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds for one environment.", min=1)] = 300,
     out: Annotated[Path | None, typer.Option(help="Append one line of JSON per environment to this file.")] = None,
 ) -> None:
     """Play environments with policies that need no model, and report defects.
@@ -158,7 +159,7 @@ def audit(
         for variant in (_variants(name, overrides) if every else [[name, *overrides]])
     ]
     audits = []
-    with AuditProcesses(timeout) as processes:
+    with AuditProcesses(_SECONDS) as processes:
         for name, *keys in wanted:
             recipe = environment_of(name, keys)
             chosen = range(first, first + seeds)

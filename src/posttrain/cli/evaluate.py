@@ -211,15 +211,20 @@ def show_judged(judgement: "Judgement", records: Path, kept: Path) -> None:
             f"same command again to retry only these rows (replies are in {kept})"
         )
     if not judgement.results.metrics:
-        raise RunError("no row has a score; see the records, then use another judge or --structured")
+        raise RunError("no row has a score; see the records, then use another judge or judge.structured=true")
 
 
 def judge(
     predictions: Annotated[str, typer.Argument(metavar="PREDICTIONS", help=PREDICTIONS_HELP)],
     rubric: Annotated[str, typer.Option(help="factual_accuracy, logical_soundness, efficiency, or a .yaml file.")],
-    url: Annotated[str, typer.Option(help="Base URL of an OpenAI-compatible server: http://localhost:8000/v1.")],
-    model: Annotated[str, typer.Option(help="The judge's model name on the server.")],
-    words: Annotated[list[str] | None, typer.Argument(metavar=COLUMNS, help=COLUMNS_HELP)] = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="judge.KEY=VALUE... [columns.NAME=COLUMN ...]",
+            help="Keys of a judge, which `posttrain recipe environment.judge` lists: judge.url and judge.model are needed. "
+            + COLUMNS_HELP,
+        ),
+    ] = None,
     against: Annotated[
         str | None, typer.Option(help="Predictions for the same prompts. The judge compares each pair in both orders.")
     ] = None,
@@ -234,58 +239,30 @@ def judge(
         str | None,
         typer.Option(help="With --against: the file that the judge's own model wrote. Reports its self-preference."),
     ] = None,
-    key: Annotated[
-        str | None, typer.Option(metavar="VAR", help="Environment variable that contains the server's API key.")
-    ] = None,
     workers: Annotated[int, typer.Option(help="Maximum number of concurrent requests.", min=1)] = 8,
-    requests_per_minute: Annotated[float | None, typer.Option(help="Rate limit, retries included.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             help="File for one record per row. Default: beside the predictions. Metrics go to a .json file of the same name."
         ),
     ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="Cache of replies. Default: judge-cache.jsonl beside the predictions.")
-    ] = None,
-    structured: Annotated[
-        bool, typer.Option("--structured", help="Send the JSON schema of the reply. Some servers reject it.")
-    ] = False,
-    seconds: Annotated[float, typer.Option(help="Time-out of a request in seconds.", min=0.001)] = 60,
-    retries: Annotated[int, typer.Option(help="Retries after a time-out or a status 429 or 5xx.", min=0)] = 4,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens of a reply, thinking included.", min=1)
-    ] = None,
-    token_limit_field: Annotated[
-        str,
-        typer.Option(help="Request field of --max-tokens: max_tokens, or max_completion_tokens for models like o3."),
-    ] = "max_tokens",
-    sampling: Annotated[
-        list[str],
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="A key of `judge.sampling`: temperature (0 by default; null is not sent) or reasoning_effort. May be "
-            "given several times.",
-        ),
-    ] = [],  # noqa: B006
-    longest: Annotated[
-        int, typer.Option(help="Maximum number of characters of each text shown to the judge.", min=1)
-    ] = 50_000,
     max_samples: Annotated[int | None, typer.Option(help="Judge only the first rows.", min=1)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the first prompt and send no request.")] = False,
 ) -> None:
     """Score predictions with a language model as judge, by a rubric. Reports a 95% interval over prompts.
 
+    Replies are cached in judge-cache.jsonl beside the predictions, or in `judge.cache`.
+
     Examples:
 
-    posttrain evaluate judge predictions.jsonl --rubric factual_accuracy --url http://localhost:8000/v1 --model NAME
+    posttrain evaluate judge predictions.jsonl --rubric factual_accuracy judge.url=http://localhost:8000/v1 judge.model=NAME
 
-    posttrain evaluate judge after.jsonl --against before.jsonl --rubric efficiency --url URL --model NAME --key MY_KEY
+    posttrain evaluate judge after.jsonl --against before.jsonl --rubric efficiency judge.url=URL judge.model=NAME
 
-    posttrain evaluate judge predictions.jsonl --rubric efficiency --truth human_points --url URL --model NAME
+    posttrain evaluate judge predictions.jsonl --rubric efficiency --truth human_points judge.url=URL judge.model=NAME
 
-    posttrain evaluate judge predictions.jsonl --rubric efficiency --url https://api.openai.com/v1 --model o3 --key
-    OPENAI_API_KEY --sampling temperature=null --sampling reasoning_effort=high
+    posttrain evaluate judge predictions.jsonl --rubric efficiency judge.url=https://api.openai.com/v1 judge.model=o3
+    judge.api_key_variable=OPENAI_API_KEY judge.sampling.temperature=null judge.sampling.reasoning_effort=high
     """
     from dataclasses import replace
 
@@ -306,41 +283,29 @@ def judge(
     from posttrain.recipe.judge import JudgeServerRecipe
     from posttrain.recipe.sources import merge, read_overrides
 
-    if not url.startswith(("http://", "https://")) or len(url.split()) != 1:
-        raise InputError(f"--url {url} is not the URL of a server; write http://HOST:PORT/v1")
-    if not model:
-        raise InputError("--model is empty; pass the judge's model name")
-    if requests_per_minute is not None and not 0 < requests_per_minute < float("inf"):
-        raise InputError(f"--requests-per-minute {requests_per_minute:g} must be above 0")
-    if key is not None and not os.environ.get(key):
-        raise InputError(f"--key: the environment variable {key} is not set; export it")
     if own is not None and (against is None or own not in (predictions, against)):
         raise InputError(f"--own {own} is not one of two compared files; name PREDICTIONS or the file of --against")
     chosen = load_rubric(rubric)
     true = None if truth is None else open_truth(truth, chosen)
-    names = column_names(words or [])
+    given = [word.removeprefix("--") for word in words or []]
+    names = column_names([word for word in given if not word.startswith("judge.")])
     rows = read_predictions(predictions, names)
     rows = replace(rows, rows=rows.rows[:max_samples])
     others = read_predictions(against, names) if against else None
     place = Path(predictions)
     stem = place.with_name(f"{place.stem}.{chosen.name}{f'.against.{Path(against).stem}' if against else ''}.jsonl")
-    records, kept = out or stem, cache or place.with_name("judge-cache.jsonl")
+    values = merge(read_overrides([word for word in given if word.startswith("judge.")])).values.get("judge", {})
+    values = {"cache": str(place.with_name("judge-cache.jsonl")), **values}
+    server = section(JudgeServerRecipe, **values)
+    if server.cache is None:
+        raise InputError("judge.cache is null, but a command that is repeated needs the replies; remove it")
+    if server.api_key_variable is not None and not os.environ.get(server.api_key_variable):
+        raise InputError(
+            f"judge.api_key_variable: the environment variable {server.api_key_variable} is not set; export it"
+        )
+    records, kept = out or stem, Path(server.cache)
     _refuse_to_overwrite(records, kept, [path for path in (predictions, against) if path is not None])
-    server = section(
-        JudgeServerRecipe,
-        url=url,
-        model=model,
-        api_key_variable=key,
-        timeout=seconds,
-        retries=retries,
-        requests_per_minute=requests_per_minute,
-        max_tokens=max_tokens,
-        token_limit_field=token_limit_field,
-        sampling=merge(read_overrides(sampling)).values,
-        structured=structured,
-        cache=str(kept),
-    )
-    options = Options(chosen, server, workers, longest)
+    options = Options(chosen, server, workers)
     if dry_run:
         preview(questions_of_pairs(rows, others, options) if others else questions_of(rows, options))
         return
@@ -363,11 +328,11 @@ def _refuse_to_overwrite(records: Path, kept: Path, inputs: list[str]) -> None:
         raise InputError(f"--out {records} must end in .jsonl; metrics go to a .json file of the same name")
     written = {path.absolute() for path in (records, records.with_suffix(".json"))}
     if kept.absolute() in written:
-        raise InputError(f"--cache {kept} is also the file of the results; name another file")
+        raise InputError(f"judge.cache {kept} is also the file of the results; name another file")
     for path in inputs:
         if Path(path).absolute() in {*written, kept.absolute()}:
             raise InputError(
-                f"{path} contains the predictions and would be overwritten; name another file in --out or --cache"
+                f"{path} contains the predictions and would be overwritten; name another file in --out or judge.cache"
             )
 
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from posttrain import __version__
-from posttrain.cli.benchmark import PASSED_ON, benchmark
 from posttrain.cli.chat import chat
 from posttrain.cli.data import app as data
 from posttrain.cli.doctor import doctor
@@ -25,7 +24,7 @@ from posttrain.cli.serve import serve
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.storage import app as runs
 from posttrain.cli.tune import tune
-from posttrain.cli.view import view, watch
+from posttrain.cli.view import view
 from posttrain.distributed.stopping import second_signal_ends
 from posttrain.errors import PosttrainError, plain_warnings
 from posttrain.plugins import trusting
@@ -52,7 +51,6 @@ _PLAIN: tuple[Callable[..., None], ...] = (
     plot,
     report,
     view,
-    watch,
     episodes,
     recipe,
     doctor,
@@ -65,7 +63,6 @@ for verb in _TAKING_ANY_KEY:
 for verb in _PLAIN:
     app.command()(verb)
 app.command("fit-normalizer")(fit_normalizer)
-app.command(context_settings=PASSED_ON)(benchmark)
 app.add_typer(data, name="data", cls=PluginGroup)
 app.add_typer(env, name="env", cls=PluginGroup)
 app.add_typer(evaluate, name="evaluate")

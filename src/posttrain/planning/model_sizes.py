@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.models.files import check_files, tensors_of
-from posttrain.models.load import made_directory, packaged_file
+from posttrain.models.load import packaged_file
 from posttrain.plugins import require_module
 
 
@@ -94,8 +94,6 @@ def model_sizes(path: str) -> ModelSizes | None:
         if name not in PACKAGED_SIZES:
             packaged_file(name)
         return PACKAGED_SIZES[name]
-    if path.startswith("made:"):
-        return _of_directory(made_directory(path.removeprefix("made:")))
     local = Path(path).expanduser()
     if path.endswith(".gguf"):
         if not local.is_file():

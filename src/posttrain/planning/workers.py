@@ -35,6 +35,8 @@ PlacedRecipe = RlRecipe | SftRecipe | RewardRecipe | DpoRecipe
 
 LEARNER, ENGINE, REWARD, ENVIRONMENTS = "learner", "engine", "reward model", "environments"
 CRITIC, REFERENCE = "critic", "reference model"
+CORES = {LEARNER: 1.0, ENGINE: 1.0, REWARD: 1.0, ENVIRONMENTS: 0.5, CRITIC: 1.0, REFERENCE: 1.0}
+"""CPU cores that one worker requests. If a cluster has fewer in total, all requests are scaled down equally."""
 MOST_ENVIRONMENTS = 16
 """Maximum number of environment processes if the recipe gives no count."""
 
@@ -126,23 +128,23 @@ def workers_of(recipe: PlacedRecipe, nodes: list[Node]) -> list[Worker]:
     hardware: HardwareRecipe = recipe.hardware
     gpus = any(node.devices for node in nodes)
     per_worker = 1 if gpus else 0
-    workers = [Worker(LEARNER, i, hardware.cpus, per_worker) for i in range(hardware.processes)]
+    workers = [Worker(LEARNER, i, CORES[LEARNER], per_worker) for i in range(hardware.processes)]
     for role, count in ((CRITIC, hardware.dedicated.critic), (REFERENCE, hardware.dedicated.reference)):
-        workers += [Worker(role, i, hardware.dedicated.cpus, per_worker) for i in range(count)]
+        workers += [Worker(role, i, CORES[role], per_worker) for i in range(count)]
     engines = hardware.engines
     together = gpus and engines.colocated
     needed = 0 if together else engines.devices * per_worker
     count = engine_count(recipe, gpus)
-    workers += [Worker(ENGINE, i, engines.cpus, needed, together) for i in range(count)]
+    workers += [Worker(ENGINE, i, CORES[ENGINE], needed, together) for i in range(count)]
     rewards = hardware.rewards
-    workers += [Worker(REWARD, i, rewards.cpus, rewards.devices * per_worker) for i in range(reward_count(recipe))]
+    workers += [Worker(REWARD, i, CORES[REWARD], rewards.devices * per_worker) for i in range(reward_count(recipe))]
     if isinstance(recipe, DpoRecipe | RewardRecipe) or recipe.environment is None:
         return workers
     wanted = hardware.environments.count
     if wanted is None:
         spare = sum(node.cpus for node in nodes) - sum(worker.cpus for worker in workers)
         wanted = max(1, min(MOST_ENVIRONMENTS, int(spare // 4)))
-    return workers + [Worker(ENVIRONMENTS, i, hardware.environments.cpus, 0) for i in range(wanted)]
+    return workers + [Worker(ENVIRONMENTS, i, CORES[ENVIRONMENTS], 0) for i in range(wanted)]
 
 
 def place(recipe: PlacedRecipe, nodes: list[Node]) -> tuple[list[Worker], float]:

@@ -11,8 +11,8 @@ DEPTH = 200
 """Largest nesting of a row that can be allowed, because later steps recurse."""
 
 
-class ColumnsRecipe(BaseConfig):
-    """Column names. Columns that a stage does not need may be missing."""
+class ConversationColumns(BaseConfig):
+    """Column names of conversations. Columns that a row does not need may be missing."""
 
     messages: Text = "messages"
     """A conversation: a list of `{"role", "content"}`. A message with `"train": false` is not trained on."""
@@ -24,6 +24,13 @@ class ColumnsRecipe(BaseConfig):
     """The prompt as a list of messages, for data without the column `prompt`."""
     completion: Text = "completion"
     """The answer: text, which becomes an assistant message, or a list of messages."""
+    tools: Text = "tools"
+    """Tool descriptions for the chat template: a list, or a list as JSON text."""
+
+
+class ColumnsRecipe(ConversationColumns):
+    """Column names. Columns that a stage does not need may be missing."""
+
     chosen: Text = "chosen"
     """The preferred answer: text or messages. Without a prompt column, the whole conversation."""
     rejected: Text = "rejected"
@@ -32,8 +39,6 @@ class ColumnsRecipe(BaseConfig):
     """For KTO: whether the answer is good (true or false, 1 or 0). For prompts: the reference answer that a rule compares with."""
     margin: Text = "margin"
     """Margin of the preference: a number, 0 or more."""
-    tools: Text = "tools"
-    """Tool descriptions for the chat template: a list, or a list as JSON text."""
     domain: Text = "domain"
     """Domain of a row. Metrics are also reported per domain."""
     weight: Text | None = None
@@ -86,18 +91,12 @@ TaskSources = Annotated[list[TaskSourceRecipe], BeforeValidator(_sources)]
 """As `Sources`; a section may say what its tasks are for (`use`)."""
 
 
-class DataRecipe(BaseConfig):
-    """Training and validation rows of a supervised stage."""
+class RowsRecipe(BaseConfig):
+    """Rows to train on."""
 
     train: Sources = Field(min_length=1)
     """Rows to train on: a path, or a list of paths and sections."""
-    validation: Sources = []
-    """Validation rows, for the learning curve and the choice of the best checkpoint."""
-    test: Sources = []
-    """Test rows, for the final table; nothing is selected on them. If empty, and `held_out` is too, the final table uses the validation rows and has a selection bias."""
-    held_out: HeldOut | Literal[0] = 0
-    """Training rows to hold out if `validation` is empty: a number (100) or a share (0.1). They are for validation; if `test` is empty, half of them are for the final table instead. Rows with the same prompt stay together."""
-    columns: ColumnsRecipe = ColumnsRecipe()
+    columns: ConversationColumns = ConversationColumns()
     max_rows: int | None = Field(None, ge=1)
     """Use at most this many training rows of each source. Null: all."""
     max_tokens: int = Field(2048, ge=8)
@@ -106,12 +105,24 @@ class DataRecipe(BaseConfig):
     """What happens to longer rows. `drop`: leave them out. `truncate`: cut their end; a truncated answer has no end token. Both are counted."""
     strict: bool = False
     """true: a row that cannot be used is an error. false: such rows are dropped, counted and reported."""
+    cache: Writes | None = None
+    """Directory of the cache of tokenized rows. Null: the user's cache directory."""
+
+
+class DataRecipe(RowsRecipe):
+    """Training and validation rows of a supervised stage."""
+
+    columns: ColumnsRecipe = ColumnsRecipe()
+    validation: Sources = []
+    """Validation rows, for the learning curve and the choice of the best checkpoint."""
+    test: Sources = []
+    """Test rows, for the final table; nothing is selected on them. If empty, and `held_out` is too, the final table uses the validation rows and has a selection bias."""
+    held_out: HeldOut | Literal[0] = 0
+    """Training rows to hold out if `validation` is empty: a number (100) or a share (0.1). They are for validation; if `test` is empty, half of them are for the final table instead. Rows with the same prompt stay together."""
     streaming: bool = False
     """Read rows during training instead of at the start. Needs `steps`."""
     shuffle_buffer: int = Field(10_000, ge=1)
     """With `streaming`: size of the shuffle buffer, in rows."""
-    cache: Writes | None = None
-    """Directory of the cache of tokenized rows. Null: the user's cache directory."""
 
     @model_validator(mode="after")
     def _held_out_or_given(self):
@@ -123,8 +134,8 @@ class DataRecipe(BaseConfig):
 class FixedRowsRecipe(BaseConfig):
     """Supervised rows that a stage with sampled episodes trains on as well."""
 
-    data: DataRecipe
-    """The rows: conversations in `data.train`. Nothing is evaluated on them."""
+    data: RowsRecipe
+    """The rows: conversations in `data.train`. All are loaded at the start, and nothing is evaluated on them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -135,16 +146,6 @@ class FixedRowsRecipe(BaseConfig):
                 "the section"
             )
         return values
-
-    @model_validator(mode="after")
-    def _rows_are_for_training(self):
-        refuse_weights(self.data.columns, "data.columns")
-        for key in ("validation", "test", "held_out", "streaming"):
-            if getattr(self.data, key):
-                raise ValueError(
-                    f"`data.{key}` is not supported here: all rows are loaded at the start and used for training; remove it"
-                )
-        return self
 
 
 class PtxRecipe(FixedRowsRecipe):

@@ -19,9 +19,11 @@ _ELSEWHERE = {
     "max_tokens": "rollout.tokens_per_turn",
     "max_completion_tokens": "rollout.tokens_per_turn",
     "stop": "rollout.stop_strings",
-    "seed": "the run seed (engine.send_seed)",
+    "seed": "the run seed",
 }
 """Field of a request -> the recipe key that sets it."""
+REMOVABLE = ("temperature", "seed", "max_tokens")
+"""Fields of a request that null in `extra_body` removes."""
 _OTHER_SHAPE = ("stream", "n", "tools", "functions")
 """Fields of a request with which the reply is not a single text."""
 
@@ -64,28 +66,25 @@ class OpenAIEngineRecipe(BaseConfig):
     """
     retries: int = Field(3, ge=0)
     """Retries after a timeout, a lost connection, or status 429 or 5xx, with exponential backoff."""
-    stop_at: Literal["here", "server"] = "here"
-    """Where answers are cut at `rollout.stop_strings`. `here`: in this process, after the whole answer arrived; works
-    with every server. `server`: the strings are sent, which saves tokens; only for servers that report which string
-    matched (vLLM, SGLang).
-    """
-    token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """Request field that carries `rollout.tokens_per_turn`. Some models accept only `max_completion_tokens`."""
-    send_seed: bool = True
-    """Send a seed with each non-greedy request. Set to false for servers that reject it."""
-    send_temperature: bool = True
-    """Send the sampling temperature. Set to false for models that reject it, such as o3; they use their own
-    temperature.
-    """
     extra_body: Annotated[dict[str, Any], CONNECTS] = {}
-    """Additional JSON fields of every request, for example `top_k: 20`. Do not put secrets here: the recipe is stored
-    in the run directory.
+    """Additional JSON fields of every request, for example `top_k: 20`. Null removes a field that a server or model
+    rejects: `temperature`, `seed`, or `max_tokens`, whose number is then sent as `max_completion_tokens`. Do not put
+    secrets here: the recipe is stored in the run directory.
     """
+
+    @property
+    def sends_seed(self) -> bool:
+        """Whether requests have a seed."""
+        return "seed" not in self.extra_body
 
     @field_validator("extra_body")
     @classmethod
     def _only_what_has_no_key(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in value:
+        for name, given in value.items():
+            if given is None and name in REMOVABLE:
+                continue
+            if given is None:
+                raise ValueError(f"null removes {', '.join(REMOVABLE)}, not `{name}`; remove it")
             if name in _ELSEWHERE:
                 raise ValueError(f"`{name}` is set by {_ELSEWHERE[name]}; remove it")
             if name in _OTHER_SHAPE:
@@ -140,11 +139,7 @@ class VllmEngineRecipe(BaseConfig):
     """Number of servers to start on this machine."""
     urls: list[Connects] = []
     """Addresses of running servers (`python -m posttrain.engines.vllm.server`), for example `http://10.0.0.2:8700`. If
-    given, no server is started.
-    """
-    token_variable: Annotated[str | None, Mark("connects", "urls")] = None
-    """Name of the environment variable with the access token of the servers at `urls`. Servers started by the run get a
-    random token.
+    given, no server is started. The environment variable `POSTTRAIN_VLLM_TOKEN` holds their access token.
     """
     python: Executes | None = None
     """Python interpreter that has vLLM installed, since vLLM pins other package versions than training uses. Null: this
@@ -174,19 +169,11 @@ class VllmEngineRecipe(BaseConfig):
     """Reuse the cache of prompts and earlier turns until the weights change."""
     enforce_eager: bool | None = None
     """Run without compilation and CUDA graphs. Null: false on a GPU, true on a CPU."""
-    bucket_megabytes: int = Field(512, ge=1)
-    """Largest bucket of a weight transfer, in MiB; at least one tensor."""
     weight_transfer: WeightTransfer = "files"
     """How weights are sent. `files`: through shared memory of the CPU; works everywhere. `ipc`: one server opens the learner's memory on the same GPU. `nccl`: a broadcast to servers on GPUs of their own (gloo between CPUs). The last two need whole weights in the learner's process: one learner process, `adapters: merged`, and no Ray."""
     adapters: Literal["merged", "adapter_only"] = "merged"
     """With `model.lora`. `merged`: send full weights with the adapters merged. `adapter_only`: send only the adapters;
     the engine keeps the frozen base weights.
-    """
-    start_timeout: float = Field(600, gt=0)
-    """Timeout of an engine's start, in seconds."""
-    hang_timeout: float = Field(600, gt=0)
-    """Seconds without progress on an open request after which an engine counts as dead. Must be longer than any forward
-    pass.
     """
     retries: int = Field(2, ge=0)
     """Retries of a request, with the same seed, after its engine died."""
@@ -208,7 +195,7 @@ class VllmEngineRecipe(BaseConfig):
     @model_validator(mode="after")
     def _mode_fits(self):
         if self.mode == "in_process":
-            for key in ("servers", "urls", "python", "token_variable"):
+            for key in ("servers", "urls", "python"):
                 if getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"`{key}` has no effect with `mode: in_process`; set `mode: servers`")
         if self.weight_transfer != "files" and self.adapters == "adapter_only":
@@ -221,8 +208,6 @@ class VllmEngineRecipe(BaseConfig):
             )
         if self.urls and self.servers != 1:
             raise ValueError("`urls` names running servers and `servers` starts new ones; set only one of them")
-        if self.token_variable is not None and not self.urls:
-            raise ValueError("`token_variable` applies only to servers at `urls`; remove it, or set `urls`")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"`urls` contains {url}; it must begin with http:// or https://")

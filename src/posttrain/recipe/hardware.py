@@ -18,8 +18,6 @@ class EnginePlacement(BaseConfig):
     """GPUs per engine, on clusters with GPUs."""
     colocated: bool = True
     """true: engines and learners take turns on the same GPUs. false: engines have their own GPUs."""
-    cpus: float = Field(1.0, gt=0)
-    """CPU cores per engine."""
 
 
 class RewardPlacement(BaseConfig):
@@ -29,8 +27,6 @@ class RewardPlacement(BaseConfig):
     """Number of copies; each scores a share of the episodes. 0: the reward model runs in the learner process."""
     devices: int = Field(1, ge=0, le=1)
     """GPUs per copy, on clusters with GPUs."""
-    cpus: float = Field(1.0, gt=0)
-    """CPU cores per copy."""
 
 
 class EnvironmentPlacement(BaseConfig):
@@ -38,8 +34,6 @@ class EnvironmentPlacement(BaseConfig):
 
     count: int | None = Field(None, ge=0)
     """Number of processes; an episode stays in one of them. 0: environments run in the learner process. Null: one per four free cores of the cluster, at least 1 and at most 16."""
-    cpus: float = Field(0.5, gt=0)
-    """CPU cores per process."""
 
 
 class DedicatedPlacement(BaseConfig):
@@ -49,8 +43,6 @@ class DedicatedPlacement(BaseConfig):
     """Processes of a critic with `critic.backbone: separate`; they divide its state (FSDP2). 0: it runs in the learners' processes."""
     reference: int = Field(0, ge=0)
     """Copies of the reference model of the KL penalty; each scores a share of the episodes. 0: it runs in the learners' processes."""
-    cpus: float = Field(1.0, gt=0)
-    """CPU cores per process."""
 
 
 class HardwareRecipe(BaseConfig):
@@ -68,18 +60,10 @@ class HardwareRecipe(BaseConfig):
     """Use only kernels on a GPU that add in a fixed order: a resumed run of one process then computes the same bits, more slowly. vLLM samples each answer independently of the others (VLLM_BATCH_INVARIANT, from the H100 on); answers of the local engine may depend on those sampled at the same time. No effect on a CPU, where resumed runs always compute the same bits."""
     ray: Literal["auto"] | Connects | None = None
     """Ray cluster to run on. `auto` connects to the cluster on this machine, or starts one; otherwise an address (`host:port` or `ray://host:port`). Null: run without Ray."""
-    cpus: float = Field(1.0, gt=0)
-    """CPU cores per learner process on a Ray cluster. If the cluster has fewer cores than requested in total, all requests are scaled down equally."""
     engines: EnginePlacement = EnginePlacement()
     rewards: RewardPlacement = RewardPlacement()
     environments: EnvironmentPlacement = EnvironmentPlacement()
     dedicated: DedicatedPlacement = DedicatedPlacement()
-    max_restarts: int = Field(8, ge=0)
-    """Restarts of dead or hung Ray workers allowed in one run; one more failure stops the run."""
-    hang_timeout: float = Field(600.0, gt=0)
-    """Seconds without progress after which a worker that others wait for counts as hung."""
-    on_hang: Literal["replace", "stop"] = "replace"
-    """What to do with a hung worker. `replace`: kill and restart it. `stop`: stop the run and name the worker."""
 
     @property
     def reduces_per_forward(self) -> bool:
@@ -88,7 +72,7 @@ class HardwareRecipe(BaseConfig):
 
     @model_validator(mode="after")
     def _placed_on_ray(self):
-        keys = ("cpus", "engines", "rewards", "environments", "dedicated", "max_restarts", "hang_timeout", "on_hang")
+        keys = ("engines", "rewards", "environments", "dedicated")
         given = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
         if self.ray is None and given:
             raise ValueError(f"`hardware.{given[0]}` has no effect without a Ray cluster; add `hardware.ray: auto`")

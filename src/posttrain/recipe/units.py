@@ -14,9 +14,7 @@ class _CutUnits(BaseConfig):
     """Keys of segmenters that find boundaries within an answer."""
 
     max_units: int | None = Field(None, ge=1)
-    """Maximum number of units per answer, not counting thinking, text before the first label and text after the steps. Null: no limit."""
-    merge: Literal["merge_tail", "merge_small"] = "merge_tail"
-    """How units beyond `max_units` are merged. `merge_tail`: into the last unit. `merge_small`: repeatedly, the smallest unit into its smaller neighbour."""
+    """Maximum number of units per answer, not counting thinking, text before the first label and text after the steps. Units beyond it are merged into the last one. Null: no limit."""
     thinking: Literal["whole", "split"] = "whole"
     """`whole`: a thinking block `<think>…</think>` is one span, which is not a unit. `split`: it is segmented like other text."""
 
@@ -27,9 +25,7 @@ class StepUnits(_CutUnits):
     type: Literal["steps"]
     """`steps`: a unit begins at each label at the start of a line."""
     pattern: Text = STEP_PATTERN
-    """Regular expression (multi-line mode) that matches the start of a step. `ordinal` needs its group `label`, a number or letters."""
-    ordinal: bool = True
-    """true: only labels that count 1, 2, 3, … or A, B, …, Z, AA, … start a step, so a line such as `OK. fine` does not. false: every match does."""
+    """Regular expression (multi-line mode) that matches the start of a step. If it has a group `label`, a number or letters, only labels that count 1, 2, 3, … or A, B, …, Z, AA, … start a step, so a line such as `OK. fine` does not; otherwise every match does."""
     closing: Text | None = None
     """Regular expression (multi-line mode) that ends the steps, such as `^Rationale:`. Text from its first match after the last label is not a unit. Null: the last step runs to the end."""
 
@@ -42,12 +38,6 @@ class StepUnits(_CutUnits):
             raise ValueError(f"invalid regular expression {value!r}: {error}") from error
         return value
 
-    @model_validator(mode="after")
-    def _labels_can_be_read(self) -> "StepUnits":
-        if self.ordinal and "label" not in re.compile(self.pattern, re.MULTILINE).groupindex:
-            raise ValueError("`pattern` has no group (?P<label>…) to check; add one or set `ordinal: false`")
-        return self
-
 
 class EntropyUnits(_CutUnits):
     """Segments that begin at tokens where the reference model's distribution has high entropy."""
@@ -56,8 +46,6 @@ class EntropyUnits(_CutUnits):
     """`entropy`: a unit begins at each high-entropy token of the reference model."""
     threshold: float = Field(1.5, ge=0)
     """Entropy in nats, under the reference model at temperature 1, above which a token begins a unit. Published values: 1.5 to 2.25."""
-    peak: Literal["threshold", "local_max"] = "threshold"
-    """`threshold`: every token above the threshold begins a unit. `local_max`: only local maxima do."""
 
 
 class TextUnits(_CutUnits):
@@ -92,13 +80,6 @@ class _Placed(BaseConfig):
     """Where in a unit its reward is placed. `end`: at its last token. `even`: spread evenly over its tokens, so later tokens of the unit see only part of it."""
 
 
-class _Standardised(BaseConfig):
-    statistics: Literal["batch", "group"] = "batch"
-    """Normalize credits over the units of the whole step (`batch`) or of each group."""
-    clip: float = Field(5.0, gt=0)
-    """Clip normalized credits to [-clip, clip]."""
-
-
 class _Probed(BaseConfig):
     probe: Literal["one_pass", "separate"] = "one_pass"
     """`one_pass`: compute the values after all units of an answer in one forward pass of the reward model. `separate`: one pass per unit; same values, for architectures where one pass is not supported."""
@@ -114,8 +95,8 @@ class PrefixCredit(_Probed, _Placed, _Read):
 class ShareCredit(_Placed, _Read):
     """The outcome distributed over units. Reward streams that sum to the outcome."""
 
-    type: Literal["even", "outcome", "attention"]
-    """`even`: equal shares. `outcome`: everything to the end of the answer. `attention`: in proportion to the attention of the reward model's last layer, at the position of the score, to each unit (ABC)."""
+    type: Literal["even", "outcome"]
+    """`even`: equal shares. `outcome`: everything to the end of the answer."""
 
 
 class LearnedCredit(_Placed, _Mixed):
@@ -137,32 +118,18 @@ class LearnedCredit(_Placed, _Mixed):
         return self
 
 
-class TruncationCredit(_Probed, _Standardised, _Read):
+class TruncationCredit(_Probed, _Read):
     """Remaining value at the start of the unit. An advantage."""
 
     type: Literal["trunc"]
     """`trunc`: outcome - value of the answer up to the unit."""
 
 
-class _Rendered(BaseConfig):
-    rendering: Literal["delete", "placeholder", "blank"] = "delete"
-    """How a unit is removed from an answer. `delete`: leave its tokens out. `placeholder`: replace them by `[omitted]`. `blank`: replace them by as many spaces."""
-
-
-class LeaveOneOutCredit(_Rendered, _Standardised, _Read):
+class LeaveOneOutCredit(_Read):
     """Loss of value without the unit. An advantage; redundant units get 0."""
 
     type: Literal["loo"]
     """`loo`: outcome - value of the answer without the unit."""
-
-
-class ShapleyCredit(_Rendered, _Standardised, _Read):
-    """Mean marginal contribution of a unit over orders of all units. An advantage; units sum to the outcome minus the value of an empty answer."""
-
-    type: Literal["shapley"]
-    """`shapley`: Shapley values; exact if that costs no more than sampling."""
-    permutations: int = Field(8, ge=2)
-    """Number of sampled orders (antithetic: half are the reverse of the other half)."""
 
 
 class CompatibleCredit(_Read):
@@ -176,17 +143,11 @@ class CompatibleCredit(_Read):
 
 CausalCredit = PrefixCredit | ShareCredit | LearnedCredit | CompatibleCredit
 """Credit that is a reward stream."""
-HindsightCredit = TruncationCredit | LeaveOneOutCredit | ShapleyCredit
+HindsightCredit = TruncationCredit | LeaveOneOutCredit
 """Credit that is an advantage."""
 
 UnitCreditRecipe = Annotated[
-    PrefixCredit
-    | ShareCredit
-    | LearnedCredit
-    | TruncationCredit
-    | LeaveOneOutCredit
-    | ShapleyCredit
-    | CompatibleCredit,
+    PrefixCredit | ShareCredit | LearnedCredit | TruncationCredit | LeaveOneOutCredit | CompatibleCredit,
     Field(discriminator="type"),
 ]
 

@@ -11,7 +11,6 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.recipe.credit import CriticRecipe, GdpoCredit
 from posttrain.recipe.engines import (
-    OpenAIEngineRecipe,
     VllmEngineRecipe,
     has_thinking,
     has_truncated_logprobs,
@@ -91,7 +90,7 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
         return warnings
     if _given(recipe, "window"):
         warnings.append(_without_effect("window", "engine.type is openai, so answers are independent"))
-    return [*warnings, *_server(recipe, recipe.remote, recipe.sampling)]
+    return [*warnings, *_server(recipe)]
 
 
 def _head(recipe: Recipe) -> list[str]:
@@ -201,21 +200,17 @@ def _remote(recipe: EvaluateRecipe) -> list[str]:
     """Keys without effect, and settings that a remote model rejects."""
     if recipe.remote is None:
         return []
-    warnings = _server(recipe, recipe.remote, recipe.evaluation.sampling)
+    warnings = _server(recipe)
     primer = environment_class(recipe.environment.type)(recipe.environment).primer
     return [*warnings, *([no_primer(recipe.environment, primer)] if primer else [])]
 
 
-def _server(recipe: EvaluateRecipe | GenerateRecipe, engine: OpenAIEngineRecipe, sampling: SamplingRecipe) -> list[str]:
+def _server(recipe: EvaluateRecipe | GenerateRecipe) -> list[str]:
     """Keys without effect with a remote model."""
     server, rollout = "engine.type is openai, and the server has the model", recipe.rollout
     warnings = [] if recipe.model == ModelRecipe() else [_without_effect("model", server)]
     if _given(rollout, "tokens_per_episode"):
         warnings.append(_without_effect("rollout.tokens_per_episode", f"{server} and limits its context"))
-    if sampling.temperature == 0 and _given(engine, "send_seed"):
-        warnings.append(_without_effect("engine.send_seed", "temperature 0 is greedy, and no seed is sent"))
-    if not rollout.stop_strings and _given(engine, "stop_at"):
-        warnings.append(_without_effect("engine.stop_at", "rollout.stop_strings is empty"))
     return warnings
 
 

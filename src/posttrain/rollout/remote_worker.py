@@ -166,7 +166,7 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
         completion = await self._complete(transcript.context, seed, transcript.tools)
         thinking = has_thinking(self.environment.recipe)
         full_text = completion.text_with_reasoning() if thinking else completion.text
-        text, at_stop_string = self._cut_at_stop_string(completion, full_text)
+        text, at_stop_string = self._cut_at_stop_string(full_text, len(full_text) - len(completion.text))
         reason = StopReason.END_TOKEN if completion.finished else StopReason.TURN_BUDGET
         reason = StopReason.STOP_STRING if at_stop_string else reason
         thoughts = "" if thinking else completion.reasoning
@@ -191,41 +191,31 @@ class RemoteRolloutWorker(EpisodeWorker[TextTranscript]):
 
     def _send(self, messages: Sequence[dict[str, Any]], seed: int, tools: Sequence[dict[str, Any]]) -> ChatCompletion:
         engine, sampling, max_tokens = self.engine, self.sampling, self.rollout.tokens_per_turn
-        extra = dict(engine.extra_body)
+        removed = {name for name, value in engine.extra_body.items() if value is None}
+        extra = {name: value for name, value in engine.extra_body.items() if value is not None}
         if tools:
             extra["tools"] = list(tools)
         if sampling.top_p < 1:
             extra["top_p"] = sampling.top_p
-        if engine.token_limit_field != "max_tokens":
-            extra[engine.token_limit_field] = max_tokens
+        if "max_tokens" in removed:
+            extra["max_completion_tokens"] = max_tokens
         return complete(
             "model",
             self.client,
             engine.model,
             messages,
-            temperature=sampling.temperature if engine.send_temperature else None,
-            max_tokens=max_tokens if engine.token_limit_field == "max_tokens" else None,
-            stop=self.rollout.stop_strings if engine.stop_at == "server" else (),
-            seed=seed if engine.send_seed and sampling.temperature > 0 else None,
+            temperature=None if "temperature" in removed else sampling.temperature,
+            max_tokens=None if "max_tokens" in removed else max_tokens,
+            seed=seed if engine.sends_seed and sampling.temperature > 0 else None,
             extra=extra,
         )
 
-    def _cut_at_stop_string(self, completion: ChatCompletion, text: str) -> tuple[str, bool]:
-        """`text` up to and including its first stop string, and whether there is one.
+    def _cut_at_stop_string(self, text: str, after: int) -> tuple[str, bool]:
+        """`text` up to and including its first stop string from the character `after` on, where separate thinking ends,
+        and whether there is one.
 
-        Servers omit the stop string from the text, which changes the meaning of the answer, so it is added back.
-        InputError if the server does not report which one it stopped at.
+        Stop strings are not sent: servers omit the string that matched from the text, and few report which one it was.
         """
         stops = self.rollout.stop_strings
-        after = len(text) - len(completion.text)  # stop strings in separate thinking do not end the answer
         ends = [start + len(stop) for stop in stops if (start := text.find(stop, after)) >= 0]
-        if ends:
-            return text[: min(ends)], True
-        if not stops or self.engine.stop_at == "here" or not completion.finished:
-            return text, False
-        if completion.stop_string is None:
-            raise InputError(
-                f"the server at {self.engine.url} omits the stop string and does not report which of rollout.stop_strings "
-                "it stopped at; set engine.stop_at=here"
-            )
-        return text + completion.stop_string, bool(completion.stop_string)
+        return (text[: min(ends)], True) if ends else (text, False)

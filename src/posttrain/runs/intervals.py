@@ -1,4 +1,4 @@
-"""95% intervals of rates and means. `posttrain benchmark intervals` simulates how often they contain the truth."""
+"""95% intervals of rates and means. `python benchmarks/intervals.py` simulates how often they contain the truth."""
 
 import math
 from collections.abc import Sequence

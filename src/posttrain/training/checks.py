@@ -16,7 +16,7 @@ from posttrain.models.load import load_end_tokens, load_tokenizer, on_disk, requ
 from posttrain.planning.dry_run import Played, tasks_of
 from posttrain.planning.workers import placed_recipe, refuse_placement
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
-from posttrain.recipe.data import DataRecipe, PtxRecipe
+from posttrain.recipe.data import DataRecipe, PtxRecipe, SourceRecipe
 from posttrain.recipe.distill import OffPolicyRecipe
 from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.model import ModelRecipe
@@ -135,7 +135,7 @@ class _Checks:
         """Rows of files that are not tasks."""
         if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe) and recipe.data is not None:
             data = recipe.data
-            if not self._later_rows(data):
+            if not self._later_rows([*data.train, *data.validation, *data.test]):
                 self.run(lambda: self._supervised(recipe, data, renderer))
         if isinstance(recipe, RlRecipe) and recipe.ptx is not None:
             self._fixed(recipe.ptx, renderer)
@@ -147,12 +147,12 @@ class _Checks:
                 self.lines += [f"{len(prompts[0]):,} rows to answer", *prompts[1].summary()]
 
     def _fixed(self, rows: PtxRecipe | OffPolicyRecipe, renderer: Renderer | None) -> None:
-        if renderer is not None and not self._later_rows(rows.data):
+        if renderer is not None and not self._later_rows(rows.data.train):
             read = self.run(lambda: FixedRows(rows.data, rows.loss_on, 1, renderer, 0))
             self.lines += read.warnings if read is not None else []
 
-    def _later_rows(self, data: DataRecipe) -> bool:
-        return any(self.is_later(source.path) for source in (*data.train, *data.validation, *data.test))
+    def _later_rows(self, sources: Sequence[SourceRecipe]) -> bool:
+        return any(self.is_later(source.path) for source in sources)
 
     def _supervised(
         self, recipe: SftRecipe | DpoRecipe | RewardRecipe, data: DataRecipe, renderer: Renderer | None

@@ -64,7 +64,7 @@ class PromptRow:
         request = self.episode_request(recipe, sample)
         seed: int | None = request.request_seed(0, 0)
         if recipe.remote is not None:
-            sends_seed = recipe.remote.send_seed and recipe.sampling.temperature > 0
+            sends_seed = recipe.remote.sends_seed and recipe.sampling.temperature > 0
             seed = server_seed(request, 0, 0) if sends_seed else None
         return {"id": self.id, "prompt": self.messages, "sample": sample, "seed": seed}
 

@@ -14,7 +14,7 @@ from posttrain.errors import RunError
 from posttrain.models.gate import tolerance
 from posttrain.models.load import resolve_dtype
 from posttrain.recipe.loss import KL_STEP, EntropyRecipe, KlRecipe
-from posttrain.recipe.run import GuardRecipe, SampledRecipe
+from posttrain.recipe.run import Guard, GuardRecipe, SampledRecipe
 
 
 class KlController:
@@ -97,8 +97,8 @@ SOLVED = 0.9
 
 @dataclass(frozen=True)
 class _Guard:
-    key: str
-    """Name of the key in `GuardRecipe`; the value None disables the guard."""
+    key: Guard
+    """Its name in `GuardRecipe.thresholds`."""
     metric: str
     below: bool
     """Whether the guard fires below the threshold; otherwise above it."""
@@ -170,7 +170,7 @@ class Guards:
         fired = []
         solved = metrics.get("rollout/success", 0.0) >= SOLVED
         for guard in _GUARDS:
-            threshold, value = getattr(self.recipe, guard.key), metrics.get(guard.metric, math.nan)
+            threshold, value = self.recipe.thresholds.get(guard.key), metrics.get(guard.metric, math.nan)
             if threshold is None or math.isnan(value):
                 continue
             beyond = (value < threshold if guard.below else value > threshold) and not (guard.of_returns and solved)
@@ -180,7 +180,7 @@ class Guards:
             if beyond and self._in_a_row[guard.key] % self.recipe.patience == 0:
                 side = "below" if guard.below else "above"
                 fired.append(
-                    f"{guard.metric} = {value:.4g} has been {side} guards.{guard.key} = {threshold:g} since step "
+                    f"{guard.metric} = {value:.4g} has been {side} guards.thresholds.{guard.key} = {threshold:g} since step "
                     f"{self._since[guard.key]}: {guard.meaning}"
                 )
         self.stopped = bool(fired) and self.recipe.action == "stop"

@@ -340,7 +340,7 @@ def make_components(
     unit_credit = None
     if recipe.unit_credit is not None and scorer is not None:
         turns, budget = recipe.environment.max_turns, recipe.learner.tokens_per_batch
-        unit_credit = UnitCreditor(recipe.unit_credit, scorer, policy, running, budget, recipe.seed, turns)
+        unit_credit = UnitCreditor(recipe.unit_credit, scorer, policy, running, budget, turns)
     teacher = None
     if (settings := recipe.teacher) is not None:
         teacher, more = open_teacher(

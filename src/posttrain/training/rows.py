@@ -19,7 +19,7 @@ from posttrain.data.rendering import LossOn, Renderer
 from posttrain.data.tokens import Kind, TokenRow, load_rows, tokenize
 from posttrain.episode import Stream
 from posttrain.errors import InputError
-from posttrain.recipe.data import DataRecipe
+from posttrain.recipe.data import DataRecipe, RowsRecipe
 from posttrain.recipe.loss import KtoLoss
 from posttrain.recipe.stages import DpoRecipe, RewardRecipe
 from posttrain.seeds import random_stream
@@ -289,9 +289,10 @@ class FixedRows:
         warnings: a summary of rows that cannot be used.
     """
 
-    def __init__(self, data: DataRecipe, loss_on: LossOn, rows_per_update: int, renderer: Renderer, seed: int) -> None:
+    def __init__(self, data: RowsRecipe, loss_on: LossOn, rows_per_update: int, renderer: Renderer, seed: int) -> None:
         """Read the rows. InputError if there are none."""
-        self.data = load_data("conversation", data, renderer, loss_on, rows_per_update, seed)
+        supervised = DataRecipe.model_validate(data.model_dump())
+        self.data = load_data("conversation", supervised, renderer, loss_on, rows_per_update, seed)
         self.warnings = self.data.problems.summary()
 
     def batch(self, update: int) -> list[Sample]:

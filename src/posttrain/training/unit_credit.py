@@ -17,7 +17,6 @@ from posttrain.credit.units.mixing import (
     with_unit_rewards,
 )
 from posttrain.credit.units.rendering import (
-    Rendering,
     RenderingTokens,
     blanked_prefix,
     prefix_lengths,
@@ -36,12 +35,10 @@ from posttrain.recipe.units import (
     LearnedCredit,
     LeaveOneOutCredit,
     PrefixCredit,
-    ShapleyCredit,
     ShareCredit,
     TruncationCredit,
     UnitCreditRecipe,
 )
-from posttrain.seeds import random_stream
 from posttrain.training.reward_scorer import OF_UNITS, RAW, RewardScorer, RunningStatistics, scaled
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_normalizer import open_normalizer
@@ -87,7 +84,7 @@ class UnitValuer:
             encoded: list[int] = tokenizer.encode(text, add_special_tokens=False)
             return encoded
 
-        self.ids = RenderingTokens(model.end_token, frozenset(model.end_tokens), ids("[omitted]"), ids(" ")[0])
+        self.ids = RenderingTokens(model.end_token, frozenset(model.end_tokens), ids(" ")[0])
 
     def prefixes(self, answers: Sequence[JudgedAnswer], one_pass: bool) -> list[np.ndarray]:
         """Per answer [K + 1] float64: the value of the prompt alone, after each unit, and of the whole answer, R."""
@@ -102,12 +99,10 @@ class UnitValuer:
             values = self._score(answers, prefixes)
         return [np.append(prefix, answer.outcome) for prefix, answer in zip(values, answers, strict=True)]
 
-    def coalitions(
-        self, answers: Sequence[JudgedAnswer], members: Sequence[Sequence[int]], how: Rendering
-    ) -> list[dict[int, float]]:
+    def coalitions(self, answers: Sequence[JudgedAnswer], members: Sequence[Sequence[int]]) -> list[dict[int, float]]:
         """Per answer: the values of its coalitions of units, and of the whole answer, R."""
         texts = (
-            (render_coalition(answer.stream, answer.units, coalition, how, self.ids) for coalition in coalitions)
+            (render_coalition(answer.stream, answer.units, coalition, self.ids) for coalition in coalitions)
             for answer, coalitions in zip(answers, members, strict=True)
         )
         values = self._score(answers, texts)
@@ -120,17 +115,6 @@ class UnitValuer:
         """Per answer [K] float64: the values of the published counterfactuals of its units."""
         texts = ((blanked_prefix(a.stream, *unit, self.ids) for unit in a.units) for a in answers)
         return self._score(answers, texts)
-
-    def attention(self, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
-        """Per answer [K] float64: the attention to each unit at the position of the reward."""
-        of_units: list[np.ndarray] = []
-        for group in self._groups(answers, [len(a.stream) for a in answers]):
-            for answer, weights in zip(
-                group, self.model.last_token_attention([a.stream.ids for a in group]), strict=True
-            ):
-                of_tokens = weights[answer.stream.sampled].astype(np.float64)
-                of_units.append(np.add.reduceat(of_tokens, answer.units.cuts[:-1]))
-        return of_units
 
     def _probed(self, answers: Sequence[JudgedAnswer], lengths: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Values of the prefixes of each answer, of the given lengths, in one pass per answer."""
@@ -214,7 +198,6 @@ class UnitCreditor:
         policy: Policy,
         running: RunningStatistics,
         tokens_per_batch: int,
-        seed: int,
         max_turns: int,
     ) -> None:
         """Create a creditor.
@@ -228,7 +211,7 @@ class UnitCreditor:
             InputError: the reward model does not support this credit.
         """
         self.settings, self.scorer, self.policy, self.running = settings, scorer, policy, running
-        self.tokens_per_batch, self.seed = tokens_per_batch, seed
+        self.tokens_per_batch = tokens_per_batch
         path, model = scorer.source.path, policy.recipe.path
         if not scorer.same_tokens:
             raise InputError(
@@ -277,8 +260,7 @@ class UnitCreditor:
         with self.scorer.lock:
             units, metrics, warnings = self._units(episodes, samples, step)
         if isinstance(settings, HindsightCredit):
-            how = (settings.beta, settings.statistics, settings.clip)
-            advantages = with_unit_advantages(episodes, assign(rewards), units, *how)  # type: ignore[arg-type]
+            advantages = with_unit_advantages(episodes, assign(rewards), units, settings.beta)  # type: ignore[arg-type]
         else:
             placement = "even" if isinstance(settings, CompatibleCredit) else settings.placement
             advantages = assign(
@@ -308,7 +290,7 @@ class UnitCreditor:
             )
             for e, units in zip(chosen, spans, strict=True)
         ]
-        credits, empty = self._values(chosen, answers, valuer, step)
+        credits, empty = self._values(chosen, answers, valuer)
         kind = UnitAdvantages if isinstance(self.settings, HindsightCredit) else UnitRewards
         credited: list[CreditedUnits | None] = [None] * len(episodes)
         for number, answer, credit, of_empty in zip(scored, answers, credits, empty, strict=True):
@@ -353,7 +335,7 @@ class UnitCreditor:
         ]
 
     def _values(
-        self, episodes: Sequence[Episode], answers: Sequence[JudgedAnswer], valuer: UnitValuer, step: int
+        self, episodes: Sequence[Episode], answers: Sequence[JudgedAnswer], valuer: UnitValuer
     ) -> tuple[list[np.ndarray], list[float]]:
         """Per answer: the credits [K] of its units, and the value of an empty answer."""
         recipe = self.settings
@@ -363,23 +345,9 @@ class UnitCreditor:
             return [estimate(prefixes) for prefixes in values], [float(prefixes[0]) for prefixes in values]
         if isinstance(recipe, LeaveOneOutCredit):
             members = [[*estimators.leave_one_out_coalitions(len(a.units)), 0] for a in answers]
-            values_of = valuer.coalitions(answers, members, recipe.rendering)
+            values_of = valuer.coalitions(answers, members)
             without = [np.array([of[m] for m in asked[:-1]]) for of, asked in zip(values_of, members, strict=True)]
             credits = [estimators.loo(a.outcome, values) for a, values in zip(answers, without, strict=True)]
-            return credits, [of[0] for of in values_of]
-        if isinstance(recipe, ShapleyCredit):
-            names = [("shapley", step, e.group, e.index) for e in episodes]
-            randoms = [random_stream(self.seed, *name) for name in names]
-            chosen = [
-                estimators.sample_orders(len(a.units), recipe.permutations, r)
-                for a, r in zip(answers, randoms, strict=True)
-            ]
-            members = [[0, *estimators.coalitions(len(a.units), o)] for a, o in zip(answers, chosen, strict=True)]
-            values_of = valuer.coalitions(answers, members, recipe.rendering)
-            credits = [
-                estimators.shapley(len(a.units), order, of)
-                for a, order, of in zip(answers, chosen, values_of, strict=True)
-            ]
             return credits, [of[0] for of in values_of]
         if isinstance(recipe, CompatibleCredit):
             blanked = valuer.blanked(answers)
@@ -387,14 +355,12 @@ class UnitCreditor:
             return credits, [0.0] * len(answers)
         if isinstance(recipe, LearnedCredit):
             return [self._learned(episode, valuer.scale) for episode in episodes], [0.0] * len(answers)
-        return self._shared(recipe, answers, valuer), [0.0] * len(answers)
+        return self._shared(recipe, answers), [0.0] * len(answers)
 
-    def _shared(self, recipe: ShareCredit, answers: Sequence[JudgedAnswer], valuer: UnitValuer) -> list[np.ndarray]:
+    def _shared(self, recipe: ShareCredit, answers: Sequence[JudgedAnswer]) -> list[np.ndarray]:
         if recipe.type == "outcome":
             return [estimators.last(a.outcome, len(a.units)) for a in answers]
-        equal = [np.ones(len(a.units)) for a in answers]
-        weights = valuer.attention(answers) if recipe.type == "attention" else equal
-        return [estimators.attention(a.outcome, w * a.units.is_unit) for a, w in zip(answers, weights, strict=True)]
+        return [estimators.even(a.outcome, a.units.is_unit) for a in answers]
 
     def _learned(self, episode: Episode, scale: Callable[[float], float]) -> np.ndarray:
         """Unit rewards [K], normalized by position (without a fit, like outcomes) and clipped like outcomes."""

@@ -12,7 +12,6 @@ from posttrain.credit.units.segment import (
     Answer,
     closing_start,
     entropy_cuts,
-    merge_small,
     merge_tail,
     ordinal_of,
     paragraph_starts,
@@ -31,8 +30,8 @@ def cut(text, places):
     return [text[start:stop] for start, stop in pairwise(edges) if stop > start]
 
 
-def steps(text, pattern=STEP_PATTERN, ordinal=True):
-    return cut(text, step_starts(text, pattern, ordinal))
+def steps(text, pattern=STEP_PATTERN):
+    return cut(text, step_starts(text, pattern))
 
 
 @pytest.mark.parametrize(
@@ -65,9 +64,9 @@ def test_labels_must_count(text, found):
 def test_without_the_check_every_match_is_a_step():
     """The published parser, which fails on `OK. fine`."""
     pattern = r"^(\*?[A-Z]{1,2}\.)\s+"
-    assert steps("A. a\nOK. fine\nC. c", pattern, ordinal=False) == ["A. a\n", "OK. fine\n", "C. c"]
-    assert steps("1. a\n2. b", pattern, ordinal=False) == ["1. a\n2. b"]
-    assert steps("x = 1\n\ny = 2\n#### 3", r"^(?=\S)", ordinal=False) == ["x = 1\n\n", "y = 2\n", "#### 3"]
+    assert steps("A. a\nOK. fine\nC. c", pattern) == ["A. a\n", "OK. fine\n", "C. c"]
+    assert steps("1. a\n2. b", pattern) == ["1. a\n2. b"]
+    assert steps("x = 1\n\ny = 2\n#### 3", r"^(?=\S)") == ["x = 1\n\n", "y = 2\n", "#### 3"]
 
 
 def test_labels_continue_after_z():
@@ -118,7 +117,7 @@ def test_paragraphs(text, found):
 @pytest.mark.parametrize("text", ["." * 200_000, "\n" * 200_000, " " * 200_000 + "x", "。" * 200_000, "A.\n" * 60_000])
 def test_hostile_texts_take_linear_time(text):
     start = time.process_time()
-    for read in (sentence_starts, paragraph_starts, lambda text: step_starts(text, STEP_PATTERN, True)):
+    for read in (sentence_starts, paragraph_starts, lambda text: step_starts(text, STEP_PATTERN)):
         read(text)
     assert time.process_time() - start < 5
 
@@ -129,24 +128,6 @@ def test_entropy_cuts_are_strict_and_never_before_the_first_token():
     assert entropy_cuts(entropies, 0.0).tolist() == [1, 2, 4]
     assert entropy_cuts(entropies, 1000.0).tolist() == []
     assert entropy_cuts(np.zeros(0), 1.5).tolist() == []
-
-
-def test_a_local_maximum_is_above_both_neighbours_or_the_first_of_a_plateau():
-    entropies = np.array([5.0, 6.0, 7.0, 3.0, 4.0, 4.0, 2.0, 2.0, 3.0])
-    assert entropy_cuts(entropies, 1.5, "local_max").tolist() == [2, 4, 8]
-    assert entropy_cuts(entropies, 3.5, "local_max").tolist() == [2, 4]
-    assert entropy_cuts(np.array([1.0, 2.0, 2.0, 3.0]), 0.5, "local_max").tolist() == [3]
-    assert entropy_cuts(np.full(4, 2.0), 0.5, "local_max").tolist() == []
-
-
-@given(values=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0]) | st.floats(0, 12), min_size=1, max_size=40))
-def test_local_maxima_are_some_of_the_tokens_above_the_threshold(values):
-    entropies = np.array(values)
-    peaks, above = entropy_cuts(entropies, 1.0, "local_max"), entropy_cuts(entropies, 1.0)
-    assert set(peaks) <= set(above)
-    assert not set(peaks) & set(peaks + 1)
-    if len(above) and entropies.argmax() > 0:
-        assert entropies.argmax() in peaks
 
 
 def test_entropies_must_be_numbers():
@@ -178,31 +159,16 @@ def test_tail_of_an_answer_in_units_by_entropy(entropies, threshold, ended, cuts
 partition = st.lists(st.integers(1, 9), min_size=1, max_size=30).map(lambda sizes: np.cumsum([0, *sizes]))
 
 
-def slowly(cuts, most):
-    """`merge_small` by its definition, with one scan per merge."""
-    cuts = cuts.tolist()
-    while len(cuts) - 1 > most:
-        size = np.diff(cuts).tolist()
-        unit = size.index(min(size))
-        before = size[unit - 1] if unit else np.inf
-        after = size[unit + 1] if unit + 1 < len(size) else np.inf
-        del cuts[unit if before <= after else unit + 1]
-    return cuts
-
-
 @given(cuts=partition, most=st.integers(1, 31))
 def test_caps(cuts, most):
-    small, tail = merge_small(cuts, most), merge_tail(cuts, most)
-    assert small.tolist() == slowly(cuts, most)
-    assert len(tail) - 1 == len(small) - 1 == min(most, len(cuts) - 1)
+    tail = merge_tail(cuts, most)
+    assert len(tail) - 1 == min(most, len(cuts) - 1)
     assert tail[:-1].tolist() == cuts[: len(tail) - 1].tolist()
     assert tail[-1] == cuts[-1]
-    assert small.dtype == tail.dtype == np.int64
+    assert tail.dtype == np.int64
 
 
 def test_caps_by_hand():
     cuts = np.cumsum([0, 5, 1, 3, 9, 2])
     assert np.diff(merge_tail(cuts, 3)).tolist() == [5, 1, 14]
-    assert np.diff(merge_small(cuts, 3)).tolist() == [5, 4, 11]
-    assert np.diff(merge_small(cuts, 2)).tolist() == [9, 11]
-    assert np.diff(merge_small(cuts, 1)).tolist() == np.diff(merge_tail(cuts, 1)).tolist() == [20]
+    assert np.diff(merge_tail(cuts, 1)).tolist() == [20]

@@ -172,34 +172,26 @@ def in_groups():
 
 def test_standardised_over_the_batch():
     made, outcome, units = in_groups()
-    found = with_unit_advantages(made, outcome, units, 0.5, "batch", 5.0).values
+    found = with_unit_advantages(made, outcome, units, 0.5).values
     std = np.sqrt(5) + 1e-6
     for own, unit in zip(found, units, strict=True):
         assert own[0].dtype == np.float32
         np.testing.assert_allclose(own[0], [0, *(1 + 0.5 * (unit.credits - 3) / std), 0], rtol=1e-6)
 
 
-def test_standardised_over_each_group():
-    made, outcome, units = in_groups()
-    found = with_unit_advantages(made, outcome, units, 1.0, "group", 5.0).values
-    for own, signs in zip(found, ([-1, 1], [1, -1], [-1, 1], [1, -1]), strict=True):
-        np.testing.assert_allclose(own[0], [0, *signs, 0], atol=2e-6)
-
-
 def test_each_unit_counts_once_for_any_length():
     one = episode((".sssss", {}))
     units = [UnitAdvantages(Spans.from_cuts(5, np.array([4])), np.array([1.0, 3.0]), 1.0, 0.0)]
-    found = with_unit_advantages([one], reward_streams_of_zero([one]), units, 1.0, "batch", 5.0).values[0][0]
+    found = with_unit_advantages([one], reward_streams_of_zero([one]), units, 1.0).values[0][0]
     np.testing.assert_allclose(found, [0, -1, -1, -1, -1, 1], atol=2e-6)
 
 
-@pytest.mark.parametrize("statistics", ["batch", "group"])
 @pytest.mark.parametrize("beta", BETAS[1:])
 @pytest.mark.parametrize("where", ["before", "between", "after", "everywhere"])
-def test_spans_outside_units_have_no_part_in_hindsight_credit(where, beta, statistics):
+def test_spans_outside_units_have_no_part_in_hindsight_credit(where, beta):
     """The tokens of units get what they get without the other spans, whose credits may be anything."""
     made, outcome, units = in_groups()
-    plain = with_unit_advantages(made, outcome, units, beta, statistics, 5.0).values
+    plain = with_unit_advantages(made, outcome, units, beta).values
     flags = {
         "before": [False, True, True],
         "between": [True, False, True],
@@ -215,7 +207,7 @@ def test_spans_outside_units_have_no_part_in_hindsight_credit(where, beta, stati
         spans = Spans(2 * np.arange(len(flags) + 1), np.array(flags))
         wider.append(UnitAdvantages(spans, credits, unit.outcome, unit.empty_value))
     twos = Advantages([[np.array([0, *[2.0] * len(is_unit), 0], np.float32)] for _ in made])
-    found = with_unit_advantages(longer, twos, wider, beta, statistics, 5.0).values
+    found = with_unit_advantages(longer, twos, wider, beta).values
     for one, other in zip(found, plain, strict=True):
         tokens = one[0][1:-1]
         np.testing.assert_array_equal(tokens[is_unit], np.repeat(other[0][1:-1], 2))
@@ -227,21 +219,22 @@ def test_an_episode_with_units_has_a_baseline_in_a_group_of_one():
     alone = [episode((".ss.", {}), group=g) for g in range(3)]
     outcome = compute_advantages(alone, recipe("grpo"), reward_streams(alone))
     assert outcome.without_baseline == {0, 1, 2}
-    mixed = with_unit_advantages(alone, outcome, [units[0], None, units[1]], 0.5, "batch", 5.0)
+    mixed = with_unit_advantages(alone, outcome, [units[0], None, units[1]], 0.5)
     assert mixed.without_baseline == {1}
-    assert with_unit_advantages(alone, outcome, units[:3], 0.0, "batch", 5.0).without_baseline == {0, 1, 2}
+    assert with_unit_advantages(alone, outcome, units[:3], 0.0).without_baseline == {0, 1, 2}
 
 
 def reward_streams_of_zero(episodes):
     return Advantages([[np.zeros(len(stream), np.float32) for stream in one.streams] for one in episodes])
 
 
-def test_scores_are_clipped_before_they_are_weighed():
+def test_scores_are_clipped_before_they_are_weighed(monkeypatch):
     one = episode(("s" * 20, {}))
     units = [UnitAdvantages(Spans.from_cuts(20, np.arange(20)), np.array([*[0.0] * 19, 100.0]), 1.0, 0.0)]
     raw = np.sqrt(19)
     for clip in (5.0, 2.0):
-        found = with_unit_advantages([one], reward_streams_of_zero([one]), units, 0.5, "batch", clip).values[0][0]
+        monkeypatch.setattr("posttrain.credit.units.mixing.CLIP", clip)
+        found = with_unit_advantages([one], reward_streams_of_zero([one]), units, 0.5).values[0][0]
         np.testing.assert_allclose(found[-1], 0.5 * min(raw, clip), rtol=1e-5)
         np.testing.assert_allclose(found[:-1], -0.5 / raw, rtol=1e-5)
 
@@ -249,23 +242,19 @@ def test_scores_are_clipped_before_they_are_weighed():
 def test_equal_credits_give_exactly_zero():
     made, outcome, units = in_groups()
     alike = [UnitAdvantages(own.spans, np.full(2, 0.1), 1.0, 0.0) for own in units]
-    for statistics in ("batch", "group"):
-        for own in with_unit_advantages(made, outcome, alike, 0.5, statistics, 5.0).values:
-            np.testing.assert_array_equal(own[0], [0, 1, 1, 0])
+    for own in with_unit_advantages(made, outcome, alike, 0.5).values:
+        np.testing.assert_array_equal(own[0], [0, 1, 1, 0])
 
 
-@pytest.mark.parametrize("statistics", ["batch", "group"])
-def test_the_order_of_episodes_changes_no_bit(statistics):
+def test_the_order_of_episodes_changes_no_bit():
     cases = [played(seed, 1 + seed % 5, group=seed % 3, index=seed) for seed in range(12)]
     units = [judged(*case) for case in cases]
     made = [case[0] for case in cases]
     outcome = compute_advantages(made, recipe("rloo"), reward_streams(made))
-    straight = with_unit_advantages(made, outcome, units, 0.7, statistics, 5.0).values
+    straight = with_unit_advantages(made, outcome, units, 0.7).values
     order = random_stream(0, "order").permutation(len(made)).tolist()
     shuffled = Advantages([outcome.values[place] for place in order])
-    mixed = with_unit_advantages(
-        [made[p] for p in order], shuffled, [units[p] for p in order], 0.7, statistics, 5.0
-    ).values
+    mixed = with_unit_advantages([made[p] for p in order], shuffled, [units[p] for p in order], 0.7).values
     assert all(same_bits(straight[place], own) for place, own in zip(order, mixed, strict=True))
 
 
@@ -283,7 +272,7 @@ def test_beta_0_is_the_credit_of_outcomes_to_the_bit(kind):
     plain = compute_advantages(made, recipe(kind), reward_streams(made))
     rewards = with_unit_rewards(made, reward_streams(made), [rewarded(*case) for case in cases], 0.0, "end")
     paid = compute_advantages(made, recipe(kind), rewards)
-    scored = with_unit_advantages(made, plain, [judged(*case) for case in cases], 0.0, "batch", 5.0)
+    scored = with_unit_advantages(made, plain, [judged(*case) for case in cases], 0.0)
     for a, b, c in zip(plain.values, paid.values, scored.values, strict=True):
         assert same_bits(a, b)
         assert same_bits(a, c)
@@ -302,7 +291,7 @@ def test_episodes_without_units_get_outcome_credit_in_a_batch_with_units(beta):
     before = reward_streams(made)
     rewards = with_unit_rewards(made, before, paid_units, beta, "end")
     outcome = compute_advantages(made, recipe("reinforce"), before)
-    advantages = with_unit_advantages(made, outcome, judged_units, beta, "batch", 5.0)
+    advantages = with_unit_advantages(made, outcome, judged_units, beta)
     for place, keeps in enumerate(kept):
         own = paid_units[place]
         less = 0.0 if own is None or own.spans.tokens == 0 else beta * own.empty_value
@@ -318,8 +307,6 @@ def test_episodes_without_units_get_outcome_credit_in_a_batch_with_units(beta):
         Advantages([outcome.values[0], outcome.values[3]]),
         [judged_units[0], judged_units[3]],
         beta,
-        "batch",
-        5.0,
     )
     assert same_bits(alone.values[0], advantages.values[0])
 
@@ -329,7 +316,7 @@ def test_a_batch_without_units_is_unchanged():
     before = reward_streams([one])
     assert same_bits(with_unit_rewards([one], before, [None], 1.0, "end").values[0], before.values[0])
     outcome = compute_advantages([one], recipe("reinforce"), before)
-    found = with_unit_advantages([one], outcome, [judged(one, cuts, values)], 1.0, "group", 5.0)
+    found = with_unit_advantages([one], outcome, [judged(one, cuts, values)], 1.0)
     assert same_bits(found.values[0], outcome.values[0])
 
 
@@ -340,18 +327,18 @@ def test_the_two_types_of_credit_are_not_interchangeable(beta):
     with pytest.raises(TypeError, match="UnitAdvantages is not a reward"):
         with_unit_rewards([one], rewards, [judged(one, cuts, values)], beta, "end")
     with pytest.raises(TypeError, match="UnitRewards is not an advantage"):
-        with_unit_advantages([one], advantages, [rewarded(one, cuts, values)], beta, "batch", 5.0)
+        with_unit_advantages([one], advantages, [rewarded(one, cuts, values)], beta)
     neither = CreditedUnits(cuts, prefix(values), 1.0, 0.0)
     with pytest.raises(TypeError):
         with_unit_rewards([one], rewards, [neither], beta, "end")
     with pytest.raises(TypeError):
-        with_unit_advantages([one], advantages, [neither], beta, "batch", 5.0)
+        with_unit_advantages([one], advantages, [neither], beta)
 
 
 def test_results_have_the_type_of_their_channel():
     one, cuts, values = played(0, 3)
     paid = with_unit_rewards([one], reward_streams([one]), [rewarded(one, cuts, values)], 0.5, "end")
-    scored = with_unit_advantages([one], reward_streams_of_zero([one]), [judged(one, cuts, values)], 0.5, "batch", 5.0)
+    scored = with_unit_advantages([one], reward_streams_of_zero([one]), [judged(one, cuts, values)], 0.5)
     assert isinstance(paid, RewardStreams)
     assert isinstance(scored, Advantages)
 

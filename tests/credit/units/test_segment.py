@@ -25,18 +25,15 @@ def recipe(kind, **keys):
 limits = st.fixed_dictionaries(
     {
         "max_units": st.none() | st.integers(1, 4),
-        "merge": st.sampled_from(["merge_tail", "merge_small"]),
         "thinking": st.sampled_from(["whole", "split"]),
     }
 )
 cutting = st.one_of(
     limits.map(lambda keys: recipe("steps", closing="^B", **keys)),
-    limits.map(lambda keys: recipe("steps", pattern=SEED_PATTERN, ordinal=False, **keys)),
+    limits.map(lambda keys: recipe("steps", pattern=SEED_PATTERN, **keys)),
     limits.map(lambda keys: recipe("sentence", **keys)),
     limits.map(lambda keys: recipe("paragraph", **keys)),
-    st.builds(
-        lambda keys, peak: recipe("entropy", peak=peak, **keys), limits, st.sampled_from(["threshold", "local_max"])
-    ),
+    limits.map(lambda keys: recipe("entropy", **keys)),
 )
 whole = st.sampled_from(["turn", "token", "outcome"]).map(recipe)
 entropies = st.sampled_from([0.0, 1.0, 1.5, 2.0, 3.0])
@@ -176,7 +173,7 @@ def test_a_token_that_ends_the_thinking_is_thinking():
 
 def test_a_token_without_text_after_thinking_starts_no_step():
     ids = np.array([VOCABULARY.index(token) for token in (b"<think>", b"</think>", b"", b"\nB. x")])
-    units = segment(recipe("steps", pattern="^B", ordinal=False), [Answer(ids, False)], byte_level)
+    units = segment(recipe("steps", pattern="^B"), [Answer(ids, False)], byte_level)
     assert (units.cuts.tolist(), units.is_unit.tolist()) == ([0, 3, 4], [False, True])
 
 
@@ -234,7 +231,6 @@ def test_without_sampled_tokens_there_are_no_units():
     [
         ({"type": "steps", "pattern": "("}, "invalid regular expression"),
         ({"type": "steps", "closing": "["}, "invalid regular expression"),
-        ({"type": "steps", "pattern": SEED_PATTERN}, "no group"),
         ({"type": "token", "max_units": 3}, "max_units"),
         ({"type": "entropy", "threshold": -1}, "threshold"),
     ],

@@ -65,7 +65,7 @@ def assert_same(one, other):
 @pytest.mark.slow
 def test_a_dedicated_critic_and_reference_learn_the_same_bits_if_any_worker_dies(cluster, tiny_model, alone, tmp_path):
     """The reference model is restarted alone; learner and critic continue from the last checkpoint together."""
-    hardware = {"dedicated": {"critic": 1, "reference": 1}, "environments": {"count": 1}, "max_restarts": 20}
+    hardware = {"dedicated": {"critic": 1, "reference": 1}, "environments": {"count": 1}}
 
     def disturb(disturber: Disturber):
         disturber.until(1)

@@ -369,10 +369,7 @@ DRCA: dict[str, Rule] = {
     **PPO,
     "max_units_per_sequence": converted(
         lambda flags: (
-            {
-                "unit_credit.segmenter.max_units": flags.whole("max_units_per_sequence"),
-                "unit_credit.segmenter.merge": "merge_tail",
-            },
+            {"unit_credit.segmenter.max_units": flags.whole("max_units_per_sequence")},
             "the last unit has the rest, in both",
         )
     ),

@@ -156,7 +156,7 @@ _BASELINE = Script(
         lambda _: (
             _fixed(
                 {"engine.type": "openai", "engine.url": "https://api.anthropic.com/v1/", "engine.model": "claude-sonnet-5",
-                 "engine.api_key_variable": "ANTHROPIC_API_KEY", "engine.send_temperature": False},
+                 "engine.api_key_variable": "ANTHROPIC_API_KEY", "engine.extra_body.temperature": None},
                 "model", "Claude 3.7 Sonnet", "retired on 2026-02-19; any OpenAI-compatible server works",
             ),
             _fixed({"rollout.tokens_per_turn": 2048, "thinking": "remove"}, "answers", "2048 tokens, without thinking"),
@@ -177,7 +177,7 @@ def _judge(metric: str) -> Script:
     rows = (
         _fixed({"--rubric": metric}, "rubric", metric, "our own: the original prompts are not published"),
         _fixed(
-            {"--url": "http://localhost:8000/v1", "--model": "JUDGE"},
+            {"judge.url": "http://localhost:8000/v1", "judge.model": "JUDGE"},
             "judge",
             "not known",
             "any OpenAI-compatible server",
@@ -198,8 +198,8 @@ def _segments(section: str) -> dict[str, Rule]:
     return {
         "method": choice(
             f"{section}.type",
-            {"peak": {f"{section}.type": "entropy", f"{section}.peak": "threshold"}},
-            f"the published `peak` is a plain threshold; `{section}.peak=local_max` uses local maxima",
+            {"peak": {f"{section}.type": "entropy"}},
+            "the published `peak` is a plain threshold",
         ),
         "threshold": equal(
             f"{section}.threshold", note="nats, of the fine-tuned model at temperature 1; 1000 is one unit per answer"

@@ -441,8 +441,8 @@ RULES: dict[str, Rule] = {
     "trainer.log_val_generations": without_effect("every episode is in `episodes/`"),
     "trainer.rollout_data_dir": without_effect("every episode is in `episodes/`"),
     "trainer.device": without_effect("`model.device`"),
-    "ray_init.num_cpus": without_effect("`hardware.cpus`"),
-    "ray_kwargs.ray_init.num_cpus": without_effect("`hardware.cpus`"),
+    "ray_init.num_cpus": without_effect("Ray counts them"),
+    "ray_kwargs.ray_init.num_cpus": without_effect("Ray counts them"),
     "--config-name": unsupported("name the overrides; files of hydra are not read", off=("ppo_trainer", "ppo_trainer.yaml")),
     "--config-path": unsupported("name the overrides; files of hydra are not read"),
 }  # fmt: skip

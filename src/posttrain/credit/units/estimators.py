@@ -4,9 +4,6 @@
 and including unit k, and Phi_K = R of the whole answer. A coalition of units is an int whose bit k is set for unit k.
 """
 
-from collections.abc import Mapping, Sequence
-from math import factorial
-
 import numpy as np
 
 
@@ -33,9 +30,10 @@ def trunc(values: np.ndarray) -> np.ndarray:
     return values[-1] - values[:-1]
 
 
-def even(outcome: float, units: int) -> np.ndarray:
-    """d_k = R / K."""
-    return np.full(units, outcome / max(units, 1))
+def even(outcome: float, is_unit: np.ndarray) -> np.ndarray:
+    """d_k = R / K for the K spans of `is_unit` [S] bool that are units, 0 for the others; R / S without units."""
+    shares = is_unit if is_unit.any() else np.ones(len(is_unit), dtype=bool)
+    return outcome * shares / max(int(shares.sum()), 1)
 
 
 def last(outcome: float, units: int) -> np.ndarray:
@@ -43,16 +41,6 @@ def last(outcome: float, units: int) -> np.ndarray:
     shares = np.zeros(units)
     shares[-1:] = outcome
     return shares
-
-
-def attention(outcome: float, weights: np.ndarray) -> np.ndarray:
-    """d_k = R a_k / sum of a, for the attention a [K] >= 0 from the token where the reward model reads R to each unit.
-
-    Source: Chan et al. 2024, "Dense reward for free in RLHF" (ABC), arXiv 2402.00782. Equal shares if
-    all weights are 0.
-    """
-    total = float(np.sum(weights))
-    return even(outcome, len(weights)) if total <= 0 else outcome * np.asarray(weights, dtype=np.float64) / total
 
 
 def full_coalition(units: int) -> int:
@@ -73,59 +61,3 @@ def loo(outcome: float, without: np.ndarray) -> np.ndarray:
     contains later units that were sampled given unit k.
     """
     return outcome - np.asarray(without, dtype=np.float64)
-
-
-def sample_orders(units: int, permutations: int, random: np.random.Generator) -> list[np.ndarray] | None:
-    """Random orders [K] of units, in antithetic pairs (each second one reverses the one before) for lower variance.
-
-    None if all 2^K coalitions cost no more than those of the orders, so that the values can be exact. Source of the
-    pairs: Mitchell et al. 2022, "Sampling permutations for Shapley value estimation".
-    """
-    if units <= 1 or 2**units - 2 <= permutations * (units - 1):
-        return None
-    chosen: list[np.ndarray] = []
-    while len(chosen) < permutations:
-        order = random.permutation(units)
-        chosen += [order, order[::-1]]
-    return chosen[:permutations]
-
-
-def coalitions(units: int, chosen: Sequence[np.ndarray] | None) -> list[int]:
-    """The coalitions to evaluate, ascending, without the empty and the full one: the prefixes of the orders
-    `chosen`.
-    """
-    if chosen is None:
-        return list(range(1, full_coalition(units)))
-    needed: set[int] = set()
-    for order in chosen:
-        joined = 0
-        for unit in order.tolist()[:-1]:
-            joined |= 1 << unit
-            needed.add(joined)
-    return sorted(needed)
-
-
-def shapley(units: int, chosen: Sequence[np.ndarray] | None, values: Mapping[int, float]) -> np.ndarray:
-    """phi_k = mean of Phi(S with k) - Phi(S) over the orders in which units join: [K] float64, sums to R - Phi_0.
-
-    Biased, because a share of the outcome is not a return; unbiased only for additive worth and independent units.
-    `chosen`: result of `sample_orders`, which estimates the values without bias. None computes them exactly: the sum
-    over S without k of |S|! (K - |S| - 1)! / K! times the difference. `values`: coalition -> value, for the result of
-    `coalitions`, the empty (0) and the full coalition.
-    Source: Shapley 1953; for sampled orders Castro et al. 2009, "Polynomial calculation of the Shapley value".
-    """
-    credits = np.zeros(units)
-    if chosen is None:
-        weights = [factorial(s) * factorial(units - s - 1) / factorial(units) for s in range(units)]
-        for members in range(1 << units):
-            for unit in range(units):
-                if not members >> unit & 1:
-                    gain = values[members | 1 << unit] - values[members]
-                    credits[unit] += weights[members.bit_count()] * gain
-        return credits
-    for order in chosen:
-        joined = 0
-        for unit in order.tolist():
-            credits[unit] += values[joined | 1 << unit] - values[joined]
-            joined |= 1 << unit
-    return credits / len(chosen)

@@ -54,6 +54,8 @@ class UnitAdvantages(CreditedUnits):
 
 
 Placement = Literal["end", "even"]
+CLIP = 5.0
+"""Bound of standardized unit credit, in standard deviations."""
 
 
 def distribute(spans: Spans, credits: np.ndarray, placement: Placement) -> np.ndarray:
@@ -107,13 +109,11 @@ def with_unit_advantages(
     advantages: Advantages,
     units: Sequence[UnitAdvantages | None],
     beta: float,
-    statistics: Literal["batch", "group"],
-    clip: float,
 ) -> Advantages:
     """A_t = (1 - beta) A_t + beta z(d_u(t)): unit credit used as is, without return or discount.
 
-    z subtracts the mean and divides by the population standard deviation + 1e-6, over all units of the step or of the
-    episode's group, each unit once, and clips to [-clip, clip]. It is exactly 0 if all credits are equal, and in spans
+    z subtracts the mean and divides by the population standard deviation + 1e-6, over all units of the step, each unit
+    once, and clips to [-`CLIP`, `CLIP`]. It is exactly 0 if all credits are equal, and in spans
     that are not units, such as a thinking block, which have no part in the statistics either. The result is
     bit-identical for any order of episodes and groups. Biased for any credit, because mean and deviation come from the
     batch itself. Episodes without units, and all episodes if beta is 0, keep their advantages bit for bit. TypeError
@@ -124,36 +124,31 @@ def with_unit_advantages(
             raise TypeError(f"{type(credited).__name__} is not an advantage: causal credit must go through the return")
     if beta == 0:
         return advantages
-    scores = _scores(episodes, units, statistics)
+    scores = _scores(units)
     mixed: PerToken = []
     for episode, streams, credited, score in zip(episodes, advantages.values, units, scores, strict=True):
         if credited is None or score is None:
             mixed.append(streams)
             continue
         outcome = [((1 - beta) * stream).astype(np.float32) for stream in streams]
-        mixed.append(_added(episode, outcome, beta * np.clip(score, -clip, clip)[credited.spans.unit_of_token]))
+        mixed.append(_added(episode, outcome, beta * np.clip(score, -CLIP, CLIP)[credited.spans.unit_of_token]))
     scored = {position for position, score in enumerate(scores) if score is not None}
     return Advantages(mixed, advantages.without_baseline - scored)
 
 
-def _scores(
-    episodes: Sequence[Episode], units: Sequence[UnitAdvantages | None], statistics: Literal["batch", "group"]
-) -> list[np.ndarray | None]:
+def _scores(units: Sequence[UnitAdvantages | None]) -> list[np.ndarray | None]:
     """Per episode [K] the standardized credits of its units, 0 for other spans; None without units."""
-    by_set: dict[int, list[int]] = {}
-    for position, (episode, credited) in enumerate(zip(episodes, units, strict=True)):
-        if credited is not None and credited.has_units:
-            by_set.setdefault(episode.group if statistics == "group" else 0, []).append(position)
-    scores: list[np.ndarray | None] = [None] * len(episodes)
-    for positions in by_set.values():
-        chosen = [credited for credited in map(units.__getitem__, positions) if credited is not None]
-        is_unit = np.concatenate([credited.spans.is_unit for credited in chosen])
-        standardized = np.zeros(len(is_unit))
-        credits = np.concatenate([credited.credits for credited in chosen])
-        standardized[is_unit] = standardize(credits[is_unit], correction=0)
-        ends = np.cumsum([len(credited.spans) for credited in chosen])[:-1]
-        for position, score in zip(positions, np.split(standardized, ends), strict=True):
-            scores[position] = score
+    scores: list[np.ndarray | None] = [None] * len(units)
+    having = {place: credited for place, credited in enumerate(units) if credited is not None and credited.has_units}
+    if not having:
+        return scores
+    is_unit = np.concatenate([credited.spans.is_unit for credited in having.values()])
+    credits = np.concatenate([credited.credits for credited in having.values()])
+    standardized = np.zeros(len(is_unit))
+    standardized[is_unit] = standardize(credits[is_unit], correction=0)
+    ends = np.cumsum([len(credited.spans) for credited in having.values()])[:-1]
+    for place, score in zip(having, np.split(standardized, ends), strict=True):
+        scores[place] = score
     return scores
 
 

@@ -173,7 +173,7 @@ class FitKey:
     model: str
     dataset: str
     method: str
-    """`peak` for entropy above a threshold, as published; `local_max` for local maxima; otherwise the segmenter's `type`."""
+    """`peak` for entropy above a threshold, as published; otherwise the segmenter's `type`."""
     aggregate: str
     """`avg`, as published."""
     threshold: str
@@ -195,8 +195,7 @@ def parse_key(text: str) -> FitKey:
 def fit_key(model: str, dataset: str, segmenter: UnitsRecipe) -> FitKey:
     """The key of a fit for units of `segmenter`, aggregated by their mean."""
     if isinstance(segmenter, EntropyUnits):
-        method = "peak" if segmenter.peak == "threshold" else segmenter.peak
-        return FitKey(model, dataset, method, "avg", f"{segmenter.threshold:g}")
+        return FitKey(model, dataset, "peak", "avg", f"{segmenter.threshold:g}")
     return FitKey(model, dataset, segmenter.type, "avg", "0")
 
 

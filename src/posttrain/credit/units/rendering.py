@@ -2,14 +2,11 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Stream
-
-Rendering = Literal["delete", "placeholder", "blank"]
 
 
 @dataclass(frozen=True)
@@ -20,13 +17,11 @@ class RenderingTokens:
     """The end token to append to an answer."""
     ends: Collection[int]
     """All tokens that end an answer."""
-    placeholder: list[int]
-    """The text `[omitted]`."""
     blank: int
     """A space."""
 
 
-def render_coalition(stream: Stream, units: Spans, members: int, how: Rendering, tokens: RenderingTokens) -> np.ndarray:
+def render_coalition(stream: Stream, units: Spans, members: int, tokens: RenderingTokens) -> np.ndarray:
     """`stream` with only the units whose bit is set in `members`: ids [T'] int64.
 
     Tokens that were not sampled and end tokens that close a turn are kept. The last unit determines the end: without
@@ -35,20 +30,10 @@ def render_coalition(stream: Stream, units: Spans, members: int, how: Rendering,
     sampled = np.flatnonzero(stream.sampled)
     closes = np.append(np.diff(sampled) > 1, True) & np.isin(stream.ids[sampled], list(tokens.ends))
     kept = np.ones(len(stream), dtype=bool)
-    fill: dict[int, list[int]] = {}
     for unit, (start, stop) in enumerate(units):
         if not members >> unit & 1:
-            body = sampled[start:stop][~closes[start:stop]]
-            kept[body] = False
-            if how == "blank":
-                fill |= {key: [tokens.blank] for key in body.tolist()}
-            elif how == "placeholder" and len(body):
-                fill[int(body[0])] = tokens.placeholder
-    ids = [
-        token
-        for place, token_id in enumerate(stream.ids.tolist())
-        for token in ([token_id] if kept[place] else fill.get(place, []))
-    ]
+            kept[sampled[start:stop][~closes[start:stop]]] = False
+    ids = stream.ids[kept].tolist()
     last_is_out = len(units) > 0 and not members >> (len(units) - 1) & 1
     if last_is_out and not closes[-1]:
         ids.append(tokens.end)

@@ -1,10 +1,8 @@
 """Segmentation of answers into units, as a recipe describes."""
 
-import heapq
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from string import ascii_uppercase
 from typing import Literal
 
@@ -19,20 +17,21 @@ Location = tuple[int, int]
 """Where a unit may begin in a text: the first and the last possible character of the cut."""
 
 
-def step_starts(text: str, pattern: str, ordinal: bool) -> list[Location]:
+def step_starts(text: str, pattern: str) -> list[Location]:
     """Locations where the steps of `text` begin: from the start of the label's line to the label.
 
-    Every match of `pattern` (multi-line) is a candidate. With `ordinal`, labels (the pattern's group `label`) must
+    Every match of `pattern` (multi-line) is a candidate. If the pattern has a group `label`, labels must
     count 1, 2, 3, … or A, B, …, Z, AA, …: a candidate that does not continue the count is text inside the current step.
     If both numbers and letters count up, as in lettered steps with numbered parts, the longer count wins. Of equal
     counts, the one that begins first wins.
 
     The published code treats every line that matches `^(\\*?[A-Z]{1,2}\\.)\\s+` as a step, including `OK. fine`, and
-    rejects numbers although its documentation allows them. `ordinal: false` with that pattern reproduces this. Its
+    rejects numbers although its documentation allows them. That pattern, which has no group `label`, reproduces this. Its
     offsets are those of the text without blank lines; offsets here are those of the text itself.
     """
-    matches = list(re.finditer(pattern, text, re.MULTILINE))
-    if ordinal:
+    label = re.compile(pattern, re.MULTILINE)
+    matches = list(label.finditer(text))
+    if "label" in label.groupindex:
         counts = [_counting(matches, letters) for letters in (True, False)]
         matches = max(counts, key=lambda count: (len(count), -count[0].start() if count else 0))
     return [(match.start(), _visible(text, match.start())) for match in matches]
@@ -186,14 +185,11 @@ def answer_tokens(
     return marks
 
 
-def entropy_cuts(
-    entropies: np.ndarray, threshold: float, peak: Literal["threshold", "local_max"] = "threshold"
-) -> np.ndarray:
+def entropy_cuts(entropies: np.ndarray, threshold: float) -> np.ndarray:
     """[m] int64: indices of the tokens that begin a unit, except the first token (Yin et al. 2025, arXiv 2501.02790).
 
     `entropies` [n] float, in nats: of the distribution that each token was drawn from, under the frozen reference
-    model, full vocabulary, temperature 1. `threshold`: token t begins a unit iff entropies[t] > threshold. `local_max`:
-    additionally, entropies[t] must exceed both neighbors; a plateau of equal values counts once, at its first token.
+    model, full vocabulary, temperature 1. Token t begins a unit iff entropies[t] > threshold.
 
     The authors' segmentation is called `peak` and is the plain threshold. A threshold that no entropy reaches (1000 in
     their code) gives one unit; 0 gives nearly one per token. A later variant uses the entropies of the policy in
@@ -203,19 +199,7 @@ def entropy_cuts(
     values = np.asarray(entropies, dtype=np.float64)
     if not np.isfinite(values).all():
         raise ValueError("the reference model's entropies are not all finite")
-    high = values > threshold
-    if peak == "local_max":
-        high &= _peaks(values)
-    return np.flatnonzero(high[1:]) + 1
-
-
-def _peaks(values: np.ndarray) -> np.ndarray:
-    """[n] bool: the first token of each run of equal values that exceed the values on both sides of the run."""
-    heads = np.flatnonzero(np.diff(values, prepend=np.nan) != 0)  # NaN differs from everything
-    runs = np.concatenate([[-np.inf], values[heads], [-np.inf]])
-    peaks = np.zeros(len(values), dtype=bool)
-    peaks[heads] = (runs[1:-1] > runs[:-2]) & (runs[1:-1] > runs[2:])
-    return peaks
+    return np.flatnonzero(values[1:] > threshold) + 1
 
 
 def merge_tail(cuts: np.ndarray, most: int) -> np.ndarray:
@@ -224,34 +208,6 @@ def merge_tail(cuts: np.ndarray, most: int) -> np.ndarray:
     As in the published code for labeled steps. That code does not apply the limit to units by entropy.
     """
     return cuts if len(cuts) - 1 <= most else np.concatenate([cuts[:most], cuts[-1:]])
-
-
-def merge_small(cuts: np.ndarray, most: int) -> np.ndarray:
-    """Merge K units with edges `cuts` [K + 1] into at most `most`: repeatedly, the unit with the fewest tokens joins
-    its smaller neighbor. Ties go to the earlier unit. O(K log K).
-    """
-    edges = cuts.tolist()
-    count = len(edges) - 1
-    size = [stop - start for start, stop in pairwise(edges)]
-    left, right = list(range(-1, count - 1)), list(range(1, count + 1))
-    smallest = [(tokens, unit) for unit, tokens in enumerate(size)]
-    heapq.heapify(smallest)
-    remaining = count
-    while remaining > most:
-        tokens, unit = heapq.heappop(smallest)
-        if size[unit] != tokens:
-            continue  # an outdated entry: the unit has grown or was merged
-        before, after = left[unit], right[unit]
-        into = before if after == count or (before >= 0 and size[before] <= size[after]) else unit
-        gone = unit if into == before else after
-        size[into] += size[gone]
-        size[gone] = 0
-        right[into] = right[gone]
-        if right[gone] < count:
-            left[right[gone]] = into
-        heapq.heappush(smallest, (size[into], into))
-        remaining -= 1
-    return np.array([*(edges[unit] for unit in range(count) if size[unit]), edges[-1]], dtype=np.int64)
 
 
 _PROMPT_TAIL = 8
@@ -320,13 +276,13 @@ def _of_answer(recipe: StepUnits | EntropyUnits | TextUnits, answer: Answer, dec
     elif isinstance(recipe, EntropyUnits):
         if answer.entropies is None or len(answer.entropies) != len(answer.ids):
             raise ValueError("units by entropy need one entropy of the reference model per sampled token")
-        cuts = text.between_characters(entropy_cuts(answer.entropies, recipe.threshold, recipe.peak))
+        cuts = text.between_characters(entropy_cuts(answer.entropies, recipe.threshold))
     else:
         read = sentence_starts if recipe.type == "sentence" else paragraph_starts
         cuts = _places(text, read(text.text[text.offsets[thought] :]), thought)
     edges = np.unique(np.concatenate([[first, last], cuts[(cuts > first) & (cuts < last)]])).astype(np.int64)
     if recipe.max_units is not None and first < last:
-        edges = (merge_tail if recipe.merge == "merge_tail" else merge_small)(edges, recipe.max_units)
+        edges = merge_tail(edges, recipe.max_units)
     edges = np.unique(np.concatenate([[0, thought], edges, [body]])).astype(np.int64)
     is_unit = (edges[:-1] >= first) & (edges[1:] <= last)
     edges[-1] = len(answer.ids)
@@ -337,7 +293,7 @@ def _steps(recipe: StepUnits, text: AlignedText, thought: int) -> tuple[int, int
     """The first token of the steps, the token after the last step, and the tokens that begin a step."""
     shift = int(text.offsets[thought])
     said = text.text[shift:]
-    starts = step_starts(said, recipe.pattern, recipe.ordinal)
+    starts = step_starts(said, recipe.pattern)
     total = len(text.offsets) - 1
     if not starts:
         return total, total, np.zeros(0, dtype=np.int64)

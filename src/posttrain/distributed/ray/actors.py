@@ -56,10 +56,6 @@ class RemoteRewardModel:
         """As `RewardModel.prefix_rewards`."""
         return self._next("rewards of prefixes", "prefix_rewards", streams, lengths)
 
-    def last_token_attention(self, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """As `RewardModel.last_token_attention`."""
-        return self._next("attention", "last_token_attention", streams)
-
     def _next(self, what: str, method: str, *arguments: Any) -> Any:
         self._calls += 1
         return self._ask(what, method, *arguments, worker=self._calls % len(self.workers))
@@ -405,11 +401,6 @@ class RewardWorker(Worker):
         """As `RewardModel.prefix_rewards`."""
         self.heartbeat.progress += 1
         return self.scorer.model.prefix_rewards(streams, lengths)
-
-    def last_token_attention(self, streams: list[np.ndarray]) -> list[np.ndarray]:
-        """As `RewardModel.last_token_attention`."""
-        self.heartbeat.progress += 1
-        return self.scorer.model.last_token_attention(streams)
 
     def scores(self, episodes: list[Episode]) -> list[tuple[float, Any]]:
         """The score of each episode, and the scores of its units if the model rewards units."""

@@ -38,6 +38,10 @@ from posttrain.recipe.stages import Recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.tables import show_line
 
+HANG_SECONDS = 600.0
+"""Seconds without progress after which a worker that others wait for counts as hung. Longer than loading a model takes."""
+MAX_RESTARTS = 8
+"""Restarts of dead or hung workers in one run; one more failure stops the run."""
 THREADS = 32
 """Number of environments that one worker steps concurrently."""
 _PLACEMENT_SECONDS = 120.0
@@ -80,15 +84,14 @@ class ClusterRun:
         self.document = recipe.model_dump_json()
         whole = recipe.model.model_copy(update={"lora": None, "load_in_4bit": False, "gradient_checkpointing": False})
         self.reference_document = recipe.model_copy(update={"model": whole}).model_dump_json()
-        hardware = recipe.hardware
-        self.heartbeat_seconds = min(1.0, hardware.hang_timeout / 10)
+        self.heartbeat_seconds = min(1.0, HANG_SECONDS / 10)
         # Place the monitor on this machine, because it must outlive all workers.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         # Workers look up the monitor by name, because a handle among their arguments would have to outlive their
         # restarts.
         self.monitor_name = f"monitor-{uuid4().hex}"
         options = {"num_cpus": 0, "scheduling_strategy": here, "name": self.monitor_name}
-        self.monitor = ray.remote(WorkerMonitor).options(**options).remote(hardware.max_restarts)
+        self.monitor = ray.remote(WorkerMonitor).options(**options).remote(MAX_RESTARTS)
         self.actors: dict[str, Any] = {}
         self.handles: dict[str, list[WorkerHandle]] = {}
         self.critics: list[WorkerHandle] = []
@@ -309,8 +312,7 @@ class ClusterRun:
         sentence, too_many = self.ray.get(self.monitor.record_death.remote(name, reason, pid))
         if too_many:
             raise RunError(
-                f"{sentence}; hardware.max_restarts = {self.recipe.hardware.max_restarts} is exceeded; "
-                f"find the cause, then continue with `{self._resume_command}`"
+                f"{sentence}, after {MAX_RESTARTS} restarts of workers; find the cause, then continue with `{self._resume_command}`"
             )
         # Events that an earlier learner logged after its last checkpoint are lost with it, so repeat them.
         earlier = self.ray.get(self.monitor.all_deaths.remote())[:-1]
@@ -358,7 +360,6 @@ class ClusterRun:
     # -- hangs and signals --------------------------------------------------------------------------------------------
 
     def _check_hangs(self) -> None:
-        hardware = self.recipe.hardware
         try:
             statuses = self.ray.get(self.monitor.statuses.remote(), timeout=30)
         except Exception as error:
@@ -368,16 +369,12 @@ class ClusterRun:
             self._monitor_unavailable = True
             return
         self._monitor_unavailable = False
-        for hang in find_hangs(statuses, hardware.hang_timeout):
+        for hang in find_hangs(statuses, HANG_SECONDS):
             if not hang.started:
                 if hang.name not in self._named:
                     self.console.print(hang.sentence, markup=False, soft_wrap=True)
                 self._named.add(hang.name)
                 continue
-            if hardware.on_hang == "stop":
-                raise RunError(
-                    f"{hang.sentence}; hardware.on_hang: stop ends the run here; continue with `{self._resume_command}`"
-                )
             self.console.print(f"{hang.sentence}; it is restarted", markup=False, soft_wrap=True)
             self.ray.get(self.monitor.set_reason.remote(hang.name, f"hung ({hang.sentence})"))
             self.ray.get(self.monitor.forget.remote(hang.name))

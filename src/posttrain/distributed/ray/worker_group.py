@@ -110,8 +110,7 @@ class WorkerClient:
             sentence, too_many = ray.get(self.monitor.record_death.remote(self.name, self._death_reason(), self.pid))
             if too_many:
                 raise WorkersLost(
-                    f"{sentence}; hardware.max_restarts is exceeded, so the run stops; find the "
-                    "cause, then continue with --resume"
+                    f"{sentence}, too often in one run, so it stops; find the cause, then continue with --resume"
                 ) from error
             since = time.monotonic()
             self.pid = self._wait_for_process(sentence)

@@ -24,6 +24,7 @@ from posttrain.distributed.sharding import compute_dtype
 from posttrain.distributed.world import current_world
 from posttrain.engines.protocol import Completion, EngineCounters, Request
 from posttrain.engines.vllm.replicas import (
+    TOKEN,
     EngineDied,
     EngineRefused,
     HangDetector,
@@ -46,7 +47,12 @@ from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.runs.metrics import record_event
 
 T = TypeVar("T")
-MIB = 2**20
+BUCKET_BYTES = 512 * 2**20
+"""Largest bucket of a weight transfer; at least one tensor."""
+START_SECONDS = 600.0
+"""Time-out of the start of an engine."""
+HANG_SECONDS = 600.0
+"""Seconds without progress on an open request after which an engine counts as dead. Longer than any forward pass."""
 
 
 @dataclass
@@ -100,8 +106,7 @@ class VllmEngine:
         """Number of requests sent again because the replica that had them died."""
         self._assigned: ContextVar[list[_ReplicaState] | None] = ContextVar("assigned", default=None)
         self._replicas = [
-            _ReplicaState(replica, asyncio.Lock(), HangDetector(replica.ping, recipe.hang_timeout))
-            for replica in replicas
+            _ReplicaState(replica, asyncio.Lock(), HangDetector(replica.ping, HANG_SECONDS)) for replica in replicas
         ]
         self._store = WeightStore(recipe.max_restarts > 0 or bool(recipe.urls), self._stored_bytes())
         self._adapter: Path | None = None
@@ -292,7 +297,7 @@ class VllmEngine:
         send = {"files": self._send_file, "ipc": self._send_shared, "nccl": self._send_broadcast}
         if self.recipe.weight_transfer == "nccl":
             self._join_group(source)
-        for number, bucket in enumerate(buckets(source.weights(), self.recipe.bucket_megabytes * MIB)):
+        for number, bucket in enumerate(buckets(source.weights(), BUCKET_BYTES)):
             if self._replicas:
                 send[self.recipe.weight_transfer](bucket, number)
         source.release_cached_memory()
@@ -380,7 +385,7 @@ class VllmEngine:
         await state.replica.begin_weights(self.version)
         if self.recipe.weight_transfer != "files" and not self._store.files:
             # The restarted replica loads these files; the next weights are sent directly again.
-            for number, bucket in enumerate(buckets(self._source.weights(), self.recipe.bucket_megabytes * MIB)):
+            for number, bucket in enumerate(buckets(self._source.weights(), BUCKET_BYTES)):
                 self._store.put(bucket, f"{self._sent}-{number}.safetensors")
         for path in self._store.files:
             await state.replica.receive_weights(path)
@@ -409,7 +414,7 @@ class VllmEngine:
 
     def _stored_bytes(self) -> int:
         """Largest number of bytes of weights in files at a time."""
-        bucket = self.recipe.bucket_megabytes * MIB
+        bucket = BUCKET_BYTES
         if self.recipe.max_restarts == 0 and not self.recipe.urls:
             return 2 * bucket
         # A byte of 4-bit weights is sent as two numbers of two bytes.
@@ -554,13 +559,13 @@ def _make_replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | No
     if recipe.mode == "in_process":
         return [InProcessReplica(settings)]
     if recipe.urls:
-        token = _token(recipe)
+        token = os.environ.get(TOKEN) or None
         return [
             ServerReplica(
                 f"the vLLM server at {url}",
                 url.rstrip("/"),
                 token,
-                recipe.start_timeout,
+                START_SECONDS,
                 same_machine=False,
                 required=settings,
             )
@@ -571,16 +576,5 @@ def _make_replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | No
     for number in range(recipe.servers):
         first = recipe.first_device + number * recipe.tensor_parallel
         devices = list(range(first, first + recipe.tensor_parallel))
-        replicas.append(LaunchedServerReplica(number, settings, recipe.python, devices, recipe.start_timeout, folder))
+        replicas.append(LaunchedServerReplica(number, settings, recipe.python, devices, START_SECONDS, folder))
     return replicas
-
-
-def _token(recipe: VllmEngineRecipe) -> str | None:
-    if recipe.token_variable is None:
-        return None
-    token = os.environ.get(recipe.token_variable)
-    if not token:
-        raise InputError(
-            f"engine.token_variable: the environment variable {recipe.token_variable} is not set; set it to the servers' token"
-        )
-    return token

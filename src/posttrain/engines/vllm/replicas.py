@@ -303,7 +303,7 @@ def _message(error: BaseException) -> str:
 _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 10
 """Time for a server to shut down before it is killed."""
-_TOKEN = "POSTTRAIN_VLLM_TOKEN"
+TOKEN = "POSTTRAIN_VLLM_TOKEN"
 _BINARY = {"content-type": "application/octet-stream"}
 _LOG_LINES = 6
 """Number of log lines that an error message shows."""
@@ -345,7 +345,9 @@ class ServerReplica:
                         "`python -m posttrain.engines.vllm.server`, or correct engine.urls"
                     ) from error
             except EngineRefused as error:
-                raise RunError(f"{self.name} refused the connection: {error}; check engine.token_variable") from error
+                raise RunError(
+                    f"{self.name} refused the connection: {error}; check the environment variable {TOKEN}"
+                ) from error
             await asyncio.sleep(1)
 
     def _check_settings(self, info: dict[str, Any]) -> None:
@@ -536,7 +538,7 @@ class LaunchedServerReplica(ServerReplica):
         temporary = Path(self._folder.name) / "tmp"
         temporary.mkdir(exist_ok=True)
         # Temporary files of vLLM are removed with the folder.
-        variables |= {"PYTHONPATH": str(package), "PYTHONSAFEPATH": "1", _TOKEN: self._token, "TMPDIR": str(temporary)}
+        variables |= {"PYTHONPATH": str(package), "PYTHONSAFEPATH": "1", TOKEN: self._token, "TMPDIR": str(temporary)}
         variables |= process_environment(self.settings) | preloaded_libraries(self.python)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is None and self.devices and Path("/dev/nvidiactl").exists():

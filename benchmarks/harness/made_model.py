@@ -1,4 +1,4 @@
-"""A small model that is trained on this machine: `model.path=made:small`.
+"""A small model that is trained on this machine, for benchmarks and tests of learning.
 
 A decoder of 1.2 million weights is trained from scratch, in half a minute on one core, on episodes of the built-in
 games in which every answer is random. It gives answers in the right format with the success rate of the random policy,
@@ -51,7 +51,7 @@ def small(seed: int = 0) -> Path:
     """Return the directory of the model, which is trained on first use and stored in the cache directory.
 
     Its name contains a digest of this file and of the environments, so a change to either creates another model.
-    `made:small` is the model of seed 0. A seed gives other initial weights, and processors round differently: what is
+    A seed gives other initial weights, and processors round differently: what is
     claimed about learning should hold for several seeds.
     """
     files = [Path(__file__), *sorted(Path(inspect.getfile(Environment)).parent.glob("*.py"))]
@@ -59,7 +59,7 @@ def small(seed: int = 0) -> Path:
     directory = cache_directory() / f"made-small-{digest}-{seed}"
     if (directory / "config.json").is_file():
         return directory
-    print("training the model made:small, once; half a minute on an idle core", file=sys.stderr)
+    print("training a small model, once; half a minute on an idle core", file=sys.stderr)
     with suppress(InputError), atomic_folder(directory) as aside:  # another process may have made it meanwhile
         _make(aside, seed)
     return directory
