@@ -223,17 +223,6 @@ def judge(
     against: Annotated[
         str | None, typer.Option(help="Predictions for the same prompts. The judge compares each pair in both orders.")
     ] = None,
-    truth: Annotated[
-        str | None,
-        typer.Option(
-            help="True scores, to measure the judge's errors and biases: a column on the rubric's scale, or a reward function "
-            "such as posttrain.data.rationales.verifier:scores."
-        ),
-    ] = None,
-    own: Annotated[
-        str | None,
-        typer.Option(help="With --against: the file that the judge's own model wrote. Reports its self-preference."),
-    ] = None,
     key: Annotated[
         str | None, typer.Option(metavar="VAR", help="Environment variable that contains the server's API key.")
     ] = None,
@@ -282,8 +271,6 @@ def judge(
 
     posttrain evaluate judge after.jsonl --against before.jsonl --rubric efficiency --url URL --model NAME --key MY_KEY
 
-    posttrain evaluate judge predictions.jsonl --rubric efficiency --truth human_points --url URL --model NAME
-
     posttrain evaluate judge predictions.jsonl --rubric efficiency --url https://api.openai.com/v1 --model o3 --key
     OPENAI_API_KEY --sampling temperature=null --sampling reasoning_effort=high
     """
@@ -291,13 +278,11 @@ def judge(
 
     from posttrain.environments.judge import check_judge
     from posttrain.errors import InputError
-    from posttrain.evaluation.agreement import open_truth, pair_agreement, score_agreement
     from posttrain.evaluation.judges import (
         Options,
         judge_pairs,
         judge_predictions,
         load_rubric,
-        pair_up,
         questions_of,
         questions_of_pairs,
     )
@@ -314,10 +299,7 @@ def judge(
         raise InputError(f"--requests-per-minute {requests_per_minute:g} must be above 0")
     if key is not None and not os.environ.get(key):
         raise InputError(f"--key: the environment variable {key} is not set; export it")
-    if own is not None and (against is None or own not in (predictions, against)):
-        raise InputError(f"--own {own} is not one of two compared files; name PREDICTIONS or the file of --against")
     chosen = load_rubric(rubric)
-    true = None if truth is None else open_truth(truth, chosen)
     names = column_names(words or [])
     rows = read_predictions(predictions, names)
     rows = replace(rows, rows=rows.rows[:max_samples])
@@ -347,11 +329,6 @@ def judge(
     check_judge(server)
     with progress() as report:
         judgement = judge_pairs(rows, others, options, report) if others else judge_predictions(rows, options, report)
-    if judgement.results.metrics and others:
-        side = None if own is None else int(own == against)
-        judgement.results.metrics += pair_agreement(pair_up(rows, others).pairs, judgement.records, true, side)
-    elif judgement.results.metrics and true is not None:
-        judgement.results.metrics += score_agreement(rows.rows, judgement.records, true, chosen)
     keep(judgement, records)
     show_judged(judgement, records, kept)
 

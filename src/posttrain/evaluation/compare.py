@@ -26,7 +26,7 @@ from posttrain.evaluation.statistics import (
     standardized_difference,
 )
 from posttrain.runs.directory import write_atomically
-from posttrain.runs.intervals import Estimate
+from posttrain.runs.intervals import Estimate, t_limits
 from posttrain.runs.tables import Table
 
 _ROUNDING = 1e-12
@@ -123,7 +123,7 @@ def t_test(a: Sequence[float], b: Sequence[float], over_items: float, n: int) ->
     freedom are at most the other side's R - 1. If both have a single run, the variance of training is not included.
     p is at least 2^(1 - n), the smallest p-value of a sign test on n differences. Without any variance, the limits are NaN.
     """
-    from scipy.special import stdtr, stdtrit
+    from scipy.special import stdtr
 
     value_a, value_b = float(np.mean(a)), float(np.mean(b))
     value = value_b - value_a
@@ -142,9 +142,8 @@ def t_test(a: Sequence[float], b: Sequence[float], over_items: float, n: int) ->
     freedom = 1 / math.fsum((part / variance) ** 2 / degrees for part, degrees in parts)
     freedom = min(freedom, most) if 1 in (len(a), len(b)) else freedom
     error = math.sqrt(variance)
-    half = float(stdtrit(freedom, 0.975)) * error
     p = 1.0 if abs(value) <= _ROUNDING * scale else 2 * float(stdtr(freedom, -abs(value) / error))
-    return Difference(value, value - half, value + half), min(1.0, max(p, 2.0 ** (1 - n)))
+    return Difference(value, *t_limits(value, error, freedom)), min(1.0, max(p, 2.0 ** (1 - n)))
 
 
 def _binary(values: np.ndarray) -> bool:
