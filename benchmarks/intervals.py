@@ -19,7 +19,7 @@ from harness.distributions import RARE, SEEDS, VALUES, Draws, Values
 from harness.table import markdown
 from scipy.stats import binom
 
-from posttrain.evaluation.compare import paired_test
+from posttrain.evaluation.paired import paired_test
 from posttrain.evaluation.statistics import (
     Difference,
     ItemScores,

@@ -21,7 +21,7 @@ from posttrain.cli.imports import import_
 from posttrain.cli.plugins import PluginGroup, usage_message
 from posttrain.cli.publish import export, push
 from posttrain.cli.recipe import recipe
-from posttrain.cli.runs import compare, episodes, plot, report, table
+from posttrain.cli.runs import compare, episodes, plot, report
 from posttrain.cli.serve import serve
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.storage import app as runs
@@ -49,7 +49,6 @@ _TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, distil
 _PLAIN: tuple[Callable[..., None], ...] = (
     chat,
     compare,
-    table,
     plot,
     report,
     view,

@@ -79,7 +79,7 @@ def paired(sources: Sequence[Source], apart: bool = False) -> dict[str, Any]:
     if len(bundles) == 1 < len(sources):
         return {"alone": True}
     words = [f"{bundle.label}={','.join(str(one.path) for one in bundle.sources)}" for bundle in bundles]
-    comparison = compare(read_sides(words), common=True)
+    comparison = compare(read_sides(words))
     warnings = [f"warning: {line}" for line in comparison.warnings]
     return {
         "alone": False,
