@@ -387,7 +387,7 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
         return None
     figures: list[Path] = []
     if groups and find_spec("matplotlib") is not None:
-        from posttrain.runs.plots import draw_evaluated
+        from posttrain.figures.plots import draw_evaluated
 
         figures = draw_evaluated(groups, pipeline.directory / "plots")
     links = [f"- [{stage.name}]({stage.name}/report.md)" for stage in pipeline.stages]

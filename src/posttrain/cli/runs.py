@@ -101,7 +101,7 @@ def episodes(
         from posttrain.plugins import require_module
 
         require_module("matplotlib", "posttrain episodes --draw")
-        from posttrain.view.trajectories import draw_episodes
+        from posttrain.figures.trajectories import draw_episodes
 
         typer.echo(f"trajectories: {draw_episodes(directory, [played[n] for n in chosen[:limit]], draw)}")
         return
@@ -163,8 +163,8 @@ def plot(
         ),
     ] = None,
     formats: Annotated[
-        list[FigureFormat], typer.Option("--format", help="png or svg. May be given twice. Default: both.")
-    ] = [FigureFormat.PNG, FigureFormat.SVG],  # noqa: B006
+        list[FigureFormat], typer.Option("--format", help="png (the default) or svg. May be given twice.")
+    ] = [FigureFormat.PNG],  # noqa: B006
     metrics: Annotated[
         list[str],
         typer.Option("--metric", metavar="KEY", help="A metric of metrics.jsonl. May be given several times."),
@@ -189,8 +189,8 @@ def plot(
     from posttrain.plugins import require_module
 
     require_module("matplotlib", "posttrain plot")
-    from posttrain.runs.figures import FORMATS
-    from posttrain.runs.plots import plot_files
+    from posttrain.figures.draw import FORMATS
+    from posttrain.figures.plots import plot_files
 
     forms = [form for form in FORMATS if FigureFormat(form) in formats]
     drawn, notes = plot_files(runs, out, forms, metrics, until)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.rollout import SeedRange, evaluated_environment
 from posttrain.runs.directory import RunDirectory, write_atomically
-from posttrain.runs.metrics import duration, read_metrics
+from posttrain.runs.log import Line, Log, read_log
+from posttrain.runs.metrics import duration
 from posttrain.runs.tables import UNIMPROVED, Table, headline, markdown_table, plain_numbers, score_table
 from posttrain.terminal import printable
 
@@ -31,7 +32,7 @@ def write_report(
     `tables`: the final results. `model_directory`: the exported model. `warnings`: added to those of the metrics log.
     The report links the plots in `run.plots`. Raises `RunError` if it cannot be written.
     """
-    lines = read_metrics(run.metrics)
+    lines = read_log(run.metrics)
     parts = [
         f"# {title or run.path.resolve().name}",
         headline(lines) or _unfinished(run, lines),
@@ -48,9 +49,9 @@ def write_report(
     return run.report
 
 
-def _unfinished(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
+def _unfinished(run: RunDirectory, lines: Sequence[Line]) -> str:
     """Progress of a run that has no result yet."""
-    done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
+    done = Log.of(lines).last_step
     return f"No result yet: {_of(done, getattr(run.load_recipe(), 'steps', None))} steps are done."
 
 
@@ -79,18 +80,18 @@ def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: st
     return changed | {f"{prefix}{name}": value for name, value in (part.model_extra or {}).items()}
 
 
-def run_facts(run: RunDirectory, lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def run_facts(run: RunDirectory, lines: Sequence[Line]) -> list[tuple[str, str]]:
     """Recipe, machine and progress of the run as (name, value) in Markdown; `lines` are its metrics."""
     recipe, machine = run.load_recipe(to_run=True), run.load_environment()
     packages = ", ".join(f"{name} {machine['packages'].get(name)}" for name in ("posttrain", "torch", "transformers"))
-    done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
-    seconds = max((line.get("time/run") or 0.0 for line in lines), default=0.0)
+    log = Log.of(lines)
+    seconds = max([line.get("time/run") or 0.0 for line in log] + log.trained("time/run")[1].tolist(), default=0.0)
     return [
         ("stage", recipe.stage),
         ("model", _model(recipe)),
         *_data(recipe),
         ("run seed", str(recipe.seed)),
-        ("steps", _of(done, getattr(recipe, "steps", None))),
+        ("steps", _of(log.last_step, getattr(recipe, "steps", None))),
         ("wall time", f"{duration(seconds)} (without pauses between sessions)"),
         ("machine", f"{machine['processor']}, {machine['cpus_allowed']} processors, {machine['platform']}"),
         ("software", f"Python {machine['python']}, {packages}" + _commit(machine["git"])),
@@ -172,7 +173,7 @@ def _commit(git: dict[str, Any] | None) -> str:
     return "" if git is None else f", commit {git['commit'][:12]}" + (" with local changes" if git["modified"] else "")
 
 
-def _by_checkpoint(lines: list[dict[str, Any]]) -> str:
+def _by_checkpoint(lines: Sequence[Line]) -> str:
     table = score_table(lines)
     return "" if table is None else f"## Scores by checkpoint\n\n{table.markdown()}\n\n{table.note}"
 
@@ -213,7 +214,7 @@ def _plots(run: RunDirectory) -> str:
     return "## Curves\n\n" + "\n\n".join(images) if images else ""
 
 
-def is_unimproved(lines: Sequence[dict[str, Any]]) -> bool:
+def is_unimproved(lines: Sequence[Line]) -> bool:
     """Whether the exported model is the starting model, because no later checkpoint was better."""
     return any(line.get("chosen") == UNIMPROVED for line in lines)
 
@@ -250,19 +251,17 @@ def _episodes(run: RunDirectory) -> str:
     )
 
 
-def run_warnings(lines: list[dict[str, Any]], warnings: Sequence[str] = ()) -> list[str]:
+def run_warnings(lines: Sequence[Line], warnings: Sequence[str] = ()) -> list[str]:
     """Counts of failures that occurred, then `warnings` and those in `lines`, with repeated ones counted."""
-    train = [line for line in lines if line["kind"] == "train"]
-    held_out = [line for line in lines if line["kind"] in ("evaluation", "baseline", "final")]
-    counts = {"skipped updates": sum(line.get("optimizer/skipped") or 0 for line in train)}
-    for name, key, rows in (
-        ("failed training episodes", "rollout/failed", train),
-        ("failed held-out episodes", "failed", held_out),
-    ):
-        if any(key in line for line in rows):
-            counts[name] = sum(line.get(key) or 0 for line in rows)
-    counts["lines with a value that is NaN or infinite"] = sum("nonfinite" in line for line in lines)
-    logged = [f"step {line['step']}: {line.get('message', line)}" for line in lines if line["kind"] == "warning"]
+    log = Log.of(lines)
+    held_out = [line for line in log if line["kind"] in ("evaluation", "baseline", "final")]
+    counts = {
+        "skipped updates": log.total("optimizer/skipped"),
+        "failed training episodes": log.total("rollout/failed"),
+        "failed held-out episodes": sum(line.get("failed") or 0 for line in held_out),
+        "lines with a value that is NaN or infinite": len(log.nonfinite) + sum("nonfinite" in line for line in log),
+    }
+    logged = [f"step {line['step']}: {line.get('message', line)}" for line in log if line["kind"] == "warning"]
     items = [f"{name}: {count:g}" for name, count in counts.items() if count]
     grouped = [(text, len(list(same))) for text, same in itertools.groupby([*warnings, *logged])]
     items += [text if count == 1 else f"{text} ({count} times)" for text, count in grouped]

@@ -11,11 +11,12 @@ from matplotlib.figure import Figure
 from posttrain.credit.units.offsets import Decode
 from posttrain.environments.protocol import Environment
 from posttrain.errors import InputError, PosttrainError
+from posttrain.figures.draw import encode
+from posttrain.figures.plots import Compared, compare, figures
+from posttrain.figures.trajectories import draw, maker_of, row_of
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.view import token_decoder, unit_credit_recipe
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
-from posttrain.runs.figures import encode
-from posttrain.runs.plots import Compared, compare, figures
 from posttrain.runs.reader import read_text
 from posttrain.runs.report import changed_rows, run_facts, run_warnings
 from posttrain.runs.sources import Source, differing_keys, open_sources
@@ -23,7 +24,6 @@ from posttrain.runs.tables import Table, headline, score_table
 from posttrain.view.episodes import EpisodePage, Sample, episode_page, largest_advantage, samples_of, shortened
 from posttrain.view.run_pages import result_tables
 from posttrain.view.templates import templates
-from posttrain.view.trajectories import draw, maker_of, row_of
 
 Rows = list[tuple[str, ...]]
 
