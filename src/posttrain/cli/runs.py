@@ -249,7 +249,7 @@ def compare(
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
     out: Annotated[
         list[Path],
-        typer.Option(help="Write to this .json, .md, .csv, .tex or .html file. May be given several times."),
+        typer.Option(help="Write to this .json, .md, .csv or .tex file. May be given several times."),
     ] = [],  # noqa: B006
 ) -> None:
     """Compare models on the items that they share: values, paired differences from one of them, and the conclusion.

@@ -21,7 +21,7 @@ from posttrain.runs.directory import storage_errors, write_atomically
 from posttrain.runs.intervals import Estimate, seed_mean
 from posttrain.runs.tables import Table
 
-FORMATS = (".json", ".md", ".csv", ".tex", ".html")
+FORMATS = (".json", ".md", ".csv", ".tex")
 """Suffixes of the files that a comparison can be written to."""
 _ARROWS: dict[Better, str] = {"higher": " ↑", "lower": " ↓", "neither": ""}
 _FEW_ITEMS = 20
@@ -172,7 +172,6 @@ class Comparison:
             ".csv": self.csv,
             ".md": lambda: "\n\n".join([table.markdown(), table.note, *messages, self.sentence()]) + "\n",
             ".tex": lambda: table.latex() + "\n",
-            ".html": lambda: table.html() + "\n",
         }[path.suffix]
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)

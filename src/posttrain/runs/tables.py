@@ -1,6 +1,5 @@
 """Tables of results for terminals, reports and results.json."""
 
-import html
 import json
 import math
 import re
@@ -80,26 +79,6 @@ class Table:
         body = [r"\hline", rules[0], r"\hline", *rules[1:], r"\hline"]
         note = [f"% {line}" for line in self.note.splitlines()]
         return "\n".join([*note, rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
-
-    def html(self) -> str:
-        """The table as an HTML page that loads nothing."""
-
-        def row(kind: str, cells: Sequence[str]) -> str:
-            sides = ("left" if heading in self.words else "right" for heading in self.headings)
-            marked = (
-                f'<{kind} style="text-align:{side}">{html.escape(cell).replace(chr(10), "<br>")}</{kind}>'
-                for side, cell in zip(sides, cells, strict=True)
-            )
-            return f"<tr>{''.join(marked)}</tr>"
-
-        body = "\n".join(row("td", cells) for cells in self.rows)
-        return (
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(self.title)}</title>\n'
-            "<style>body{font-family:sans-serif} table{border-collapse:collapse} "
-            "th,td{padding:.3em .7em;border-bottom:1px solid #ccc;vertical-align:top}</style></head>\n"
-            f"<body><h1>{html.escape(self.title)}</h1>\n<table>\n<thead>{row('th', self.headings)}</thead>\n"
-            f"<tbody>\n{body}\n</tbody></table>\n<p>{html.escape(self.note)}</p></body></html>"
-        )
 
     def values(self) -> dict[str, Any]:
         """The table as JSON values."""

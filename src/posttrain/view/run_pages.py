@@ -12,8 +12,8 @@ from posttrain.errors import InputError, PosttrainError
 from posttrain.figures.charts import Chart, chart_of_runs, charts_of, marks_of
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.log import Log, read_log
-from posttrain.runs.reader import complete_lines, open_file, read_text
-from posttrain.runs.report import changed_rows, run_facts
+from posttrain.runs.reader import complete_lines, open_file
+from posttrain.runs.report import Report
 from posttrain.runs.sources import Bundle, Source, bundles_of, shared_metrics
 from posttrain.runs.tables import Table, read_tables
 
@@ -114,18 +114,13 @@ def result_tables(run: RunDirectory, missing: list[str]) -> list[Table]:
         return []
 
 
-def facts(logs: Logs, path: Path) -> dict[str, Any]:
-    """The recipe of a run, what differs from the defaults, and its machine. What cannot be read is in `missing`."""
-    run, missing = RunDirectory(path), list[str]()
-    shown: dict[str, Any] = {"facts": [], "changed": [], "recipe": "", "tables": [], "missing": missing}
-    shown["tables"] = result_tables(run, missing)
+def facts(logs: Logs, path: Path) -> Report:
+    """What a report says about the run. What cannot be read is in `missing`."""
+    run = RunDirectory(path)
+    report = Report(path.name, str(path))
+    report.tables = result_tables(run, report.missing)
     try:
-        shown["facts"] = run_facts(run, logs.read(run.metrics))
-        shown["changed"] = changed_rows(run)
+        report.read(run, logs.read(run.metrics))
     except PosttrainError as error:
-        missing.append(str(error))
-    try:
-        shown["recipe"] = read_text(run.recipe_file)
-    except InputError as error:
-        missing.append(str(error))
-    return shown
+        report.missing.append(str(error))
+    return report
