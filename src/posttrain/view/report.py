@@ -21,7 +21,7 @@ from posttrain.runs.report import Report, Rows
 from posttrain.runs.sources import Source, differing_keys, open_sources
 from posttrain.runs.tables import Table
 from posttrain.view.episodes import EpisodePage, Sample, episode_page, largest_advantage, samples_of, shortened
-from posttrain.view.run_pages import result_tables
+from posttrain.view.run_pages import paired, result_tables
 from posttrain.view.templates import templates
 
 
@@ -147,7 +147,7 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
     file = out or (sources[0].path / "report.html" if len(sources) == 1 else Path("report.html"))
     if file.is_dir():
         raise InputError(f"--out {file} is a directory; give the name of a file, for example {file / 'report.html'}")
-    compared = _compared(sources)
+    compared, sentence = _compared(sources)
     sections = [section_of(source) for source in sources]
     text = (
         templates()
@@ -155,6 +155,7 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
         .render(
             title=" · ".join(source.name for source in sources[:4]) + (" …" if len(sources) > 4 else ""),
             compared=compared,
+            sentence=sentence,
             images=[image(name, figure) for name, figure in compared.figures],
             runs=runs_table(sources) if len(sources) > 1 else None,
             differing=differing_keys(sources) if len(sources) > 1 else None,
@@ -167,8 +168,17 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
     return file, [*compared.warnings, *(f"{one.title}: {text}" for one in sections for text in one.missing)]
 
 
-def _compared(sources: Sequence[Source]) -> Compared:
-    """The comparison of several runs; empty for a single run, or if no run has metrics."""
+def _compared(sources: Sequence[Source]) -> tuple[Compared, str]:
+    """The comparison of several runs, and its conclusion; empty for a single run, or if no run has metrics."""
     if len(sources) < 2 or not any(source.lines for source in sources):
-        return Compared()
-    return compare(sources)
+        return Compared(), ""
+    compared = compare(sources)
+    try:
+        found = paired(sources)
+    except PosttrainError as error:
+        compared.warnings.append(f"no paired differences: {error}")
+        return compared, ""
+    if "table" in found:
+        compared.tables.insert(0, replace(found["table"], title="Paired differences"))
+        compared.warnings += found["notes"]
+    return compared, found.get("sentence", "")
