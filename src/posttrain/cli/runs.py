@@ -246,7 +246,6 @@ def compare(
     base: Annotated[
         str | None, typer.Option(help="The side that the others are compared with. Default: the first.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
     out: Annotated[
         list[Path],
         typer.Option(help="Write to this .json, .md, .csv or .tex file. May be given several times."),
@@ -269,7 +268,7 @@ def compare(
 
     require_formats(out)
     wanted = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
-    comparison = compare_sides(read_sides(words, wanted), wanted, base, seed)
+    comparison = compare_sides(read_sides(words, wanted), wanted, base)
     table = comparison.table()
     new_console(highlight=False).print(table)
     for line in [table.note, *comparison.details, *(f"warning: {line}" for line in comparison.warnings)]:
