@@ -50,6 +50,8 @@ BOUNDS = {"optimal": GREEN, "random": RED}
 OTHER = "#C4C4C4"
 _LONGEST_MESSAGE = 600
 _GIB = 2**30
+_LONGEST = 1e12
+"""Seconds of the longest phase; a larger number of someone else's log would overflow the sums."""
 _SPEED = Panel("Tokens per second", "tokens per second", [Curve("speed/tokens_per_second", "tokens per second")])
 _FINAL = {
     "success": ("success", "result on the final seeds, {:.1%}"),
@@ -272,13 +274,14 @@ def _phases(log: Log) -> Iterator[Chart]:
     steps, total = log.trained("time/step")
     if not len(steps):
         return
+    total = np.clip(total, 0.0, _LONGEST)
     place = {int(step): number for number, step in enumerate(steps)}
     parts = {}
     for phase in PHASES:
         seconds = np.zeros(len(steps))
         for step, value in zip(*log.trained(f"time/{phase}"), strict=True):
             if (at := place.get(int(step))) is not None:
-                seconds[at] = value
+                seconds[at] = min(max(value, 0.0), _LONGEST)
         parts[phase] = seconds
     # Include the time outside all phases, so that the height is the duration of a step.
     parts["other"] = np.maximum(0.0, total - sum(parts.values()))
