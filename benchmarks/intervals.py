@@ -19,7 +19,7 @@ from harness.distributions import RARE, SEEDS, VALUES, Draws, Values
 from harness.table import markdown
 from scipy.stats import binom
 
-from posttrain.evaluation.compare import paired_test
+from posttrain.evaluation.paired import paired_test
 from posttrain.evaluation.statistics import (
     Difference,
     ItemScores,
@@ -329,8 +329,6 @@ def metrics() -> list[Row]:
         for n in (10, 30, 100)
     ]
     for n in (8, 30, 100):
-        rows.append(Row("rank or linear correlation", f"{n} items, 0.6", 0.6, lambda draws, n=n: correlation(draws, n)))
-        rows.append(Row("slope of a judge's bias", f"{n} items, 0.2", 0.2, lambda draws, n=n: slope(draws, n)))
         rows.append(Row("BLEU", f"{n} sentences", bleu_of_all(), lambda draws, n=n: bleu(draws, n), share=0.2))
     for m, n in ((5, 5), (10, 10), (5, 40), (40, 40)):
         for shift in (0, 1, 2):
@@ -352,20 +350,6 @@ def metrics() -> list[Row]:
 def loss(draws: Draws, tokens: np.ndarray) -> Estimate:
     """A row has 20 nats and a random number of nats per token with mean 1."""
     return ratio(tokens * draws.gamma(2, 0.5, len(tokens)) + 20, tokens)
-
-
-def correlation(draws: Draws, n: int) -> Estimate:
-    x = draws.normal(size=n)
-    y = 0.6 * x + 0.8 * draws.normal(size=n)
-    return scored("correlation", np.stack([np.ones(n), x, y, x * x, y * y, x * y], axis=1))
-
-
-def slope(draws: Draws, n: int) -> Estimate:
-    x = np.stack([draws.normal(size=n), np.ones(n)], axis=1)
-    y = 0.2 * x[:, 0] + draws.normal(size=n)
-    return scored(
-        "least_squares", np.concatenate([(x[:, :, None] * x[:, None]).reshape(n, -1), x * y[:, None]], axis=1)
-    )
 
 
 def bleu(draws: Draws, n: int) -> Estimate:

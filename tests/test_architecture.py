@@ -17,7 +17,7 @@ LAYERS = [
     {"recipe", "runs"},
     {"data", "models", "environments", "engines", "credit", "losses", "distributed", "planning"},
     {"rollout"},
-    {"training", "evaluation", "distributed.ray", "view", "publishing", "serving"},
+    {"training", "evaluation", "distributed.ray", "view", "figures", "publishing", "serving"},
     {"stages", "pipelines", "tune"},
     {"verbs", "result"},
     {"cli", "doctor", "posttrain"},

@@ -29,9 +29,10 @@ from posttrain.rollout.store import stored_steps
 from posttrain.runs.directory import write_atomically
 from posttrain.runs.evaluated import evaluated_checkpoints, evaluated_run
 from posttrain.runs.reader import is_file, read_json
+from posttrain.runs.report import Report
 from posttrain.runs.tables import START, PolicyRow, evaluated_table, policy_tables, read_policies, read_tables
 from posttrain.stages import run_stage
-from posttrain.terminal import new_console, printable
+from posttrain.terminal import new_console
 
 Lineage = dict[str, Any]
 """`{"recipe": digest, "inputs": {name: digest}, "outputs": {file: [bytes, digest]}}`; `outputs` once finished."""
@@ -387,15 +388,13 @@ def report_pipeline(pipeline: PipelineRecipe, console: Console) -> Path | None:
         return None
     figures: list[Path] = []
     if groups and find_spec("matplotlib") is not None:
-        from posttrain.runs.plots import draw_evaluated
+        from posttrain.figures.plots import draw_evaluated
 
         figures = draw_evaluated(groups, pipeline.directory / "plots")
-    links = [f"- [{stage.name}]({stage.name}/report.md)" for stage in pipeline.stages]
-    parts = [f"# {pipeline.name}"]
-    parts += [f"## {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in tables]
-    parts += [f"![{figure.stem}](plots/{figure.name})" for figure in figures]
+    links = [f"[{stage.name}]({stage.name}/report.md)" for stage in pipeline.stages]
     report = pipeline.directory / "report.md"
-    write_atomically(report, printable("\n\n".join([*parts, "## Stages", "\n".join(links)])) + "\n")
+    images = [(figure.stem, f"plots/{figure.name}") for figure in figures]
+    write_atomically(report, Report(pipeline.name, tables=tables).markdown(images, titled=True, links=links))
     for table in tables:
         console.print(table)
     console.print(

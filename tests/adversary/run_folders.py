@@ -233,7 +233,7 @@ PAGES = (
     *("/compare-results?run={}&run=good", "/run/good", "/charts/good"),
 )
 COMMANDS = (
-    *(["runs", "list", "{runs}"], ["episodes", "{}"], ["episodes", "{}", "--step", "1", "--tokens"], ["table", "{}"]),
+    *(["runs", "list", "{runs}"], ["episodes", "{}"], ["episodes", "{}", "--step", "1", "--tokens"]),
     *(
         ["compare", "{}", "{good}"],
         ["plot", "{}", "--out", "{out}", "--format", "svg"],

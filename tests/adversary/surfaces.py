@@ -221,7 +221,7 @@ def run_directory(seed: int, folder: Path) -> None:
         files[changed] = files[changed][:place] + draw.choice(pieces) + files[changed][place + draw.randrange(9) :]
     for name, text in files.items():
         (run / name).write_bytes(text.encode("utf-8", "surrogatepass"))
-    command = draw.choice(["report", "episodes", "table", "plot"])
+    command = draw.choice(["report", "episodes", "plot"])
     exit_code, out, errors = hosts.quietly([command, str(run)])
     assert not (folder / "ran").exists(), f"{command} ran the code of the run"
     assert exit_code in (0, 1, 2)

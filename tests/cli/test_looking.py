@@ -60,7 +60,6 @@ def strangers(tiny_model, tmp_path_factory):
         ["episodes"],
         ["episodes", "--step", "1"],
         ["compare", "OTHER"],
-        ["table"],
         ["export", "--out", "out"],
     ],
     ids=lambda words: words[0],

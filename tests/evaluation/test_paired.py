@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from posttrain.evaluation.compare import paired_test, t_test
+from posttrain.evaluation.paired import paired_test, t_test
 from posttrain.evaluation.statistics import (
     holm,
     item_means,

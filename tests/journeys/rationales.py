@@ -230,7 +230,7 @@ def test_from_the_authors_files_to_the_table(folder):
     assert [record["score"] for record in records] == points
 
     # The one table.
-    (command,) = of_kind("table")
+    (command,) = of_kind("compare")
     run(command)
     table = list(csv.DictReader(Path("evaluation/table.csv").read_text(encoding="utf-8").splitlines()))
     assert {(row["model"], row["metric"]) for row in table} == {

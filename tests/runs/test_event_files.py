@@ -5,11 +5,11 @@ import math
 import pytest
 
 from posttrain.errors import InputError
+from posttrain.figures.plots import compare, plot_files
 from posttrain.recipe.stages import RlRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog, read_metrics
 from posttrain.runs.panels import keys_of, series_of
-from posttrain.runs.plots import compare, plot_files
 from posttrain.runs.sources import event_directories, open_sources, read_events
 from tests.runs.comparing import make_run
 
@@ -41,7 +41,7 @@ def test_our_own_tags_are_our_metrics(logged):
     stored = read_metrics(logged.metrics)
     for key in ("rollout/return", "policy/kl", "success", "score/update"):
         assert series_of(lines, key) == series_of(stored, key) is not None
-    assert {line["kind"] for line in lines} == {"train", "evaluation"}, "which player a baseline is, is not in the file"
+    assert {line["kind"] for line in lines} == {"evaluation"}, "which player a baseline is, is not in the file"
 
 
 def test_a_resumed_run_has_each_step_once(logged):

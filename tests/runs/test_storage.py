@@ -17,7 +17,7 @@ from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.run import CheckpointRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.runs import storage
-from posttrain.runs.storage import has_ended, has_state, share_equal_files, size_text, usage_of
+from posttrain.runs.storage import has_state, share_equal_files, size_text, usage_of
 from posttrain.stages import run_stage
 from posttrain.training.checkpoint import Checkpoints
 from tests.training import small
@@ -52,7 +52,7 @@ def test_a_run_that_has_ended_has_no_training_state_and_its_weights_once(tiny_mo
     said = io.StringIO()
     recipe = typed(tiny_model, tmp_path, checkpoint={"every": 1}, export="last")
     run = run_stage(recipe, console=Console(file=said, width=200))
-    assert has_ended(run)
+    assert usage_of(run).ended
     assert not has_state(run)
     assert states(run) == [False, False]
     last = run.checkpoints / "step_000002" / "policy" / "model.safetensors"

@@ -177,7 +177,7 @@ def test_warnings_of_runs_are_printed_once_and_in_the_report(monkeypatch, tmp_pa
     assert "trial 0: warning: 24 rows" in said
     assert "trial 1: warning: slow" in said
     assert "2 warnings of the runs: see " in said
-    _, _, section = report(tmp_path).partition("## Warnings of the runs\n\n")
+    _, _, section = report(tmp_path).partition("## Warnings and failures\n\n")
     assert section.splitlines() == [
         "- 24 rows held out and trained on as well (all 5 runs)",
         "- slow (trials/0001, trials/0002)",

@@ -194,8 +194,15 @@ def test_a_long_answer_is_folded_and_cut_with_a_notice(tmp_path):
 def test_several_runs_are_shown_side_by_side(tmp_path):
     paths = [make_run(tmp_path, f"ppo-{seed}", lambda s, seed=seed: s + seed, seed=seed) for seed in (1, 2)]
     paths.append(make_run(tmp_path, "still", steps=2, ended=False, optimizer={"learning_rate": 1.0}))
+    for path in paths:
+        shift = float(path.name == "still")
+        write_episodes(
+            RunDirectory(path).episodes, 4, "final", [played(seed=s, rewards=(s % 3 + shift,)) for s in range(20)]
+        )
     file, notes = write_html(paths, tmp_path / "new folder" / "all.html")
     page = page_of(file)
+    assert "Paired differences" in page.text
+    assert "still is better than ppo in return" in page.text
     assert [attrs["href"] for attrs in page.all("a")] == ["#run-1", "#run-2", "#run-3"]
     assert [attrs["id"] for attrs in page.all("section")] == ["run-1", "run-2", "run-3"]
     for expected in ("ppo, mean of 2 seeds", "Recipe keys that differ", "2 of 4 steps", "optimizer.learning_rate"):

@@ -11,16 +11,16 @@ from posttrain.credit.units.mixing import UnitRewards
 from posttrain.credit.units.spans import Spans
 from posttrain.episode import Advantages, Outcome
 from posttrain.errors import InputError, PosttrainError, RunError
+from posttrain.figures.charts import charts_of, marks_of
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.runs.sources import open_sources
 from posttrain.view.browse import PAGE, Filter, Store, steps_of
-from posttrain.view.charts import Logs, charts_of, marks_of
-from posttrain.view.comparing import charts_of_runs, paired
 from posttrain.view.episodes import color
 from posttrain.view.groups import group_page
 from posttrain.view.listing import Query, listed
+from posttrain.view.run_pages import Logs, charts_of_runs, paired
 from posttrain.view.scan import Scanner
 from tests.rollout.episodes import played
 from tests.runs.comparing import finished, make_run
@@ -89,7 +89,7 @@ def test_charts_have_intervals_baselines_marks_and_phases(tmp_path):
         log.write(5, "train", {"optimizer/gradient_norm": float("nan"), "optimizer/skipped": 2.0, **times})
         log.write(5, "warning", {"message": "stopped by a guard; the best checkpoint is kept"})
     lines = Logs().read(path / "metrics.jsonl")
-    charts = {chart["title"]: chart for chart in charts_of(lines)}
+    charts = {chart["title"]: chart for chart in (one.values() for one in charts_of(lines))}
     (success,) = charts["Success"]["curves"]
     assert (success["x"], success["y"], success["n"]) == ([0, 2, 4], [0.0, 0.2, 0.4], [64, 64, 64])
     assert success["low"] == pytest.approx([-0.1, 0.1, 0.3])
@@ -106,13 +106,14 @@ def test_a_log_reads_only_what_was_appended_and_notices_a_resumed_run(tmp_path):
     before = logs.read(run.metrics)
     with run.metrics.open("ab") as file:
         file.write(b'{"step": 3, "kind": "train", "loss/nll": 1')
-    assert logs.read(run.metrics) == before, "an incomplete line"
+    assert logs.read(run.metrics) is before, "an incomplete line"
     with MetricsLog(run, []) as log:
         log.write(3, "train", {"loss/nll": 2.0})
         after = logs.read(run.metrics)
-        assert (len(after), after[-1]["loss/nll"]) == (len(before) + 1, 2.0)
+        assert [column.tolist() for column in after.trained("loss/nll")] == [[3], [2.0]]
+        assert (before.last_step, after.last_step) == (2, 3)
         log.truncate_after(1)
-        assert max(line["step"] for line in logs.read(run.metrics)) == 1
+        assert logs.read(run.metrics).last_step == 1
 
 
 @pytest.fixture

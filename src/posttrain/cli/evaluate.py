@@ -228,17 +228,6 @@ def judge(
     against: Annotated[
         str | None, typer.Option(help="Predictions for the same prompts. The judge compares each pair in both orders.")
     ] = None,
-    truth: Annotated[
-        str | None,
-        typer.Option(
-            help="True scores, to measure the judge's errors and biases: a column on the rubric's scale, or a reward function, "
-            "`module:function`."
-        ),
-    ] = None,
-    own: Annotated[
-        str | None,
-        typer.Option(help="With --against: the file that the judge's own model wrote. Reports its self-preference."),
-    ] = None,
     workers: Annotated[int, typer.Option(help="Maximum number of concurrent requests.", min=1)] = 8,
     out: Annotated[
         Path | None,
@@ -259,8 +248,6 @@ def judge(
 
     posttrain evaluate judge after.jsonl --against before.jsonl --rubric efficiency judge.url=URL judge.model=NAME
 
-    posttrain evaluate judge predictions.jsonl --rubric efficiency --truth human_points judge.url=URL judge.model=NAME
-
     posttrain evaluate judge predictions.jsonl --rubric efficiency judge.url=https://api.openai.com/v1 judge.model=o3
     judge.api_key_variable=OPENAI_API_KEY judge.sampling.temperature=null judge.sampling.reasoning_effort=high
     """
@@ -268,13 +255,11 @@ def judge(
 
     from posttrain.environments.judge import check_judge
     from posttrain.errors import InputError
-    from posttrain.evaluation.agreement import open_truth, pair_agreement, score_agreement
     from posttrain.evaluation.judges import (
         Options,
         judge_pairs,
         judge_predictions,
         load_rubric,
-        pair_up,
         questions_of,
         questions_of_pairs,
     )
@@ -283,10 +268,7 @@ def judge(
     from posttrain.recipe.judge import JudgeServerRecipe
     from posttrain.recipe.sources import merge, read_overrides
 
-    if own is not None and (against is None or own not in (predictions, against)):
-        raise InputError(f"--own {own} is not one of two compared files; name PREDICTIONS or the file of --against")
     chosen = load_rubric(rubric)
-    true = None if truth is None else open_truth(truth, chosen)
     given = [word.removeprefix("--") for word in words or []]
     names = column_names([word for word in given if not word.startswith("judge.")])
     rows = read_predictions(predictions, names)
@@ -312,11 +294,6 @@ def judge(
     check_judge(server)
     with progress() as report:
         judgement = judge_pairs(rows, others, options, report) if others else judge_predictions(rows, options, report)
-    if judgement.results.metrics and others:
-        side = None if own is None else int(own == against)
-        judgement.results.metrics += pair_agreement(pair_up(rows, others).pairs, judgement.records, true, side)
-    elif judgement.results.metrics and true is not None:
-        judgement.results.metrics += score_agreement(rows.rows, judgement.records, true, chosen)
     keep(judgement, records)
     show_judged(judgement, records, kept)
 

@@ -19,7 +19,7 @@ from posttrain.cli.evaluate import app as evaluate
 from posttrain.cli.plugins import PluginGroup, usage_message
 from posttrain.cli.publish import export, push
 from posttrain.cli.recipe import recipe
-from posttrain.cli.runs import compare, episodes, plot, report, table
+from posttrain.cli.runs import compare, episodes, plot, report
 from posttrain.cli.serve import serve
 from posttrain.cli.stages import OPEN, distill, dpo, fit_normalizer, generate, pipeline, reward, rl, sft
 from posttrain.cli.storage import app as runs
@@ -47,7 +47,6 @@ _TAKING_ANY_KEY: tuple[Callable[..., None], ...] = (sft, reward, dpo, rl, distil
 _PLAIN: tuple[Callable[..., None], ...] = (
     chat,
     compare,
-    table,
     plot,
     report,
     view,

@@ -1,4 +1,4 @@
-"""`posttrain episodes`, `plot`, `report`, `compare` and `table`: read finished and running runs, and results."""
+"""`posttrain episodes`, `plot`, `report` and `compare`: read finished and running runs, and results."""
 
 from collections.abc import Callable
 from enum import StrEnum
@@ -101,7 +101,7 @@ def episodes(
         from posttrain.plugins import require_module
 
         require_module("matplotlib", "posttrain episodes --draw")
-        from posttrain.view.trajectories import draw_episodes
+        from posttrain.figures.trajectories import draw_episodes
 
         typer.echo(f"trajectories: {draw_episodes(directory, [played[n] for n in chosen[:limit]], draw)}")
         return
@@ -163,8 +163,8 @@ def plot(
         ),
     ] = None,
     formats: Annotated[
-        list[FigureFormat], typer.Option("--format", help="png or svg. May be given twice. Default: both.")
-    ] = [FigureFormat.PNG, FigureFormat.SVG],  # noqa: B006
+        list[FigureFormat], typer.Option("--format", help="png (the default) or svg. May be given twice.")
+    ] = [FigureFormat.PNG],  # noqa: B006
     metrics: Annotated[
         list[str],
         typer.Option("--metric", metavar="KEY", help="A metric of metrics.jsonl. May be given several times."),
@@ -189,8 +189,8 @@ def plot(
     from posttrain.plugins import require_module
 
     require_module("matplotlib", "posttrain plot")
-    from posttrain.runs.figures import FORMATS
-    from posttrain.runs.plots import plot_files
+    from posttrain.figures.draw import FORMATS
+    from posttrain.figures.plots import plot_files
 
     forms = [form for form in FORMATS if FigureFormat(form) in formats]
     drawn, notes = plot_files(runs, out, forms, metrics, until)
@@ -237,20 +237,21 @@ def compare(
         list[str],
         typer.Argument(
             metavar="A B [C ...]",
-            help="Run directories, results files, or files of predictions or scores. Separate several training runs of one "
-            "side by commas, and name a side as in `grpo=runs/g1,runs/g2,runs/g3`.",
+            help="Run directories, results files or directories of them, or files of predictions or scores. Separate the "
+            "training runs of a side, or its files with different metrics, by commas, and name a side as in "
+            "`grpo=runs/g1,runs/g2,runs/g3`.",
         ),
     ],
-    metrics: Annotated[
-        str | None, typer.Option(help="Comma-separated metrics. Default: all that every side has.")
+    metrics: Annotated[str | None, typer.Option(help="Comma-separated metrics, in this order. Default: all.")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The side that the others are compared with. Default: the first.")
     ] = None,
-    common: Annotated[
-        bool, typer.Option("--common", help="Compare only the items that all sides have, and report their number.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write all numbers to this .json file.")] = None,
+    out: Annotated[
+        list[Path],
+        typer.Option(help="Write to this .json, .md, .csv or .tex file. May be given several times."),
+    ] = [],  # noqa: B006
 ) -> None:
-    """Compare models on the same items. Every other side is compared with the first.
+    """Compare models on the items that they share: values, paired differences from one of them, and the conclusion.
 
     Examples:
 
@@ -258,65 +259,21 @@ def compare(
 
     posttrain compare base=runs/b1,runs/b2,runs/b3 new=runs/n1,runs/n2,runs/n3 --metrics success
 
-    posttrain compare before.json after.json --out comparison.json
+    posttrain compare sft=results/sft dpo=results/dpo ppo=results/ppo --out table.md --out table.csv
     """
     from posttrain.evaluation.compare import compare as compare_sides
+    from posttrain.evaluation.compare import require_formats
     from posttrain.evaluation.sides import read_sides
-    from posttrain.terminal import new_console
-
-    wanted = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
-    comparison = compare_sides(read_sides(words, wanted), common, seed)
-    table = comparison.table()
-    new_console(highlight=False).print(table)
-    for line in [table.note, *comparison.details, *(f"warning: {line}" for line in comparison.warnings)]:
-        typer.echo(line)
-    if out is not None:
-        comparison.write(out)
-        typer.echo(f"comparison: {out}")
-    typer.echo(comparison.sentence())
-
-
-@only_looking
-def table(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="MODEL [MODEL ...]",
-            help="Results of each model: a directory of results files, a run directory, or files separated by commas. Name a "
-            "model as in `sft=results/sft`.",
-        ),
-    ],
-    base: Annotated[
-        str | None, typer.Option(help="The model that the others are compared with. Default: the first.")
-    ] = None,
-    metrics: Annotated[
-        str | None, typer.Option(help="Comma-separated metrics, in the order of the columns. Default: all.")
-    ] = None,
-    out: Annotated[
-        list[Path],
-        typer.Option(help="Write the table to this .md, .csv, .tex or .html file. May be given several times."),
-    ] = [],  # noqa: B006
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
-) -> None:
-    """Show models x metrics in one table, with intervals and paired differences, from all results of each model.
-
-    Examples:
-
-    posttrain table sft=results/sft dpo=results/dpo ppo=results/ppo --out table.md --out table.csv
-
-    posttrain table sft=sft.text.json,sft.reward.json dpo=dpo.text.json,dpo.reward.json --metrics bleu,reward
-    """
-    from posttrain.evaluation.sides import read_models
-    from posttrain.evaluation.table import model_table, require_formats
     from posttrain.terminal import new_console
 
     require_formats(out)
     wanted = None if metrics is None else [name.strip() for name in metrics.split(",") if name.strip()]
-    models = model_table(read_models(words), wanted, base, seed)
-    listed = models.listed()
-    new_console(highlight=False).print(listed)
-    for line in [listed.note, *models.details, *(f"warning: {line}" for line in models.warnings)]:
+    comparison = compare_sides(read_sides(words, wanted), wanted, base)
+    table = comparison.table()
+    new_console(highlight=False).print(table)
+    for line in [table.note, *comparison.details, *(f"warning: {line}" for line in comparison.warnings)]:
         typer.echo(line)
     for path in out:
-        models.write(path)
-        typer.echo(f"table: {path}")
+        comparison.write(path)
+        typer.echo(f"comparison: {path}")
+    typer.echo(comparison.sentence())

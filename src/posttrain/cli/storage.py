@@ -117,12 +117,9 @@ def _usages(folders: list[Path] | None) -> "list[Usage]":
 
 def _progress(usage: "Usage") -> tuple[str, str]:
     """Stage and steps, such as `rl` and `20 of 100`; without the total for a run that has ended."""
-    from posttrain.runs.metrics import read_metrics
-
     values = usage.run.recipe_values()
-    done = max((line["step"] for line in read_metrics(usage.run.metrics) if line["kind"] == "train"), default=0)
-    steps = values.get("steps")
-    return str(values.get("stage", "?")), str(done) if usage.ended or steps is None else f"{done} of {steps}"
+    steps, done = values.get("steps"), str(usage.step)
+    return str(values.get("stage", "?")), done if usage.ended or steps is None else f"{done} of {steps}"
 
 
 def _runs(count: int) -> str:

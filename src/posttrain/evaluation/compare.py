@@ -1,156 +1,29 @@
-"""Paired comparison of evaluations: shared items, a test per metric with Holm's correction, and the conclusion."""
+"""The comparison of evaluated models: all values, paired differences from one of them, and the conclusion.
 
+`posttrain compare` and the page of several runs print the same `Comparison`.
+"""
+
+import csv
+import io
 import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from posttrain.errors import InputError
-from posttrain.evaluation.results import Better
+from posttrain.evaluation.paired import PairedTest, paired_test
+from posttrain.evaluation.results import Better, estimate_cells
 from posttrain.evaluation.sides import Run, Side
-from posttrain.evaluation.statistics import (
-    DRAWS,
-    Difference,
-    ItemScores,
-    Kind,
-    combine,
-    holm,
-    mcnemar,
-    odds_ratio,
-    paired_rates,
-    resampled_sums,
-    standardized_difference,
-)
-from posttrain.runs.directory import write_atomically
-from posttrain.runs.intervals import Estimate
+from posttrain.evaluation.statistics import DRAWS, Kind, combine, estimate, holm
+from posttrain.runs.directory import storage_errors, write_atomically
+from posttrain.runs.intervals import Estimate, seed_mean
 from posttrain.runs.tables import Table
 
-_ROUNDING = 1e-12
-"""Differences below this fraction of the values count as zero."""
-
-
-@dataclass(frozen=True)
-class PairedTest:
-    """The comparison of side B with side A in one metric."""
-
-    metric: str
-    kind: Kind
-    better: Better
-    a: float
-    b: float
-    difference: Difference
-    """B minus A with its 95% interval."""
-    p: float
-    test: Literal["McNemar, exact", "t"]
-    n: int
-    """Number of items."""
-    runs: tuple[int, int]
-    """Number of runs of A and of B."""
-    effect: Estimate | None = None
-    """Odds ratio of the discordant items for McNemar's test, else Cohen's d_z; None if neither is meaningful."""
-    corrected: float = math.nan
-    """p after Holm's correction over all tests of the comparison."""
-
-    @property
-    def better_side(self) -> Literal["A", "B"] | None:
-        """The better side, if the difference is significant at 5% after correction."""
-        if not self.corrected < 0.05 or not self.difference.value or self.better == "neither":
-            return None
-        return "B" if (self.difference.value > 0) == (self.better == "higher") else "A"
-
-    def with_correction(self, corrected: float) -> "PairedTest":
-        return replace(self, corrected=corrected)
-
-
-def paired_test(
-    metric: str,
-    better: Better,
-    a: Sequence[ItemScores],
-    b: Sequence[ItemScores],
-    items: Sequence[str],
-    seed: int = 0,
-    draws: int = DRAWS,
-) -> PairedTest:
-    """Test B minus A in `metric` on `items`, which all runs of both sides must have.
-
-    The value of a side is the mean over its runs. For one run per side and binary scores, the test is McNemar's and the
-    interval Newcombe's for pairs. Otherwise both are Student's, with the variance over items (bootstrap, with the same
-    items for all runs) and between the runs of a side (see `t_test`). Raises `ValueError` for fewer than two items.
-    """
-    if len(items) < 2:
-        raise ValueError(f"a comparison needs two items, got {len(items)}")
-    kind: Kind = "mean" if "mean" in {run.kind for run in (*a, *b)} else a[0].kind
-    values_a, values_b = ([combine(kind, run.table(items)) for run in side] for side in (a, b))
-    totals_a, totals_b = ([float(combine(kind, run.table(items).sum(0))) for run in side] for side in (a, b))
-    value_a, value_b = float(np.mean(totals_a)), float(np.mean(totals_b))
-    runs = (len(a), len(b))
-    if kind == "rate" and runs == (1, 1) and _binary(values_a[0]) and _binary(values_b[0]):
-        only_a = int(((values_a[0] == 1) & (values_b[0] == 0)).sum())
-        only_b = int(((values_a[0] == 0) & (values_b[0] == 1)).sum())
-        difference = paired_rates(values_a[0].tolist(), values_b[0].tolist())
-        p, effect = mcnemar(only_a, only_b), odds_ratio(only_a, only_b)
-        return PairedTest(
-            metric, kind, better, value_a, value_b, difference, p, "McNemar, exact", len(items), runs, effect
-        )
-    drawn_a, drawn_b = (
-        np.mean([combine(kind, resampled_sums(run.table(items), seed, draws)) for run in side], axis=0)
-        for side in (a, b)
-    )
-    over_items = float(np.var(drawn_b - drawn_a)) * len(items) / (len(items) - 1)
-    difference, p = t_test(totals_a, totals_b, over_items, len(items))
-    if kind in ("rate", "mean"):
-        # No difference is larger than that of the smallest and the largest value.
-        width = 1.0 if kind == "rate" else float(np.ptp(np.concatenate([np.ravel(v) for v in (*values_a, *values_b)])))
-        low, high = np.clip((difference.low, difference.high), -width, width).tolist()
-        difference = replace(difference, low=low, high=high)
-    dz = None
-    if kind in ("rate", "mean"):
-        dz = standardized_difference((np.mean(values_b, axis=0) - np.mean(values_a, axis=0)).tolist())
-    return PairedTest(metric, kind, better, value_a, value_b, difference, p, "t", len(items), runs, dz)
-
-
-def t_test(a: Sequence[float], b: Sequence[float], over_items: float, n: int) -> tuple[Difference, float]:
-    """Mean of `b` minus mean of `a` (one value per run) with Student's t interval, and the two-sided p-value.
-
-    `over_items`: variance of the difference over bootstrap samples of the `n` items. The squared standard error is
-    `over_items` plus s^2 / R for each side with R runs, where s^2 is the variance between runs with divisor R - 1. The
-    degrees of freedom are those of Welch and Satterthwaite (Satterthwaite 1946) for these terms, with n - 1 and R - 1.
-    If only one side has a single run, its variance is assumed equal to that of the other side, and the degrees of
-    freedom are at most the other side's R - 1. If both have a single run, the variance of training is not included.
-    p is at least 2^(1 - n), the smallest p-value of a sign test on n differences. Without any variance, the limits are NaN.
-    """
-    from scipy.special import stdtr, stdtrit
-
-    value_a, value_b = float(np.mean(a)), float(np.mean(b))
-    value = value_b - value_a
-    parts, most = [(over_items, n - 1)], n - 1
-    if min(len(a), len(b)) > 1:
-        parts += [(float(np.var(side, ddof=1)) / len(side), len(side) - 1) for side in (a, b)]
-    elif max(len(a), len(b)) > 1:
-        several = max(a, b, key=len)
-        most = len(several) - 1
-        parts.append((float(np.var(several, ddof=1)) * (1 / len(several) + 1), most))
-    scale = max(abs(value_a), abs(value_b))
-    variance = math.fsum(part for part, _ in parts)
-    if variance <= (_ROUNDING * scale) ** 2:
-        return Difference(value, math.nan, math.nan), 1.0 if abs(value) <= _ROUNDING * scale else 2.0 ** (1 - n)
-    # Use fractions of the variance, because the square of a tiny variance underflows.
-    freedom = 1 / math.fsum((part / variance) ** 2 / degrees for part, degrees in parts)
-    freedom = min(freedom, most) if 1 in (len(a), len(b)) else freedom
-    error = math.sqrt(variance)
-    half = float(stdtrit(freedom, 0.975)) * error
-    p = 1.0 if abs(value) <= _ROUNDING * scale else 2 * float(stdtr(freedom, -abs(value) / error))
-    return Difference(value, value - half, value + half), min(1.0, max(p, 2.0 ** (1 - n)))
-
-
-def _binary(values: np.ndarray) -> bool:
-    return bool(np.isin(values, (0.0, 1.0)).all())
-
-
+FORMATS = (".json", ".md", ".csv", ".tex")
+"""Suffixes of the files that a comparison can be written to."""
+_ARROWS: dict[Better, str] = {"higher": " ↑", "lower": " ↓", "neither": ""}
 _FEW_ITEMS = 20
 _FEW_RUNS = 5
 _SETTINGS = (
@@ -169,53 +42,95 @@ _SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Every other side compared with the first."""
+class Entry:
+    """One metric of one side."""
 
-    baseline: str
-    tests: list[tuple[str, PairedTest]]
-    """(name of B, test of B against the first side)."""
+    side: str
+    metric: str
+    kind: Kind
+    better: Better
+    value: Estimate
+    """Over all items of a single run, or over the training runs of the side (`seed_mean`); `n` counts these."""
+    runs: int
+    """Number of training runs."""
+    test: PairedTest | None
+    """Test of this side (B) against the base (A) on their shared items; None for the base, or if nothing can be tested."""
+
+    @property
+    def difference(self) -> str:
+        """The difference from the base with its interval, and `*` if it is significant; empty without a test."""
+        if self.test is None:
+            return ""
+        mark = " *" if self.test.better_side else ""
+        return f"{self.test.text(self.test.difference.value, signed=True)} {self.test.limits}{mark}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The values of several sides, and the test of every other side against `base`."""
+
+    base: str
+    sides: list[str]
+    metrics: list[str]
+    entries: list[Entry]
+    """By metric, then by side, without metrics that a side lacks."""
     warnings: list[str]
     """Caveats about the conclusions."""
     details: list[str]
     """Messages about data that was read, left out or not compared."""
 
+    @property
+    def tests(self) -> list[tuple[str, PairedTest]]:
+        """(name of B, test of B against the base)."""
+        return [(entry.side, entry.test) for entry in self.entries if entry.test]
+
     def table(self) -> Table:
-        """A table with one row per side and metric."""
-        several = len({name for name, _ in self.tests}) > 1
+        """A row per metric and side, with all numbers."""
         rows = [
             (
-                *((name,) if several else ()),
-                test.metric,
-                value_text(test, test.a),
-                value_text(test, test.b),
-                f"{value_text(test, test.difference.value, signed=True)}\n{limits_text(test)}",
-                _effect(test),
-                p_text(test.corrected),
-                str(test.n),
+                f"{entry.metric}{_ARROWS[entry.better]}",
+                entry.side,
+                "\n".join(estimate_cells(entry.kind, entry.value)),
+                f"{entry.value.n}{' runs' if entry.runs > 1 else ''}",
+                *(("–",) * 4 if (test := entry.test) is None else _test_cells(entry, test)),
             )
-            for name, test in self.tests
+            for entry in self.entries
         ]
-        headings = (*(("B",) if several else ()), "metric", "A", "B's" if several else "B", "B - A", "effect", "p", "n")
-        who = f"A is {self.baseline}" + ("" if several else f", B is {self.tests[0][0]}")
+        headings = ("metric", "model", "value", "n", f"minus {self.base}", "effect", "p", "shared")
         note = (
-            f"{who}. `n` is the number of items that all runs have; intervals are 95%. Binary scores with one run per side: "
-            "McNemar's exact test, Newcombe's interval for pairs, and OR, the odds ratio of the items that only one side got "
-            "right. Otherwise: Student's t with the variance over items (bootstrap) and between runs, and Cohen's d_z over "
-            "items. p has Holm's correction for all "
-            f"{len(self.tests)} tests of this table."
+            " `shared` is the number of items that both have. Binary scores of one run: McNemar's exact test, Newcombe's "
+            "interval for pairs, and OR, the odds ratio of the items that only one got right. Otherwise: Student's t with the "
+            "variance over items (bootstrap) and between runs, and Cohen's d_z over items."
         )
-        return Table("", headings, rows, note, words=("B", "metric") if several else ("metric",))
+        return Table("", headings, rows, self._note() + note, words=("metric", "model"))
+
+    def matrix(self) -> Table:
+        """Sides x metrics. A cell has the value, its interval, and the difference from the base."""
+        entries = {(entry.side, entry.metric): entry for entry in self.entries}
+        better = {entry.metric: entry.better for entry in self.entries}
+        rows = [(name, *(_cell(entries.get((name, metric))) for metric in self.metrics)) for name in self.sides]
+        headings = ("model", *(f"{metric}{_ARROWS[better[metric]]}" for metric in self.metrics))
+        return Table("Models", headings, rows, self._note(), words=("model",))
+
+    def _note(self) -> str:
+        return (
+            "Brackets: 95% intervals over items, or over training runs. ↑: higher is better, ↓: lower is better. Signed "
+            f"numbers: difference from {self.base} on the items that both have, with its interval; * p < 0.05 after Holm's "
+            f"correction for the {len(self.tests)} differences of this table."
+        )
 
     def sentence(self) -> str:
         """The conclusion: significant differences, other differences, and limits of the data."""
-        significant = [_finding(self.baseline, name, test) for name, test in self.tests if test.better_side]
-        names = dict.fromkeys(name for name, _ in self.tests)
+        significant = [_finding(self.base, name, test) for name, test in self.tests if test.better_side]
         others = {
-            name: [_insignificant(test) for side, test in self.tests if side == name and not test.better_side]
-            for name in names
+            name: [
+                f"{test.metric} ({_interval(test)})"
+                for side, test in self.tests
+                if side == name and not test.better_side
+            ]
+            for name in self.sides
         }
-        open_ = [f"between {name} and {self.baseline} in {_listed(tests)}" for name, tests in others.items() if tests]
+        open_ = [f"between {name} and {self.base} in {_listed(tests)}" for name, tests in others.items() if tests]
         parts = [f"on items like these, {_listed(significant)}"] if significant else []
         if open_:
             where = "" if significant else "on items like these, "
@@ -225,83 +140,151 @@ class Comparison:
         text = "; ".join(parts)
         return f"{text[0].upper()}{text[1:]}."
 
+    def csv(self) -> str:
+        """All numbers, unrounded, with a line per metric and side. Rates are in [0, 1]. Unknown values are empty."""
+        columns = ["model", "metric", "better", "value", "low", "high", "n", "base", "difference"]
+        columns += ["difference_low", "difference_high", "p", "p_corrected", "shared"]
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(columns)
+        for entry in self.entries:
+            compared: list[object] = [""] * 7
+            if (test := entry.test) is not None:
+                limits = (test.difference.low, test.difference.high)
+                compared = [self.base, test.difference.value, *limits, test.p, test.corrected, test.n]
+            cells = [entry.side, entry.metric, entry.better, *entry.value.limits, entry.value.n, *compared]
+            writer.writerow(["" if isinstance(cell, float) and math.isnan(cell) else cell for cell in cells])
+        return text.getvalue()
+
+    def json(self) -> str:
+        """All numbers and messages."""
+        tests = [{"side": name, **asdict(test), "better_side": test.better_side} for name, test in self.tests]
+        values = [{"side": one.side, "metric": one.metric, **asdict(one.value)} for one in self.entries]
+        told = {"warnings": self.warnings, "details": self.details, "conclusion": self.sentence()}
+        content = {"base": self.base, "values": values, "tests": tests, **told}
+        return json.dumps(_plain(content), ensure_ascii=False, indent=1) + "\n"
+
     def write(self, path: Path) -> None:
-        """Write all numbers to `path` as JSON; raises `RunError` if that fails."""
-        values = {
-            "baseline": self.baseline,
-            "tests": [{"side": name, **asdict(test), "better_side": test.better_side} for name, test in self.tests],
-            "warnings": self.warnings,
-            "details": self.details,
-            "conclusion": self.sentence(),
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(_plain(values), ensure_ascii=False, indent=1) + "\n")
+        """Write `path` in the format of its suffix, one of `FORMATS`; raises `RunError` if that fails."""
+        table, messages = self.matrix(), [*self.details, *(f"warning: {line}" for line in self.warnings)]
+        make = {
+            ".json": self.json,
+            ".csv": self.csv,
+            ".md": lambda: "\n\n".join([table.markdown(), table.note, *messages, self.sentence()]) + "\n",
+            ".tex": lambda: table.latex() + "\n",
+        }[path.suffix]
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, make())
 
 
-def compare(sides: Sequence[Side], common: bool = False, seed: int = 0, draws: int = DRAWS) -> Comparison:
-    """Compare every other side with the first in all metrics that all sides have.
+def require_formats(paths: Sequence[Path]) -> None:
+    """Raises `InputError` for a path whose suffix is not in `FORMATS`."""
+    for path in paths:
+        if path.suffix not in FORMATS:
+            raise InputError(f"--out {path} must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
 
-    Raises `InputError` if the sides have different items. With `common`, the shared items are compared instead.
+
+def compare(
+    sides: Sequence[Side],
+    metrics: Sequence[str] | None = None,
+    base: str | None = None,
+    seed: int = 0,
+    draws: int = DRAWS,
+) -> Comparison:
+    """Compare every other side with one of them, on the items that both have.
+
+    Args:
+        metrics: the metrics, in this order; None: all, in the order of the files.
+        base: the side that the others are compared with; None: the first.
+        seed, draws: seed and number of samples of the bootstrap.
+
+    Raises:
+        InputError: an unknown base, nothing to compare, a metric computed with different settings, or items with equal
+            ids and different prompts or references.
     """
     if len(sides) < 2:
         raise InputError("a comparison needs two sides; give two run directories or files")
+    names = [side.name for side in sides]
+    if base is not None and base not in names:
+        raise InputError(f"--base {base} is not one of the sides; use one of {', '.join(names)}")
+    first = sides[0] if base is None else sides[names.index(base)]
     runs = [run for side in sides for run in side.runs]
-    metrics = [name for name in runs[0].metrics if all(name in run.metrics for run in runs)]
-    if not metrics:
-        listed = "; ".join(f"{run.path}: {', '.join(run.metrics)}" for run in runs)
-        raise InputError(f"the sides have no metric in common ({listed}); compare results of the same kind")
+    known = list(dict.fromkeys(metric for run in runs for metric in run.metrics))
+    chosen = known if metrics is None else [metric for metric in dict.fromkeys(metrics) if metric in known]
     details = [line for run in runs for line in run.details]
-    neither = [name for name in metrics if runs[0].metrics[name].better == "neither"]
-    metrics = [name for name in metrics if name not in neither]
-    if not metrics:
-        raise InputError(
-            f"{', '.join(neither)}: neither larger nor smaller values are better, so there is nothing to compare"
-        )
-    if neither:
-        details.append(f"{', '.join(neither)}: not compared, because neither larger nor smaller values are better")
-    warnings = [*check_environments(runs), *(line for name in metrics for line in check_settings(name, runs))]
-    shared = _shared_items(runs, common, details)
-    tests = []
-    for side in sides[1:]:
-        for name in metrics:
-            a, b = ([run.metrics[name].scores for run in one.runs] for one in (sides[0], side))
-            items = [item for item in shared if all(item in scores.items for scores in (*a, *b))]
-            if len(items) < len(shared):
-                details.append(f"{name}: {len(shared) - len(items)} of {len(shared)} items have no value on some side")
-            if len(items) < 2:
-                raise InputError(
-                    f"{name}: {len(items)} items have a value on both sides; a comparison needs at least two"
+    warnings = check_environments(runs)
+    for side in sides:
+        for run in side.runs:
+            check_prompts([*first.runs, run], {item for one in first.runs for item in one.items} & run.items)
+    entries = []
+    for metric in chosen:
+        having = [run for run in runs if metric in run.metrics]
+        warnings += check_settings(metric, having)
+        if (better := having[0].metrics[metric].better) == "neither":
+            details.append(f"{metric}: not compared, because neither larger nor smaller values are better")
+        for run in having:
+            left_out = run.metrics[metric].left_out
+            details += [f"{run.path}: {metric}: {count} left out: {why}" for why, count in left_out.items()]
+        for side in sides:
+            if scores := side.scores(metric):
+                tested = better != "neither" and side is not first and bool(first.scores(metric))
+                test = _test(metric, better, first, side, warnings, seed, draws) if tested else None
+                entries.append(
+                    Entry(side.name, metric, scores[0].kind, better, _value(side, metric), len(scores), test)
                 )
-            tests.append((side.name, paired_test(name, runs[0].metrics[name].better, a, b, items, seed, draws)))
-            if len(items) < _FEW_ITEMS:
-                rough = "" if tests[-1][1].test.startswith("McNemar") else ", and the interval is rough"
-                warnings.append(f"{name}: with only {len(items)} items, only large differences are detectable{rough}")
-    for (name, test), corrected in zip(list(tests), holm([test.p for _, test in tests]), strict=True):
-        tests[tests.index((name, test))] = (name, test.with_correction(corrected))
-    return Comparison(sides[0].name, tests, [*_few_runs(sides), *dict.fromkeys(warnings)], list(dict.fromkeys(details)))
+    if not any(entry.test for entry in entries):
+        raise InputError(_nothing(first, sides, chosen))
+    corrected = iter(holm([entry.test.p for entry in entries if entry.test]))
+    entries = [replace(one, test=one.test and one.test.with_correction(next(corrected))) for one in entries]
+    warnings = [*_few_runs(sides), *dict.fromkeys(warnings)]
+    return Comparison(first.name, names, chosen, entries, warnings, list(dict.fromkeys(details)))
 
 
-def _shared_items(runs: Sequence[Run], common: bool, details: list[str]) -> list[str]:
-    """The items that all runs have, sorted. Raises `InputError` if there are other items and `common` is false."""
-    shared = frozenset.intersection(*(run.items for run in runs))
-    others = {run.path: len(run.items - shared) for run in runs if run.items - shared}
-    left_out = ", ".join(
-        f"{count} of {len(run.items)} of {run.path}" for run in runs if (count := others.get(run.path))
-    )
+def _value(side: Side, metric: str) -> Estimate:
+    scores = side.scores(metric)
+    if len(scores) == 1:
+        return estimate(scores[0])
+    return seed_mean([float(combine(one.kind, one.table().sum(0))) for one in scores], scores[0].kind == "rate")
+
+
+def _test(
+    metric: str, better: Better, base: Side, side: Side, warnings: list[str], seed: int, draws: int
+) -> PairedTest | None:
+    """The test of `side` against `base`; None if they share fewer than two items."""
+    a, b = base.scores(metric), side.scores(metric)
+    items = [frozenset(scores.items) for scores in (*a, *b)]
+    shared = sorted(frozenset.intersection(*items))
+    if len(shared) < max(map(len, items)):
+        left_out = ", ".join(
+            f"{len(one) - len(shared)} of {len(one)} of {run.path}"
+            for one, run in zip(items, [run for part in (base, side) for run in part.having(metric)], strict=True)
+            if len(one) > len(shared)
+        )
+        warnings.append(f"{metric}: compared on {len(shared)} shared items; left out: {left_out}")
+    if len(shared) < 2:
+        return None
+    test = paired_test(metric, better, a, b, shared, seed, draws)
+    if len(shared) < _FEW_ITEMS:
+        rough = "" if test.test.startswith("McNemar") else ", and the interval is rough"
+        warnings.append(f"{metric}: with only {len(shared)} items, only large differences are detectable{rough}")
+    return test
+
+
+def _nothing(base: Side, sides: Sequence[Side], metrics: Sequence[str]) -> str:
+    """Why no side can be compared with `base`."""
+    shared = [name for name in metrics if all(side.scores(name) for side in sides)]
+    runs = [run for side in sides for run in side.runs]
     if not shared:
-        raise InputError(
-            f"{runs[0].path} and {_other(runs)} have no item in common (first items: {_first(runs[0])}, {_first(runs[-1])}); "
-            "compare results on the same seeds or ids"
-        )
-    if others and not common:
-        raise InputError(
-            f"the sides have different items: {len(shared)} are shared, {left_out} are not; compare the shared ones with "
-            "--common, or evaluate all sides on the same items"
-        )
-    if others:
-        details.append(f"compared on {len(shared)} shared items; left out: {left_out}")
-    check_prompts(runs, shared)
-    return sorted(shared)
+        listed = "; ".join(f"{run.path}: {', '.join(run.metrics)}" for run in runs)
+        return f"the sides have no metric in common ({listed}); compare results of the same kind"
+    if all(run.metrics[name].better == "neither" for name in shared for run in base.runs):
+        return f"{', '.join(shared)}: neither larger nor smaller values are better, so there is nothing to compare"
+    items = ", ".join(min(run.items)[:40] for run in (runs[0], runs[-1]))
+    return (
+        f"{runs[0].path} and {runs[-1].path if len(runs) == 2 else 'the others'} have fewer than two items in common (first "
+        f"items: {items}); compare results on the same seeds or ids"
+    )
 
 
 def check_prompts(runs: Sequence[Run], shared: Collection[str]) -> None:
@@ -370,67 +353,29 @@ def _few_runs(sides: Sequence[Side]) -> list[str]:
     return []
 
 
-def _finding(baseline: str, name: str, test: PairedTest) -> str:
-    better, worse = (name, baseline) if test.better_side == "B" else (baseline, name)
-    return (
-        f"{better} is better than {worse} in {test.metric} by {_size(test)} "
-        f"({_interval(test)}, corrected p = {p_text(test.corrected)})".replace("= <", "< ")
-    )
+def _test_cells(entry: Entry, test: PairedTest) -> tuple[str, ...]:
+    return entry.difference.replace(" [", "\n["), test.effect_text, test.p_text, str(test.n)
 
 
-def _insignificant(test: PairedTest) -> str:
-    return f"{test.metric} ({_interval(test)})"
+def _cell(entry: Entry | None) -> str:
+    if entry is None:
+        return "–"
+    return "\n".join(part for part in (*estimate_cells(entry.kind, entry.value), entry.difference) if part)
+
+
+def _finding(base: str, name: str, test: PairedTest) -> str:
+    better, worse = (name, base) if test.better_side == "B" else (base, name)
+    size = test.text(abs(test.difference.value), signed=True).removeprefix("+")
+    corrected = f"corrected p = {test.p_text}".replace("= <", "< ")
+    return f"{better} is better than {worse} in {test.metric} by {size} ({_interval(test)}, {corrected})"
 
 
 def _interval(test: PairedTest) -> str:
-    return f"95% interval of B - A: {limits_text(test)}{' pp' if test.kind == 'rate' else ''}"
-
-
-def _size(test: PairedTest) -> str:
-    return value_text(test, abs(test.difference.value), signed=True).removeprefix("+")
-
-
-def limits_text(test: PairedTest) -> str:
-    """The 95% interval of the difference, as text; a dash if it is unknown."""
-    if math.isnan(test.difference.low):
-        return "–"
-    low, high = (
-        value_text(test, limit, True).removesuffix(" pp") for limit in (test.difference.low, test.difference.high)
-    )
-    return f"[{low}, {high}]"
+    return f"95% interval of B - A: {test.limits}{' pp' if test.kind == 'rate' else ''}"
 
 
 def _listed(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def value_text(test: PairedTest, value: float, signed: bool = False) -> str:
-    """A value or a difference of the metric, as text; rates are percentages."""
-    sign = "+" if signed else ""
-    if test.kind == "rate":
-        return f"{100 * value:{sign}.1f}{' pp' if signed else '%'}"
-    return f"{value:{sign}.{4 if test.kind == 'mean' and abs(value) < 100 else 2}f}"
-
-
-def p_text(p: float) -> str:
-    """A p-value as text."""
-    return f"{p:.4f}" if p >= 0.0001 else f"{p:.1e}" if p >= 1e-16 else "<1e-16"
-
-
-def _effect(test: PairedTest) -> str:
-    if test.effect is None or math.isnan(test.effect.value):
-        return "–"
-    name = "OR" if test.test.startswith("McNemar") else "d_z"
-    limits = "" if math.isnan(test.effect.low) else f"\n[{test.effect.low:.2f}, {test.effect.high:.2f}]"
-    return f"{name} {test.effect.value:.2f}{limits}"
-
-
-def _other(runs: Sequence[Run]) -> str:
-    return runs[-1].path if len(runs) == 2 else "the others"
-
-
-def _first(run: Run) -> str:
-    return min(run.items)[:40]
 
 
 def _plain(value: Any) -> Any:

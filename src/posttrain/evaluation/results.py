@@ -161,12 +161,7 @@ def read_results(path: Path) -> tuple[dict[str, MetricResult], dict[str, str]]:
 def estimate_cells(kind: str, value: Estimate) -> tuple[str, str]:
     """A value and its interval as text; rates are percentages."""
     few = 2 if abs(value.value) >= 100 else 4
-    digits, scale, unit = {
-        "rate": (1, 100, "%"),
-        "mean": (few, 1, ""),
-        "least_squares": (4, 1, ""),
-        "correlation": (4, 1, ""),
-    }.get(kind, (2, 1, ""))
+    digits, scale, unit = {"rate": (1, 100, "%"), "mean": (few, 1, "")}.get(kind, (2, 1, ""))
     shown = f"{value.value * scale:.{digits}f}{unit}"
     if math.isnan(value.low):
         return shown, "–"

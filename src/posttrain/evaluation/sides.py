@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,44 +51,58 @@ class Side:
     name: str
     runs: list[Run]
 
+    def having(self, metric: str) -> list[Run]:
+        """The runs with the metric."""
+        return [run for run in self.runs if metric in run.metrics]
+
+    def scores(self, metric: str) -> list[ItemScores]:
+        """The scores of each run with the metric."""
+        return [run.metrics[metric].scores for run in self.having(metric)]
+
 
 def read_sides(words: Sequence[str], metrics: Sequence[str] | None = None) -> list[Side]:
-    """Parse and read sides: `PATH`, `PATH,PATH` for several runs of a side, `name=PATH,PATH`, `columns.NAME=COLUMN`.
+    """Parse and read sides: `PATH`, `PATH,PATH`, `name=PATH,PATH`, `columns.NAME=COLUMN`.
 
-    `metrics`: the metrics to read; None reads all. Raises `InputError` for anything that cannot be read.
+    A path is a run directory, a file, or a directory of results files, which are one run. Several paths of a side are runs
+    with different training seeds, or one run if they have different metrics. `metrics`: the metrics to read; None reads all.
+    Raises `InputError` for anything that cannot be read, and for a metric that no side has.
     """
     columns = column_names([word for word in words if word.startswith("columns.")])
-    sides = [Side(name, [_read(path, metrics, columns) for path in paths]) for name, paths in _named_paths(words)]
+    named = _named_paths(words)
+    sides = [Side(name, _runs(name, paths, metrics, columns)) for name, paths in named]
     for side in sides:
         if len({run.path for run in side.runs}) < len(side.runs):
             raise InputError(f"{side.name} contains a run twice; give every run once")
-    contents = [sorted(run.path for run in side.runs) for side in sides]
-    if repeated_side := next(
-        (side for side, paths in zip(sides, contents, strict=True) if contents.count(paths) > 1), None
-    ):
-        raise InputError(f"{repeated_side.name} is given on two sides; give different sides")
-    names = [side.name for side in sides]
-    if len(set(names)) == len(names):
+    contents = [sorted(paths) for _, paths in named]
+    repeated = next((name for (name, paths) in named if contents.count(sorted(paths)) > 1), None)
+    if repeated is not None:
+        raise InputError(f"{repeated} is given on two sides; give different sides")
+    known = {name for side in sides for run in side.runs for name in run.metrics}
+    if absent := [name for name in metrics or () if name not in known]:
+        every = [name for _, paths in named for path in paths for name in _metrics_of(path, columns)]
+        raise InputError(f"no side has the metric {absent[0]!r}; they have {', '.join(dict.fromkeys(every)) or 'none'}")
+    if len({side.name for side in sides}) == len(sides):
         return sides
-    return [Side(",".join(run.path for run in side.runs), side.runs) for side in sides]
+    return [Side(",".join(paths), side.runs) for side, (_, paths) in zip(sides, named, strict=True)]
 
 
-def read_models(words: Sequence[str]) -> list[Run]:
-    """Parse and read models: `PATH`, `PATH,PATH` for several files with different metrics, `name=PATH`.
-
-    The path of the result is the name of the model. A directory that is not a run stands for the results files in it.
-    Raises `InputError` for anything that cannot be read, and for a metric that a model has twice.
-    """
-    columns = column_names([word for word in words if word.startswith("columns.")])
-    models = []
-    for name, paths in _named_paths(words):
+def _runs(name: str, paths: Sequence[str], metrics: Sequence[str] | None, columns: PredictionColumns) -> list[Run]:
+    """The runs of a side."""
+    runs = []
+    for path in paths:
         details: list[str] = []
-        files = [file for path in paths for file in _results_in(path, details)]
-        models.append(_merged(name, [_read(file, None, columns) for file in files], details))
-    names = [model.path for model in models]
-    if repeated_name := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"two models have the name {repeated_name}; name them, as in `sft=PATH dpo=PATH`")
-    return models
+        files = [_read(file, metrics, columns) for file in _results_in(path, details)]
+        runs.append(files[0] if len(files) == 1 and not details else _merged(path, files, details))
+    counts = [metric for run in runs for metric in run.metrics]
+    if len(runs) > 1 and len(set(counts)) == len(counts):
+        runs = [_merged(name, runs, ())]
+    if not counts and metrics is None:
+        raise InputError(f"{', '.join(paths)} has no metrics to compare; give scores, references or a finished run")
+    return runs
+
+
+def _metrics_of(path: str, columns: PredictionColumns) -> list[str]:
+    return [name for file in _results_in(path, []) for name in _read(file, None, columns).metrics]
 
 
 def _results_in(path: str, details: list[str]) -> list[str]:
@@ -117,18 +131,16 @@ def _results_in(path: str, details: list[str]) -> list[str]:
 
 
 def _merged(name: str, runs: Sequence[Run], details: Sequence[str]) -> Run:
-    """All metrics of one model as one run with the path `name`."""
+    """Runs with different metrics as one run with the path `name`."""
     metrics: dict[str, MetricResult] = {}
     digests: dict[str, str] = {}
-    origins: dict[str, str] = {}
     for run in runs:
-        for metric, result in run.metrics.items():
-            if metric in origins:
-                raise InputError(
-                    f"{name}: {metric} is in {origins[metric]} and in {run.path}; name the files to use, one for each metric"
-                )
-            origins[metric] = run.path
-            metrics[metric] = result
+        if repeated := next((metric for metric in run.metrics if metric in metrics), None):
+            origin = next(one.path for one in runs if repeated in one.metrics)
+            raise InputError(
+                f"{name}: {repeated} is in {origin} and in {run.path}; name the files to use, one for each metric"
+            )
+        metrics |= run.metrics
         different = [item for item, digest in run.digests.items() if digests.setdefault(item, digest) != digest]
         if different:
             raise InputError(
@@ -172,14 +184,7 @@ def _read(path: str, metrics: Sequence[str] | None, columns: PredictionColumns) 
     else:
         run = _read_rows(path, metrics, columns)
     if metrics is not None:
-        absent = [name for name in metrics if name not in run.metrics]
-        if absent:
-            every = [*run.metrics, *(() if file.is_dir() else _read(path, None, columns).metrics)]
-            has = ", ".join(dict.fromkeys(every)) or "none"
-            raise InputError(f"{path} has no metric {absent[0]!r}; it has {has}")
-        run = Run(path, {name: run.metrics[name] for name in metrics}, run.digests, run.environment, run.details)
-    if not run.metrics:
-        raise InputError(f"{path} has no metrics to compare; give scores, references or a finished run")
+        run = replace(run, metrics={name: run.metrics[name] for name in metrics if name in run.metrics})
     return run
 
 

@@ -13,7 +13,15 @@ from typing import Any, Literal
 import numpy as np
 
 from posttrain.plugins import require_module
-from posttrain.runs.intervals import ROUNDING, Estimate, clustered_rate, mean, rate_limits, success_rate
+from posttrain.runs.intervals import (
+    ROUNDING,
+    Estimate,
+    clustered_rate,
+    mean,
+    rate_limits,
+    success_rate,
+    t_limits,
+)
 from posttrain.seeds import random_stream
 
 
@@ -34,8 +42,6 @@ def ratio(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
     (sum counts)^2 / sum counts^2 equal ones (Kish 1965), which are the degrees of freedom, less one. The limits are NaN
     where they are as informative as fewer than 3, and for rows whose ratios are equal.
     """
-    from scipy.special import stdtrit
-
     above, below = np.asarray(sums, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     n = len(above)
     if n < 1 or len(below) != n or below.sum() <= 0:
@@ -50,8 +56,8 @@ def ratio(sums: Sequence[float], counts: Sequence[float]) -> Estimate:
     error = math.sqrt((n - 1) / n * float((((above - value * below) / (total - below)) ** 2).sum()))
     if error <= ROUNDING * value:
         return Estimate(value, math.nan, math.nan, n)
-    half = float(stdtrit(freedom, 0.975)) * error / value
-    return Estimate(value, value * math.exp(-half), value * math.exp(half), n)
+    low, high = (value * math.exp(limit) for limit in t_limits(0.0, error / value, freedom))
+    return Estimate(value, low, high, n)
 
 
 def probability_above(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> Estimate:
@@ -181,8 +187,6 @@ def standardized_difference(differences: Sequence[float]) -> Estimate:
     are the standardized differences. The value is NaN for fewer than two differences, or if they are equal up to rounding,
     and the limits are NaN for fewer than three.
     """
-    from scipy.special import stdtrit
-
     values = np.asarray(differences, dtype=np.float64)
     n = len(values)
     deviation = float(values.std(ddof=1)) if n > 1 else 0.0
@@ -192,8 +196,8 @@ def standardized_difference(differences: Sequence[float]) -> Estimate:
     if n < 3:
         return Estimate(value, math.nan, math.nan, n)
     z = (values - values.mean()) / deviation
-    half = float(stdtrit(n - 1, 0.975)) * float((z - value * z**2 / 2).std(ddof=1)) / math.sqrt(n)
-    return Estimate(value, value - half, value + half, n)
+    error = float((z - value * z**2 / 2).std(ddof=1)) / math.sqrt(n)
+    return Estimate(value, *t_limits(value, error, n - 1), n)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -209,10 +213,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-Kind = Literal["rate", "mean", "perplexity", "bleu", "chrf", "least_squares", "correlation"]
+Kind = Literal["rate", "mean", "perplexity", "bleu", "chrf"]
 """Summands per item: (value, 1) for `rate` and `mean`, (nats, tokens) for `perplexity`, sacrebleu's counts for `bleu`
-and `chrf`, the normal equations x x^T [k k] and x y [k] for `least_squares`, and (1, x, y, x^2, y^2, x y) for
-`correlation`."""
+and `chrf`."""
 
 DRAWS = 5_000
 """Bootstrap resamples."""
@@ -261,21 +264,10 @@ def item_sums(kind: Kind, samples: Iterable[tuple[str, Sequence[float]]]) -> Ite
 
 
 def combine(kind: Kind, sums: np.ndarray) -> np.ndarray:
-    """The metric [...] from summands [..., S]: sum / count, exp(nats / tokens), BLEU or chrF in [0, 100], the first
-    coefficient of a least-squares fit (of minimum norm if it is not unique), or Pearson's correlation (0 without
-    variance).
-    """
+    """The metric [...] from summands [..., S]: sum / count, exp(nats / tokens), or BLEU or chrF in [0, 100]."""
     if kind in ("rate", "mean", "perplexity"):
         ratio = sums[..., 0] / sums[..., 1]
         return np.exp(ratio) if kind == "perplexity" else ratio
-    if kind == "least_squares":
-        k = (math.isqrt(4 * sums.shape[-1] + 1) - 1) // 2
-        normal = sums[..., : k * k].reshape(*sums.shape[:-1], k, k)
-        return np.einsum("...i,...i->...", np.linalg.pinv(normal, hermitian=True)[..., 0, :], sums[..., k * k :])
-    if kind == "correlation":
-        n, x, y, xx, yy, xy = np.moveaxis(sums, -1, 0)
-        spread = np.sqrt(np.maximum((xx - x * x / n) * (yy - y * y / n), 0.0))
-        return np.divide(xy - x * y / n, spread, out=np.zeros_like(spread), where=spread > 0)
     metric = sacrebleu_metric(kind)
     flat = sums.reshape(-1, sums.shape[-1])
     scores = [metric._compute_score_from_stats([round(count) for count in row]).score for row in flat]
@@ -285,12 +277,10 @@ def combine(kind: Kind, sums: np.ndarray) -> np.ndarray:
 def estimate(scores: ItemScores) -> Estimate:
     """The metric over all items with a 95% interval over items.
 
-    Rates have the interval of `clustered_rate`, means that of `mean`, perplexities exp of that of `ratio`. Other metrics
-    have Student's t interval with the standard error of the jackknife, for a correlation on Fisher's z. Except for a rate,
-    the limits are NaN for a single item and for items that are alike.
+    Rates have the interval of `clustered_rate`, means that of `mean`, perplexities exp of that of `ratio`. BLEU and chrF
+    have Student's t interval with the standard error of the jackknife. Except for a rate, the limits are NaN for a single
+    item and for items that are alike.
     """
-    from scipy.special import stdtrit
-
     if not len(scores):
         raise ValueError("an estimate needs at least one item")
     table, n = scores.table(), len(scores)
@@ -308,18 +298,11 @@ def estimate(scores: ItemScores) -> Estimate:
     if n == 1:
         return Estimate(value, math.nan, math.nan, 1)
     without = combine(scores.kind, table.sum(0) - table)
-    center = value
-    if scores.kind == "correlation":
-        center, without = (np.arctanh(np.clip(r, -1 + 1e-12, 1 - 1e-12)) for r in (value, without))
     error = math.sqrt((n - 1) ** 2 / n * float(without.var(ddof=1)))
     if error <= ROUNDING * abs(value):
         return Estimate(value, math.nan, math.nan, n)
-    half = float(stdtrit(n - 1, 0.975)) * error
-    low, high = center - half, center + half
-    if scores.kind == "correlation":
-        return Estimate(value, math.tanh(low), math.tanh(high), n)
-    bounds = (-math.inf, math.inf) if scores.kind == "least_squares" else (0.0, 100.0)
-    return Estimate(value, max(bounds[0], low), min(bounds[1], high), n)
+    low, high = t_limits(value, error, n - 1)
+    return Estimate(value, max(0.0, low), min(100.0, high), n)
 
 
 def resampled_sums(table: np.ndarray, seed: int = 0, draws: int = DRAWS) -> np.ndarray:

@@ -12,8 +12,8 @@ from posttrain.errors import PosttrainError
 from posttrain.recipe.rollout import evaluated_environment
 from posttrain.recipe.run import StageRecipe
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.metrics import RESERVED, read_metrics
-from posttrain.runs.panels import Line
+from posttrain.runs.log import Line, Log, read_log
+from posttrain.runs.metrics import RESERVED
 
 _CHECKPOINT = re.compile(r"step_(\d+)")
 _PUBLISHED = re.compile(r"(.*?)[-_/]*step[-_]?(\d+)")
@@ -26,7 +26,7 @@ class EvaluatedRun(Protocol):
     def stage(self) -> str | None: ...
 
     @property
-    def lines(self) -> list[Line]: ...
+    def lines(self) -> Sequence[Line]: ...
 
     @property
     def recipe(self) -> Mapping[str, Any] | None: ...
@@ -35,7 +35,7 @@ class EvaluatedRun(Protocol):
 @dataclass(frozen=True)
 class _Run:
     stage: str
-    lines: list[Line]
+    lines: Log
     recipe: Mapping[str, Any]
 
 
@@ -43,7 +43,7 @@ def evaluated_run(path: Path) -> EvaluatedRun:
     """The run in the directory `path`. InputError if there is none."""
     run = RunDirectory.open(path)
     recipe = run.load_recipe()
-    return _Run(recipe.stage, read_metrics(run.metrics), recipe.model_dump(mode="json"))
+    return _Run(recipe.stage, read_log(run.metrics), recipe.model_dump(mode="json"))
 
 
 def checkpoint_at(model: str) -> tuple[str, int] | None:
@@ -68,8 +68,8 @@ def checkpoint_of(run: EvaluatedRun) -> tuple[str, int] | None:
     return checkpoint_at(_model_of(run)) if run.stage == "evaluate" else None
 
 
-def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, list[Line]]:
-    """Training run -> its training lines, and an evaluation line for each of `runs` that evaluated one of its checkpoints.
+def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, Log]:
+    """Training run -> its training steps, and an evaluation line for each of `runs` that evaluated one of its checkpoints.
 
     The initial model of the training is step 0. A number after the name distinguishes evaluations in different
     environments or on different tasks.
@@ -89,13 +89,12 @@ def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, list[Line]]
         for (trained, same), steps in placed.items():
             if same == about and model == _start_of(Path(trained)):
                 steps.setdefault(0, final)
-    groups: dict[str, list[Line]] = {}
+    groups: dict[str, Log] = {}
     for (trained, _), steps in placed.items():
         name = Path(trained).name
         number = sum(other == name or other.startswith(f"{name} (") for other in groups)
         lines = [{**final, "kind": "evaluation", "step": step} for step, final in sorted(steps.items())]
-        lines += [line for line in _lines(Path(trained)) if line["kind"] == "train"]
-        groups[f"{name} ({number + 1})" if number else name] = lines
+        groups[f"{name} ({number + 1})" if number else name] = _lines(Path(trained)).with_lines(lines)
     return groups
 
 
@@ -176,12 +175,12 @@ def _model_of(run: EvaluatedRun) -> str:
     return str(model.get("path")) if isinstance(model, Mapping) else ""
 
 
-def _lines(run: Path) -> list[Line]:
+def _lines(run: Path) -> Log:
     """The metrics of a run; empty if there is no run."""
     try:
-        return read_metrics(RunDirectory.open(run).metrics)
+        return read_log(RunDirectory.open(run).metrics)
     except PosttrainError:
-        return []
+        return Log()
 
 
 def _start_of(run: Path) -> str | None:

@@ -206,19 +206,31 @@ def skewed_limits(center: float, deviation: float, skewness: float, n: int, free
     """The 95% limits of a mean `center` of n values: Student's t, joined with that of Johnson (1978, J. of the American
     Statistical Association 73), which is shifted by skewness s (1 + 2 t^2) / 6n, s = `deviation`, t = t(0.975, freedom).
     """
-    quantile = t_975(min(freedom, _MANY))
-    half = quantile * deviation / math.sqrt(n)
-    shift = skewness * deviation * (1 + 2 * quantile**2) / (6 * n)
-    return center - half + min(shift, 0.0), center + half + max(shift, 0.0)
+    freedom = min(freedom, _MANY)
+    low, high = t_limits(center, deviation / math.sqrt(n), freedom)
+    shift = skewness * deviation * (1 + 2 * t_975(freedom) ** 2) / (6 * n)
+    return low + min(shift, 0.0), high + max(shift, 0.0)
+
+
+def t_limits(center: float, error: float, freedom: float) -> tuple[float, float]:
+    """Student's t interval: `center` ± t(0.975, `freedom`) `error`, the standard error. All t intervals are computed here."""
+    half = t_975(freedom) * error
+    return center - half, center + half
 
 
 @cache
-def t_975(freedom: int) -> float:
-    """The 0.975 quantile of Student's t with `freedom` >= 1 degrees of freedom.
+def t_975(freedom: float) -> float:
+    """The 0.975 quantile of Student's t with `freedom` degrees of freedom.
 
     Bisects P(|T| < sqrt(freedom) tan a) = 0.95 in the angle a, a finite sum for whole degrees of freedom (Abramowitz and
-    Stegun 26.7.3 and 26.7.4). Not from scipy, which would double the memory of `posttrain view`.
+    Stegun 26.7.3 and 26.7.4). Only fractions and large numbers are from scipy, which would double the memory of
+    `posttrain view`.
     """
+    if freedom != int(freedom) or freedom > _MANY:
+        from scipy.special import stdtrit
+
+        return float(stdtrit(freedom, 0.975))
+    freedom = int(freedom)
 
     def inside(angle: float) -> float:
         sine, cosine, odd = math.sin(angle), math.cos(angle), freedom % 2

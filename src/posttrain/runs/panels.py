@@ -8,11 +8,7 @@ from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.recipe.rollout import SCORES
-
-Line = dict[str, Any]
-
-KINDS = ("train", "evaluation")
-"""Kinds of lines that are drawn as curves. The only key that occurs in both is `time/run`."""
+from posttrain.runs.log import Line, Log
 
 MOST_POINTS = 2_000
 """Maximum number of points of a drawn curve, about two per pixel. Longer ones take seconds and gigabytes to draw."""
@@ -261,30 +257,36 @@ TITLES = {
 }
 
 
-def panels_of(name: str, lines: list[Line]) -> list[Panel]:
-    """The panels of the figure `name`; some depend on the metrics of the run."""
+def panels_of(name: str, lines: Sequence[Line]) -> list[Panel]:
+    """The panels of the figure `name`, if it has any; some depend on the metrics of the run."""
     if name == "domains":
         return _domain_panels(lines)
-    return [*_loss_panels(lines), *PANELS[name]] if name == "rows" else PANELS[name]
+    return [*_loss_panels(lines), *PANELS[name]] if name == "rows" else PANELS.get(name, [])
 
 
 LARGEST_DRAWN = 1e300
 """Larger values count as infinite, because the axes of a figure overflow before a float does."""
 
 
-def series_of(lines: list[Line], key: str) -> Series | None:
+def series_of(lines: Sequence[Line], key: str) -> Series | None:
     """The metric `key` in order of step; None if no line has it."""
-    rows = sorted((line for line in lines if key in line and line["kind"] in KINDS), key=itemgetter("step"))
-    values = [(row["step"], float(row[key])) for row in rows if isinstance(row[key], (int, float))]
-    numbers = [(step, value) for step, value in values if abs(value) < LARGEST_DRAWN]
-    nonfinite = [row["step"] for row in rows if "nonfinite" in row and key in row["nonfinite"]]
-    nonfinite = sorted([*nonfinite, *(step for step, value in values if abs(value) >= LARGEST_DRAWN)])
-    if not numbers and not nonfinite:
-        return None
-    return Series([step for step, _ in numbers], [value for _, value in numbers], nonfinite)
+    log = Log.of(lines)
+    evaluations = [line for line in log if line["kind"] == "evaluation"]
+    steps, values = (column.tolist() for column in log.trained(key))
+    bad = [step for step, keys in log.nonfinite if key in keys]
+    bad += [line["step"] for line in evaluations if key in line.get("nonfinite", ())]
+    measured = [(line["step"], float(line[key])) for line in evaluations if isinstance(line.get(key), (int, float))]
+    if measured:
+        measured = sorted([*zip(steps, values, strict=True), *measured], key=itemgetter(0))
+        steps, values = ([point[place] for point in measured] for place in (0, 1))
+    if values and max(max(values), -min(values)) >= LARGEST_DRAWN:
+        points = list(zip(steps, values, strict=True))
+        bad += [step for step, value in points if abs(value) >= LARGEST_DRAWN]
+        steps, values = ([point[i] for point in points if abs(point[1]) < LARGEST_DRAWN] for i in (0, 1))
+    return Series(steps, values, sorted(bad)) if values or bad else None
 
 
-def limits_of(lines: list[Line], key: str) -> list[tuple[int, float, float, float]]:
+def limits_of(lines: Sequence[Line], key: str) -> list[tuple[int, float, float, float]]:
     """(step, low, value, high) of the evaluations that have an interval for `key`, in order of step.
 
     The limits of `success` are `success_low` and `success_high`; those of `validation/loss/medicine` are
@@ -294,34 +296,35 @@ def limits_of(lines: list[Line], key: str) -> list[tuple[int, float, float, floa
     low, high = ("/".join([*([split] if split else []), f"{metric}_{side}", *domain]) for side in ("low", "high"))
     return sorted(
         (line["step"], line[low], line[key], line[high])
-        for line in lines
+        for line in Log.of(lines)
         if line["kind"] == "evaluation" and None not in (line.get(low), line.get(high), line.get(key))
     )
 
 
-def keys_of(lines: list[Line]) -> list[str]:
-    """Every metric that can be drawn as a curve, in order of first occurrence."""
-    drawable = {key for line in lines if line["kind"] in KINDS for key in line if _is_metric(line, key)}
-    return [key for key in dict.fromkeys(key for line in lines for key in line) if key in drawable]
+def keys_of(lines: Sequence[Line]) -> list[str]:
+    """Every metric that can be drawn as a curve: those of training, then those of evaluations."""
+    log = Log.of(lines)
+    evaluated = (key for line in log if line["kind"] == "evaluation" for key in line if _is_metric(line, key))
+    return list(dict.fromkeys([*log.columns, *evaluated]))
 
 
-def is_trained(lines: list[Line], key: str) -> bool:
+def is_trained(lines: Sequence[Line], key: str) -> bool:
     """Whether the metric `key` belongs to training steps rather than evaluations."""
-    return not any(line["kind"] == "evaluation" and key in line for line in lines)
+    return not any(line["kind"] == "evaluation" and key in line for line in Log.of(lines))
 
 
 def _is_metric(line: Line, key: str) -> bool:
     limit = key.split("/")[0 if key.count("/") == 0 else 1].endswith(("_low", "_high"))
     number = isinstance(line[key], (int, float)) or key in line.get("nonfinite", ())
-    return number and key != "step" and not (limit and line["kind"] == "evaluation")
+    return number and key != "step" and not limit
 
 
-def _has_preferences(lines: list[Line]) -> bool:
+def _has_preferences(lines: Sequence[Line]) -> bool:
     """Whether the run learns from preferences, whose loss is per row rather than per token."""
-    return any("loss/preference" in line or "validation/accuracy" in line for line in lines)
+    return not {"loss/preference", "validation/accuracy"}.isdisjoint(keys_of(lines))
 
 
-def _loss_panels(lines: list[Line]) -> list[Panel]:
+def _loss_panels(lines: Sequence[Line]) -> list[Panel]:
     look: dict[str, Any] = {"from_zero": False, "smoothed": True}
     held_out = Curve("validation/loss", "validation rows", HELD_OUT)
     nll = Curve("loss/nll", "training rows", TRAINING)
@@ -334,9 +337,9 @@ def _loss_panels(lines: list[Line]) -> list[Panel]:
     ]
 
 
-def _domain_panels(lines: list[Line]) -> list[Panel]:
+def _domain_panels(lines: Sequence[Line]) -> list[Panel]:
     """Curves per domain, for the first `len(DOMAINS)` domains in alphabetical order."""
-    preferences, keys = _has_preferences(lines), set().union(*lines)
+    preferences, keys = _has_preferences(lines), keys_of(lines)
     panels = []
     for metric, title, unit, look in (
         ("loss", "Preference loss" if preferences else "Loss", "loss per row" if preferences else "nats per token", {}),

@@ -1,21 +1,79 @@
-"""`report.md`: a summary of the run, its results, and how to use the model."""
+"""The report of a run: a summary, its results, and how to use the model; `report.md` is its Markdown form."""
 
 import itertools
 import json
 import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, PackageLoader
+
+from posttrain.errors import InputError, PosttrainError
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.rollout import SeedRange, evaluated_environment
 from posttrain.runs.directory import RunDirectory, write_atomically
-from posttrain.runs.metrics import duration, read_metrics
+from posttrain.runs.log import Line, Log, read_log
+from posttrain.runs.metrics import duration
+from posttrain.runs.panels import TITLES
+from posttrain.runs.reader import read_text
 from posttrain.runs.tables import UNIMPROVED, Table, headline, markdown_table, plain_numbers, score_table
 from posttrain.terminal import printable
 
 if TYPE_CHECKING:
     from posttrain.recipe.stages import Recipe
+
+
+Rows = list[tuple[str, str]]
+
+
+@dataclass
+class Report:
+    """What a report says about a run, a study or a pipeline, in Markdown and in HTML."""
+
+    title: str
+    path: str = ""
+    headline: str = ""
+    """The result in one sentence."""
+    tables: Sequence[Table] = ()
+    """Final results."""
+    scores: Table | None = None
+    """Scores by checkpoint."""
+    warnings: Sequence[str] = ()
+    """Warnings and failures."""
+    facts: Rows = field(default_factory=list)
+    """Recipe, machine and progress, in Markdown."""
+    changed: Rows = field(default_factory=list)
+    """Recipe keys that differ from their defaults, in Markdown."""
+    recipe: str = ""
+    missing: list[str] = field(default_factory=list)
+    """What could not be read, and why."""
+
+    def read(self, run: RunDirectory, lines: Sequence[Line], warnings: Sequence[str] = ()) -> None:
+        """Fill in what the files of a run say, except the tables. `warnings` are added to those of its log."""
+        log = Log.of(lines)
+        self.scores, self.warnings = score_table(log), run_warnings(log, warnings)
+        try:
+            self.headline = headline(log) or f"No result yet: {_of(log.last_step, run.load_recipe())} steps are done."
+            self.facts, self.changed = run_facts(run, log), changed_rows(run)
+        except PosttrainError as error:
+            self.headline = self.headline or headline(log)
+            self.missing.append(str(error))
+        try:
+            self.recipe = read_text(run.recipe_file)
+        except InputError as error:
+            self.missing.append(str(error))
+
+    def markdown(self, images: Sequence[tuple[str, str]] = (), **values: Any) -> str:
+        """The report in Markdown. `images`: (title, file). `values`: further variables of the template."""
+        loader = PackageLoader("posttrain.runs", "pages")
+        environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, autoescape=False)
+        text = environment.get_template("report.md.j2").render(
+            report=self, images=images, pairs=markdown_table, **values
+        )
+        return printable(re.sub(r"\n{3,}", "\n\n", text).strip()) + "\n"
 
 
 def write_report(
@@ -31,31 +89,21 @@ def write_report(
     `tables`: the final results. `model_directory`: the exported model. `warnings`: added to those of the metrics log.
     The report links the plots in `run.plots`. Raises `RunError` if it cannot be written.
     """
-    lines = read_metrics(run.metrics)
-    parts = [
-        f"# {title or run.path.resolve().name}",
-        headline(lines) or _unfinished(run, lines),
-        *(f"{table.markdown()}\n\n{table.note}" for table in tables),
-        _by_checkpoint(lines),
-        _plots(run),
-        _checkpoint(model_directory, run.load_recipe(to_run=True).stage, is_unimproved(lines)),
-        _episodes(run),
-        _warnings(run_warnings(lines, warnings)),
-        _changed(changed_rows(run)),
-        "## The run\n\n" + markdown_table(("what", "value"), run_facts(run, lines)),
-    ]
-    write_atomically(run.report, printable("\n\n".join(part for part in parts if part)) + "\n")
+    log, recipe = read_log(run.metrics), run.load_recipe(to_run=True)
+    report = Report(title or run.path.resolve().name, os.fspath(run.path), tables=tables)
+    report.read(run, log, warnings)
+    figures = {**TITLES, "trajectories": "Trajectories"}.items()
+    text = report.markdown(
+        [(title, f"plots/{name}.png") for name, title in figures if (run.plots / f"{name}.png").is_file()],
+        model=model_directory,
+        quoted=json.dumps(str(model_directory)),
+        unimproved=is_unimproved(log) and f"{UNIMPROVED[0].upper()}{UNIMPROVED[1:]}",
+        adapter=model_directory is not None and (model_directory / "adapter_config.json").is_file(),
+        loader="AutoModelForSequenceClassification" if recipe.stage == "reward" else "AutoModelForCausalLM",
+        episodes=len(list(run.episodes.glob("*.jsonl.zst"))),
+    )
+    write_atomically(run.report, text)
     return run.report
-
-
-def _unfinished(run: RunDirectory, lines: list[dict[str, Any]]) -> str:
-    """Progress of a run that has no result yet."""
-    done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
-    return f"No result yet: {_of(done, getattr(run.load_recipe(), 'steps', None))} steps are done."
-
-
-def _warnings(items: Sequence[str]) -> str:
-    return "## Warnings and failures\n\n" + "\n".join(f"- {item}" for item in items) if items else ""
 
 
 def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: str = "") -> dict[str, Any]:
@@ -65,9 +113,9 @@ def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: st
     from the defaults of that type. For an environment whose code is not imported, all additional keys count.
     """
     changed: dict[str, Any] = {}
-    for name, field in type(part).model_fields.items():
+    for name, about in type(part).model_fields.items():
         value, key = getattr(part, name), f"{prefix}{name}"
-        usual = field.get_default() if default is None else getattr(default, name)
+        usual = about.get_default() if default is None else getattr(default, name)
         if not isinstance(value, BaseConfig):
             if value != usual:
                 changed[key] = value
@@ -79,18 +127,18 @@ def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: st
     return changed | {f"{prefix}{name}": value for name, value in (part.model_extra or {}).items()}
 
 
-def run_facts(run: RunDirectory, lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def run_facts(run: RunDirectory, lines: Sequence[Line]) -> list[tuple[str, str]]:
     """Recipe, machine and progress of the run as (name, value) in Markdown; `lines` are its metrics."""
     recipe, machine = run.load_recipe(to_run=True), run.load_environment()
     packages = ", ".join(f"{name} {machine['packages'].get(name)}" for name in ("posttrain", "torch", "transformers"))
-    done = max((line["step"] for line in lines if line["kind"] == "train"), default=0)
-    seconds = max((line.get("time/run") or 0.0 for line in lines), default=0.0)
+    log = Log.of(lines)
+    seconds = max([line.get("time/run") or 0.0 for line in log] + log.trained("time/run")[1].tolist(), default=0.0)
     return [
         ("stage", recipe.stage),
         ("model", _model(recipe)),
         *_data(recipe),
         ("run seed", str(recipe.seed)),
-        ("steps", _of(done, getattr(recipe, "steps", None))),
+        ("steps", _of(log.last_step, recipe)),
         ("wall time", f"{duration(seconds)} (without pauses between sessions)"),
         ("machine", f"{machine['processor']}, {machine['cpus_allowed']} processors, {machine['platform']}"),
         ("software", f"Python {machine['python']}, {packages}" + _commit(machine["git"])),
@@ -107,7 +155,8 @@ def _model(recipe: "Recipe") -> str:
     return f"`{recipe.model.path}`{dtype}" + (", LoRA" if recipe.model.lora else "")
 
 
-def _of(done: int, steps: int | None) -> str:
+def _of(done: int, recipe: object) -> str:
+    steps = getattr(recipe, "steps", None)
     return str(done) if steps is None else f"{done} of {steps}"
 
 
@@ -172,11 +221,6 @@ def _commit(git: dict[str, Any] | None) -> str:
     return "" if git is None else f", commit {git['commit'][:12]}" + (" with local changes" if git["modified"] else "")
 
 
-def _by_checkpoint(lines: list[dict[str, Any]]) -> str:
-    table = score_table(lines)
-    return "" if table is None else f"## Scores by checkpoint\n\n{table.markdown()}\n\n{table.note}"
-
-
 def changed_rows(run: RunDirectory) -> list[tuple[str, str]]:
     """(key, value) of the recipe keys that differ from their defaults, in Markdown."""
     changed = changed_keys(run.load_recipe(to_run=True))
@@ -185,12 +229,6 @@ def changed_rows(run: RunDirectory) -> list[tuple[str, str]]:
         for key, value in changed.items()
         if key not in ("name", "runs", "stage")
     ]
-
-
-def _changed(rows: list[tuple[str, str]]) -> str:
-    return "## Recipe keys that differ from the defaults\n\n" + (
-        markdown_table(("key", "value"), rows) if rows else "None."
-    )
 
 
 def _written(value: Any) -> Any:
@@ -202,67 +240,22 @@ def _written(value: Any) -> Any:
     return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else value
 
 
-def _plots(run: RunDirectory) -> str:
-    from posttrain.runs.panels import TITLES
-
-    images = [
-        f"![{title}](plots/{name}.png)"
-        for name, title in {**TITLES, "trajectories": "Trajectories"}.items()
-        if (run.plots / f"{name}.png").is_file()
-    ]
-    return "## Curves\n\n" + "\n\n".join(images) if images else ""
-
-
-def is_unimproved(lines: Sequence[dict[str, Any]]) -> bool:
+def is_unimproved(lines: Sequence[Line]) -> bool:
     """Whether the exported model is the starting model, because no later checkpoint was better."""
     return any(line.get("chosen") == UNIMPROVED for line in lines)
 
 
-def _checkpoint(directory: Path | None, stage: str, unimproved: bool) -> str:
-    if directory is None:
-        return ""
-    warning = f"\n\n{UNIMPROVED[0].upper()}{UNIMPROVED[1:]}." if unimproved else ""
-    adapter = (directory / "adapter_config.json").is_file()
-    note = (
-        "\n\nThis is a LoRA adapter. transformers loads it with its base model if peft is installed." if adapter else ""
-    )
-    path = json.dumps(str(directory))
-    loader = "AutoModelForSequenceClassification" if stage == "reward" else "AutoModelForCausalLM"
-    return f"""## The trained model
-
-`{directory}`{warning}{note}
-
-```python
-from transformers import {loader}, AutoTokenizer
-
-model = {loader}.from_pretrained({path})
-tokenizer = AutoTokenizer.from_pretrained({path})
-```"""
-
-
-def _episodes(run: RunDirectory) -> str:
-    files = sorted(run.episodes.glob("*.jsonl.zst"))
-    if not files:
-        return ""
-    return (
-        f"## Episodes\n\n{len(files)} files in [episodes/](episodes/), with the log-probability, reward and credit "
-        f"of every sampled token. Read them in the terminal with\n\n```\nposttrain episodes {os.fspath(run.path)}\n```"
-    )
-
-
-def run_warnings(lines: list[dict[str, Any]], warnings: Sequence[str] = ()) -> list[str]:
+def run_warnings(lines: Sequence[Line], warnings: Sequence[str] = ()) -> list[str]:
     """Counts of failures that occurred, then `warnings` and those in `lines`, with repeated ones counted."""
-    train = [line for line in lines if line["kind"] == "train"]
-    held_out = [line for line in lines if line["kind"] in ("evaluation", "baseline", "final")]
-    counts = {"skipped updates": sum(line.get("optimizer/skipped") or 0 for line in train)}
-    for name, key, rows in (
-        ("failed training episodes", "rollout/failed", train),
-        ("failed held-out episodes", "failed", held_out),
-    ):
-        if any(key in line for line in rows):
-            counts[name] = sum(line.get(key) or 0 for line in rows)
-    counts["lines with a value that is NaN or infinite"] = sum("nonfinite" in line for line in lines)
-    logged = [f"step {line['step']}: {line.get('message', line)}" for line in lines if line["kind"] == "warning"]
+    log = Log.of(lines)
+    held_out = [line for line in log if line["kind"] in ("evaluation", "baseline", "final")]
+    counts = {
+        "skipped updates": log.total("optimizer/skipped"),
+        "failed training episodes": log.total("rollout/failed"),
+        "failed held-out episodes": sum(line.get("failed") or 0 for line in held_out),
+        "lines with a value that is NaN or infinite": len(log.nonfinite) + sum("nonfinite" in line for line in log),
+    }
+    logged = [f"step {line['step']}: {line.get('message', line)}" for line in log if line["kind"] == "warning"]
     items = [f"{name}: {count:g}" for name, count in counts.items() if count]
     grouped = [(text, len(list(same))) for text, same in itertools.groupby([*warnings, *logged])]
     items += [text if count == 1 else f"{text} ({count} times)" for text, count in grouped]

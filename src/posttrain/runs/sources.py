@@ -10,20 +10,21 @@ from typing import Any
 
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
+from posttrain.recipe.rollout import SCORES
 from posttrain.recipe.run import LOGGED_IN
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.intervals import seed_mean
-from posttrain.runs.metrics import read_metrics
+from posttrain.runs.evaluated import checkpoint_of
+from posttrain.runs.intervals import FEWEST_SEEDS, seed_mean
+from posttrain.runs.log import Line, Log, read_log
 from posttrain.runs.panels import (
     MOST_POINTS,
-    Line,
     Metric,
     Series,
     keys_of,
     known_metrics,
     metric_of,
 )
-from posttrain.runs.tables import Table
+from posttrain.runs.tables import Interval, Table, interval_of, score_cell
 
 _DRAWN = ("train", "evaluation")
 """Kinds of lines whose metrics are drawn. A sink names its tags `kind/metric`."""
@@ -38,7 +39,7 @@ def event_directories(path: Path) -> list[Path]:
     return sorted({file.parent for file in path.rglob("*tfevents*") if file.is_file()})
 
 
-def read_events(path: Path) -> list[Line]:
+def read_events(path: Path) -> Log:
     """The scalars of an event file, or of the event files in one directory, in order of step.
 
     Tags written by the `tensorboard` sink get their names in metrics.jsonl. Any other tag becomes a training metric
@@ -62,7 +63,7 @@ def read_events(path: Path) -> list[Line]:
             line[key] = value if math.isfinite(value) else None
             if line[key] is None:
                 line.setdefault("nonfinite", []).append(key)
-    return [lines[key] for key in sorted(lines, key=lambda key: (key[1], key[0]))]
+    return Log(lines[key] for key in sorted(lines, key=lambda key: (key[1], key[0])))
 
 
 def _scalars(path: Path) -> dict[str, dict[int, float]]:
@@ -92,7 +93,8 @@ class Source:
     name: str
     """Unique among the sources of a figure."""
     path: Path
-    lines: list[Line]
+    lines: Sequence[Line]
+    """Its log (`Log`)."""
     recipe: Mapping[str, Any] | None = None
     """Content of recipe.yaml, not validated because an older version may have written it; None if unknown."""
     run: RunDirectory | None = None
@@ -110,7 +112,7 @@ class Source:
     @property
     def steps(self) -> int:
         """The last training step logged so far."""
-        return max((line["step"] for line in self.lines if line["kind"] == "train"), default=0)
+        return Log.of(self.lines).last_step
 
     @property
     def unfinished(self) -> str | None:
@@ -143,7 +145,7 @@ def _open(path: Path, name: str) -> Source:
     if path.is_file() or (not _may_be_run(path) and event_directories(path)):
         return Source(name, path, read_events(path))
     run = RunDirectory.open(path)
-    return Source(name, path, read_metrics(run.metrics), _recipe(run), run)
+    return Source(name, path, read_log(run.metrics), _recipe(run), run)
 
 
 def _recipe(run: RunDirectory) -> Mapping[str, Any] | None:
@@ -283,7 +285,7 @@ def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[Metric], list[str]]:
     return metrics, warnings
 
 
-def _default_keys(lines: list[Line], foreign: bool) -> list[str]:
+def _default_keys(lines: Sequence[Line], foreign: bool) -> list[str]:
     keys = keys_of(lines)
     known = known_metrics(keys)
     return known if known or not foreign else [key for key in keys if key != "time/run"]
@@ -321,3 +323,97 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         else:
             flat.append((f"{prefix}{key}", json.dumps(value, ensure_ascii=False, default=str)))
     return flat
+
+
+# -- final results ---------------------------------------------------------------------------------------------------
+
+RATES = ("success", "test/accuracy")
+_EPISODE_METRICS = ("success", "return")
+_ROW_METRICS = ("test/accuracy", "test/loss")
+_MAX_NAMES = 4
+
+
+def final_results(source: Source) -> dict[str, Interval]:
+    """Metric -> value in the last `final` line: the best checkpoint of a training run, or the evaluated model."""
+    line = _final(source)
+    scores = [key for key in line if key.startswith(SCORES) and not key.endswith(("_low", "_high"))]
+    keys = [key for key in (*_EPISODE_METRICS, *scores, *_ROW_METRICS) if isinstance(line.get(key), (int, float))]
+    return {key: interval_of(line, key) for key in keys}
+
+
+def result_table(bundles: Sequence[Bundle]) -> Table | None:
+    """A table with one row per finished run and per mean over seeds; None if no run has finished."""
+    rows: list[tuple[str, str, str, dict[str, Interval]]] = []
+    for bundle in bundles:
+        ended = [(source, results) for source in bundle.sources if (results := final_results(source))]
+        for source, results in ended:
+            line = _final(source)
+            rows.append(
+                (
+                    source.name,
+                    str(line.get("best_step", evaluated[1] if (evaluated := checkpoint_of(source)) else "–")),
+                    str(line.get("n") or line.get("test/rows") or "–"),
+                    results,
+                )
+            )
+        if len(ended) > 1:
+            rows.append(
+                (f"{bundle.label}, mean of {len(ended)} seeds", "–", "–", _mean([results for _, results in ended]))
+            )
+    if not rows:
+        return None
+    keys = list(dict.fromkeys(key for *_, results in rows for key in results))
+    cells = [(name, step, n, *(_result_cell(key, results.get(key)) for key in keys)) for name, step, n, results in rows]
+    note = (
+        f"{_data_note(bundles)} `n` is the number of environment seeds, or of rows. Brackets: 95% intervals, for a run "
+        f"over environment seeds or rows, for a mean over training seeds from {FEWEST_SEEDS} runs on."
+    )
+    if "test/loss" in keys and stage_count(bundles) > 1:
+        note += " Losses of different stages are not comparable."
+    headings = ("run", "checkpoint", "n", *(key.removeprefix(SCORES) for key in keys))
+    return Table("Final results", headings, cells, note, words=("run",))
+
+
+def _data_note(bundles: Sequence[Bundle]) -> str:
+    """A note on whether the final data also selected the checkpoint: without `data.test`, it is the validation rows."""
+    ended = [(source, results) for bundle in bundles for source in bundle.sources if (results := final_results(source))]
+    reused = [
+        source.name
+        for source, results in ended
+        if any(key in _ROW_METRICS for key in results) and not _has_test(source)
+    ]
+    if not reused:
+        return "Final held-out data, which selected nothing."
+    only_rows = len(reused) == len(ended) and all(key in _ROW_METRICS for _, results in ended for key in results)
+    names = ", ".join(reused[:_MAX_NAMES])
+    more = f" and {len(reused) - _MAX_NAMES} more" if reused[_MAX_NAMES:] else ""
+    return (
+        f"Final held-out data. The rows of {names}{more} are validation rows, which also selected the checkpoint, "
+        f"because the recipe sets no `data.test`{'' if only_rows else '; all other data selected nothing'}."
+    )
+
+
+def _has_test(source: Source) -> bool:
+    data = (source.recipe or {}).get("data")
+    return isinstance(data, Mapping) and bool(data.get("test"))
+
+
+def stage_count(bundles: Sequence[Bundle]) -> int:
+    """The number of different stages of the runs."""
+    return len({source.stage for bundle in bundles for source in bundle.sources} - {None})
+
+
+def _final(source: Source) -> Mapping[str, Any]:
+    return next((line for line in reversed(source.lines) if line["kind"] == "final"), {})
+
+
+def _mean(results: Sequence[Mapping[str, Interval]]) -> dict[str, Interval]:
+    common = [key for key in results[0] if all(key in result for result in results)]
+    return {key: seed_mean([result[key][0] for result in results], key in RATES).limits for key in common}
+
+
+def _result_cell(key: str, result: Interval | None) -> str:
+    if result is None or key not in RATES:
+        return score_cell(result)
+    value, low, high = result
+    return f"{100 * value:.1f}%" + ("" if math.isnan(low) else f" [{100 * low:.1f}, {100 * high:.1f}]")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from posttrain.errors import InputError, PosttrainError
 from posttrain.runs.directory import RunDirectory, partial_path, write_atomically
-from posttrain.runs.metrics import read_metrics
+from posttrain.runs.log import progress_of
 from posttrain.runs.reader import is_file, open_file, read_json
 
 MANIFEST = "manifest.json"
@@ -112,6 +112,8 @@ class Usage:
     """Bytes that `free_space` would free: training state and duplicate weights."""
     ended: bool
     """Whether the run has ended, so that its training state is no longer needed."""
+    step: int = 0
+    """The last training step."""
     problem: str = ""
     """Why its files cannot be read; empty if they can."""
 
@@ -144,15 +146,11 @@ def usage_of(run: RunDirectory) -> Usage:
     )
     try:
         run.recipe_values()
-        return Usage(run, total, state + repeated, has_ended(run))
+        # Resuming a run deletes its final line.
+        step, final = progress_of(run.metrics)
+        return Usage(run, total, state + repeated, final and is_file(run.report), step)
     except PosttrainError as error:
-        return Usage(run, total, state + repeated, False, str(error))
-
-
-def has_ended(run: RunDirectory) -> bool:
-    """Whether the last execution of a training run finished. Resuming a run deletes its final line."""
-    lines = read_metrics(run.metrics)
-    return is_file(run.report) and any(line["kind"] == "final" for line in lines)
+        return Usage(run, total, state + repeated, False, problem=str(error))
 
 
 def runs_in(folder: Path) -> list[RunDirectory]:

@@ -1,10 +1,8 @@
 """Tables of results for terminals, reports and results.json."""
 
-import html
 import json
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from posttrain.errors import InputError
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.directory import write_atomically
+from posttrain.runs.log import Line, Log
 from posttrain.runs.reader import read_json
 
 if TYPE_CHECKING:
@@ -80,26 +79,6 @@ class Table:
         body = [r"\hline", rules[0], r"\hline", *rules[1:], r"\hline"]
         note = [f"% {line}" for line in self.note.splitlines()]
         return "\n".join([*note, rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
-
-    def html(self) -> str:
-        """The table as an HTML page that loads nothing."""
-
-        def row(kind: str, cells: Sequence[str]) -> str:
-            sides = ("left" if heading in self.words else "right" for heading in self.headings)
-            marked = (
-                f'<{kind} style="text-align:{side}">{html.escape(cell).replace(chr(10), "<br>")}</{kind}>'
-                for side, cell in zip(sides, cells, strict=True)
-            )
-            return f"<tr>{''.join(marked)}</tr>"
-
-        body = "\n".join(row("td", cells) for cells in self.rows)
-        return (
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(self.title)}</title>\n'
-            "<style>body{font-family:sans-serif} table{border-collapse:collapse} "
-            "th,td{padding:.3em .7em;border-bottom:1px solid #ccc;vertical-align:top}</style></head>\n"
-            f"<body><h1>{html.escape(self.title)}</h1>\n<table>\n<thead>{row('th', self.headings)}</thead>\n"
-            f"<tbody>\n{body}\n</tbody></table>\n<p>{html.escape(self.note)}</p></body></html>"
-        )
 
     def values(self) -> dict[str, Any]:
         """The table as JSON values."""
@@ -285,19 +264,17 @@ class Checkpoint:
     """Mean return of the training episodes since the previous evaluation; None if there were none."""
 
 
-def checkpoint_scores(lines: Sequence[Mapping[str, Any]]) -> list[Checkpoint]:
+def checkpoint_scores(lines: Sequence[Line]) -> list[Checkpoint]:
     """The evaluations in the lines of a metrics log, in order of step; empty if no episodes were evaluated."""
-    overall = _overall_key(lines)
-    evaluated = {line["step"]: line for line in lines if line["kind"] == "evaluation" and line.get(overall) is not None}
+    log = Log.of(lines)
+    overall = _overall_key(log)
+    evaluated = {line["step"]: line for line in log if line["kind"] == "evaluation" and line.get(overall) is not None}
     steps = sorted(evaluated)
-    returns: list[list[float]] = [[] for _ in steps]
-    for line in lines:
-        at = bisect_left(steps, line["step"])
-        if line["kind"] == "train" and line.get("rollout/return") is not None and at < len(steps):
-            returns[at].append(line["rollout/return"])
+    trained, returns = log.trained("rollout/return")
+    ends = trained.searchsorted(steps, side="right")
     checkpoints: list[Checkpoint] = []
-    for step, since in zip(steps, returns, strict=True):
-        line = evaluated[step]
+    for step, start, end in zip(steps, [0, *ends], ends, strict=False):
+        line, since = evaluated[step], returns[start:end].tolist()
         names = [
             key.removeprefix(SCORES)
             for key in line
@@ -319,7 +296,7 @@ def overall_name(lines: Sequence[Mapping[str, Any]]) -> str:
     return "success" if _overall_key(lines) == "success" else "mean return"
 
 
-def score_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
+def score_table(lines: Sequence[Line]) -> Table | None:
     """A table with one row per evaluation; None for fewer than two evaluations."""
     table = scores_of_runs({"": lines})
     if table is None or len(table.rows) < 2:
@@ -327,7 +304,7 @@ def score_table(lines: Sequence[Mapping[str, Any]]) -> Table | None:
     return replace(table, title="", words=(), headings=table.headings[1:], rows=[row[1:] for row in table.rows])
 
 
-def evaluated_table(name: str, lines: Sequence[Mapping[str, Any]]) -> Table | None:
+def evaluated_table(name: str, lines: Sequence[Line]) -> Table | None:
     """`score_table` of checkpoints that were evaluated by separate runs (`evaluated_checkpoints`)."""
     table = score_table(lines)
     if table is None:
@@ -340,7 +317,7 @@ def evaluated_table(name: str, lines: Sequence[Mapping[str, Any]]) -> Table | No
     return replace(table, title=f"Scores by checkpoint: {name}", note=note)
 
 
-def scores_of_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table | None:
+def scores_of_runs(runs: Mapping[str, Sequence[Line]]) -> Table | None:
     """A table with one row per evaluation of each run (name -> lines); None if nothing was evaluated."""
     evaluated = {name: checkpoint_scores(lines) for name, lines in runs.items()}
     evaluated = {name: checkpoints for name, checkpoints in evaluated.items() if checkpoints}

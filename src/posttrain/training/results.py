@@ -38,8 +38,7 @@ def draw_plots(run: RunDirectory) -> None:
     """Draw the run's figures and trajectories, if matplotlib is installed. `Trainer.finish` warns if it is not."""
     if find_spec("matplotlib") is None:
         return
-    from posttrain.runs import plots
-    from posttrain.view import trajectories
+    from posttrain.figures import plots, trajectories
 
     plots.draw_plots(run)
     trajectories.draw_run(run, evaluated_environment(run.load_recipe(to_run=True)))

@@ -145,7 +145,7 @@ def fit_run(run: RunDirectory, data: str | None) -> Fitted:
     curves = (grid, normalizer.mean(grid), normalizer.sigma(grid))
     labels = (f"fit, R² {_shown(fit.r2_mean)}", f"fit, R² {_shown(fit.r2_std)}")
     # Imported here: runs that only apply a normalizer do not need matplotlib.
-    from posttrain.runs.figures import draw_profile
+    from posttrain.figures.draw import draw_profile
 
     draw_profile(plot, str(key), (profile.positions, profile.means, profile.stds, profile.counts), curves, labels)
     return Fitted(fit, key, len(rewards), sum(map(len, rewards)), params, plot)

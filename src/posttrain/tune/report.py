@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from posttrain.recipe.study_file import Study, nested, shown
 from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.metrics import read_metrics
 from posttrain.runs.reader import is_file
+from posttrain.runs.report import Report
 from posttrain.runs.tables import Table
-from posttrain.terminal import printable
 from posttrain.tune.best import RetestResult, best_of, feasible, verdict
 from posttrain.tune.study import from_storage
 
@@ -140,12 +141,11 @@ def write_report(
     study: Study, tables: Sequence[Table], summary: Sequence[str], plots: Sequence[Path], warnings: Sequence[str]
 ) -> Path:
     """Write report.md of the study. `warnings` are the warnings of its runs."""
-    parts = [f"# {study.recipe.name}", " ".join(summary)]
-    parts += [f"## {table.title.partition(': ')[2]}\n\n{table.markdown()}\n\n{table.note}" for table in tables]
-    parts += [f"![{plot.stem}]({plot.relative_to(study.directory)})" for plot in plots]
-    parts += ["## Warnings of the runs\n\n" + "\n".join(f"- {text}" for text in warnings)] if warnings else []
+    tables = [replace(table, title=table.title.partition(": ")[2]) for table in tables]
+    report = Report(study.recipe.name, headline=" ".join(summary), tables=tables, warnings=warnings)
     path = study.directory / "report.md"
-    write_atomically(path, printable("\n\n".join(parts)) + "\n")
+    images = [(plot.stem, str(plot.relative_to(study.directory))) for plot in plots]
+    write_atomically(path, report.markdown(images, titled=True))
     return path
 
 

@@ -11,21 +11,18 @@ from matplotlib.figure import Figure
 from posttrain.credit.units.offsets import Decode
 from posttrain.environments.protocol import Environment
 from posttrain.errors import InputError, PosttrainError
+from posttrain.figures.draw import encode
+from posttrain.figures.plots import Compared, compare, figures
+from posttrain.figures.trajectories import draw, maker_of, row_of
 from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.view import token_decoder, unit_credit_recipe
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
-from posttrain.runs.figures import encode
-from posttrain.runs.plots import Compared, compare, figures
-from posttrain.runs.reader import read_text
-from posttrain.runs.report import changed_rows, run_facts, run_warnings
+from posttrain.runs.report import Report, Rows
 from posttrain.runs.sources import Source, differing_keys, open_sources
-from posttrain.runs.tables import Table, headline, score_table
+from posttrain.runs.tables import Table
 from posttrain.view.episodes import EpisodePage, Sample, episode_page, largest_advantage, samples_of, shortened
-from posttrain.view.run_pages import result_tables
+from posttrain.view.run_pages import paired, result_tables
 from posttrain.view.templates import templates
-from posttrain.view.trajectories import draw, maker_of, row_of
-
-Rows = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -37,28 +34,15 @@ class Image:
 
 
 @dataclass
-class Section:
+class Section(Report):
     """The part of the page about one run."""
 
-    name: str
-    path: str
-    headline: str = ""
-    """The result in one sentence."""
-    facts: Rows = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-    scores: Table | None = None
     images: list[Image] = field(default_factory=list)
     samples: list[tuple[str, list[EpisodePage]]] = field(default_factory=list)
     colored: bool = False
     """Whether any answer is colored by its credit."""
-    changed: Rows = field(default_factory=list)
-    recipe: str = ""
     environment: Rows = field(default_factory=list)
     packages: Rows = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    """Warnings and failures of the run."""
-    missing: list[str] = field(default_factory=list)
-    """What is missing from the section, and why."""
 
 
 def section_of(source: Source) -> Section:
@@ -70,27 +54,16 @@ def section_of(source: Source) -> Section:
         section.missing.append(f"The run failed: {failure}")
     if not source.lines:
         section.missing.append("The run has no metrics yet.")
-    elif source.unfinished:
-        section.missing.append(f"The run has done {source.unfinished}; the results below are preliminary.")
-    try:
-        section.facts = [tuple(map(shortened, row)) for row in run_facts(run, source.lines)]
-        section.changed = list(changed_rows(run))
-    except PosttrainError as error:
-        section.missing.append(str(error))
-    section.headline = headline(source.lines)
+    section.read(run, source.lines)
+    section.facts = [(key, shortened(value)) for key, value in section.facts]
+    section.warnings = [shortened(warning) for warning in section.warnings]
     section.tables = result_tables(run, section.missing)
-    section.scores = score_table(source.lines)
     section.images = [image(name, figure) for name, figure in figures(source.name, source.lines)]
     section.samples, missing = _samples(run)
     pages = [page for _, pages in section.samples for page in pages]
     section.colored = any(message.pieces or message.units for page in pages for message in page.messages)
     section.missing += missing
-    try:
-        section.recipe = read_text(run.recipe_file)
-    except InputError as error:
-        section.missing.append(str(error))
     section.environment, section.packages = _environment(run, section)
-    section.warnings = [shortened(warning) for warning in run_warnings(source.lines)]
     section.missing = list(dict.fromkeys(section.missing))  # several parts may need the same damaged file
     return section
 
@@ -174,7 +147,7 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
     file = out or (sources[0].path / "report.html" if len(sources) == 1 else Path("report.html"))
     if file.is_dir():
         raise InputError(f"--out {file} is a directory; give the name of a file, for example {file / 'report.html'}")
-    compared = _compared(sources)
+    compared, sentence = _compared(sources)
     sections = [section_of(source) for source in sources]
     text = (
         templates()
@@ -182,6 +155,7 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
         .render(
             title=" · ".join(source.name for source in sources[:4]) + (" …" if len(sources) > 4 else ""),
             compared=compared,
+            sentence=sentence,
             images=[image(name, figure) for name, figure in compared.figures],
             runs=runs_table(sources) if len(sources) > 1 else None,
             differing=differing_keys(sources) if len(sources) > 1 else None,
@@ -191,11 +165,20 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
     with storage_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text.lstrip().encode("utf-8", "backslashreplace"))
-    return file, [*compared.warnings, *(f"{one.name}: {text}" for one in sections for text in one.missing)]
+    return file, [*compared.warnings, *(f"{one.title}: {text}" for one in sections for text in one.missing)]
 
 
-def _compared(sources: Sequence[Source]) -> Compared:
-    """The comparison of several runs; empty for a single run, or if no run has metrics."""
+def _compared(sources: Sequence[Source]) -> tuple[Compared, str]:
+    """The comparison of several runs, and its conclusion; empty for a single run, or if no run has metrics."""
     if len(sources) < 2 or not any(source.lines for source in sources):
-        return Compared()
-    return compare(sources)
+        return Compared(), ""
+    compared = compare(sources)
+    try:
+        found = paired(sources)
+    except PosttrainError as error:
+        compared.warnings.append(f"no paired differences: {error}")
+        return compared, ""
+    if "table" in found:
+        compared.tables.insert(0, replace(found["table"], title="Paired differences"))
+        compared.warnings += found["notes"]
+    return compared, found.get("sentence", "")

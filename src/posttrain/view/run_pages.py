@@ -1,21 +1,106 @@
-"""What the page of one run shows."""
+"""What the pages of one run and of several show."""
 
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from posttrain.errors import InputError, PosttrainError
+from posttrain.figures.charts import Chart, chart_of_runs, charts_of, marks_of
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.reader import read_text
-from posttrain.runs.report import changed_rows, run_facts
+from posttrain.runs.log import Log, read_log
+from posttrain.runs.reader import complete_lines, open_file
+from posttrain.runs.report import Report
+from posttrain.runs.sources import Bundle, Source, bundles_of, shared_metrics
 from posttrain.runs.tables import Table, read_tables
-from posttrain.view.charts import Logs, charts_of, marks_of
+
+_MOST_LOGS = 8
+"""Runs whose metrics are kept in memory."""
+
+
+class Growing:
+    """A file of lines that another process appends to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._inode, self._end = path, 0, 0
+
+    def added(self) -> tuple[list[bytes], bool]:
+        """The complete lines since the last call, and whether the file was replaced, so that these are all of its lines."""
+        try:
+            file = open_file(self.path)
+        except FileNotFoundError:
+            return [], False
+        with file:
+            status = os.fstat(file.fileno())
+            replaced = (status.st_ino, status.st_size >= self._end) != (self._inode, True)
+            if replaced:
+                self._inode, self._end = status.st_ino, 0
+            file.seek(self._end)
+            lines = list(complete_lines(file, self.path))
+            self._end += sum(map(len, lines))
+        return lines, replaced
+
+
+class Logs:
+    """Cache of the metrics of recently viewed runs. Only appended lines are read."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Path, tuple[Growing, Log]] = OrderedDict()
+        self._lock = Lock()
+
+    def read(self, path: Path) -> Log:
+        """The metrics log at `path`; raises `RunError` for a damaged line."""
+        with self._lock:
+            file, log = self._kept.pop(path, (Growing(path), Log()))
+            lines, replaced = file.added()
+            try:
+                log = (Log() if replaced else log).extended(lines) if lines or replaced else log
+            except ValueError:
+                return read_log(path)  # raises the error with the number of the line
+            self._kept[path] = file, log
+            while len(self._kept) > _MOST_LOGS:
+                self._kept.popitem(last=False)
+            return log
 
 
 def charts(logs: Logs, path: Path) -> dict[str, Any]:
     """The charts of a run, and what happened at which step."""
-    lines = logs.read(path / "metrics.jsonl")
-    marks = [{"step": mark.step, "kind": mark.kind, "text": mark.text} for mark in marks_of(lines)]
-    return {"charts": charts_of(lines), "marks": marks}
+    log = logs.read(path / "metrics.jsonl")
+    return {"charts": _numbered(charts_of(log)), "marks": [asdict(mark) for mark in marks_of(log)]}
+
+
+def _numbered(charts: Iterable[Chart]) -> list[dict[str, Any]]:
+    return [{**chart.values(), "id": f"chart-{number}"} for number, chart in enumerate(charts)]
+
+
+def bundled(sources: Sequence[Source], apart: bool) -> list[Bundle]:
+    """What is compared: groups of seeds, or each run if they are `apart`."""
+    return [Bundle(source.name, (source,)) for source in sources] if apart else bundles_of(sources)[0]
+
+
+def charts_of_runs(sources: Sequence[Source], apart: bool = False) -> list[dict[str, Any]]:
+    """A chart per metric that runs share, with a curve per run or per group of seeds."""
+    bundles = bundled([source for source in sources if source.lines], apart)
+    metrics = shared_metrics(bundles)[0] if bundles else []
+    found = (chart_of_runs(metric, bundles)[0] for metric in metrics)
+    return _numbered(chart for chart in found if chart is not None)
+
+
+def paired(sources: Sequence[Source], apart: bool = False) -> dict[str, Any]:
+    """The comparison that `posttrain compare` prints. Every other side against the first."""
+    from posttrain.evaluation.compare import compare
+    from posttrain.evaluation.sides import read_sides
+
+    bundles = bundled(sources, apart)
+    if len(bundles) == 1 < len(sources):
+        return {"alone": True}
+    words = [f"{bundle.label}={','.join(str(one.path) for one in bundle.sources)}" for bundle in bundles]
+    found = compare(read_sides(words))
+    notes = [*found.details, *(f"warning: {line}" for line in found.warnings)]
+    return {"alone": False, "table": found.table(), "notes": notes, "sentence": found.sentence()}
 
 
 def result_tables(run: RunDirectory, missing: list[str]) -> list[Table]:
@@ -29,18 +114,13 @@ def result_tables(run: RunDirectory, missing: list[str]) -> list[Table]:
         return []
 
 
-def facts(logs: Logs, path: Path) -> dict[str, Any]:
-    """The recipe of a run, what differs from the defaults, and its machine. What cannot be read is in `missing`."""
-    run, missing = RunDirectory(path), list[str]()
-    shown: dict[str, Any] = {"facts": [], "changed": [], "recipe": "", "tables": [], "missing": missing}
-    shown["tables"] = result_tables(run, missing)
+def facts(logs: Logs, path: Path) -> Report:
+    """What a report says about the run. What cannot be read is in `missing`."""
+    run = RunDirectory(path)
+    report = Report(path.name, str(path))
+    report.tables = result_tables(run, report.missing)
     try:
-        shown["facts"] = run_facts(run, logs.read(run.metrics))
-        shown["changed"] = changed_rows(run)
+        report.read(run, logs.read(run.metrics))
     except PosttrainError as error:
-        missing.append(str(error))
-    try:
-        shown["recipe"] = read_text(run.recipe_file)
-    except InputError as error:
-        missing.append(str(error))
-    return shown
+        report.missing.append(str(error))
+    return report

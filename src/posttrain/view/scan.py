@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 from posttrain.errors import InputError
 from posttrain.runs.directory import RunDirectory
+from posttrain.runs.log import kind_of
 from posttrain.runs.metrics import parse_line
 from posttrain.runs.reader import complete_lines, is_file, open_file, read_json
 from posttrain.runs.sources import PER_RUN_KEYS
@@ -25,7 +25,6 @@ _DEEPEST = 3
 """Depth of the search for runs below the given folder: pipelines and studies contain runs."""
 _MOST_POINTS = 40
 """Points of a sparkline."""
-_KIND = re.compile(rb'"kind": ?"(\w+)"')
 
 METRICS = (
     ("success", "rollout/success", "success", True, True),
@@ -230,8 +229,7 @@ class _Lines:
         self._seen, self._every = 0, 1
 
     def add(self, raw: bytes) -> None:
-        kind = _KIND.search(raw, 0, 200)
-        if kind is not None and kind[1] == b"train":
+        if kind_of(raw) == b"train":
             if self._seen % self._every == 0:
                 self._trained.append(raw)
             self._seen += 1

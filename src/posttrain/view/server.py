@@ -31,8 +31,6 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.sources import Source, bundles_of, differing_keys, open_sources
 from posttrain.view import run_pages
 from posttrain.view.browse import ENDINGS, ORDERS, PAGE, SPLITS, Filter, Store, steps_of
-from posttrain.view.charts import Logs
-from posttrain.view.comparing import charts_of_runs, paired
 from posttrain.view.groups import group_page
 from posttrain.view.listing import SORTS, STATES, Query, listed
 from posttrain.view.scan import Scanner
@@ -109,7 +107,7 @@ class Pages:
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self.scanner = Scanner(self.folder)
-        self.logs = Logs()
+        self.logs = run_pages.Logs()
         self.store = Store()
 
     def app(self) -> App:
@@ -244,13 +242,13 @@ class Pages:
 
     def compare_charts(self, request: Request) -> Response:
         """The curves of several runs as JSON."""
-        return _json({"charts": charts_of_runs(self._sources(request)[1], _apart(request)), "marks": []})
+        return _json({"charts": run_pages.charts_of_runs(self._sources(request)[1], _apart(request)), "marks": []})
 
     def compare_results(self, request: Request) -> Response:
         """The paired differences of several runs."""
         names, sources = self._sources(request)
         query = urlencode([("run", name) for name in names])
-        found = paired(sources, _apart(request))
+        found = run_pages.paired(sources, _apart(request))
         notes = [self._below(note) for note in found.pop("notes", ())]
         return self.render("results.html.j2", query=query, notes=notes, **found)
 

@@ -451,7 +451,7 @@ _PIPELINE = Script(
 _PLOTS = Script(Program("the experiment", "plot", {}), "posttrain plot RUN")
 _INCLUDED = Script(
     _evaluation("evaluate", {"input": without_effect("the file that the judge wrote")}),
-    "posttrain table NAME=FOLDER",
+    "posttrain compare NAME=FOLDER",
 )
 _SCRIPTS = {
     "run_multigpu_inference.sh": _INFERENCE,

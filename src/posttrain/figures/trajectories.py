@@ -19,10 +19,10 @@ from posttrain.environments.protocol import Cells, Environment, EnvironmentFacto
 from posttrain.environments.unknown import Unknown
 from posttrain.episode import Episode
 from posttrain.errors import InputError
+from posttrain.figures.draw import STYLE, Format, save
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
 from posttrain.rollout.store import read_episodes, stored_steps
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.figures import STYLE, Format, save
 
 NAME = "trajectories"
 """Name of the figure among the plots of a run."""

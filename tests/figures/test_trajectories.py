@@ -13,12 +13,12 @@ from posttrain.environments import frozen_lake, sokoban
 from posttrain.environments.game import drawing
 from posttrain.environments.make import make_env
 from posttrain.episode import Episode, Outcome, StopReason, Stream, Turn
+from posttrain.figures.trajectories import draw_run, maker_of, row_of
 from posttrain.recipe.compose import load_recipe
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.metrics import MetricsLog
 from posttrain.view.report import write_html
-from posttrain.view.trajectories import draw_run, maker_of, row_of
 
 
 def episode_of(make, seed, answers=None):

@@ -8,11 +8,13 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from posttrain.runs import figures, panels, plots
+from posttrain.figures import plots
+from posttrain.figures.charts import SMOOTHED_STEPS, smoothed, thinned
+from posttrain.figures.draw import MOST_BARS
+from posttrain.runs import panels
 from posttrain.runs.directory import RunDirectory
-from posttrain.runs.figures import SMOOTHED_STEPS
 from posttrain.runs.metrics import MetricsLog, read_metrics
-from posttrain.runs.panels import PANELS, TITLES, limits_of
+from posttrain.runs.panels import TITLES, limits_of
 
 
 def train(step: int, **changed: float) -> dict[str, float]:
@@ -49,6 +51,10 @@ def logged(run: RunDirectory, lines: list[tuple[int, str, dict[str, Any]]]) -> l
 
 def lines_of(figure: Figure, axes: int = 0) -> dict[str, Any]:
     return {str(line.get_label()): line for line in figure.axes[axes].lines}
+
+
+def draw_figure(name: str, lines: list[dict[str, Any]]) -> Figure | None:
+    return dict(plots.figures("run", lines)).get(name)
 
 
 def comparing(step: int) -> dict[str, float]:
@@ -95,17 +101,17 @@ def test_held_out_rows_have_a_band_and_domains_a_separate_figure(run: RunDirecto
         [(step, "train", comparing(step)) for step in range(1, 6)]
         + [(step, "evaluation", ranked(0.7 - 0.02 * step, 0.5 + 0.05 * step)) for step in (0, 3, 5)],
     )
-    figure = plots.draw_figure("rows", lines)
+    figure = draw_figure("rows", lines)
     assert figure is not None
     loss, accuracy = figure.axes
     assert {"training rows", "validation rows"} <= set(lines_of(figure, 0))
     np.testing.assert_allclose(lines_of(figure, 0)["validation rows"].get_ydata(), [0.7, 0.64, 0.6])
     for axes in (loss, accuracy):
         assert len(axes.collections) >= 1  # the band
-    domains = plots.draw_figure("domains", lines)
+    domains = draw_figure("domains", lines)
     assert domains is not None
     assert [set(lines_of(domains, place)) >= {"law", "medicine"} for place in (0, 1)] == [True, True]
-    assert plots.draw_figure("learning_curve", lines) is None
+    assert draw_figure("learning_curve", lines) is None
 
 
 def test_accuracy_is_plotted_beside_chance_and_the_final_rows(run: RunDirectory) -> None:
@@ -116,10 +122,10 @@ def test_accuracy_is_plotted_beside_chance_and_the_final_rows(run: RunDirectory)
         [(step, "train", comparing(step)) for step in (1, 2, 3)]
         + [(3, "evaluation", ranked(0.6, 0.65)), (3, "final", final)],
     )
-    figure = plots.draw_figure("rows", lines)
+    figure = draw_figure("rows", lines)
     assert figure is not None
     loss, accuracy = figure.axes
-    assert list(lines_of(figure, 1)["guessing, 50%"].get_ydata()) == [0.5, 0.5]
+    assert list(lines_of(figure, 1)["guessing, 50.0%"].get_ydata()) == [0.5, 0.5]
     labels = [{container.get_label() for container in axes.containers} for axes in (loss, accuracy)]
     assert "result on the final rows, 0.6100" in labels[0]
     assert "result on the final rows, 60.0%" in labels[1]
@@ -130,14 +136,14 @@ def test_accuracy_is_plotted_beside_chance_and_the_final_rows(run: RunDirectory)
 def test_a_supervised_loss_and_a_preference_loss_do_not_share_axes(run: RunDirectory) -> None:
     sft = [(step, "train", {"loss/nll": 2.0 - 0.1 * step}) for step in (1, 2)]
     interval = {"validation/loss": 1.9, "validation/loss_low": 1.8, "validation/loss_high": 2.0}
-    figure = plots.draw_figure("rows", logged(run, [*sft, (2, "evaluation", interval)]))
+    figure = draw_figure("rows", logged(run, [*sft, (2, "evaluation", interval)]))
     assert figure is not None
-    assert [(axes.get_title(), axes.get_ylabel()) for axes in figure.axes] == [
+    assert [(axes.get_title(loc="left"), axes.get_ylabel()) for axes in figure.axes] == [
         ("Loss, 95% interval shaded", "nats per token")
     ]
     assert set(lines_of(figure)) >= {"training rows", "validation rows"}
     both = [{"step": step, "kind": "train", **comparing(step), "loss/nll": 5.0} for step in (1, 2)]
-    figure = plots.draw_figure("rows", both)
+    figure = draw_figure("rows", both)
     assert figure is not None
     assert [axes.get_ylabel() for axes in figure.axes] == ["loss per row", "nats per token", "ranking accuracy"]
 
@@ -148,7 +154,7 @@ def test_preferences_show_both_answers_and_the_reference_point(run: RunDirectory
         run,
         [(step, "train", comparing(step) | {"preference/kl": 0.1}) for step in (1, 2)] + [(2, "evaluation", held_out)],
     )
-    figure = plots.draw_figure("preference", lines)
+    figure = draw_figure("preference", lines)
     assert figure is not None
     rewards, margin, likelihood, reference = (lines_of(figure, place) for place in range(4))
     assert list(rewards["chosen, training"].get_ydata()) == pytest.approx([0.1, 0.2])
@@ -172,7 +178,7 @@ def test_domains_have_their_interval_at_the_end(run: RunDirectory) -> None:
             ],
             f"validation/loss/{domain}",
         ) == [(4, 0.4, 0.5, 0.6)]
-    figure = plots.draw_figure("domains", logged(run, [(step, "evaluation", ranked(0.6, 0.7)) for step in (0, 5)]))
+    figure = draw_figure("domains", logged(run, [(step, "evaluation", ranked(0.6, 0.7)) for step in (0, 5)]))
     assert figure is not None
     for axes, value, half in zip(figure.axes, (0.6, 0.7), (0.05, 0.1), strict=True):
         bars = [container[2][0].get_segments()[0] for container in axes.containers]
@@ -185,9 +191,9 @@ def test_domains_have_their_interval_at_the_end(run: RunDirectory) -> None:
 
 def test_many_domains_are_cut_and_counted(run: RunDirectory) -> None:
     values = {f"validation/loss/{letter}": 1.0 for letter in "abcdefghij"}
-    figure = plots.draw_figure("domains", logged(run, [(1, "evaluation", values)]))
+    figure = draw_figure("domains", logged(run, [(1, "evaluation", values)]))
     assert figure is not None
-    assert figure.axes[0].get_title() == "Loss of the validation rows, the first 6 of 10 domains"
+    assert figure.axes[0].get_title(loc="left") == "Loss of the validation rows, the first 6 of 10 domains"
     assert [label for label in lines_of(figure) if not label.startswith("_")] == list("abcdef")
 
 
@@ -202,10 +208,10 @@ def test_an_environment_without_success_has_a_curve_of_returns(run: RunDirectory
             (2, "final", {"policy": "trained", "best_step": 2, "return": -0.25, **paid}),
         ],
     )
-    figure = plots.draw_figure("learning_curve", lines)
+    figure = draw_figure("learning_curve", lines)
     assert figure is not None
     (axes,) = figure.axes
-    assert axes.get_ylabel() == "mean return"
+    assert axes.get_ylabel() == "reward per episode"
     assert {"training episodes", "held-out seeds", "start of this run, -1.000"} <= set(lines_of(figure))
     assert "result on the final seeds, -0.250" in {container.get_label() for container in axes.containers}
     (band,) = [c for c in axes.collections if "Fill" in type(c).__name__ or "Poly" in type(c).__name__]
@@ -217,9 +223,10 @@ def test_an_environment_without_success_has_a_curve_of_returns(run: RunDirectory
 
 def test_the_moving_mean_has_no_lag(run: RunDirectory) -> None:
     falling = [(step, "train", {"loss/nll": 10.0 - 0.1 * step}) for step in range(1, 41)]
-    figure = plots.draw_figure("rows", logged(run, falling))
+    figure = draw_figure("rows", logged(run, falling))
     assert figure is not None
-    mean = lines_of(figure)[f"training rows, mean of {SMOOTHED_STEPS} steps"]
+    mean = lines_of(figure)["training rows"]
+    assert f"moving mean of {SMOOTHED_STEPS} steps" in figure.axes[0].get_title(loc="left")
     assert list(mean.get_xdata()) == list(range(3, 39))
     np.testing.assert_allclose(mean.get_ydata(), 10 - 0.1 * np.arange(3, 39))
 
@@ -250,12 +257,12 @@ def test_the_learning_curve_shows_band_and_baseline_policies(run: RunDirectory) 
         "final",
         {"policy": "trained", "best_step": 10, "success": 0.6, "success_low": 0.5, "success_high": 0.7},
     )
-    figure = plots._learning_curve(logged(run, [*players, *points, final]))
+    figure = draw_figure("learning_curve", logged(run, [*players, *points, final]))
     assert figure is not None
     drawn = lines_of(figure)
     assert list(drawn["held-out seeds"].get_xdata()) == [0, 10, 20]
     assert list(drawn["held-out seeds"].get_ydata()) == pytest.approx([0.3, 0.4, 0.5])
-    assert drawn["optimal policy, 95.0%"].get_ydata() == [0.95, 0.95]
+    assert list(drawn["optimal policy, 95.0%"].get_ydata()) == [0.95, 0.95]
     assert drawn["random policy, 20.0%"].get_linestyle() == "--"
     assert drawn["start of this run, 25.0%"].get_linestyle() == ":"
     (result,) = [c for c in figure.axes[0].containers if c.get_label() == "result on the final seeds, 60.0%"]
@@ -271,7 +278,7 @@ def test_steps_with_nan_are_marked(run: RunDirectory) -> None:
     lines = logged(
         run, [(step, "train", train(step, **({"policy/kl": math.nan} if step == 2 else {}))) for step in (1, 2, 3)]
     )
-    figure = plots._panels(lines, PANELS["kl"])
+    figure = draw_figure("kl", lines)
     assert figure is not None
     drawn = lines_of(figure)
     assert list(drawn["Kullback-Leibler divergence"].get_xdata()) == [1, 3]
@@ -279,18 +286,18 @@ def test_steps_with_nan_are_marked(run: RunDirectory) -> None:
 
 
 def test_bars_are_as_tall_as_a_step_is_long(run: RunDirectory) -> None:
-    figure = plots._time(logged(run, [(step, "train", train(step)) for step in range(1, 101)]))
+    figure = draw_figure("time", logged(run, [(step, "train", train(step)) for step in range(1, 101)]))
     assert figure is not None
     bars = figure.axes[0].patches
     tops = [bar.get_y() + bar.get_height() for bar in bars]  # type: ignore[attr-defined]
     assert max(tops) == pytest.approx(4.0)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # type: ignore[union-attr]
     assert labels == ["rollout, 50%", "update, 25%", "other, 25%"]
-    assert len(bars) <= 3 * plots.MOST_BARS
+    assert len(bars) <= 3 * MOST_BARS
 
 
 def test_a_wide_range_of_norms_gets_a_logarithmic_axis(run: RunDirectory) -> None:
-    figure = plots._panels(logged(run, [(step, "train", train(step)) for step in (1, 2, 3)]), PANELS["optimization"])
+    figure = draw_figure("optimization", logged(run, [(step, "train", train(step)) for step in (1, 2, 3)]))
     assert figure is not None
     assert [axes.get_yscale() for axes in figure.axes] == ["log"]
 
@@ -304,8 +311,7 @@ def test_the_command_prints_the_files_it_drew(
     assert "nothing to plot yet" in capsys.readouterr().err
     logged(run, [(1, "train", {"policy/entropy": 1.0})])
     assert main(["plot", str(run.path)]) == 0
-    expected = [str(run.plots / f"entropy.{form}") for form in ("png", "svg")]
-    assert capsys.readouterr().out.split() == expected
+    assert capsys.readouterr().out.split() == [str(run.plots / "entropy.png")]
     assert main(["plot", str(run.path), "--out", str(tmp_path / "elsewhere"), "--format", "svg"]) == 0
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["entropy.svg"]
     assert main(["plot", str(tmp_path / "nowhere")]) == 2
@@ -316,7 +322,8 @@ def test_long_curves_are_drawn_with_few_points_and_all_extremes() -> None:
     steps = np.arange(100_000)
     values = np.sin(steps / 500)
     values[31_234], values[77_777] = 40.0, -30.0
-    few_steps, few = figures.thinned(steps, values)
+    few_steps = thinned(values)
+    few = values[few_steps]
     assert len(few) <= panels.MOST_POINTS + 2
     assert (few[few_steps == 31_234], few[few_steps == 77_777]) == (40.0, -30.0)
     assert (few_steps[0], few_steps[-1]) == (0, 99_999)
@@ -331,7 +338,7 @@ def test_a_run_of_many_steps_is_drawn_from_few_points(run: RunDirectory) -> None
     drawn = dict(plots.figures("long", read_metrics(run.metrics)))
     curves = [curve for figure in drawn.values() for axes in figure.axes for curve in axes.get_lines()]
     assert max(len(curve.get_xdata()) for curve in curves) <= panels.MOST_POINTS + 2
-    returns = np.asarray(drawn["reward"].axes[0].get_lines()[0].get_ydata())
+    returns = np.asarray(drawn["learning_curve"].axes[0].get_lines()[0].get_ydata())
     assert (returns.min(), returns.max()) == (0, 6)
 
 
@@ -340,4 +347,4 @@ def test_the_moving_mean_is_centered_and_shrinks_at_the_ends(count: int) -> None
     values = [float(i * i % 13) for i in range(count)]
     reach = [min(i, count - 1 - i, 5) for i in range(count)]
     expected = [sum(values[i - r : i + r + 1]) / (2 * r + 1) for i, r in enumerate(reach) if r >= 2]
-    assert figures.smoothed(values) == pytest.approx(expected)
+    assert smoothed(values) == pytest.approx(expected)

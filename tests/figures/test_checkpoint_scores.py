@@ -5,10 +5,11 @@ import math
 
 import pytest
 
+from posttrain.figures.plots import compare, draw_evaluated, plot_files
+from posttrain.figures.results import draw_scores
 from posttrain.runs.evaluated import checkpoint_at, evaluated_checkpoints
-from posttrain.runs.plots import compare, draw_evaluated, lines_until, plot_files
-from posttrain.runs.results import draw_scores, result_table
-from posttrain.runs.sources import Source, bundles_of
+from posttrain.runs.log import Log
+from posttrain.runs.sources import Source, bundles_of, result_table
 from posttrain.runs.tables import checkpoint_scores, evaluated_table, score_table
 from tests.runs.comparing import make_run
 
@@ -173,8 +174,9 @@ def test_the_step_of_a_model_is_read_from_its_path(model, found):
 def test_plots_until_a_step_leave_out_the_rest(trained):
     drawn, _ = plot_files([trained], None, ("svg",), until=2)
     assert {path.parent for path in drawn} == {trained / "plots" / "until_step_2"}
-    assert "run, until step 2" in (trained / "plots" / "until_step_2" / "reward.svg").read_text()
-    assert [one["step"] for one in lines_until(LINES, 2)] == [0, 1, 2, 2]
+    assert "run, until step 2" in (trained / "plots" / "until_step_2" / "learning_curve.svg").read_text()
+    log = Log(LINES).until(2)
+    assert ([line["step"] for line in log], log.steps.tolist()) == ([0, 2], [1, 2])
 
 
 def test_the_work_does_not_grow_with_evaluations_times_steps():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,14 +10,20 @@ import numpy as np
 import pytest
 
 from posttrain.errors import InputError
-from posttrain.runs.comparison import MOST_CURVES, draw_metric, looks
-from posttrain.runs.figures import encode
+from posttrain.figures.charts import MOST_CURVES, chart_of_runs
+from posttrain.figures.draw import draw_charts, encode
+from posttrain.figures.plots import compare, plot_files
+from posttrain.figures.results import draw_results
 from posttrain.runs.intervals import seed_mean
 from posttrain.runs.panels import DOMAINS, Series, known_metrics, metric_of
-from posttrain.runs.plots import compare, plot_files
-from posttrain.runs.results import draw_results, result_table
-from posttrain.runs.sources import Source, bundles_of, mean_over_seeds, open_sources, shared_metrics
+from posttrain.runs.sources import Source, bundles_of, mean_over_seeds, open_sources, result_table, shared_metrics
 from tests.runs.comparing import make_run
+
+
+def draw_metric(metric, bundles):
+    """The picture of a metric, and warnings."""
+    chart, warnings = chart_of_runs(metric, bundles, smooth=True)
+    return draw_charts([chart], metric.panel.title, below=True), warnings
 
 
 def line_of(axes, label):
@@ -58,7 +65,7 @@ def test_runs_that_differ_only_by_seed_are_one_curve_with_a_band(tmp_path):
     (axes,) = figure.axes
     assert list(line_of(axes, "ppo, mean of n = 5 seeds").get_ydata()) == pytest.approx([3, 4, 5, 6])
     assert list(line_of(axes, "other").get_ydata()) == [1, 2, 3, 4]
-    (band,) = axes.collections  # with one seed there is none
+    (band,) = [one for one in axes.collections if "Fill" in type(one).__name__]  # with one seed there is none
     _, low, high = seed_mean([1.0, 2.0, 3.0, 4.0, 5.0]).limits
     corners = band.get_paths()[0].vertices
     at_first = corners[corners[:, 0] == 1, 1]
@@ -116,8 +123,13 @@ def test_held_out_curves_of_single_runs_show_their_own_intervals(tmp_path):
 
 
 def test_every_curve_looks_different():
-    assert len({(look.color, look.dash) for look in looks(MOST_CURVES)}) == MOST_CURVES
-    assert [look.color for look in looks(6)] == list(DOMAINS)
+    sources = [
+        Source(f"c{i}", Path(f"c{i}"), [{"step": 1, "kind": "train", "policy/kl": 1.0}], {"stage": "rl", "i": i})
+        for i in range(MOST_CURVES)
+    ]
+    traces = chart_of_runs(metric_of("policy/kl"), bundles_of(sources)[0])[0].traces
+    assert len({(trace.color, trace.dash) for trace in traces}) == MOST_CURVES
+    assert [trace.color for trace in traces[:6]] == list(DOMAINS)
 
 
 def test_legends_are_below_the_panel(tmp_path):
@@ -130,8 +142,8 @@ def test_legends_are_below_the_panel(tmp_path):
 
 def test_metrics_of_only_one_run_are_omitted_and_reported(tmp_path):
     sources = open_sources([make_run(tmp_path, "a", seed=1), make_run(tmp_path, "b", optimizer={"learning_rate": 1.0})])
-    more = [Source(one.name, one.path, [*one.lines], one.recipe, one.run) for one in sources]
-    more[0].lines.append({"step": 1, "kind": "train", "policy/kl": 0.5})
+    more = sources[0].lines.extended([b'{"step": 1, "kind": "train", "policy/kl": 0.5}'])
+    more = [replace(sources[0], lines=more), sources[1]]
     metrics, notes = shared_metrics(bundles_of(more)[0])
     assert [metric.key for metric in metrics] == [
         "success",
@@ -165,7 +177,7 @@ def test_the_command_writes_a_figure_for_each_metric_and_the_tables(tmp_path):
     paths = [*seeds(tmp_path), make_run(tmp_path, "other", optimizer={"learning_rate": 1e-3})]
     files, notes = plot_files(paths, tmp_path / "out", ("png", "svg"))
     names = {path.name for path in files}
-    expected = {"success", "score_update", "rollout_return", "optimizer_gradient_norm", "results", "scores"}
+    expected = {"success", "score_update", "rollout_return", "optimizer_gradient_norm", "results"}
     assert names == {f"{name}.{form}" for name in expected for form in ("png", "svg")} | {"results.md"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert notes == []

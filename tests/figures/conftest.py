@@ -1,0 +1,5 @@
+"""A run of a custom environment file."""
+
+from tests.runs.conftest import recipe, run
+
+__all__ = ["recipe", "run"]
