@@ -54,14 +54,18 @@ def serve(
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.sources import merge, read_overrides
     from posttrain.runs.directory import model_path
-    from posttrain.serving import Server, guarded
+    from posttrain.serving.policy import PolicyServer
+    from posttrain.serving.server import guarded
+
+    def check(given: str) -> str | None:
+        return None if key in (None, given) else "wrong API key; use the one that `posttrain serve` was started with"
 
     values = merge(read_overrides(settings or [])).values
     recipe = section(LocalEngineRecipe, **values) if engine == "local" else section(VllmEngineRecipe, **values)
     context = recipe.max_model_len if isinstance(recipe, VllmEngineRecipe) else None
     with open_listener(port, "--port") as on:
         policy = Policy(section(ModelRecipe, path=model_path(model)))
-        server = Server(open_inference_engine(policy, recipe), Path(model).name, seed, context)
+        server = PolicyServer(open_inference_engine(policy, recipe), Path(model).name, seed, context)
         found = on.getsockname()[1]
         typer.echo(f"{server.name} at http://{ADDRESS}:{found}/v1\nCtrl-C ends it")
-        http_server(guarded(server.app(), found, key)).run([on])
+        http_server(guarded(server.app(), found, check)).run([on])

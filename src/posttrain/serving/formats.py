@@ -1,124 +1,147 @@
-"""The two wire formats of the endpoint: chat completions of OpenAI and messages of Anthropic.
+"""The two wire formats: chat completions of OpenAI and messages of Anthropic.
 
-Each has a function that reads a request, one that writes an answer, and one that writes it as events of a stream.
+Each reads a request as a `ChatCall`, and writes answers, the events of a streamed answer, and errors.
 """
 
-import asyncio
+import hashlib
 import json
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any, TypeVar
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from posttrain.data.messages import UnusableRow, check_value, messages_of, without_training_keys
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from posttrain.data.messages import UnusableRow, messages_of, without_training_keys
 from posttrain.data.rendering import Message
+from posttrain.data.tools import ToolCall
 from posttrain.episode import CUT_OFF, StopReason
-from posttrain.errors import InputError, PosttrainError
-from posttrain.rollout.agents.session import CallRefused, ChatAnswer, ChatCall
-
-_T = TypeVar("_T")
-MODEL = "policy"
-"""The name under which the endpoint offers the policy. Requests may name any model."""
-
-MAX_BODY = 32 << 20
-"""Largest request in bytes."""
-_BODY_SECONDS = 60
-"""Time in which a request must be complete."""
-_POLL_SECONDS = 0.25
+from posttrain.recipe.compose import section
+from posttrain.recipe.rollout import SamplingRecipe
 
 
-def add_route(
-    app: Any,
-    path: str,
-    answer: Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any] | Iterator[str] | AsyncIterator[str]]],
-    refusal: Callable[[str, int, str], dict[str, Any]],
-) -> None:
-    """Answer the requests to `path` of an application of starlette with what `answer` makes of the request and its JSON
-    body: an object, or the events of a stream. `refusal` writes errors.
-    """
-    from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
+class CallRefused(Exception):
+    """Raised for a call that is refused. `status` is the HTTP status and `kind` the machine-readable reason."""
 
-    async def post(request: Request) -> Response:
+    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+
+_UNSUPPORTED = ("suffix", "best_of", "logit_bias", "presence_penalty", "frequency_penalty")
+"""Unsupported fields that would change the answer, unless they are null, false or 0."""
+
+
+class Options(BaseModel):
+    """The fields of a request besides its messages and tools, by the names of OpenAI."""
+
+    model: str = Field("", max_length=1000)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    n: int = Field(1, ge=1, le=64)
+    seed: int | None = Field(None, ge=0)
+    stop: str | list[str] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    echo: bool = False
+    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    unsupported: str = ""
+    """The first field that is not supported and would change the answer."""
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, list) and len(value) > 64:
+            raise ValueError(f"has {len(value)} texts; it can have 64")
+        return value
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Options":
+        """The options of a request. CallRefused for a wrong value; null counts as absent."""
+        given = {key: values[key] for key in cls.model_fields if values.get(key) is not None}
+        given["unsupported"] = next((key for key in _UNSUPPORTED if values.get(key)), "")
         try:
-            made = await answer(request, await _read_body(request))
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except Exception as error:
-            status, values = refused(error)
-            # What follows in a body that is too large or too slow is not read.
-            close = {"connection": "close"} if status in (408, 413) else None
-            return JSONResponse(values, status, close)
-        if isinstance(made, dict):
-            return JSONResponse(made)
-        return StreamingResponse(whole(made), media_type="text/event-stream")
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CallRefused(f"{first['loc'][0] if first['loc'] else 'the request'}: {first['msg']}") from error
 
-    def refused(error: Exception) -> tuple[int, dict[str, Any]]:
-        if isinstance(error, CallRefused):
-            return error.status, refusal(str(error), error.status, error.kind)
-        status, kind = (400, "invalid_request_error") if isinstance(error, InputError) else (500, "api_error")
-        why = str(error) if isinstance(error, PosttrainError) else f"unexpected {type(error).__name__}: {error}"
-        if status == 500:
-            print(f"posttrain: {path} failed: {why}", file=sys.stderr)
-        return status, refusal(why, status, kind)
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop or []))
 
-    async def whole(events: Iterator[str] | AsyncIterator[str]) -> AsyncIterator[str]:
-        """The events. After an error, its event is the last: the status of the answer is sent already."""
-        try:
-            if isinstance(events, Iterator):
-                for event in events:
-                    yield event
-            else:
-                async for event in events:
-                    yield event
-        except Exception as error:
-            values = refused(error)[1]
-            yield _named(values) if "type" in values else _event(values)
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens of the answer."""
+        return self.max_completion_tokens or self.max_tokens
 
-    app.add_route(path, post, methods=["POST"])
+    @property
+    def wants_usage(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    def sampling(self) -> SamplingRecipe:
+        """InputError for a value that is not allowed."""
+        top_k = max(self.top_k, 0)  # other servers use -1 to disable it
+        return section(SamplingRecipe, temperature=self.temperature, top_p=self.top_p, top_k=top_k, min_p=self.min_p)
 
 
-async def unless_gone(request: Any, answer: "asyncio.Future[_T]", gone: Callable[[], bool] = lambda: False) -> _T:
-    """The answer. It is cancelled if the client closes the connection, or `gone()` holds."""
-    from starlette.requests import ClientDisconnect
+@dataclass(frozen=True)
+class ChatCall:
+    """A request for an answer to messages, in the same form for both formats."""
 
-    try:
-        while not answer.done():
-            await asyncio.wait({answer}, timeout=_POLL_SECONDS)
-            if not answer.done() and (gone() or await request.is_disconnected()):
-                raise ClientDisconnect
-        return answer.result()
-    finally:
-        answer.cancel()
+    messages: list[Message]
+    """Roles system, user, assistant and tool. Content is text; arguments of tool calls are objects."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    options: Options = field(default_factory=Options)
+    number: int = 0
+    """Position among the calls of a server."""
+    retry: bool = False
+    """Whether the client repeats a request for which it received no answer."""
 
-
-async def _read_body(request: Any) -> dict[str, Any]:
-    """The JSON object of a request of starlette. CallRefused if it is too large or too slow, nested too deeply, or no
-    object.
-    """
-    received = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for part in request.stream():
-                received += part
-                if len(received) > MAX_BODY:
-                    raise CallRefused(f"the request has more than {MAX_BODY >> 20} MiB", 413, "request_too_large")
-    except TimeoutError:
-        raise CallRefused(f"the request was not complete after {_BODY_SECONDS} s", 408, "request_timeout") from None
-    try:
-        body = json.loads(received)
-        check_value(body, "it")
-        json.dumps(body, allow_nan=False)
-    except UnusableRow as error:
-        raise CallRefused(f"the request cannot be used: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CallRefused(f"the request is not valid JSON ({type(error).__name__})") from error
-    if not isinstance(body, dict):
-        raise CallRefused("the request must be a JSON object")
-    return body
+    @property
+    def digest(self) -> str:
+        return digest(self.messages, self.tools, self.options.limit, self.options.stops)
 
 
-def _refuse(message: str) -> CallRefused:
-    return CallRefused(message)
+@dataclass(frozen=True)
+class ChatAnswer:
+    """An answer to a call."""
+
+    text: str
+    calls: list[tuple[str, ToolCall]]
+    """Tool calls with their ids."""
+    stop_reason: StopReason
+    stop_string: str | None
+    prompt_tokens: int
+    tokens: int
+    logprobs: list[dict[str, Any]] | None = None
+    """Per token of the text, as OpenAI writes them; None if the call does not ask for them."""
+
+
+def digest(*parts: Any) -> str:
+    """A digest of JSON values, 32 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def shown_text(text: str, reason: StopReason, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The text of an answer up to its stop string, which servers leave out, and that string."""
+    if reason is not StopReason.STOP_STRING:
+        return text, None
+    place, stop = min((text.find(stop), stop) for stop in stops if stop in text)
+    return text[:place], stop
+
+
+def event(value: dict[str, Any]) -> str:
+    """A server-sent event. In the format of Anthropic, values have a type, which names their event."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value)}\n\n"
 
 
 def _get(values: Mapping[str, Any], key: str, kind: type | tuple[type, ...], default: Any) -> Any:
@@ -127,13 +150,13 @@ def _get(values: Mapping[str, Any], key: str, kind: type | tuple[type, ...], def
     if value is None:
         return default
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise _refuse(f"{key} has the wrong type, {type(value).__name__}")
+        raise CallRefused(f"{key} has the wrong type, {type(value).__name__}")
     return value
 
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _refuse(f"{what} must be an object")
+        raise CallRefused(f"{what} must be an object")
     return value
 
 
@@ -142,7 +165,7 @@ def _text(content: Any, what: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise _refuse(f"{what} must be text or a list of parts")
+        raise CallRefused(f"{what} must be text or a list of parts")
     parts = []
     for part in content:
         if isinstance(part, str):
@@ -150,31 +173,15 @@ def _text(content: Any, what: str) -> str:
             continue
         kind = _mapping(part, f"a part of {what}").get("type")
         if kind not in ("text", "input_text", "output_text"):
-            raise _refuse(f"{what} has a part of type {kind}; only text is supported")
+            raise CallRefused(f"{what} has a part of type {kind}; only text is supported")
         parts.append(_get(part, "text", str, ""))
     return "\n".join(parts)
-
-
-def _budget(values: Mapping[str, Any], *keys: str) -> int | None:
-    for key in keys:
-        if (value := _get(values, key, int, None)) is not None:
-            if value < 1:
-                raise _refuse(f"{key} is {value}; it must be at least 1")
-            return int(value)
-    return None
-
-
-def _stops(value: Any, key: str) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value or []
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts) or len(texts) > 64:
-        raise _refuse(f"{key} must be at most 64 texts that are not empty")
-    return tuple(texts)
 
 
 def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = values.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _refuse("messages must be a list with at least one message")
+        raise CallRefused("messages must be a list with at least one message")
     return [_mapping(message, "a message") for message in messages]
 
 
@@ -183,148 +190,205 @@ def _as_in_rows(messages: list[dict[str, Any]]) -> list[Message]:
     try:
         return [without_training_keys(message) for message in messages_of(messages, "messages")]
     except UnusableRow as error:
-        raise _refuse(str(error)) from error
+        raise CallRefused(str(error)) from error
 
 
 def _call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
-        raise _refuse("a tool call has no name")
+        raise CallRefused("a tool call has no name")
     return {"id": str(id), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-# -- OpenAI
-# -------------------------------------------------------------------------------------------------------------
+# -- OpenAI -----------------------------------------------------------------------------------------------------------
 
 
-def openai_call(body: dict[str, Any], retry: bool) -> ChatCall:
-    """Parse a chat completions request. CallRefused for unsupported features."""
-    if _get(body, "n", int, 1) != 1:
-        raise _refuse("n must be 1; send several requests")
-    if body.get("logprobs") or body.get("functions"):
-        raise _refuse("logprobs and functions are not supported; use tools")
-    if _get(body, "response_format", dict, {}).get("type", "text") != "text":
-        raise _refuse("response_format is not supported; the policy samples freely")
-    tools = [_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])]
-    for tool in tools:
-        if not isinstance(_mapping(tool.get("function"), "the function of a tool").get("name"), str):
-            raise _refuse("a tool has no name")
-    # Clients send null or no parts where a message has no text.
-    messages = [
-        {**message, "content": ""} if message.get("content") in (None, []) else message for message in _messages(body)
-    ]
-    return ChatCall(
-        _as_in_rows(messages),
-        [] if body.get("tool_choice") == "none" else tools,
-        _budget(body, "max_completion_tokens", "max_tokens"),
-        _stops(body.get("stop"), "stop"),
-        retry,
-    )
+def openai_usage(prompt_tokens: int, tokens: int) -> dict[str, int]:
+    """The numbers of tokens of prompts and of answers."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
 
 
-def _openai_reason(answer: ChatAnswer) -> str:
-    if answer.calls:
-        return "tool_calls"
-    return "length" if answer.stop_reason in CUT_OFF else "stop"
-
-
-def _openai_usage(answer: ChatAnswer) -> dict[str, int]:
-    total = answer.prompt_tokens + answer.tokens
-    return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.tokens, "total_tokens": total}
-
-
-def _openai_calls(answer: ChatAnswer) -> list[dict[str, Any]]:
-    return [
-        {"id": id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
-        for id, call in answer.calls
-    ]
-
-
-def openai_answer(answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer as a chat completion."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
-    if answer.calls:
-        message["tool_calls"] = _openai_calls(answer)
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _openai_reason(answer)}
-    return {
-        "id": f"chatcmpl-{answer.number}",
-        "object": "chat.completion",
-        "created": 0,
-        "model": str(body.get("model") or MODEL),
-        "choices": [choice],
-        "usage": _openai_usage(answer),
-    }
-
-
-def openai_events(answer: ChatAnswer, body: dict[str, Any]) -> Iterator[str]:
-    """The answer as server-sent events of a streamed chat completion."""
-    start = {
-        "id": f"chatcmpl-{answer.number}",
-        "object": "chat.completion.chunk",
-        "created": 0,
-        "model": str(body.get("model") or MODEL),
-    }
-
-    def chunk(delta: dict[str, Any], reason: str | None = None) -> str:
-        return _event({**start, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]})
-
-    yield chunk({"role": "assistant", "content": ""})
-    if answer.text:
-        yield chunk({"content": answer.text})
-    for index, call in enumerate(_openai_calls(answer)):
-        yield chunk({"tool_calls": [{"index": index, **call}]})
-    yield chunk({}, _openai_reason(answer))
-    if _get(body, "stream_options", dict, {}).get("include_usage"):
-        yield _event({**start, "choices": [], "usage": _openai_usage(answer)})
-    yield "data: [DONE]\n\n"
-
-
-def openai_models(name: str) -> dict[str, Any]:
-    """The list of models of a server with one."""
-    return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "posttrain"}]}
-
-
-def openai_error(message: str, status: int, kind: str) -> dict[str, Any]:
+def openai_error(message: str, kind: str) -> dict[str, Any]:
     """An error in the form of OpenAI."""
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": kind}}
 
 
-def openai_refusal(message: str, status: int) -> str:
-    """The body of a request that is refused before it is read. Clients of both formats read the status alone."""
-    return json.dumps(openai_error(message, status, "authentication_error" if status == 401 else "permission_error"))
+class OpenAIFormat:
+    """Chat completions."""
 
+    error = staticmethod(openai_error)
 
-# -- Anthropic
-# ----------------------------------------------------------------------------------------------------------
+    @staticmethod
+    def read(body: dict[str, Any]) -> ChatCall:
+        """Parse a request. CallRefused for unsupported features."""
+        if body.get("functions"):
+            raise CallRefused("functions is not supported; use tools")
+        if _get(body, "response_format", dict, {}).get("type", "text") != "text":
+            raise CallRefused("response_format is not supported; the policy samples freely")
+        tools = [_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])]
+        for tool in tools:
+            if not isinstance(_mapping(tool.get("function"), "the function of a tool").get("name"), str):
+                raise CallRefused("a tool has no name")
+        # Clients send null or no parts where a message has no text.
+        messages = [
+            {**message, "content": ""} if message.get("content") in (None, []) else message
+            for message in _messages(body)
+        ]
+        tools = [] if body.get("tool_choice") == "none" else tools
+        return ChatCall(_as_in_rows(messages), tools, Options.read(body))
 
+    @classmethod
+    def write(cls, call: ChatCall, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        """The answers as a chat completion."""
+        choices = []
+        for index, answer in enumerate(answers):
+            message = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+            calls = {"tool_calls": cls._calls(answer)} if answer.calls else {}
+            choices.append({"index": index, "message": message | calls, **cls._ending(answer)})
+        usage = openai_usage(answers[0].prompt_tokens, sum(answer.tokens for answer in answers))
+        return cls._head(call, "chat.completion") | {"choices": choices, "usage": usage}
 
-def anthropic_call(body: dict[str, Any], retry: bool) -> ChatCall:
-    """Parse a messages request. CallRefused for unsupported features."""
-    messages: list[Message] = []
-    if system := _text(body.get("system"), "system"):
-        messages.append({"role": "system", "content": system})
-    for message in _messages(body):
-        role = message.get("role")
-        if role not in ("user", "assistant", "system"):
-            raise _refuse(f"a message has the role {role!r}")
-        messages += _blocks(role, message.get("content"))
-    tools = [_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])]
-    described = []
-    for tool in tools:
-        if not isinstance(tool.get("name"), str) or "input_schema" not in tool:
-            raise _refuse("a tool needs a name and an input_schema; tools of the server are not supported")
-        function = {
-            "name": tool["name"],
-            "description": _get(tool, "description", str, ""),
-            "parameters": _mapping(tool["input_schema"], "input_schema"),
+    @classmethod
+    async def events(
+        cls, call: ChatCall, prompt_tokens: int, parts: AsyncIterator[str | ChatAnswer]
+    ) -> AsyncIterator[str]:
+        """The parts as server-sent events of a streamed chat completion."""
+        head = cls._head(call, "chat.completion.chunk")
+
+        def chunk(delta: dict[str, Any], **ending: Any) -> str:
+            return event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, **ending}]})
+
+        yield chunk({"role": "assistant", "content": ""})
+        sent = 0
+        async for part in parts:
+            text = part if isinstance(part, str) else part.text[sent:]
+            sent += len(text)
+            if text:
+                yield chunk({"content": text})
+            if isinstance(part, ChatAnswer):
+                for index, one in enumerate(cls._calls(part)):
+                    yield chunk({"tool_calls": [{"index": index, **one}]})
+                yield chunk({}, **cls._ending(part))
+                if call.options.wants_usage:
+                    yield event(head | {"choices": [], "usage": openai_usage(prompt_tokens, part.tokens)})
+        yield "data: [DONE]\n\n"
+
+    @staticmethod
+    def _head(call: ChatCall, kind: str) -> dict[str, Any]:
+        named = {"id": f"chatcmpl-{call.number}", "object": kind, "model": call.options.model}
+        return named | {"created": int(time.time())}
+
+    @staticmethod
+    def _calls(answer: ChatAnswer) -> list[dict[str, Any]]:
+        return [
+            {"id": id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+            for id, call in answer.calls
+        ]
+
+    @staticmethod
+    def _ending(answer: ChatAnswer) -> dict[str, Any]:
+        reason = "tool_calls" if answer.calls else "length" if answer.stop_reason in CUT_OFF else "stop"
+        return {
+            "finish_reason": reason,
+            "logprobs": None if answer.logprobs is None else {"content": answer.logprobs},
         }
-        described.append({"type": "function", "function": function})
-    return ChatCall(
-        _as_in_rows(messages),
-        [] if _get(body, "tool_choice", dict, {}).get("type") == "none" else described,
-        _budget(body, "max_tokens"),
-        _stops(body.get("stop_sequences"), "stop_sequences"),
-        retry,
-    )
+
+
+# -- Anthropic --------------------------------------------------------------------------------------------------------
+
+
+class AnthropicFormat:
+    """Messages."""
+
+    @staticmethod
+    def error(message: str, kind: str) -> dict[str, Any]:
+        """An error in the form of Anthropic."""
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    @staticmethod
+    def read(body: dict[str, Any]) -> ChatCall:
+        """Parse a request. CallRefused for unsupported features."""
+        messages: list[Message] = []
+        if system := _text(body.get("system"), "system"):
+            messages.append({"role": "system", "content": system})
+        for message in _messages(body):
+            role = message.get("role")
+            if role not in ("user", "assistant", "system"):
+                raise CallRefused(f"a message has the role {role!r}")
+            messages += _blocks(role, message.get("content"))
+        described = []
+        for tool in (_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])):
+            if not isinstance(tool.get("name"), str) or "input_schema" not in tool:
+                raise CallRefused("a tool needs a name and an input_schema; tools of the server are not supported")
+            function = {
+                "name": tool["name"],
+                "description": _get(tool, "description", str, ""),
+                "parameters": _mapping(tool["input_schema"], "input_schema"),
+            }
+            described.append({"type": "function", "function": function})
+        tools = [] if _get(body, "tool_choice", dict, {}).get("type") == "none" else described
+        fields = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+        options = {name: body.get(name) for name in fields} | {"stop": body.get("stop_sequences")}
+        return ChatCall(_as_in_rows(messages), tools, Options.read(options))
+
+    @classmethod
+    def write(cls, call: ChatCall, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        """The first answer as a message."""
+        answer = answers[0]
+        text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+        usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens}
+        return cls._head(call, [*text, *cls._uses(answer)], usage) | cls._ending(answer)
+
+    @classmethod
+    async def events(
+        cls, call: ChatCall, prompt_tokens: int, parts: AsyncIterator[str | ChatAnswer]
+    ) -> AsyncIterator[str]:
+        """The parts as server-sent events of a streamed message."""
+
+        def block(kind: str, index: int, **values: Any) -> str:
+            return event({"type": f"content_block_{kind}", "index": index, **values})
+
+        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
+        begun = cls._head(call, [], usage) | {"stop_reason": None, "stop_sequence": None}
+        yield event({"type": "message_start", "message": begun})
+        sent, blocks = 0, 0
+        async for part in parts:
+            text = part if isinstance(part, str) else part.text[sent:]
+            sent += len(text)
+            if not blocks and (text or (isinstance(part, ChatAnswer) and not part.calls)):
+                blocks = 1
+                yield block("start", 0, content_block={"type": "text", "text": ""})
+            if text:
+                yield block("delta", 0, delta={"type": "text_delta", "text": text})
+            if isinstance(part, ChatAnswer):
+                if blocks:
+                    yield block("stop", 0)
+                for index, use in enumerate(cls._uses(part), blocks):
+                    delta = {"type": "input_json_delta", "partial_json": json.dumps(use["input"])}
+                    yield block("start", index, content_block=use | {"input": {}})
+                    yield block("delta", index, delta=delta)
+                    yield block("stop", index)
+                usage = {"output_tokens": part.tokens}
+                yield event({"type": "message_delta", "delta": cls._ending(part), "usage": usage})
+        yield event({"type": "message_stop"})
+
+    @staticmethod
+    def _head(call: ChatCall, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+        named = {"id": f"msg_{call.number}", "type": "message", "role": "assistant", "model": call.options.model}
+        return named | {"content": content, "usage": usage}
+
+    @staticmethod
+    def _uses(answer: ChatAnswer) -> list[dict[str, Any]]:
+        return [{"type": "tool_use", "id": id, "name": call.name, "input": call.arguments} for id, call in answer.calls]
+
+    @staticmethod
+    def _ending(answer: ChatAnswer) -> dict[str, Any]:
+        if answer.calls:
+            reason = "tool_use"
+        elif answer.stop_reason in CUT_OFF:
+            reason = "max_tokens"
+        else:
+            reason = "stop_sequence" if answer.stop_reason is StopReason.STOP_STRING else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": answer.stop_string}
 
 
 def _blocks(role: str, content: Any) -> list[Message]:
@@ -354,62 +418,5 @@ def _blocks(role: str, content: Any) -> list[Message]:
     return [*results, *([{"role": role, "content": text, **reasoning}] if text or not results else [])]
 
 
-def _anthropic_reason(answer: ChatAnswer) -> str:
-    if answer.calls:
-        return "tool_use"
-    if answer.stop_reason in CUT_OFF:
-        return "max_tokens"
-    return "stop_sequence" if answer.stop_reason is StopReason.STOP_STRING else "end_turn"
-
-
-def _anthropic_blocks(answer: ChatAnswer) -> list[dict[str, Any]]:
-    text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
-    uses = [{"type": "tool_use", "id": id, "name": one.name, "input": one.arguments} for id, one in answer.calls]
-    return [*text, *uses]
-
-
-def anthropic_answer(answer: ChatAnswer, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer as a message."""
-    return {
-        "id": f"msg_{answer.number}",
-        "type": "message",
-        "role": "assistant",
-        "model": str(body.get("model") or MODEL),
-        "content": _anthropic_blocks(answer),
-        "stop_reason": _anthropic_reason(answer),
-        "stop_sequence": answer.stop_string,
-        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens},
-    }
-
-
-def anthropic_events(answer: ChatAnswer, body: dict[str, Any]) -> Iterator[str]:
-    """The answer as server-sent events of a streamed message."""
-    whole = anthropic_answer(answer, body)
-    usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
-    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-    yield _named({"type": "message_start", "message": begun})
-    for index, block in enumerate(whole["content"]):
-        if block["type"] == "text":
-            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
-        else:
-            empty = {**block, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield _named({"type": "content_block_start", "index": index, "content_block": empty})
-        yield _named({"type": "content_block_delta", "index": index, "delta": delta})
-        yield _named({"type": "content_block_stop", "index": index})
-    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
-    yield _named({"type": "message_delta", "delta": ended, "usage": {"output_tokens": answer.tokens}})
-    yield _named({"type": "message_stop"})
-
-
-def anthropic_error(message: str, status: int, kind: str) -> dict[str, Any]:
-    """An error in the form of Anthropic."""
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
-
-
-def _named(value: dict[str, Any]) -> str:
-    return f"event: {value['type']}\n{_event(value)}"
+FORMATS = {"/v1/chat/completions": OpenAIFormat, "/v1/messages": AnthropicFormat}
+"""Path -> the format of its requests."""
