@@ -1,12 +1,10 @@
 """vLLM replicas: an engine in this process, behind an existing server, or behind a server that this process starts."""
 
 import asyncio
-import contextlib
 import importlib.util
 import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from posttrain.distributed.process import ChildProcess
 from posttrain.engines.vllm.settings import Settings, preloaded_libraries, process_environment
 from posttrain.errors import InputError, RunError
 
@@ -430,7 +429,7 @@ class LaunchedServerReplica(ServerReplica):
         self.settings = settings
         self.devices = devices
         self.log = logs / f"vllm-{number}.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-")
         self._token = secrets.token_hex(16)
         super().__init__(f"vLLM server {number}", "", self._token, start_timeout, same_machine=True)
@@ -442,17 +441,12 @@ class LaunchedServerReplica(ServerReplica):
         port_file.unlink(missing_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command(port_file),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=self._environment(),
-                start_new_session=True,
+            self._process = ChildProcess(
+                self._command(port_file), stdin=subprocess.PIPE, stdout=log, stderr=log, environment=self._environment()
             )
         ends = time.monotonic() + self.start_timeout
         while not port_file.exists():
-            code = self._process.poll()
+            code = self._process.code
             if code is not None or time.monotonic() > ends:
                 self._kill()
                 how = (
@@ -465,30 +459,21 @@ class LaunchedServerReplica(ServerReplica):
         self.url = f"http://127.0.0.1:{port_file.read_text()}"
 
     def request_stop(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+        if self._process is not None:
+            self._process.close_pipes()
 
     def close(self) -> None:
         """Stop the server's processes and remove its files."""
         if self._process is None:
             return
-        self.request_stop()
-        if self.url:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_SHUTDOWN_SECONDS)
-        self._kill()
+        self._process.stop(_SHUTDOWN_SECONDS if self.url else 0)
+        self._process = None
         self._folder.cleanup()
 
     def _kill(self) -> None:
-        if self._process is None:
-            return
-        if self._process.poll() != 0:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process = None
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
 
     @property
     def pid(self) -> int | None:
