@@ -315,17 +315,21 @@ class Renderer:
             return "llama"
         return "hermes"
 
-    def parse(self, answer: str) -> ParsedAnswer:
+    def parse(self, answer: str, tools: Sequence[Tool] = ()) -> ParsedAnswer:
         """Return the text and the calls of an answer: by the tokenizer's response template if it has one, else by the
-        syntax of the chat template."""
-        if self.native_tools and getattr(self.tokenizer, "response_template", None):
-            try:
-                message = self.tokenizer.parse_response(answer, prefix="")
-            except Exception as error:  # transformers raises errors of many types for text in another format
-                return ParsedAnswer(answer, errors=[f"the answer cannot be parsed ({error})"])
+        syntax of the chat template. A response template casts arguments to the types that `tools` declare."""
+        if not self.native_tools or not getattr(self.tokenizer, "response_template", None):
+            return SYNTAXES[self.tool_syntax](answer)
+        try:
+            # A template may write the start of an answer, such as `<think>`.
+            message = self.tokenizer.parse_response(answer, prefix=self._opening[1], tools=list(tools) or None)
             functions = [call["function"] for call in message.get("tool_calls") or ()]
-            return parse_served(message.get("content") or "", [(f["name"], f["arguments"]) for f in functions])
-        return SYNTAXES[self.tool_syntax](answer)
+            calls = [(function["name"], function["arguments"]) for function in functions]
+        except Exception as error:  # transformers raises errors of many types for text in another format
+            return ParsedAnswer(answer, errors=[f"the answer cannot be parsed ({error})"])
+        text, (thought, closed, _) = message.get("content") or "", answer.partition("</think>")
+        # Thinking stays in the text, where environments and templates expect it.
+        return parse_served(text if not closed or closed in text else f"{thought}{closed}\n\n{text}".strip(), calls)
 
     def call_message(self, answer: str, parsed: ParsedAnswer, turn: int) -> Message:
         """Return an answer as a message: with `tool_calls` where the template can show all of them, else as text."""

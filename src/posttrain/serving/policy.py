@@ -173,7 +173,7 @@ class PolicyServer:
         return prompt
 
     def _answer(self, choice: _Choice, call: ChatCall, prompt_tokens: int) -> ChatAnswer:
-        parsed = self.renderer.parse(choice.text) if call.tools else None
+        parsed = self.renderer.parse(choice.text, call.tools) if call.tools else None
         calls = [(call_id(0, number), one) for number, one in enumerate(parsed.calls)] if parsed else []
         text = parsed.text if parsed else choice.text
         logprobs = None

@@ -139,7 +139,7 @@ class AgentSession:
         start = len(builder.ids)
         builder.append(completion.ids, completion.logprobs, number, completion.versions)
         shown, stop_string = shown_text(answer, completion.stop_reason, stops)
-        parsed = self.renderer.parse(shown) if call.tools else None
+        parsed = self.renderer.parse(shown, call.tools) if call.tools else None
         calls = [(call_id(number, i), one) for i, one in enumerate(parsed.calls)] if parsed else []
         content = parsed.text if parsed else shown
         info: dict[str, Any] = {"call": number}
