@@ -35,7 +35,7 @@ from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.recipe.pipeline import PipelineRecipe, load_pipeline
 from posttrain.recipe.stages import RlRecipe, SftRecipe
 from posttrain.result import Result
-from posttrain.runs.directory import describe_machine
+from posttrain.runs.machine import describe_machine
 from posttrain.runs.tables import START, TRAINED
 
 Line = dict[str, Any]

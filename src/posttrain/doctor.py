@@ -8,7 +8,7 @@ from pathlib import Path
 
 from posttrain import SPIN_COUNT
 from posttrain.plugins import missing_extras
-from posttrain.runs.directory import describe_machine
+from posttrain.runs.machine import describe_machine
 
 VECTORS = (
     "avx2",

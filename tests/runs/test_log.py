@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.errors import RunError
-from posttrain.runs.log import LineLog
+from posttrain.runs.directory import LineLog
 
 LINE = b'{"a": 1}\n'
 
@@ -76,7 +76,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 def test_a_killed_writer_leaves_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     code = (
-        "import sys; from pathlib import Path; from posttrain.runs.log import LineLog\n"
+        "import sys; from pathlib import Path; from posttrain.runs.directory import LineLog\n"
         f"log = LineLog(Path({str(path)!r}))\n"
         "while True: log.append(b'z' * 5000 + b'\\n')"
     )

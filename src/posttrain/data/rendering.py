@@ -21,7 +21,7 @@ from posttrain.data.tools import (
     ParsedAnswer,
     ToolCall,
     call_id,
-    parse_served,
+    parse_response,
     schema,
     tools_as_text,
     with_short_ids,
@@ -318,18 +318,9 @@ class Renderer:
     def parse(self, answer: str, tools: Sequence[Tool] = ()) -> ParsedAnswer:
         """Return the text and the calls of an answer: by the tokenizer's response template if it has one, else by the
         syntax of the chat template. A response template casts arguments to the types that `tools` declare."""
-        if not self.native_tools or not getattr(self.tokenizer, "response_template", None):
-            return SYNTAXES[self.tool_syntax](answer)
-        try:
-            # A template may write the start of an answer, such as `<think>`.
-            message = self.tokenizer.parse_response(answer, prefix=self._opening[1], tools=list(tools) or None)
-            functions = [call["function"] for call in message.get("tool_calls") or ()]
-            calls = [(function["name"], function["arguments"]) for function in functions]
-        except Exception as error:  # transformers raises errors of many types for text in another format
-            return ParsedAnswer(answer, errors=[f"the answer cannot be parsed ({error})"])
-        text, (thought, closed, _) = message.get("content") or "", answer.partition("</think>")
-        # Thinking stays in the text, where environments and templates expect it.
-        return parse_served(text if not closed or closed in text else f"{thought}{closed}\n\n{text}".strip(), calls)
+        if self.native_tools and getattr(self.tokenizer, "response_template", None):
+            return parse_response(self.tokenizer, answer, self._opening[1], tools)
+        return SYNTAXES[self.tool_syntax](answer)
 
     def call_message(self, answer: str, parsed: ParsedAnswer, turn: int) -> Message:
         """Return an answer as a message: with `tool_calls` where the template can show all of them, else as text."""

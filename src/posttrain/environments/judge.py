@@ -20,7 +20,7 @@ from posttrain.environments.protocol import Message
 from posttrain.environments.untrusted import Prompt, framed_prompt
 from posttrain.errors import InputError
 from posttrain.recipe.judge import JudgeRecipe, JudgeServerRecipe
-from posttrain.runs.log import LineLog
+from posttrain.runs.directory import LineLog
 
 _CONVERSATION = "You grade one answer. The conversation and the answer to it stand in frames"
 _REASON = '"reason": "one sentence"'

@@ -14,8 +14,7 @@ from posttrain.episode import Episode
 from posttrain.errors import RunError
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, run_episodes
 from posttrain.rollout.store import episode_from_record, episode_record, json_line
-from posttrain.runs.directory import storage_errors
-from posttrain.runs.log import LineLog
+from posttrain.runs.directory import LineLog, storage_errors
 
 FORMAT = 2
 _NAME = re.compile(r"^batch_(\d+)\.jsonl$")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError, RunError
-from posttrain.runs.directory import remove_partials, storage_errors, write_atomically
-from posttrain.runs.log import LineLog
+from posttrain.runs.directory import LineLog, remove_partials, storage_errors, write_atomically
 
 Key = tuple[int | str, int]
 """(id of the row, sample number)."""

@@ -24,8 +24,7 @@ from rich.text import Text
 from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError, RunError
 from posttrain.redaction import without_secrets
-from posttrain.runs.directory import RunDirectory
-from posttrain.runs.log import LineLog
+from posttrain.runs.directory import LineLog, RunDirectory
 from posttrain.runs.reader import complete_lines, open_file, parse_json
 from posttrain.runs.sinks import SentRecord, Sink, completion_rows, numbers, open_sink
 from posttrain.terminal import new_console, printable

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from posttrain.runs.log import LineLog
+from posttrain.runs.directory import LineLog
 from posttrain_memory.vault.limits import VaultError, quoted
 from posttrain_memory.vault.storage import RESERVED, DiskStorage, Storage, is_note
 
