@@ -7,7 +7,7 @@ at the request's temperature and before top-p, top-k and min-p, as the learner c
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,8 @@ class PolicyServer:
         app = application(self)
 
         async def texts(request: Any, values: dict[str, Any]) -> dict[str, Any] | AsyncIterator[str]:
-            options = _options(values)
+            options = Options.read(values)
+            _check(options)
             if options.stream:
                 return self._text_stream(options)
             return await unless_gone(request, asyncio.ensure_future(self._texts(options)))
@@ -303,12 +304,6 @@ class PolicyServer:
         self._count += 1
         named = {"id": f"cmpl-{self._count}", "object": "text_completion", "model": options.model or self.name}
         return named | {"created": int(time.time())}
-
-
-def _options(values: Mapping[str, Any]) -> Options:
-    options = Options.read(values)
-    _check(options)
-    return options
 
 
 def _check(options: Options) -> None:
