@@ -36,7 +36,7 @@ from posttrain.recipe.catalogue import recipe_file
 from posttrain.recipe.pipeline import PipelineRecipe, load_pipeline
 from posttrain.recipe.stages import RlRecipe, SftRecipe
 from posttrain.result import Result
-from posttrain.runs.directory import describe_machine
+from posttrain.runs.machine import describe_machine
 from posttrain.runs.tables import START, TRAINED
 
 Line = dict[str, Any]

@@ -212,7 +212,7 @@ def state(row: Row, commands: Commands, tests: Mapping[str, Outcome]) -> str:
 
 def page(rows: Sequence[Row], states: dict[int, str], seconds: float) -> str:
     """The table of all rows, after a table of counts."""
-    from posttrain.runs.directory import describe_machine
+    from posttrain.runs.machine import describe_machine
 
     machine = describe_machine()
     lines = [

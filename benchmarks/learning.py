@@ -25,8 +25,8 @@ from harness.table import markdown, read_lines
 
 from posttrain.errors import InputError, PosttrainError
 from posttrain.evaluation.statistics import probability_above
-from posttrain.runs.directory import describe_machine
 from posttrain.runs.intervals import Estimate, mean_difference, seed_mean
+from posttrain.runs.machine import describe_machine
 
 Keys = dict[str, Any]
 

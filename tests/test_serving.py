@@ -25,7 +25,7 @@ from posttrain.errors import RunError
 from posttrain.models.policy import Policy
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
-from posttrain.serving import Server
+from posttrain.serving.policy import PolicyServer
 from tests.conftest import CHATML
 from tests.test_loopback import load
 
@@ -117,6 +117,24 @@ def test_a_chat_is_the_engines_answer_to_the_rendered_prompt(client: Any, policy
     assert parts[-1].usage == answer.usage
 
 
+def test_messages_of_anthropic_are_the_same_answer(url: str, client: Any) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    expected = client.chat.completions.create(model="m", messages=MESSAGES, temperature=0, max_tokens=12)
+    given: Any = {"model": "m", "messages": MESSAGES, "max_tokens": 12, "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="secret", max_retries=0) as other:
+        message = other.messages.create(**given)
+        with other.messages.stream(**given) as stream:
+            pieces = list(stream.text_stream)
+            streamed = stream.get_final_message()
+        with pytest.raises(anthropic.BadRequestError, match="fewer than the model's"):
+            other.messages.create(**given | {"messages": [{"role": "user", "content": "word " * 20_000}]})
+    assert message.content[0].text == "".join(pieces) == expected.choices[0].message.content
+    assert len(pieces) > 3
+    assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 12)
+    assert message.usage.input_tokens == expected.usage.prompt_tokens
+    assert (streamed.content[0].text, streamed.usage) == (message.content[0].text, message.usage)
+
+
 def test_seeds_and_several_answers(client: Any) -> None:
     def sampled(**more: Any) -> list[str]:
         answer = client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=8, n=3, **more)
@@ -192,7 +210,7 @@ def test_what_the_template_writes_before_the_end_is_not_streamed(
         return Completion(ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.END_TOKEN)
 
     monkeypatch.setattr(LocalEngine, "generate", generate)
-    with TestClient(Server(LocalEngine(spaced), "m").app()) as http:
+    with TestClient(PolicyServer(LocalEngine(spaced), "m").app()) as http:
         answer = http.post("/v1/chat/completions", json={"messages": MESSAGES})
         assert answer.json()["choices"][0]["message"]["content"] == "Up row"
         for stop in ([], ["never said"]):
@@ -336,7 +354,7 @@ def test_an_engine_that_fails_is_an_error_of_the_client(
                     on_token(60 + token)
             raise error
 
-    client = TestClient(Server(Failing(policy), "m").app())
+    client = TestClient(PolicyServer(Failing(policy), "m").app())
     for path, fields in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "one"})):
         whole = client.post(f"/v1/{path}", json=fields)
         assert (whole.status_code, whole.json()["error"]["code"]) == (500, "api_error")

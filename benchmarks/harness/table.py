@@ -22,7 +22,7 @@ def show(
     from rich.console import Console
     from rich.table import Table
 
-    from posttrain.runs.directory import describe_machine
+    from posttrain.runs.machine import describe_machine
 
     table = Table(title=title, title_justify="left")
     for heading, value in rows[0].items():

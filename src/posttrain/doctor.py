@@ -7,7 +7,7 @@ from pathlib import Path
 
 from posttrain import SPIN_COUNT, __version__
 from posttrain.plugins import missing_extras
-from posttrain.runs.directory import describe_machine
+from posttrain.runs.machine import describe_machine
 
 VECTORS = (
     "avx2", "avx_vnni", "avx_ne_convert", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "sve", "i8mm",

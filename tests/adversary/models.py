@@ -43,13 +43,16 @@ def _served() -> Iterator[int]:
     from posttrain.recipe.compose import section
     from posttrain.recipe.engines import LocalEngineRecipe
     from posttrain.recipe.model import ModelRecipe
-    from posttrain.serving import Server, guarded
+    from posttrain.serving.policy import PolicyServer
+    from posttrain.serving.server import guarded
 
     policy = Policy(section(ModelRecipe, path=str(hosts.tiny_model())))
     engine = open_engine(policy, section(LocalEngineRecipe), weights_change=False)
     with open_listener(0, "--port") as on:
         port = on.getsockname()[1]
-        server = http_server(guarded(Server(engine, "tiny").app(), port, KEY))
+        server = http_server(
+            guarded(PolicyServer(engine, "tiny").app(), port, lambda key: None if key == KEY else "no")
+        )
         thread = threading.Thread(target=server.run, args=([on],), daemon=True)
         thread.start()
         try:

@@ -7,7 +7,7 @@ from posttrain.data.problems import Problems
 from posttrain.data.rendering import render_conversation
 from posttrain.data.tokens import tokenize
 from posttrain.recipe.data import DataRecipe
-from posttrain.rollout.agents.formats import anthropic_call, openai_call
+from posttrain.serving.formats import AnthropicFormat, OpenAIFormat
 
 from ..conftest import CHATML
 from .test_chat import DROPS_THINKING
@@ -98,7 +98,7 @@ def test_other_values_under_these_names_are_left_alone():
 
 def test_reasoning_in_calls_of_agents():
     history = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Up", "reasoning": "hm"}]
-    assert openai_call({"messages": history}, False).messages[1]["reasoning_content"] == "hm"
+    assert OpenAIFormat.read({"messages": history}).messages[1]["reasoning_content"] == "hm"
     history[1] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, TEXT]}
-    call = anthropic_call({"messages": history, "max_tokens": 5}, False)
+    call = AnthropicFormat.read({"messages": history, "max_tokens": 5})
     assert call.messages[1] == {"role": "assistant", "content": "Up", "reasoning_content": "hm"}

@@ -225,26 +225,91 @@ def test_the_syntax_is_that_of_the_template():
     }
 
 
-def test_a_response_template_of_the_tokenizer_is_used():
-    """transformers describes the syntax of some models in this form."""
-    tokenizer = copy.copy(renderer("qwen2_5").tokenizer)
-    tokenizer.response_template = {
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "content": {"close": "<call>"},
-            "tool_calls": {
-                "open": "<call>",
-                "close": "</call>",
-                "content": "json",
-                "repeats": True,
-                "transform": {"type": "function", "function": "{content}"},
-            },
+NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+RESPONSES = {
+    "json": (
+        {"open": "<call>", "close": "</call>", "content": "json", "transform": {"function": "{content}"}},
+        '<call>{"name": "price", "arguments": {"item": "lamp", "count": 2}}</call>',
+    ),
+    "qwen3_coder": (
+        {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": NAMED,
         },
-    }
-    parsed = Renderer(tokenizer, frozenset({tokenizer.eos_token_id})).parse(
-        'So:<call>{"name": "price", "arguments": {"item": "lamp"}}</call>'
-    )
-    assert [(one.name, one.arguments) for one in parsed.calls] == [CALL]
+        "<tool_call>\n<function=price>\n<parameter=item>\nlamp\n</parameter>\n<parameter=count>\n2\n</parameter>\n"
+        "</function>\n</tool_call>",
+    ),
+    "glm": (
+        {
+            "open_pattern": r"\s*<tool_call>(?P<name>[^<\n]+)\n",
+            "close": "</tool_call>",
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+            },
+            "transform": NAMED,
+        },
+        "<tool_call>price\n<arg_key>item</arg_key>\n<arg_value>lamp</arg_value>\n<arg_key>count</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call>",
+    ),
+    "deepseek": (
+        {
+            "open_pattern": r"\s*<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
+            "close_pattern": r"\n```<｜tool▁call▁end｜>",
+            "content": "json",
+            "transform": NAMED,
+        },
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>price\n```json\n{"item": "lamp", "count": 2}\n```<｜tool▁call▁end｜>',
+    ),
+    "gpt_oss": (
+        {
+            "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>\w+) <\|constrain\|>json<\|message\|>",
+            "close": "<|call|>",
+            "content": "json",
+            "transform": NAMED,
+        },
+        '<|channel|>commentary to=functions.price <|constrain|>json<|message|>{"item": "lamp", "count": 2}<|call|>',
+    ),
+}
+"""Family -> the field of calls in a response template of transformers, and a call."""
+PRICE = schema(
+    "price", "", {"type": "object", "properties": {"item": {"type": "string"}, "count": {"type": "integer"}}}
+)
+
+
+@pytest.mark.parametrize("family", RESPONSES)
+def test_a_response_template_of_the_tokenizer_is_used(family):
+    field, call = RESPONSES[family]
+    tokenizer = copy.copy(renderer("qwen2_5").tokenizer)
+    thinking = {"open": "<think>", "close": "</think>"}
+    fields = {"content": {}, "reasoning_content": thinking, "tool_calls": field | {"repeats": True}}
+    tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    made = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
+    expected = [("price", {"item": "lamp", "count": 2})]
+    parsed = made.parse(f"So:{call}", [PRICE])
+    assert [(one.name, one.arguments) for one in parsed.calls] == expected
+    assert (parsed.text.strip(), parsed.errors) == ("So:", [])
+    thought = made.parse(f"<think>Hm.</think>So:{call}{call}", [PRICE])
+    assert [(one.name, one.arguments) for one in thought.calls] == expected * 2
+    assert thought.text == "<think>Hm.</think>\n\nSo:"
+    assert made.parse("No call.", [PRICE]) == ParsedAnswer("No call.")
+    # A template may write the start of the thinking.
+    start = "{%- if add_generation_prompt %}<|im_start|>assistant\n"
+    assert start in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(start, f"{start}<think>")
+    opened = Renderer(tokenizer, frozenset({tokenizer.eos_token_id}))
+    assert [(one.name, one.arguments) for one in opened.parse(f"Hm.</think>{call}", [PRICE]).calls] == expected
+
+
+def test_an_answer_that_does_not_fit_the_response_template_is_an_error():
+    tokenizer = copy.copy(renderer("qwen2_5").tokenizer)
+    fields = {"content": {}, "tool_calls": RESPONSES["json"][0]}
+    tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    parsed = Renderer(tokenizer, frozenset({tokenizer.eos_token_id})).parse("<call>{oops</call>", [PRICE])
+    assert (parsed.text, parsed.calls, len(parsed.errors)) == ("<call>{oops</call>", [], 1)
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------------

@@ -340,8 +340,6 @@ def test_a_server_that_does_not_start_reports_the_reason(tiny_policy, tmp_path):
 
 
 def test_impossible_settings_are_reported_before_the_start(tiny_policy, tmp_path):
-    with pytest.raises(InputError, match=r"engine.mode: in_process needs vLLM"):
-        open_vllm(tiny_policy, VllmEngineRecipe(mode="in_process"), 64)
     with pytest.raises(InputError, match="interpreter not found: /none"):
         open_vllm(tiny_policy, VllmEngineRecipe(python="/none"), 64)
     with pytest.raises(InputError, match=r"supports 2048 positions,.* lower rollout\.tokens_per_episode"):
@@ -423,7 +421,7 @@ import asyncio, sys
 from posttrain.engines.vllm import server
 from tests.engines.made_host import MadeHost
 
-async def opened(settings, dedicated):
+async def opened(settings):
     return MadeHost()
 
 server.Host.open = opened

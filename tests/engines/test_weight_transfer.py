@@ -217,7 +217,6 @@ def test_a_policy_that_does_not_fit_is_refused(monkeypatch):
             r"nccl needs servers that do not use the learner's GPU 0; set engine\.first_device=1",
         ),
         ("cuda:2", {"weight_transfer": "nccl", "servers": 2, "tensor_parallel": 2}, r"do not use the learner's GPU 2"),
-        ("cuda:0", {"weight_transfer": "nccl", "mode": "in_process"}, r"do not use the learner's GPU 0"),
         (
             "cuda:0",
             {"weight_transfer": "ipc", "first_device": 1},

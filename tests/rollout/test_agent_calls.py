@@ -351,7 +351,7 @@ def test_a_body_that_never_ends_is_refused_and_its_connection_closed(
     tokenizer, monkeypatch, length, body, limit, status
 ):
     for name, value in limit.items():
-        monkeypatch.setattr(f"posttrain.rollout.agents.formats.{name}", value)
+        monkeypatch.setattr(f"posttrain.serving.server.{name}", value)
     with served(RecordingEngine(tokenizer), tokenizer) as (_, url, key):
         address = url.removeprefix("http://")
         head = f"POST /v1/messages HTTP/1.1\r\nHost: {address}\r\nAuthorization: Bearer {key}\r\n{length}\r\n\r\n"
@@ -380,7 +380,7 @@ def test_another_host_name_is_refused(tokenizer):
 
 def test_random_agents_record_every_token(tiny_policy):
     """Agents that continue, fork, edit and forget conversations at random, through the session itself."""
-    from posttrain.rollout.agents.session import ChatCall
+    from posttrain.serving.formats import ChatCall
 
     async def play(seed):
         draw = random.Random(seed)
@@ -417,7 +417,7 @@ def test_random_agents_record_every_token(tiny_policy):
 
 def test_messages_of_requests_are_read_as_those_of_rows():
     from posttrain.data.messages import messages_of
-    from posttrain.rollout.agents.formats import openai_call
+    from posttrain.serving.formats import OpenAIFormat
 
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -427,7 +427,7 @@ def test_messages_of_requests_are_read_as_those_of_rows():
         {"role": "assistant", "content": "", "tool_calls": [{"id": "x", "name": "add", "arguments": {"a": 1}}]},
         {"role": "tool", "content": None, "tool_call_id": "x"},
     ]
-    call = openai_call({"messages": messages}, False)
+    call = OpenAIFormat.read({"messages": messages})
     assert call.messages == messages_of(messages, "messages")
     assert call.messages[0] == {"role": "system", "content": "ab"}
     assert call.messages[5] == {"role": "tool", "content": "", "tool_call_id": "x", "name": "add"}

@@ -19,6 +19,7 @@ from posttrain.rollout.store import (
     read_episodes,
     read_record,
     remove_episodes_after,
+    stored_records,
     stored_steps,
     write_episodes,
 )
@@ -191,10 +192,15 @@ def test_a_file_that_unpacks_to_far_more_than_its_size_is_damaged(tmp_path, monk
     monkeypatch.setattr("posttrain.rollout.store._LARGEST", 1 << 20)
     path = tmp_path / "step_000001.train.jsonl.zst"
     path.write_bytes(zstandard.ZstdCompressor().compress(b"{" * (64 << 20)))
-    with pytest.raises(RunError, match=r"is damaged \(it unpacks to more than 1 MiB\)"):
-        read_episodes(path)
-    with pytest.raises(RunError, match=r"is damaged \(its first line is not a header\)"):
-        list(stored_steps(tmp_path))
+    for read in (lambda: read_episodes(path), lambda: list(stored_records(path)), lambda: list(stored_steps(tmp_path))):
+        with pytest.raises(RunError, match=r"is damaged \(its first line is not a header\)"):
+            read()
+    header = zstandard.decompress(write_episodes(tmp_path, 1, "train", [played()]).read_bytes()).split(b"\n")[0]
+    path.write_bytes(zstandard.ZstdCompressor().compress(header + b"\n" + b"{" * (64 << 20)))
+    assert [step.episodes for step in stored_steps(tmp_path)] == [1]
+    for read in (lambda: read_episodes(path), lambda: list(stored_records(path))):
+        with pytest.raises(RunError, match=r"is damaged \(it unpacks to more than 1 MiB\)"):
+            read()
 
 
 @pytest.mark.parametrize(

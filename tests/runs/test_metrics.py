@@ -1,6 +1,7 @@
 import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -96,22 +97,16 @@ def test_the_time_limit_counts_across_a_resume(run: RunDirectory) -> None:
     assert 100.0 <= read_metrics(run.metrics)[-1]["time/run"] < 160.0
 
 
-def test_a_full_disk_is_reported_and_leaves_whole_lines(run: RunDirectory) -> None:
+def test_a_full_disk_is_reported_and_leaves_whole_lines(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     log = MetricsLog(run, [])
     log.write(1, "train", {})
-    file = log._file
+    pwrite = os.pwrite
 
-    class Full:
-        closed = False
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        pwrite(descriptor, data[:7], offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-        def write(self, data: memoryview) -> int:
-            file.write(data[:7])
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(file, name)
-
-    log._file = Full()  # type: ignore[assignment]
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(RunError, match=r"metrics\.jsonl.*disk is full"):
         log.write(2, "train", {})
     assert run.metrics.read_bytes().endswith(b"\n")

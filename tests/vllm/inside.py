@@ -1,4 +1,4 @@
-"""Run by vLLM's own interpreter: an engine in process that is sent adapters alone. Writes what the test looks at as JSON."""
+"""Run by vLLM's own interpreter: an engine under the same interpreter that is sent adapters alone. Writes what the test looks at as JSON."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from tests.vllm.asking import GREEDY, SMALL, answers, distance, local_answers, m
 
 def main(model: str, out: str) -> None:
     policy = Policy(ModelRecipe(path=model, lora=LoraRecipe(rank=4, alpha=8)))
-    recipe = VllmEngineRecipe.model_validate(SMALL | {"mode": "in_process", "adapters": "adapter_only"})
+    recipe = VllmEngineRecipe.model_validate(SMALL | {"adapters": "adapter_only"})
     sampling = SamplingRecipe(temperature=0.7)
     engine = open_engine(policy, recipe, 256, sampling)
     greedy = [request(number, GREEDY) for number in range(3)]

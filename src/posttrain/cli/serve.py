@@ -1,4 +1,4 @@
-"""`posttrain serve`: an OpenAI-compatible server for the model of a run."""
+"""`posttrain serve`: a server for the model of a run."""
 
 from typing import Annotated, Literal
 
@@ -28,7 +28,7 @@ def serve(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of requests that have none.", min=0)] = 0,
 ) -> None:
-    """Serve a model to OpenAI clients of this machine: chat completions with tools, completions, models.
+    """Serve a model to clients of OpenAI and Anthropic on this machine: chats with tools, completions, models.
 
     Answers stream token by token with the local engine, and whole with vLLM. Over SSH, forward the port.
 
@@ -54,14 +54,18 @@ def serve(
     from posttrain.recipe.model import ModelRecipe
     from posttrain.recipe.sources import merge, read_overrides
     from posttrain.runs.directory import model_path
-    from posttrain.serving import Server, guarded
+    from posttrain.serving.policy import PolicyServer
+    from posttrain.serving.server import guarded
+
+    def check(given: str) -> str | None:
+        return None if key in (None, given) else "wrong API key; use the one that `posttrain serve` was started with"
 
     values = merge(read_overrides(settings or [])).values
     recipe = section(LocalEngineRecipe, **values) if engine == "local" else section(VllmEngineRecipe, **values)
     context = recipe.max_model_len if isinstance(recipe, VllmEngineRecipe) else None
     with open_listener(port, "--port") as on:
         policy = Policy(section(ModelRecipe, path=model_path(model)))
-        server = Server(open_inference_engine(policy, recipe), Path(model).name, seed, context)
+        server = PolicyServer(open_inference_engine(policy, recipe), Path(model).name, seed, context)
         found = on.getsockname()[1]
         typer.echo(f"{server.name} at http://{ADDRESS}:{found}/v1\nCtrl-C ends it")
-        http_server(guarded(server.app(), found, key)).run([on])
+        http_server(guarded(server.app(), found, check)).run([on])

@@ -21,7 +21,7 @@ from posttrain.data.tools import (
     ParsedAnswer,
     ToolCall,
     call_id,
-    parse_served,
+    parse_response,
     schema,
     tools_as_text,
     with_short_ids,
@@ -315,16 +315,11 @@ class Renderer:
             return "llama"
         return "hermes"
 
-    def parse(self, answer: str) -> ParsedAnswer:
+    def parse(self, answer: str, tools: Sequence[Tool] = ()) -> ParsedAnswer:
         """Return the text and the calls of an answer: by the tokenizer's response template if it has one, else by the
-        syntax of the chat template."""
+        syntax of the chat template. A response template casts arguments to the types that `tools` declare."""
         if self.native_tools and getattr(self.tokenizer, "response_template", None):
-            try:
-                message = self.tokenizer.parse_response(answer, prefix="")
-            except Exception as error:  # transformers raises errors of many types for text in another format
-                return ParsedAnswer(answer, errors=[f"the answer cannot be parsed ({error})"])
-            functions = [call["function"] for call in message.get("tool_calls") or ()]
-            return parse_served(message.get("content") or "", [(f["name"], f["arguments"]) for f in functions])
+            return parse_response(self.tokenizer, answer, self._opening[1], tools)
         return SYNTAXES[self.tool_syntax](answer)
 
     def call_message(self, answer: str, parsed: ParsedAnswer, turn: int) -> Message:

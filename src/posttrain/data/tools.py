@@ -150,6 +150,20 @@ def parse_served(text: str, calls: Sequence[tuple[str, Any]]) -> ParsedAnswer:
     return parsed
 
 
+def parse_response(tokenizer: Any, answer: str, prompt: str, tools: Sequence[dict[str, Any]]) -> ParsedAnswer:
+    """An answer as the response template of `tokenizer` describes it. `prompt`: text whose end may start the answer, such as
+    by `<think>`."""
+    try:
+        message = tokenizer.parse_response(answer, prefix=prompt, tools=list(tools) or None)
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [(function["name"], function["arguments"]) for function in functions]
+    except Exception as error:  # transformers raises errors of many types for text in another format
+        return ParsedAnswer(answer, errors=[f"the answer cannot be parsed ({error})"])
+    text, (thought, closed, _) = message.get("content") or "", answer.partition("</think>")
+    # Thinking stays in the text, where environments and templates expect it.
+    return parse_served(text if not closed or closed in text else f"{thought}{closed}\n\n{text}".strip(), calls)
+
+
 def _read_json(text: str) -> tuple[Any, int]:
     """The JSON value at the start of `text`, and the position of its end.
 

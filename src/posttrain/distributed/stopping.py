@@ -1,7 +1,7 @@
 """Cleanup that works even if the rest of a process hangs or dies: after a second signal, or the death of the launcher.
 
 Executed as a script with a folder as its argument, this file waits for the end of its standard input, ends the processes
-whose ids are in `FOLDER/pid-*` (negative: process groups), and deletes the folder. It imports only the standard library.
+whose ids are in `FOLDER/pid-*` (negative: process groups), and deletes the folder. As a script, it imports only the standard library.
 """
 
 import os
@@ -60,18 +60,10 @@ def deleted_with_this_process(folder: Path) -> Iterator[None]:
     """Inside the block, a separate process waits for the death of this one. It then stops the processes whose ids are in
     `folder/pid-*` by SIGTERM, so that they save a checkpoint, and deletes `folder`.
     """
-    janitor = subprocess.Popen(
-        [sys.executable, "-S", __file__, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
+    from posttrain.distributed.process import ChildProcess
+
+    with ChildProcess([sys.executable, "-S", __file__, str(folder)], stdin=subprocess.PIPE):
         yield
-    finally:
-        janitor.kill()
-        janitor.communicate()
 
 
 def _main(folder: Path) -> None:

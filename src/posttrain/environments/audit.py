@@ -21,6 +21,7 @@ from statistics import fmean, median
 from time import monotonic
 from typing import Any, Literal
 
+from posttrain.distributed.process import ChildProcess
 from posttrain.environments.check import needs_success
 from posttrain.environments.players import WITHOUT_WORK
 from posttrain.errors import RunError
@@ -337,7 +338,7 @@ class AuditProcesses:
     def __init__(self, seconds: float) -> None:
         """`seconds`: time-out of one environment in one process."""
         self._seconds = seconds
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, ChildProcess] = {}
         self._folder = tempfile.TemporaryDirectory()
 
     def __enter__(self) -> "AuditProcesses":
@@ -354,7 +355,6 @@ class AuditProcesses:
 
     def _play(self, hash_seed: str, task: Mapping[str, Any]) -> Report:
         process = self._processes.get(hash_seed) or self._start(hash_seed)
-        assert process.stdin is not None
         try:
             process.stdin.write(json.dumps(task).encode() + b"\n")
             process.stdin.flush()
@@ -392,7 +392,7 @@ class AuditProcesses:
         lines = self._written(hash_seed)
         return NoReport(f"its process ended with exit status {code}{': ' + lines[-1][:_SHOWN] if lines else ''}")
 
-    def _start(self, hash_seed: str) -> subprocess.Popen[bytes]:
+    def _start(self, hash_seed: str) -> ChildProcess:
         environment = {
             **os.environ,
             "PYTHONHASHSEED": hash_seed,
@@ -400,8 +400,8 @@ class AuditProcesses:
         }
         command = [sys.executable, "-P", "-m", "posttrain.environments.audit_child"]
         with self._output(hash_seed).open("wb") as output:
-            self._processes[hash_seed] = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, env=environment
+            self._processes[hash_seed] = ChildProcess(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, environment=environment
             )
         return self._processes[hash_seed]
 
@@ -413,24 +413,12 @@ class AuditProcesses:
         return self._output(hash_seed).read_text(encoding="utf-8", errors="replace").strip().splitlines()
 
     def _stop(self, hash_seed: str) -> int:
-        process = self._processes.pop(hash_seed)
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                try:
-                    stream.close()
-                except BrokenPipeError:
-                    continue
-        try:
-            return process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return process.wait()
+        return self._processes.pop(hash_seed).stop(1.0)
 
 
-def _lines(process: subprocess.Popen[bytes], end: float) -> Iterator[bytes | None]:
+def _lines(process: ChildProcess, end: float) -> Iterator[bytes | None]:
     """The lines that a process writes until the time `end`, followed by "" if the process has ended, or None if time is
     over."""
-    assert process.stdout is not None
     received = b""
     while True:
         line, complete, rest = received.partition(b"\n")

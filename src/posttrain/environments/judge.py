@@ -4,7 +4,6 @@ The text to grade comes from a policy that is trained on the score. It is theref
 and a reply that does not have exactly the requested form is a failure, never a score.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,13 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from posttrain.engines.openai import ChatRequestError, chat_client, complete, encodable, require_reachable, shortened
 from posttrain.environments.protocol import Message
 from posttrain.environments.untrusted import Prompt, framed_prompt
 from posttrain.errors import InputError
 from posttrain.recipe.judge import JudgeRecipe, JudgeServerRecipe
+from posttrain.runs.directory import LineLog
 
 _CONVERSATION = "You grade one answer. The conversation and the answer to it stand in frames"
 _REASON = '"reason": "one sentence"'
@@ -335,8 +335,7 @@ class JudgeCache:
         """Bytes of the file that have been read."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab"):
-                pass
+            self._open().close()
         except OSError as error:
             raise InputError(f"judge.cache: {path} cannot be written ({error.strerror}); name another file") from error
 
@@ -368,16 +367,13 @@ class JudgeCache:
                 return self._store(key, reply, readable)
 
     def _store(self, key: str, reply: str, readable: Callable[[str], bool]) -> str:
-        with self._path.open("ab+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with self._open() as log, log.locked():
             self._read_new_lines()
             stored = self._replies.get(key)
             if stored is None or not readable(stored):
                 line = json.dumps({"key": key, "reply": reply}).encode() + b"\n"
-                # Written unbuffered, so that the line survives a crash of the process.
-                rest = memoryview(line if _ends_in_newline(file) else b"\n" + line)
-                while rest:
-                    rest = rest[os.write(file.fileno(), rest) :]
+                # A killed process may have left an incomplete line.
+                log.append(b"\n" + line if log.torn else line)
                 self._replies[key] = reply
             return self._replies[key]
 
@@ -392,19 +388,20 @@ class JudgeCache:
             self._offset = 0
         if size == self._offset:
             return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            added = file.read()
-        complete_lines = added[: added.rfind(b"\n") + 1]
-        self._offset += len(complete_lines)
-        for line in complete_lines.split(b"\n"):
-            try:
-                record = json.loads(line)
-                key, reply = record["key"], record["reply"]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue
-            if isinstance(key, str) and isinstance(reply, str):
-                self._replies[key] = reply
+        with self._open() as log:
+            for end, line in log.lines(self._offset):
+                self._offset = end
+                try:
+                    record = json.loads(line)
+                    key, reply = record["key"], record["reply"]
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    continue
+                if isinstance(key, str) and isinstance(reply, str):
+                    self._replies[key] = reply
+
+    def _open(self) -> LineLog:
+        # The file may be a link that its user made, and another process may have deleted it.
+        return LineLog(self._path, os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644), sync_seconds=None)
 
 
 def judge_cache(path: str) -> JudgeCache:
@@ -415,12 +412,3 @@ def judge_cache(path: str) -> JudgeCache:
 @lru_cache(maxsize=8)
 def _judge_cache(path: Path) -> JudgeCache:
     return JudgeCache(path)
-
-
-def _ends_in_newline(file: BinaryIO) -> bool:
-    """Whether `file`, open for reading and appending, is empty or ends in a newline."""
-    size = file.seek(0, os.SEEK_END)
-    if not size:
-        return True
-    file.seek(size - 1)
-    return file.read(1) == b"\n"

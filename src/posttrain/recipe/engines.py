@@ -131,10 +131,6 @@ class VllmEngineRecipe(BaseConfig):
 
     type: Literal["vllm"] = "vllm"
     """`vllm`: a separate vLLM engine."""
-    mode: Literal["servers", "in_process"] = "servers"
-    """`servers`: server processes with an HTTP interface; they may use another Python interpreter. `in_process`: vLLM
-    runs in this interpreter and must be installed in it.
-    """
     servers: int = Field(1, ge=1)
     """Number of servers to start on this machine."""
     urls: list[Connects] = []
@@ -188,16 +184,10 @@ class VllmEngineRecipe(BaseConfig):
     @property
     def replicas(self) -> int:
         """Number of engines."""
-        if self.mode == "in_process":
-            return 1
         return len(self.urls) or self.servers
 
     @model_validator(mode="after")
-    def _mode_fits(self):
-        if self.mode == "in_process":
-            for key in ("servers", "urls", "python"):
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"`{key}` has no effect with `mode: in_process`; set `mode: servers`")
+    def _check_servers(self):
         if self.weight_transfer != "files" and self.adapters == "adapter_only":
             raise ValueError(
                 "`adapters: adapter_only` sends files; remove `weight_transfer`, or set `adapters: merged`"

@@ -5,25 +5,21 @@ batch is complete. A file without an end line, or with a truncated last line, be
 """
 
 import json
-import os
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from posttrain.episode import Episode
 from posttrain.errors import RunError
 from posttrain.rollout.driver import EpisodeRequest, EpisodeWorker, run_episodes
 from posttrain.rollout.store import episode_from_record, episode_record, json_line
-from posttrain.runs.directory import storage_errors, sync_directory
+from posttrain.runs.directory import LineLog, storage_errors
 
 FORMAT = 2
 _NAME = re.compile(r"^batch_(\d+)\.jsonl$")
 _SYNC_SECONDS = 1.0
-"""Minimum time between two fsyncs, in seconds. A power failure may lose the episodes of this period; a killed process
-loses nothing.
-"""
+"""`LineLog.sync_seconds`: a power failure may lose the episodes of this period."""
 
 
 class EpisodeBuffer:
@@ -36,8 +32,7 @@ class EpisodeBuffer:
         self.end: dict[str, Any] | None = None
         """The contents of the end line; None before `finish`."""
         self._episodes: dict[tuple[int | str, ...], Episode] = {}
-        self._file: IO[bytes] | None = None
-        self._synced = time.monotonic()
+        self._log: LineLog | None = None
         self._read(keep_partial)
         self.tokens_before = sum(episode.sampled_tokens for episode in self._episodes.values())
         """Sampled tokens of the episodes read from disk."""
@@ -50,8 +45,8 @@ class EpisodeBuffer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._log is not None:
+            self._log.close()
 
     def collect_episodes(self, worker: EpisodeWorker[Any], requests: Sequence[EpisodeRequest]) -> list[Episode]:
         """Like `driver.collect_episodes`, but takes buffered episodes from disk and writes new ones to it.
@@ -83,32 +78,24 @@ class EpisodeBuffer:
         self._episodes[request.rng_key] = episode_from_record(json.loads(line)["episode"])
 
     def _append(self, line: str, sync: bool = False) -> None:
-        with storage_errors(self.path):
-            file = self._file or self._open()
-            file.write(f"{line}\n".encode())
-            file.flush()
-            if sync or time.monotonic() - self._synced > _SYNC_SECONDS:
-                os.fsync(file.fileno())
-                self._synced = time.monotonic()
+        self._log = self._log or LineLog(self.path, sync_seconds=_SYNC_SECONDS)
+        if self._log.size == 0:
+            self._log.append(f"{json_line(self._header)}\n".encode())
+        self._log.append(f"{line}\n".encode(), sync)
 
-    def _open(self) -> IO[bytes]:
-        """Open the file for appending; a new file gets a header."""
-        new = not self.path.exists()
-        self._file = open(self.path, "ab")  # noqa: SIM115
-        if new:
-            self._file.write(f"{json_line({'format': FORMAT, 'step': self.step})}\n".encode())
-            sync_directory(self.path.parent)
-        return self._file
+    @property
+    def _header(self) -> dict[str, Any]:
+        return {"format": FORMAT, "step": self.step}
 
     def _read(self, keep_partial: bool) -> None:
-        """Read the file up to the first incomplete line, and truncate it there."""
+        """Read the file up to the first damaged line, and truncate it there. A file without episodes to keep is deleted."""
         if not self.path.exists():
             return
-        good, content = 0, self.path.read_bytes()
-        for number, line in enumerate(content.splitlines(keepends=True)):
+        good, self._log = 0, LineLog(self.path, sync_seconds=_SYNC_SECONDS)
+        for end, line in self._log.lines():
             try:
                 record = json.loads(line)
-                if not line.endswith(b"\n") or (number == 0 and record != {"format": FORMAT, "step": self.step}):
+                if good == 0 and record != self._header:
                     break
                 if "episode" in record:
                     self._episodes[tuple(record["rng_key"])] = episode_from_record(record["episode"])
@@ -116,11 +103,12 @@ class EpisodeBuffer:
                     self.end = record["end"]
             except (ValueError, KeyError, TypeError, RecursionError):
                 break
-            good += len(line)
+            good = end
         if self.complete or (keep_partial and self._episodes):
-            with storage_errors(self.path):
-                os.truncate(self.path, good)
+            self._log.truncate(good)
         else:
+            self._log.close()
+            self._log = None
             self._episodes.clear()
             with storage_errors(self.path):
                 self.path.unlink()

@@ -9,10 +9,10 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import zstandard
@@ -31,6 +31,8 @@ Split = Literal["train", "evaluation", "final"]
 FORMAT = 2
 _LARGEST, _EXPANSION = 256 << 20, 50
 """A file is damaged if it unpacks to more than this many bytes and to more than this many times its size."""
+_LONGEST_HEADER = 1 << 20
+"""Bytes."""
 _PART = 1 << 12
 """Bytes that are unpacked at a time. Repetitive episodes unpack to hundreds of times their size."""
 _DAMAGE = (
@@ -126,42 +128,21 @@ def stored_records(path: Path) -> Iterator[bytes]:
     """The episodes of one file as lines of JSON, in order; one line at a time is in memory. Errors as for
     `read_episodes`.
     """
-    try:
-        with open_file(path, path.parent.parent) as file:
-            most = max(_LARGEST, _EXPANSION * os.fstat(file.fileno()).st_size)
-            content, rest, size, header = zstandard.ZstdDecompressor().decompressobj(), b"", 0, False
-            while not content.eof and (part := file.read(_PART)):
-                *lines, rest = (rest + content.decompress(part)).split(b"\n")
-                size += sum(map(len, lines))
-                if size + len(rest) > most:
-                    raise ValueError(f"it unpacks to more than {most >> 20} MiB")
-                if lines and not header:
-                    header = True
-                    _check_header(json.loads(lines.pop(0)))
-                yield from lines
-            if not content.eof:
-                raise ValueError("it is truncated")
-            if not header:
-                _check_header(json.loads(rest))
-            elif rest:
-                yield rest
-    except FileNotFoundError as error:
-        raise InputError(f"no episodes at {path}; `posttrain episodes RUN` lists the stored steps") from error
-    except _DAMAGE as error:
-        raise _damaged(path, error) from error
+    with _damage(path):
+        lines = _lines(path)
+        _checked_header(next(lines))
+        yield from lines
 
 
 def read_record(path: Path, record: bytes) -> tuple[Episode, list[np.ndarray] | None, CreditedUnits | None]:
     """One of the `stored_records` of `path`: the episode, its advantages per stream, and its units."""
-    try:
+    with _damage(path):
         return _contents(json.loads(record))
-    except _DAMAGE as error:
-        raise _damaged(path, error) from error
 
 
 def read_head(path: Path, record: bytes) -> dict[str, Any]:
     """The fields of a record before its arrays: seed, group, index, outcome, failure, messages and turns."""
-    try:
+    with _damage(path):
         # The last such key belongs to the record: quotes inside strings are escaped.
         at = record.rfind(b',"streams":[')
         values = json.loads(record[:at] + b"}" if at > 0 else record)
@@ -169,18 +150,13 @@ def read_head(path: Path, record: bytes) -> dict[str, Any]:
             raise ValueError("messages and turns are not lists")
         _check_integers(values, "seed", "group", "index")
         return values
-    except _DAMAGE as error:
-        raise _damaged(path, error) from error
 
 
 def read_episodes(path: Path) -> StoredEpisodes:
     """Read one file. InputError if it does not exist, RunError if it is damaged or of another format."""
-    try:
-        with open_file(path, path.parent.parent) as file:
-            text = _unpacked(file)
-        first, *lines = text.decode().split("\n")
-        header = json.loads(first)
-        _check_header(header)
+    with _damage(path):
+        first, *lines = _lines(path)
+        header = _checked_header(first)
         records = [json.loads(line) for line in lines]
         if len(records) != header["episodes"]:
             raise ValueError(f"{len(records)} episodes instead of {header['episodes']}")
@@ -188,28 +164,17 @@ def read_episodes(path: Path) -> StoredEpisodes:
         if header["advantages"] and any(credit is None for credit in credits):
             raise ValueError("an episode has no advantages")
         return StoredEpisodes(list(episodes), Advantages(list(credits)) if header["advantages"] else None, list(units))
-    except FileNotFoundError as error:
-        raise InputError(f"no episodes at {path}; `posttrain episodes RUN` lists the stored steps") from error
-    except _DAMAGE as error:
-        raise _damaged(path, error) from error
 
 
 def stored_steps(directory: Path) -> Iterator[StoredStep]:
     """The headers of the store's files, ordered by step. Episodes are not read."""
     for path in sorted(directory.glob("step_*.jsonl.zst")):
-        if not _NAME.match(path.name):
-            continue
-        try:
-            with (
-                open_file(path, path.parent.parent) as file,
-                zstandard.ZstdDecompressor().stream_reader(file) as reader,
-            ):
-                header = json.loads(_first_line(reader))
-            _check_header(header)
-            fields = {key: header[key] for key in ("step", "split", "episodes", "mean_return", "successes", "failed")}
-            yield StoredStep(path=path, **fields)
-        except _DAMAGE as error:
-            raise _damaged(path, error) from error
+        if _NAME.match(path.name):
+            with _damage(path):
+                header = _checked_header(next(_lines(path)))
+                fields = ("step", "split", "episodes", "mean_return", "successes", "failed")
+                step = StoredStep(path=path, **{key: header[key] for key in fields})
+            yield step
 
 
 def remove_episodes_after(directory: Path, step: int) -> None:
@@ -221,37 +186,46 @@ def remove_episodes_after(directory: Path, step: int) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _unpacked(file: BinaryIO) -> bytes:
-    """The content of a file, unpacked in parts, so that a decompression bomb does not fill the memory."""
-    most = max(_LARGEST, _EXPANSION * os.fstat(file.fileno()).st_size)
-    content, text = zstandard.ZstdDecompressor().decompressobj(), bytearray()
-    while not content.eof and (part := file.read(4096)):
-        text += content.decompress(part)
-        if len(text) > most:
-            raise ValueError(f"it unpacks to more than {most >> 20} MiB")
-    if not content.eof:
-        raise ValueError("it is truncated")
-    return bytes(text)
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Convert errors of reading the file at `path` inside the block to InputError and RunError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise InputError(f"no episodes at {path}; `posttrain episodes RUN` lists the stored steps") from error
+    except _DAMAGE as error:
+        raise RunError(
+            f"the episode file {path} is damaged ({error}); delete it; nothing else in the run depends on it"
+        ) from error
 
 
-def _first_line(reader: Any) -> bytes:
-    line = BytesIO()
-    while chunk := reader.read(4096):
-        line.write(chunk)
-        if b"\n" in chunk:
-            break
-        if line.tell() > 1 << 20:
-            raise ValueError("its first line is not a header")
-    return line.getvalue().partition(b"\n")[0]
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, unpacked in parts, so that a decompression bomb does not fill the memory."""
+    with open_file(path, path.parent.parent) as file:
+        most = max(_LARGEST, _EXPANSION * os.fstat(file.fileno()).st_size)
+        content, rest, size = zstandard.ZstdDecompressor().decompressobj(), b"", 0
+        while not content.eof and (part := file.read(_PART)):
+            *lines, rest = (rest + content.decompress(part)).split(b"\n")
+            size += sum(map(len, lines))
+            if size == 0 and len(rest) > _LONGEST_HEADER:
+                raise ValueError("its first line is not a header")
+            yield from lines
+            if size + len(rest) > most:
+                raise ValueError(f"it unpacks to more than {most >> 20} MiB")
+        if not content.eof:
+            raise ValueError("it is truncated")
+        yield rest
 
 
-def _check_header(header: Any) -> None:
+def _checked_header(line: bytes) -> dict[str, Any]:
+    header = json.loads(line)
     if header["format"] != FORMAT:
         raise ValueError(f"format {header['format']}, this version reads {FORMAT}")
     _check_integers(header, "step", "episodes", "successes", "failed")
     _check_number(0.0 if header["mean_return"] is None else header["mean_return"])
     if header["split"] not in get_args(Split):
         raise ValueError(f"unknown split {header['split']!r}")
+    return header
 
 
 def _check_integers(values: dict[str, Any], *keys: str) -> None:
@@ -264,10 +238,6 @@ def _check_number(value: Any) -> None:
     if type(value) not in (int, float):
         raise ValueError("a reward is not a number")
     float(value)  # raises OverflowError for an integer that is larger than any float
-
-
-def _damaged(path: Path, error: Exception) -> RunError:
-    return RunError(f"the episode file {path} is damaged ({error}); delete it; nothing else in the run depends on it")
 
 
 def json_line(value: dict[str, Any]) -> str:

@@ -93,7 +93,7 @@ class TokenTranscript:
         self._shown.append(self.messages[-1])
         self.action = text
         if self.tools:
-            self.action = parsed = self.renderer.parse(text)
+            self.action = parsed = self.renderer.parse(text, self.tools)
             self._shown[-1] = self.renderer.call_message(text, parsed, len(self.turns) - 1)
         self._thought = self._thought or "</think>" in text
         return text

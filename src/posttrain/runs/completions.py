@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError, RunError
-from posttrain.runs.directory import remove_partials, storage_errors, write_atomically
+from posttrain.runs.directory import LineLog, remove_partials, storage_errors, write_atomically
 
 Key = tuple[int | str, int]
 """(id of the row, sample number)."""
@@ -21,9 +20,7 @@ _FORMAT = "posttrain_completions"
 class CompletionLog:
     """An append-only file of JSON lines. The first line describes the run that the others belong to.
 
-    Each line reaches the operating system before `append` returns, so a killed process loses none. Opening the file
-    removes an incomplete last line. Leaving the context manager syncs the file to disk, or deletes it if it has no
-    answers.
+    Leaving the context manager syncs the file to disk, or deletes it if it has no answers.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], replaces: Path | None = None) -> None:
@@ -37,24 +34,23 @@ class CompletionLog:
         self._about = json.loads(json.dumps(about))
         self._replaces = None if replaces is None else _digest(replaces)
         self._spans: dict[Key, tuple[int, int]] = {}
-        """Key -> (offset, size) of the line in bytes."""
+        """Key -> offsets in bytes of the line and its end."""
         with storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = io.FileIO(path, "a+")
+        self._log = LineLog(path)
         try:
             self._read()
         except BaseException:
-            self._file.close()
+            self._log.close()
             raise
 
     def __enter__(self) -> "CompletionLog":
         return self
 
     def __exit__(self, *error: object) -> None:
-        with storage_errors(self.path):
-            os.fsync(self._file.fileno())
-            self._file.close()
-            if not self._spans:
+        self._log.close()
+        if not self._spans:
+            with storage_errors(self.path):
                 self.path.unlink(missing_ok=True)
 
     def __contains__(self, key: Key) -> bool:
@@ -67,10 +63,10 @@ class CompletionLog:
         """Append an answer (JSON values, with `id` and `sample` as in `key`); raises `ValueError` if `key` exists."""
         if key in self._spans:
             raise ValueError(f"duplicate answer {key}")
-        if os.fstat(self._file.fileno()).st_size == 0:
+        if self._log.size == 0:
             replaces = {} if self._replaces is None else {"replaces": self._replaces}
-            self._append({_FORMAT: 1, **self._about, **replaces})
-        self._spans[key] = self._append(answer)
+            self._log.append(line_of({_FORMAT: 1, **self._about, **replaces}))
+        self._spans[key] = self._log.size, self._log.append(line_of(answer))
 
     def __getitem__(self, key: Key) -> dict[str, Any]:
         """The answer with this key."""
@@ -120,36 +116,16 @@ class CompletionLog:
         return True
 
     def _line(self, key: Key) -> bytes:
-        start, size = self._spans[key]
-        return os.pread(self._file.fileno(), size, start)
-
-    def _append(self, value: Mapping[str, Any]) -> tuple[int, int]:
-        line = line_of(value)
-        end = os.fstat(self._file.fileno()).st_size
-        with storage_errors(self.path):
-            try:
-                view = memoryview(line)
-                while view:
-                    view = view[self._file.write(view) :]
-            except OSError:
-                self._file.truncate(end)
-                raise
-        return end, len(line)
+        return self._log.read(*self._spans[key])
 
     def _read(self) -> None:
-        end = 0
-        with open(self.path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.endswith(b"\n"):
-                    break
-                if number == 1:
-                    self._check(_object(line, self.path, number))
-                else:
-                    answer = _object(line, self.path, number)
-                    self._spans[answer["id"], answer["sample"]] = (end, len(line))
-                end += len(line)
-        with storage_errors(self.path):
-            self._file.truncate(end)
+        self._log.cut()
+        for number, (end, line) in enumerate(self._log.lines(), 1):
+            value = _object(line, self.path, number)
+            if number == 1:
+                self._check(value)
+            else:
+                self._spans[value["id"], value["sample"]] = (end - len(line), end)
 
     def _check(self, header: dict[str, Any]) -> None:
         differs = [name for name, value in self._about.items() if header.get(name) != value]

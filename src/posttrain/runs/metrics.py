@@ -4,10 +4,8 @@ The log is an append-only file of JSON lines. The sinks of `runs/sinks.py` get a
 """
 
 import gc
-import io
 import json
 import math
-import os
 import sys
 import time
 from collections import deque
@@ -26,7 +24,7 @@ from rich.text import Text
 from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError, RunError
 from posttrain.redaction import without_secrets
-from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
+from posttrain.runs.directory import LineLog, RunDirectory
 from posttrain.runs.reader import complete_lines, open_file, parse_json
 from posttrain.runs.sinks import SentRecord, Sink, completion_rows, numbers, open_sink
 from posttrain.terminal import new_console, printable
@@ -53,8 +51,8 @@ class MetricsLog:
     def __init__(self, run: RunDirectory, sinks: Sequence[str]) -> None:
         self.run = run
         self._sinks: dict[str, Sink] = {}
-        self._file = self._open()
-        self._cut_torn_line()
+        self._log = LineLog(run.metrics)
+        self._log.cut()
         self._start_clock()
         if sinks:
             self._open_sinks(sinks)
@@ -69,7 +67,8 @@ class MetricsLog:
         line: dict[str, Any] = {"step": int(step), "kind": kind, "time/run": round(self.seconds, 3), **plain}
         if nonfinite:
             line["nonfinite"] = sorted(set(nonfinite))
-        self._append((json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+        text = json.dumps(line, allow_nan=False, ensure_ascii=False)
+        self._log.append(f"{text}\n".encode("utf-8", "backslashreplace"))
         if self._sinks and (sent := numbers(kind, plain)):
             # Each baseline policy has a line at step 0.
             self._send(line["step"], f"{kind}/{plain.get('policy', '')}", lambda sink: sink.write(line["step"], sent))
@@ -85,10 +84,7 @@ class MetricsLog:
         with open_file(self.run.metrics) as file:
             raws = list(complete_lines(file, self.run.metrics))
         lines = zip(raws, parse_metrics(self.run.metrics, iter(raws)), strict=True)
-        kept = [raw for raw, line in lines if line["step"] <= step and line["kind"] != "final"]
-        self._file.close()
-        write_atomically(self.run.metrics, b"".join(kept))
-        self._file = self._open()
+        self._log.replace([raw for raw, line in lines if line["step"] <= step and line["kind"] != "final"])
         self._start_clock()
         for name, sink in list(self._sinks.items()):
             try:
@@ -104,10 +100,7 @@ class MetricsLog:
             except Exception as error:
                 self._drop(name, error, self._last_step())
         self._sinks.clear()
-        if not self._file.closed:
-            with storage_errors(self.run.metrics):
-                os.fsync(self._file.fileno())
-                self._file.close()
+        self._log.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -139,26 +132,6 @@ class MetricsLog:
                     self._sent.add(name, kind, step)
             except Exception as error:
                 self._drop(name, error, step)
-
-    def _open(self) -> io.FileIO:
-        with storage_errors(self.run.metrics):
-            flags = os.O_NOFOLLOW | os.O_NONBLOCK  # a link in a run of someone else must not lead to another file
-            return io.FileIO(self.run.metrics, "a", opener=lambda path, usual: os.open(path, usual | flags, 0o644))
-
-    def _append(self, data: bytes) -> None:
-        end = os.fstat(self._file.fileno()).st_size
-        with storage_errors(self.run.metrics):
-            try:
-                view = memoryview(data)
-                while view:
-                    view = view[self._file.write(view) :]
-            except OSError:
-                self._file.truncate(end)
-                raise
-
-    def _cut_torn_line(self) -> None:
-        with storage_errors(self.run.metrics), open_file(self.run.metrics) as file:
-            self._file.truncate(sum(map(len, complete_lines(file, self.run.metrics))))
 
     def _start_clock(self) -> None:
         lines = read_metrics(self.run.metrics)

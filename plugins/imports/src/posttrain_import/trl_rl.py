@@ -251,7 +251,7 @@ _RL: dict[str, Rule] = {
     "use_vllm": Rule(_vllm, switch=True),
     "vllm_mode": converted(
         lambda flags: (
-            ({}, "`engine.mode`: servers, or in the process of the learner")
+            ({}, "vLLM is always a server process, which may be on the GPU of the learner")
             if flags.on("use_vllm")
             else ({}, "needs `--use_vllm`")
         )

@@ -28,9 +28,7 @@ from posttrain.engines.vllm.replicas import (
     EngineDied,
     EngineRefused,
     HangDetector,
-    InProcessReplica,
     LaunchedServerReplica,
-    Replica,
     ServerReplica,
 )
 from posttrain.engines.vllm.settings import Settings
@@ -59,7 +57,7 @@ HANG_SECONDS = 600.0
 class _ReplicaState:
     """A replica with its health and load."""
 
-    replica: Replica
+    replica: ServerReplica
     lock: asyncio.Lock
     detector: HangDetector
     starts: int = 1
@@ -71,14 +69,14 @@ class _ReplicaState:
 class VllmEngine:
     """Engine over vLLM, which gets the weights of `policy` at each `load_weights`, in the thread that calls it.
 
-    engine = VllmEngine(policy, mode="in_process", gpu_memory_utilization=0.4)
+    engine = VllmEngine(policy, gpu_memory_utilization=0.4)
     """
 
     def __init__(
         self,
         policy: Policy,
         recipe: VllmEngineRecipe | None = None,
-        replicas: Sequence[Replica] | None = None,
+        replicas: Sequence[ServerReplica] | None = None,
         **settings: Any,
     ) -> None:
         """Start vLLM, which takes about a minute.
@@ -448,7 +446,7 @@ def _adapter_config(policy: Policy) -> dict[str, Any]:
 
 
 def _close(
-    replicas: Sequence[Replica], store: WeightStore, loop: asyncio.AbstractEventLoop, thread: threading.Thread
+    replicas: Sequence[ServerReplica], store: WeightStore, loop: asyncio.AbstractEventLoop, thread: threading.Thread
 ) -> None:
     # Stop the loop first: calls still in flight would mistake the shutdown for a dead replica.
     loop.call_soon_threadsafe(loop.stop)
@@ -478,8 +476,7 @@ def refuse_transfer(recipe: VllmEngineRecipe, policy: Policy) -> None:
     if policy.device.type != "cuda" or recipe.urls:
         return
     learner = policy.device.index or 0
-    first = 0 if recipe.mode == "in_process" else recipe.first_device
-    beside = first <= learner < first + recipe.replicas * recipe.tensor_parallel
+    beside = 0 <= learner - recipe.first_device < recipe.replicas * recipe.tensor_parallel
     if recipe.weight_transfer == "ipc" and not beside:
         raise InputError(
             f"engine.weight_transfer: ipc needs the server on the learner's GPU {learner}; set engine.first_device={learner}, or "
@@ -555,9 +552,7 @@ def settings_of(
     )
 
 
-def _make_replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -> list[Replica]:
-    if recipe.mode == "in_process":
-        return [InProcessReplica(settings)]
+def _make_replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | None) -> list[ServerReplica]:
     if recipe.urls:
         token = os.environ.get(TOKEN) or None
         return [
@@ -572,7 +567,7 @@ def _make_replicas(recipe: VllmEngineRecipe, settings: Settings, logs: Path | No
             for url in recipe.urls
         ]
     folder = logs or Path(tempfile.mkdtemp(prefix="posttrain-vllm-logs-"))
-    replicas: list[Replica] = []
+    replicas: list[ServerReplica] = []
     for number in range(recipe.servers):
         first = recipe.first_device + number * recipe.tensor_parallel
         devices = list(range(first, first + recipe.tensor_parallel))

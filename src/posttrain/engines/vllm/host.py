@@ -27,26 +27,18 @@ class Host:
         self._tokenizer: Any = None
 
     @classmethod
-    async def open(cls, settings: Settings, dedicated: bool) -> "Host":
-        """Start vLLM. `dedicated`: this process does nothing else. Errors of vLLM are not caught."""
-        variables = process_environment(settings) | preloaded_libraries()
-        # A process with threads must not be forked. A dedicated process is forked, which keeps its imported modules.
-        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if dedicated else "spawn"
-        if not dedicated:
-            variables["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.platforms import current_platform
-            from vllm.v1.engine.async_llm import AsyncLLM
+    async def open(cls, settings: Settings) -> "Host":
+        """Start vLLM, in a process that does nothing else. Errors of vLLM are not caught."""
+        # Forked processes keep imported modules. A process with threads could not be forked.
+        os.environ.update(
+            process_environment(settings) | preloaded_libraries() | {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+        )
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
 
-            has_gpu = bool(current_platform.is_cuda_alike())
-            arguments = AsyncEngineArgs(**engine_arguments(settings, has_gpu))
-            engine = AsyncLLM.from_engine_args(arguments)
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        has_gpu = bool(current_platform.is_cuda_alike())
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, has_gpu)))
         host = cls(settings, engine, has_gpu)
         await engine.collective_rpc("end_with_parent", args=(os.getpid(),))
         return host

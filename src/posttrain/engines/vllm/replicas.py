@@ -1,12 +1,9 @@
-"""vLLM replicas: an engine in this process, behind an existing server, or behind a server that this process starts."""
+"""vLLM replicas: engines behind existing servers, or behind servers that this process starts."""
 
 import asyncio
-import contextlib
-import importlib.util
 import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -15,9 +12,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from posttrain.distributed.process import ChildProcess
 from posttrain.engines.vllm.settings import Settings, preloaded_libraries, process_environment
 from posttrain.errors import InputError, RunError
 
@@ -30,68 +28,6 @@ class EngineDied(Exception):
 
 class EngineRefused(Exception):
     """The engine is alive and rejected a request."""
-
-
-class Replica(Protocol):
-    """One vLLM engine with the weights that were sent to it. Its methods run in the event loop of `VllmEngine`.
-
-    Methods other than `start` raise EngineDied if the engine is gone and EngineRefused if it rejects the call.
-    """
-
-    name: str
-    """Name in messages."""
-
-    async def start(self) -> None:
-        """Start the engine, or restart it after it died. RunError if it does not start."""
-        ...
-
-    async def info(self) -> dict[str, Any]:
-        """As `Host.info`."""
-        ...
-
-    async def ping(self) -> None:
-        """As `Host.ping`."""
-        ...
-
-    async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
-        """As `Host.generate`."""
-        ...
-
-    async def begin_weights(self, version: int) -> None:
-        """As `Host.begin_weights`."""
-        ...
-
-    async def receive_weights(self, path: Path) -> None:
-        """As `Host.receive_weights`."""
-        ...
-
-    async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
-        """As `Host.join_transfer`."""
-        ...
-
-    async def receive_buffer(self, described: dict[str, Any]) -> None:
-        """As `Host.receive_buffer`."""
-        ...
-
-    async def finish_weights(self) -> list[str]:
-        """As `Host.finish_weights`."""
-        ...
-
-    async def load_adapter(self, folder: Path, version: int) -> None:
-        """As `Host.load_adapter`; `folder` contains the two files that peft writes."""
-        ...
-
-    async def sleep(self) -> None:
-        """As `Host.sleep`."""
-        ...
-
-    def request_stop(self) -> None:
-        """Ask the engine to shut down, before `close`. This lets several engines shut down in parallel."""
-        ...
-
-    def close(self) -> None:
-        """Stop the engine if this process started it."""
-        ...
 
 
 class HangDetector:
@@ -140,87 +76,6 @@ class HangDetector:
             except (EngineDied, EngineRefused):
                 # The calls themselves raise it.
                 pass
-
-
-class InProcessReplica:
-    """A `Host` in the event loop of `VllmEngine`."""
-
-    name = "the vLLM engine"
-
-    def __init__(self, settings: Settings) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise InputError(
-                "engine.mode: in_process needs vLLM, which this interpreter does not have; install it as docs/how-to/vllm.md "
-                "describes, or set engine.mode=servers and engine.python to an interpreter that has vLLM"
-            )
-        self.settings = settings
-        self._host: Any = None
-
-    async def start(self) -> None:
-        from posttrain.engines.vllm.host import Host
-
-        self.close()
-        try:
-            self._host = await Host.open(self.settings, dedicated=False)
-        except Exception as error:
-            raise RunError(
-                f"vLLM did not start for {self.settings.model}: {_last_line(error)}; see its output above"
-            ) from error
-
-    async def info(self) -> dict[str, Any]:
-        return self._host.info()
-
-    async def ping(self) -> None:
-        await self._call("ping")
-
-    async def generate(self, job: dict[str, Any]) -> dict[str, Any]:
-        return await self._call("generate", job)
-
-    async def begin_weights(self, version: int) -> None:
-        await self._call("begin_weights", version)
-
-    async def receive_weights(self, path: Path) -> None:
-        await self._call("receive_weights", str(path))
-
-    async def join_transfer(self, address: str, port: int, first: int, size: int) -> None:
-        await self._call("join_transfer", address, port, first, size)
-
-    async def receive_buffer(self, described: dict[str, Any]) -> None:
-        await self._call("receive_buffer", described)
-
-    async def finish_weights(self) -> list[str]:
-        return await self._call("finish_weights")
-
-    async def load_adapter(self, folder: Path, version: int) -> None:
-        await self._call("load_adapter", str(folder), version)
-
-    async def sleep(self) -> None:
-        await self._call("sleep")
-
-    def request_stop(self) -> None:
-        """No effect: the engine stops in `close`."""
-
-    def close(self) -> None:
-        if self._host is not None:
-            self._host.close()
-            self._host = None
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        # Keep the current host: another request may replace it meanwhile.
-        host = self._host
-        if host is None:
-            raise EngineDied("it is being restarted")
-        try:
-            return await getattr(host, method)(*arguments)
-        except Exception as error:
-            if host.dead:
-                raise EngineDied(_last_line(error)) from error
-            raise EngineRefused(_last_line(error)) from error
-
-
-def _last_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1][:300]
 
 
 _CONNECT_SECONDS = 10
@@ -310,7 +165,11 @@ _LOG_LINES = 6
 
 
 class ServerReplica:
-    """A vLLM server at `url`, which is empty until the server is running."""
+    """A vLLM server at `url`, which is empty until the server is running, with the weights that were sent to it.
+
+    Methods run in the event loop of `VllmEngine`. Those with the name of a method of `Host` call it, and raise EngineDied if
+    the engine is gone and EngineRefused if it rejects the call.
+    """
 
     def __init__(
         self,
@@ -331,7 +190,7 @@ class ServerReplica:
         self._headers = {"authorization": f"Bearer {token}"} if token else {}
 
     async def start(self) -> None:
-        """Wait until the server responds."""
+        """Wait until the server responds. RunError if it does not."""
         ends = time.monotonic() + self.start_timeout
         while True:
             try:
@@ -405,10 +264,10 @@ class ServerReplica:
         await self._call("/sleep", {})
 
     def request_stop(self) -> None:
-        """No effect: this process did not start the server."""
+        """Ask a server that this process started to shut down, before `close`, so that several do so in parallel."""
 
     def close(self) -> None:
-        """No effect: this process did not start the server."""
+        """Stop a server that this process started."""
 
     async def _call(
         self, path: str, content: bytes | Path | dict[str, Any] | None = None, headers: dict[str, str] | None = None
@@ -432,7 +291,7 @@ class LaunchedServerReplica(ServerReplica):
         self.settings = settings
         self.devices = devices
         self.log = logs / f"vllm-{number}.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-")
         self._token = secrets.token_hex(16)
         super().__init__(f"vLLM server {number}", "", self._token, start_timeout, same_machine=True)
@@ -444,17 +303,12 @@ class LaunchedServerReplica(ServerReplica):
         port_file.unlink(missing_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command(port_file),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=self._environment(),
-                start_new_session=True,
+            self._process = ChildProcess(
+                self._command(port_file), stdin=subprocess.PIPE, stdout=log, stderr=log, environment=self._environment()
             )
         ends = time.monotonic() + self.start_timeout
         while not port_file.exists():
-            code = self._process.poll()
+            code = self._process.code
             if code is not None or time.monotonic() > ends:
                 self._kill()
                 how = (
@@ -467,30 +321,21 @@ class LaunchedServerReplica(ServerReplica):
         self.url = f"http://127.0.0.1:{port_file.read_text()}"
 
     def request_stop(self) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+        if self._process is not None:
+            self._process.close_pipes()
 
     def close(self) -> None:
         """Stop the server's processes and remove its files."""
         if self._process is None:
             return
-        self.request_stop()
-        if self.url:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_SHUTDOWN_SECONDS)
-        self._kill()
+        self._process.stop(_SHUTDOWN_SECONDS if self.url else 0)
+        self._process = None
         self._folder.cleanup()
 
     def _kill(self) -> None:
-        if self._process is None:
-            return
-        if self._process.poll() != 0:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process = None
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
 
     @property
     def pid(self) -> int | None:

@@ -174,7 +174,7 @@ def main() -> None:
 async def _serve(arguments: argparse.Namespace, settings: Settings, token: str | None) -> None:
     import uvicorn
 
-    host = await Host.open(settings, dedicated=True)
+    host = await Host.open(settings)
     listening = socket.create_server((arguments.host, arguments.port))
     port = listening.getsockname()[1]
     application = Server(host, token, arguments.owned)

@@ -3,13 +3,14 @@
 import asyncio
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
-from posttrain.loopback import ADDRESS, Guard, Refusal, Scope, http_server, open_listener
+from posttrain.loopback import ADDRESS, http_server, open_listener
 from posttrain.plugins import require_module
-from posttrain.rollout.agents import formats
-from posttrain.rollout.agents.session import AgentSession, CallRefused, ChatAnswer, ChatCall
+from posttrain.rollout.agents.session import AgentSession
+from posttrain.serving.formats import CallRefused, ChatAnswer, ChatCall
+from posttrain.serving.server import application, guarded, key_of, unless_gone
 
 _REMEMBERED = 10_000
 """Number of sessions to keep before ended ones are dropped."""
@@ -20,6 +21,8 @@ class AgentEndpoint:
     answers.
     """
 
+    name = "policy"
+
     def __init__(self) -> None:
         """InputError if fastapi or uvicorn is not installed."""
         require_module("uvicorn", "agent")
@@ -29,9 +32,7 @@ class AgentEndpoint:
         port = self._socket.getsockname()[1]
         self.url = f"http://{ADDRESS}:{port}"
         """Without the path `/v1`: OpenAI clients expect it in their base URL, Anthropic clients add it."""
-        self._server = http_server(
-            Guard(_app(lambda key: self._sessions[key]), port, self._check, formats.openai_refusal)
-        )
+        self._server = http_server(guarded(application(self), port, self._check))
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="agent endpoint", daemon=True
         )
@@ -53,77 +54,44 @@ class AgentEndpoint:
         self._sessions[key] = session
         return key
 
-    def _check(self, scope: Scope) -> Refusal | None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if _key(headers) in self._sessions:
-            return None
-        return 401, "unknown key; use the one in the environment of the agent"
+    def _check(self, key: str) -> str | None:
+        return None if key in self._sessions else "unknown key; use the one in the environment of the agent"
 
-
-def _app(session_of: Callable[[str], AgentSession]) -> Any:
-    """The application; `session_of` returns the session of a key that was checked."""
-    from fastapi import FastAPI
-    from starlette.responses import JSONResponse
-
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-
-    def route(
-        path: str,
-        read: Callable[[dict[str, Any], bool], ChatCall],
-        write: Callable[[ChatAnswer, dict[str, Any]], dict[str, Any]],
-        events: Callable[[ChatAnswer, dict[str, Any]], Iterator[str]],
-        refusal: Callable[[str, int, str], dict[str, Any]],
-    ) -> None:
-        async def answer(request: Any, body: dict[str, Any]) -> dict[str, Any] | Iterator[str]:
-            retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            made = await _ask(request, session_of(_key(request.headers)), read(body, retry))
-            return events(made, body) if body.get("stream") else write(made, body)
-
-        formats.add_route(app, path, answer, refusal)
-
-    route(
-        "/v1/chat/completions",
-        formats.openai_call,
-        formats.openai_answer,
-        formats.openai_events,
-        formats.openai_error,
-    )
-    route(
-        "/v1/messages",
-        formats.anthropic_call,
-        formats.anthropic_answer,
-        formats.anthropic_events,
-        formats.anthropic_error,
-    )
-    app.add_route("/v1/models", lambda request: JSONResponse(formats.openai_models(formats.MODEL)), methods=["GET"])
-    return app
-
-
-def _key(headers: Any) -> str:
-    """The key in the header of either format."""
-    given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-    return str(given).strip()
-
-
-async def _ask(request: Any, session: AgentSession, call: ChatCall) -> ChatAnswer:
-    """The session's answer, computed in its own event loop; cancelled if the client closes the connection."""
-    ended = CallRefused("the episode of this key has ended", 403, "permission_error")
-    if session.loop.is_closed():
-        session.info["late"] += 1
-        raise ended
-    coroutine = session.complete(call)
-    try:
-        future = asyncio.run_coroutine_threadsafe(coroutine, session.loop)
-    except RuntimeError:  # the loop has closed in between
-        coroutine.close()
-        raise ended from None
-    try:
-        return await formats.unless_gone(request, asyncio.wrap_future(future), session.loop.is_closed)
-    except asyncio.CancelledError:
-        if not future.cancelled():
+    async def answers(self, call: ChatCall, request: Any) -> list[ChatAnswer]:
+        """The answer of the session of the request's key, computed in the session's event loop; cancelled if the client
+        closes the connection.
+        """
+        if call.options.n != 1:
+            raise CallRefused("n must be 1; send several requests")
+        if call.options.logprobs:
+            raise CallRefused("logprobs is not supported; the run records them")
+        session, ended = self._sessions[key_of(request.scope)], "the episode of this key has ended"
+        refused = CallRefused(ended, 403, "permission_error")
+        if session.loop.is_closed():
+            session.info["late"] += 1
+            raise refused
+        coroutine = session.complete(call)
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, session.loop)
+        except RuntimeError:  # the loop has closed in between
+            coroutine.close()
+            raise refused from None
+        try:
+            return [await unless_gone(request, asyncio.wrap_future(future), session.loop.is_closed)]
+        except asyncio.CancelledError:
+            if not future.cancelled():
+                raise
+            raise refused from None
+        except Exception as error:
+            if session.error is not None:
+                raise CallRefused("the engine failed, and the run ends", 403, "api_error") from error
             raise
-        raise ended from None
-    except Exception as error:
-        if session.error is not None:
-            raise CallRefused("the engine failed, and the run ends", 403, "api_error") from error
-        raise
+
+    async def stream(self, call: ChatCall, request: Any) -> tuple[int, AsyncIterator[str | ChatAnswer]]:
+        """As `ChatBackend.stream`. The answer is complete, and it is the only part."""
+        (answer,) = await self.answers(call, request)
+
+        async def parts() -> AsyncIterator[str | ChatAnswer]:
+            yield answer
+
+        return answer.prompt_tokens, parts()

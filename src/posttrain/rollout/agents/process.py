@@ -3,15 +3,15 @@ children.
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import shlex
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from posttrain.distributed.process import ChildProcess
 
 _READ = 1 << 20
 """Number of bytes to read from the end of an agent's output."""
@@ -56,18 +56,14 @@ async def run_agent(
     words = [word.replace("{task}", task).replace("{seed}", str(seed)) for word in shlex.split(command)]
     (folder / "input").write_text(task, encoding="utf-8")
     with open(folder / "input", "rb") as stdin, open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
-        process = await asyncio.create_subprocess_exec(
-            *words, stdin=stdin, stdout=out, stderr=err, env={**os.environ, **variables}, start_new_session=True
-        )
-    exited, stopped = asyncio.create_task(process.wait()), asyncio.create_task(stop.wait())
-    try:
-        done, _ = await asyncio.wait({exited, stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        stopped.cancel()
-        # Wait even if this task is cancelled: otherwise the process stays in the process table as a zombie.
-        await asyncio.shield(exited)
+        process = ChildProcess(words, stdin=stdin, stdout=out, stderr=err, environment={**os.environ, **variables})
+    with process:
+        exited, stopped = asyncio.create_task(process.wait()), asyncio.create_task(stop.wait())
+        try:
+            done, _ = await asyncio.wait({exited, stopped}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            exited.cancel()
+            stopped.cancel()
     return AgentExit(exited.result() if exited in done else None, _tail(folder / "out"), _tail(folder / "err"))
 
 

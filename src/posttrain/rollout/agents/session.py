@@ -10,60 +10,20 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.data.rendering import Message, Renderer
-from posttrain.data.tools import ToolCall, call_id
+from posttrain.data.tools import call_id
 from posttrain.engines.protocol import Completion, Engine, Request
 from posttrain.episode import StopReason, Stream, Turn
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest
 from posttrain.rollout.transcript import StreamBuilder
 from posttrain.seeds import derive_seed
+from posttrain.serving.formats import CallRefused, ChatAnswer, ChatCall, digest, shown_text
 
 _ANSWER = "POSTTRAIN-ANSWER"
-
-
-class CallRefused(Exception):
-    """Raised for a call that is refused. `status` is the HTTP status and `kind` the machine-readable reason."""
-
-    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error") -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-
-
-@dataclass(frozen=True)
-class ChatCall:
-    """A request of an agent, in the same form for both formats."""
-
-    messages: list[Message]
-    """Roles system, user, assistant and tool. Content is text; arguments of tool calls are objects."""
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
-    retry: bool = False
-    """Whether the client repeats a request for which it received no answer."""
-
-    @property
-    def digest(self) -> str:
-        return _digest(self.messages, self.tools, self.max_tokens, self.stop)
-
-
-@dataclass(frozen=True)
-class ChatAnswer:
-    """The policy's answer to a call."""
-
-    number: int
-    """Position among the calls of the episode, from 0."""
-    text: str
-    calls: list[tuple[str, ToolCall]]
-    """Tool calls with their ids."""
-    stop_reason: StopReason
-    stop_string: str | None
-    prompt_tokens: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -159,8 +119,8 @@ class AgentSession:
         # The seed name contains the prompt instead of the order of calls, so concurrency does not change random
         # numbers.
         seed = derive_seed(*self.request.rng_key, self.attempt, name.hex(), self._asked[name])
-        stops = (*self.rollout.stop_strings, *call.stop)
-        request = Request(tuple(prompt), self.sampling, seed, min(budget, call.max_tokens or budget), stops)
+        stops = (*self.rollout.stop_strings, *call.options.stops)
+        request = Request(tuple(prompt), self.sampling, seed, min(budget, call.options.limit or budget), stops)
         if self.lockstep:
             completion = await self.engine.generate(request)
         else:
@@ -178,12 +138,8 @@ class AgentSession:
         builder.append(prompt[len(builder.ids) :])
         start = len(builder.ids)
         builder.append(completion.ids, completion.logprobs, number, completion.versions)
-        shown, stop_string = answer, None
-        if completion.stop_reason is StopReason.STOP_STRING:
-            # OpenAI-compatible servers omit the stop string.
-            place, stop_string = min((answer.find(stop), stop) for stop in stops if stop in answer)
-            shown = answer[:place]
-        parsed = self.renderer.parse(shown) if call.tools else None
+        shown, stop_string = shown_text(answer, completion.stop_reason, stops)
+        parsed = self.renderer.parse(shown, call.tools) if call.tools else None
         calls = [(call_id(number, i), one) for i, one in enumerate(parsed.calls)] if parsed else []
         content = parsed.text if parsed else shown
         info: dict[str, Any] = {"call": number}
@@ -198,9 +154,7 @@ class AgentSession:
         self._recorded[_next(key, message, call.tools)].append(_Recorded(text, answer, list(builder.ids), ended))
         self._conversations[stream] = [*call.messages, {"role": "assistant", "content": answer}]
         self.info |= {"calls": len(self.turns), "streams": len(self._builders)}
-        reply = ChatAnswer(
-            number, content, calls, completion.stop_reason, stop_string, len(prompt), len(completion.ids)
-        )
+        reply = ChatAnswer(content, calls, completion.stop_reason, stop_string, len(prompt), len(completion.ids))
         self._replies[call.digest] = reply
         return reply
 
@@ -293,13 +247,9 @@ def _normal(message: Message) -> list[Any]:
     return [message["role"], message.get("content") or "", calls]
 
 
-def _digest(*parts: Any) -> str:
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
 def _next(key: str, message: Message, tools: list[dict[str, Any]]) -> str:
     """The name of the conversation `key` with another message."""
-    return _digest(key or tools, _normal(message))
+    return digest(key or tools, _normal(message))
 
 
 def _chain(messages: Sequence[Message], tools: list[dict[str, Any]]) -> list[str]:

@@ -9,9 +9,7 @@ worker that crashes, hangs or sends anything else is killed and replaced on the 
 import importlib.util
 import os
 import queue
-import signal
 import socket
-import subprocess
 import sys
 import time
 import unicodedata
@@ -23,6 +21,7 @@ from typing import Any
 
 from pydantic import Field
 
+from posttrain.distributed.process import ChildProcess
 from posttrain.errors import RunError
 from posttrain.recipe.base import BaseConfig, Text
 from posttrain_memory.interpreter.worker import Channel
@@ -153,15 +152,12 @@ class _Worker:
         self._socket, theirs = socket.socketpair()
         self._channel = Channel(self._socket)
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = ChildProcess(
                 [sys.executable, "-I", "-B", str(Path(__file__).with_name("worker.py"))],
                 stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
                 # The worker does not inherit the parent's environment variables, in particular no API keys.
-                env=_environment(),
-                cwd="/",
-                start_new_session=True,
+                environment=_environment(),
+                folder=Path("/"),
             )
         try:
             self._socket.settimeout(180)
@@ -176,17 +172,11 @@ class _Worker:
         self._socket.settimeout(_hang_seconds(limits) + 10)
 
     def alive(self) -> bool:
-        if self._process.returncode is not None:
-            return False
-        # The process is not reaped here, so that its id stays reserved until `kill`.
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        return self._process.code is None
 
     def kill(self) -> None:
         """Kill the process and everything it started."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._process.kill()
         self._socket.close()
 
     def run(self, code: str, functions: Mapping[str, Callable[..., object]]) -> RunResult:

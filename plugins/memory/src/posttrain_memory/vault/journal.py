@@ -7,13 +7,14 @@ not used.
 
 import difflib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from pathlib import Path
 
+from posttrain.runs.directory import LineLog
 from posttrain_memory.vault.limits import VaultError, quoted
 from posttrain_memory.vault.storage import RESERVED, DiskStorage, Storage, is_note
 
@@ -74,34 +75,37 @@ class DiskLog:
         self._entries: list[Entry] = []
         self._ends: list[int] = []
         """End of each entry's line, as a byte offset."""
+        self._log: LineLog | None = None
         try:
-            self._file = storage.reserved(_FILE)
+            self._log = self._open()
         except FileNotFoundError:
-            self._file = -1
             return
-        if not self._load():
+        if not self._load(self._log):
             self.move_aside()
         elif not storage.read_only:
             # A line truncated by a crash was never followed by its change.
-            os.ftruncate(self._file, self._end())
+            self._log.truncate(self._end())
+
+    def _open(self) -> LineLog:
+        return LineLog(Path(RESERVED, _FILE), self._storage.reserved(_FILE), 0 if self._storage.sync else None)
 
     def entries(self) -> list[Entry]:
         return self._entries
 
     def append(self, entry: Entry) -> None:
-        line = _line(entry)
-        os.pwrite(self._file, line, self._end())
-        self._sync()
-        self._ends.append(self._end() + len(line))
+        assert self._log is not None
+        self._ends.append(self._log.append(_line(entry)))
         self._entries.append(entry)
         # Rewriting the file for every dropped entry would cost time proportional to the whole journal.
         if len(self._entries) > 2 * self._most or self._end() > 2 * _BYTES:
             self._shorten()
 
     def truncate(self, count: int) -> None:
+        assert self._log is not None
         del self._entries[count:], self._ends[count:]
-        os.ftruncate(self._file, self._end())
-        self._sync()
+        self._log.truncate(self._end())
+        if self._storage.sync:
+            self._log.sync()
 
     def move_aside(self) -> None:
         """Start an empty journal. The old file is renamed, or ignored if the vault is read-only."""
@@ -109,43 +113,33 @@ class DiskLog:
         if self._storage.read_only:
             self.warning = f"{RESERVED}/{_FILE} is damaged and was not used; the notes are unchanged"
             return
-        os.close(self._file)
+        self.close()
         kept = self._storage.move_aside(_FILE)
-        self._file = self._storage.reserved(_FILE)
+        self._log = self._open()
         self.warning = (
             f"{RESERVED}/{_FILE} was damaged and renamed to {RESERVED}/{kept}; the notes are unchanged, and earlier "
             "changes cannot be undone"
         )
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
-
-    def _sync(self) -> None:
-        if self._storage.sync:
-            os.fsync(self._file)
+        if self._log is not None:
+            self._log.close()
+        self._log = None
 
     def _end(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _load(self) -> bool:
+    def _load(self, log: LineLog) -> bool:
         """Read the file. Returns False if it is damaged. A truncated last line, as a crash leaves it, is ignored."""
         # A valid journal stays below this size, including escaped characters and one long last operation.
-        if os.fstat(self._file).st_size > 16 * _BYTES:
+        if log.size > 16 * _BYTES:
             return False
-        with open(os.dup(self._file), "rb") as stream:
-            stream.seek(0)
-            end = 0
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    break
-                entry = _entry(line)
-                if entry is None:
-                    return False
-                end += len(line)
-                self._entries.append(entry)
-                self._ends.append(end)
+        for end, line in log.lines():
+            entry = _entry(line)
+            if entry is None:
+                return False
+            self._entries.append(entry)
+            self._ends.append(end)
         return all(one.number < next_.number for one, next_ in pairwise(self._entries))
 
     def _shorten(self) -> None:
@@ -160,8 +154,8 @@ class DiskLog:
             kept.append((entry, line))
         kept.reverse()
         self._storage.replace_reserved(_FILE, b"".join(line for _, line in kept))
-        os.close(self._file)
-        self._file = self._storage.reserved(_FILE)
+        self.close()
+        self._log = self._open()
         self._entries = [entry for entry, _ in kept]
         self._ends = list(accumulate(len(line) for _, line in kept))
 

@@ -12,7 +12,7 @@ from tests.vllm.models import save_model
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_adapters_take_effect_in_process(tmp_path):
+def test_adapters_take_effect_under_one_interpreter(tmp_path):
     model = save_model(tmp_path / "tiny", "qwen2", tied=False)
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     command = [vllm_python(), "-m", "tests.vllm.inside", str(model), str(tmp_path / "told.json")]

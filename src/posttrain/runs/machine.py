@@ -1,0 +1,65 @@
+"""What describes the machine and the command of a run, for environment.json and for results."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    *("posttrain", "torch", "transformers", "tokenizers", "safetensors", "peft", "gguf", "numpy", "scipy", "pydantic"),
+    *("omegaconf", "gymnasium", "matplotlib", "zstandard", "tensorboard", "wandb", "trackio", "vllm", "ray"),
+)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Package versions (None if not installed), Python, platform, processors, git commit, command line, folder and start time."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "folder": os.getcwd(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpu_count": os.cpu_count(),
+        "cpus_allowed": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "git": _commit(Path(__file__)),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """Model name of the processor from /proc/cpuinfo, else from the standard library."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit(file: Path) -> dict[str, Any] | None:
+    """Commit of the checkout that contains `file`; None for an installed package."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(file.parents[1]), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        # The package may be installed inside another project's checkout, so the file itself must be tracked.
+        git("ls-files", "--error-unmatch", str(file))
+        return {"commit": git("rev-parse", "HEAD"), "modified": bool(git("status", "--porcelain", "--", "."))}
+    except (OSError, subprocess.SubprocessError):
+        return None

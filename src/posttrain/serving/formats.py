@@ -1,0 +1,422 @@
+"""The two wire formats: chat completions of OpenAI and messages of Anthropic.
+
+Each reads a request as a `ChatCall`, and writes answers, the events of a streamed answer, and errors.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from posttrain.data.messages import UnusableRow, messages_of, without_training_keys
+from posttrain.data.rendering import Message
+from posttrain.data.tools import ToolCall
+from posttrain.episode import CUT_OFF, StopReason
+from posttrain.recipe.compose import section
+from posttrain.recipe.rollout import SamplingRecipe
+
+
+class CallRefused(Exception):
+    """Raised for a call that is refused. `status` is the HTTP status and `kind` the machine-readable reason."""
+
+    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+
+
+_UNSUPPORTED = ("suffix", "best_of", "logit_bias", "presence_penalty", "frequency_penalty")
+"""Unsupported fields that would change the answer, unless they are null, false or 0."""
+
+
+class Options(BaseModel):
+    """The fields of a request besides its messages and tools, by the names of OpenAI."""
+
+    model: str = Field("", max_length=1000)
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    n: int = Field(1, ge=1, le=64)
+    seed: int | None = Field(None, ge=0)
+    stop: str | list[str] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    echo: bool = False
+    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    unsupported: str = ""
+    """The first field that is not supported and would change the answer."""
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(value, list) and len(value) > 64:
+            raise ValueError(f"has {len(value)} texts; it can have 64")
+        return value
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Options":
+        """The options of a request. CallRefused for a wrong value; null counts as absent."""
+        given = {key: values[key] for key in cls.model_fields if values.get(key) is not None}
+        given["unsupported"] = next((key for key in _UNSUPPORTED if values.get(key)), "")
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise CallRefused(f"{first['loc'][0] if first['loc'] else 'the request'}: {first['msg']}") from error
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop or []))
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of tokens of the answer."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    def sampling(self) -> SamplingRecipe:
+        """InputError for a value that is not allowed."""
+        top_k = max(self.top_k, 0)  # other servers use -1 to disable it
+        return section(SamplingRecipe, temperature=self.temperature, top_p=self.top_p, top_k=top_k, min_p=self.min_p)
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """A request for an answer to messages, in the same form for both formats."""
+
+    messages: list[Message]
+    """Roles system, user, assistant and tool. Content is text; arguments of tool calls are objects."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    options: Options = field(default_factory=Options)
+    number: int = 0
+    """Position among the calls of a server."""
+    retry: bool = False
+    """Whether the client repeats a request for which it received no answer."""
+
+    @property
+    def digest(self) -> str:
+        return digest(self.messages, self.tools, self.options.limit, self.options.stops)
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """An answer to a call."""
+
+    text: str
+    calls: list[tuple[str, ToolCall]]
+    """Tool calls with their ids."""
+    stop_reason: StopReason
+    stop_string: str | None
+    prompt_tokens: int
+    tokens: int
+    logprobs: list[dict[str, Any]] | None = None
+    """Per token of the text, as OpenAI writes them; None if the call does not ask for them."""
+
+
+def digest(*parts: Any) -> str:
+    """A digest of JSON values, 32 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def shown_text(text: str, reason: StopReason, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The text of an answer up to its stop string, which servers leave out, and that string."""
+    if reason is not StopReason.STOP_STRING:
+        return text, None
+    place, stop = min((text.find(stop), stop) for stop in stops if stop in text)
+    return text[:place], stop
+
+
+def event(value: dict[str, Any]) -> str:
+    """A server-sent event. In the format of Anthropic, values have a type, which names their event."""
+    name = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value)}\n\n"
+
+
+def _get(values: Mapping[str, Any], key: str, kind: type | tuple[type, ...], default: Any) -> Any:
+    """`values[key]`, `default` where it is absent or null; CallRefused for another type."""
+    value = values.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise CallRefused(f"{key} has the wrong type, {type(value).__name__}")
+    return value
+
+
+def _mapping(value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CallRefused(f"{what} must be an object")
+    return value
+
+
+def _text(content: Any, what: str) -> str:
+    """Content as text: a string, or a list of text parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise CallRefused(f"{what} must be text or a list of parts")
+    parts = []
+    for part in content:
+        if isinstance(part, str):
+            parts.append(part)
+            continue
+        kind = _mapping(part, f"a part of {what}").get("type")
+        if kind not in ("text", "input_text", "output_text"):
+            raise CallRefused(f"{what} has a part of type {kind}; only text is supported")
+        parts.append(_get(part, "text", str, ""))
+    return "\n".join(parts)
+
+
+def _messages(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    messages = values.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise CallRefused("messages must be a list with at least one message")
+    return [_mapping(message, "a message") for message in messages]
+
+
+def _as_in_rows(messages: list[dict[str, Any]]) -> list[Message]:
+    """The messages as those of a training row are read."""
+    try:
+        return [without_training_keys(message) for message in messages_of(messages, "messages")]
+    except UnusableRow as error:
+        raise CallRefused(str(error)) from error
+
+
+def _call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    if not isinstance(name, str) or not name:
+        raise CallRefused("a tool call has no name")
+    return {"id": str(id), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+# -- OpenAI -----------------------------------------------------------------------------------------------------------
+
+
+def openai_usage(prompt_tokens: int, tokens: int) -> dict[str, int]:
+    """The numbers of tokens of prompts and of answers."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+
+
+def openai_error(message: str, kind: str) -> dict[str, Any]:
+    """An error in the form of OpenAI."""
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": kind}}
+
+
+class OpenAIFormat:
+    """Chat completions."""
+
+    error = staticmethod(openai_error)
+
+    @staticmethod
+    def read(body: dict[str, Any]) -> ChatCall:
+        """Parse a request. CallRefused for unsupported features."""
+        if body.get("functions"):
+            raise CallRefused("functions is not supported; use tools")
+        if _get(body, "response_format", dict, {}).get("type", "text") != "text":
+            raise CallRefused("response_format is not supported; the policy samples freely")
+        tools = [_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])]
+        for tool in tools:
+            if not isinstance(_mapping(tool.get("function"), "the function of a tool").get("name"), str):
+                raise CallRefused("a tool has no name")
+        # Clients send null or no parts where a message has no text.
+        messages = [
+            {**message, "content": ""} if message.get("content") in (None, []) else message
+            for message in _messages(body)
+        ]
+        tools = [] if body.get("tool_choice") == "none" else tools
+        return ChatCall(_as_in_rows(messages), tools, Options.read(body))
+
+    @classmethod
+    def write(cls, call: ChatCall, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        """The answers as a chat completion."""
+        choices = []
+        for index, answer in enumerate(answers):
+            message = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+            calls = {"tool_calls": cls._calls(answer)} if answer.calls else {}
+            choices.append({"index": index, "message": message | calls, **cls._ending(answer)})
+        usage = openai_usage(answers[0].prompt_tokens, sum(answer.tokens for answer in answers))
+        return cls._head(call, "chat.completion") | {"choices": choices, "usage": usage}
+
+    @classmethod
+    async def events(
+        cls, call: ChatCall, prompt_tokens: int, parts: AsyncIterator[str | ChatAnswer]
+    ) -> AsyncIterator[str]:
+        """The parts as server-sent events of a streamed chat completion."""
+        head = cls._head(call, "chat.completion.chunk")
+
+        def chunk(delta: dict[str, Any], **ending: Any) -> str:
+            return event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None, **ending}]})
+
+        yield chunk({"role": "assistant", "content": ""})
+        sent = 0
+        async for part in parts:
+            text = part if isinstance(part, str) else part.text[sent:]
+            sent += len(text)
+            if text:
+                yield chunk({"content": text})
+            if isinstance(part, ChatAnswer):
+                for index, one in enumerate(cls._calls(part)):
+                    yield chunk({"tool_calls": [{"index": index, **one}]})
+                yield chunk({}, **cls._ending(part))
+                if call.options.wants_usage:
+                    yield event(head | {"choices": [], "usage": openai_usage(prompt_tokens, part.tokens)})
+        yield "data: [DONE]\n\n"
+
+    @staticmethod
+    def _head(call: ChatCall, kind: str) -> dict[str, Any]:
+        named = {"id": f"chatcmpl-{call.number}", "object": kind, "model": call.options.model}
+        return named | {"created": int(time.time())}
+
+    @staticmethod
+    def _calls(answer: ChatAnswer) -> list[dict[str, Any]]:
+        return [
+            {"id": id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+            for id, call in answer.calls
+        ]
+
+    @staticmethod
+    def _ending(answer: ChatAnswer) -> dict[str, Any]:
+        reason = "tool_calls" if answer.calls else "length" if answer.stop_reason in CUT_OFF else "stop"
+        return {
+            "finish_reason": reason,
+            "logprobs": None if answer.logprobs is None else {"content": answer.logprobs},
+        }
+
+
+# -- Anthropic --------------------------------------------------------------------------------------------------------
+
+
+class AnthropicFormat:
+    """Messages."""
+
+    @staticmethod
+    def error(message: str, kind: str) -> dict[str, Any]:
+        """An error in the form of Anthropic."""
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    @staticmethod
+    def read(body: dict[str, Any]) -> ChatCall:
+        """Parse a request. CallRefused for unsupported features."""
+        messages: list[Message] = []
+        if system := _text(body.get("system"), "system"):
+            messages.append({"role": "system", "content": system})
+        for message in _messages(body):
+            role = message.get("role")
+            if role not in ("user", "assistant", "system"):
+                raise CallRefused(f"a message has the role {role!r}")
+            messages += _blocks(role, message.get("content"))
+        described = []
+        for tool in (_mapping(tool, "a tool") for tool in _get(body, "tools", list, [])):
+            if not isinstance(tool.get("name"), str) or "input_schema" not in tool:
+                raise CallRefused("a tool needs a name and an input_schema; tools of the server are not supported")
+            function = {
+                "name": tool["name"],
+                "description": _get(tool, "description", str, ""),
+                "parameters": _mapping(tool["input_schema"], "input_schema"),
+            }
+            described.append({"type": "function", "function": function})
+        tools = [] if _get(body, "tool_choice", dict, {}).get("type") == "none" else described
+        fields = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+        options = {name: body.get(name) for name in fields} | {"stop": body.get("stop_sequences")}
+        return ChatCall(_as_in_rows(messages), tools, Options.read(options))
+
+    @classmethod
+    def write(cls, call: ChatCall, answers: Sequence[ChatAnswer]) -> dict[str, Any]:
+        """The first answer as a message."""
+        answer = answers[0]
+        text = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+        usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens}
+        return cls._head(call, [*text, *cls._uses(answer)], usage) | cls._ending(answer)
+
+    @classmethod
+    async def events(
+        cls, call: ChatCall, prompt_tokens: int, parts: AsyncIterator[str | ChatAnswer]
+    ) -> AsyncIterator[str]:
+        """The parts as server-sent events of a streamed message."""
+
+        def block(kind: str, index: int, **values: Any) -> str:
+            return event({"type": f"content_block_{kind}", "index": index, **values})
+
+        usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
+        begun = cls._head(call, [], usage) | {"stop_reason": None, "stop_sequence": None}
+        yield event({"type": "message_start", "message": begun})
+        sent, blocks = 0, 0
+        async for part in parts:
+            text = part if isinstance(part, str) else part.text[sent:]
+            sent += len(text)
+            if not blocks and (text or (isinstance(part, ChatAnswer) and not part.calls)):
+                blocks = 1
+                yield block("start", 0, content_block={"type": "text", "text": ""})
+            if text:
+                yield block("delta", 0, delta={"type": "text_delta", "text": text})
+            if isinstance(part, ChatAnswer):
+                if blocks:
+                    yield block("stop", 0)
+                for index, use in enumerate(cls._uses(part), blocks):
+                    delta = {"type": "input_json_delta", "partial_json": json.dumps(use["input"])}
+                    yield block("start", index, content_block=use | {"input": {}})
+                    yield block("delta", index, delta=delta)
+                    yield block("stop", index)
+                usage = {"output_tokens": part.tokens}
+                yield event({"type": "message_delta", "delta": cls._ending(part), "usage": usage})
+        yield event({"type": "message_stop"})
+
+    @staticmethod
+    def _head(call: ChatCall, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+        named = {"id": f"msg_{call.number}", "type": "message", "role": "assistant", "model": call.options.model}
+        return named | {"content": content, "usage": usage}
+
+    @staticmethod
+    def _uses(answer: ChatAnswer) -> list[dict[str, Any]]:
+        return [{"type": "tool_use", "id": id, "name": call.name, "input": call.arguments} for id, call in answer.calls]
+
+    @staticmethod
+    def _ending(answer: ChatAnswer) -> dict[str, Any]:
+        if answer.calls:
+            reason = "tool_use"
+        elif answer.stop_reason in CUT_OFF:
+            reason = "max_tokens"
+        else:
+            reason = "stop_sequence" if answer.stop_reason is StopReason.STOP_STRING else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": answer.stop_string}
+
+
+def _blocks(role: str, content: Any) -> list[Message]:
+    """The messages of one message of Anthropic, in which tool results are blocks of a user message."""
+    if not isinstance(content, list):
+        return [{"role": role, "content": _text(content, "the content of a message")}]
+    results: list[Message] = []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls = []
+    for block in content:
+        block = _mapping(block, "a block")
+        kind = block.get("type")
+        if kind == "tool_use" and role == "assistant":
+            calls.append(_call(block.get("id"), block.get("name"), _get(block, "input", dict, {})))
+        elif kind == "tool_result" and role == "user":
+            text = _text(block.get("content"), "a tool result")
+            results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": text})
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(_get(block, "thinking", str, ""))
+        elif kind != "redacted_thinking":
+            texts.append(_text([block], "a message"))
+    text = "\n".join(texts)
+    reasoning = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    if role == "assistant" and calls:
+        return [{"role": role, "content": text, "tool_calls": calls, **reasoning}]
+    return [*results, *([{"role": role, "content": text, **reasoning}] if text or not results else [])]
+
+
+FORMATS = {"/v1/chat/completions": OpenAIFormat, "/v1/messages": AnthropicFormat}
+"""Path -> the format of its requests."""
