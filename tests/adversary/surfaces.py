@@ -25,9 +25,11 @@ from tests.adversary import (
     hardship,
     hosts,
     models,
+    outages,
     run_folders,
     strangers,
     templates,
+    tools,
 )
 
 SECRET = "hunter2-outside"
@@ -564,6 +566,8 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "killed": hardship.killed,
     "no_space": hardship.no_space,
     "bombs": hardship.bombs,
+    "outage": outages.outage,
+    "mcp": tools.mcp,
 }
 
 
