@@ -9,13 +9,14 @@ import logging
 import re
 import shlex
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from posttrain.data.tools import schema
+from posttrain.engines.http import bounded_async
 from posttrain.engines.openai import encodable, shortened
 from posttrain.environments.tools import Tool, ToolFailure, short_schema
 from posttrain.errors import InputError
@@ -32,8 +33,6 @@ _LONGEST_TOOLS = 256 << 10
 """Maximum number of characters of all descriptions of tools together, which stand in every prompt."""
 _LONGEST = 1 << 20
 """Maximum number of characters of a result."""
-_MOST_BYTES = 16 << 20
-"""Maximum size of a response over HTTP."""
 
 
 class McpRecipe(BaseConfig):
@@ -180,7 +179,7 @@ class _Connection:
             if isinstance(target, str):
                 from mcp.client.streamable_http import streamable_http_client
 
-                target = streamable_http_client(target, http_client=await stack.enter_async_context(_http_client()))
+                target = streamable_http_client(target, http_client=await stack.enter_async_context(bounded_async()))
             self._client = client = await stack.enter_async_context(self._mcp.Client(target))
             listed = await client.list_tools()
             self.tools = list(listed.tools)
@@ -191,35 +190,6 @@ class _Connection:
                 raise ValueError(f"it has more than {_MOST_TOOLS} tools")
             self._ready.set()
             await self._closing.wait()
-
-
-def _http_client() -> Any:
-    """The client of mcp whose responses are limited, and refused if they are compressed, as `engines.http` does."""
-    import httpx2
-
-    async def limit(response: Any) -> None:
-        if response.headers.get("content-encoding", "identity").strip().lower() not in ("identity", ""):
-            raise ValueError("it sends a response that is compressed, which was not requested")
-        if not response.headers.get("content-type", "").startswith("text/event-stream"):  # whose events have a limit
-            response.stream = _Limited(response.stream)
-
-    class _Limited(httpx2.AsyncByteStream):
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            left = _MOST_BYTES
-            async for part in self.inner:
-                left -= len(part)
-                if left < 0:
-                    raise ValueError(f"it sends a response of more than {_MOST_BYTES >> 20} MiB")
-                yield part
-
-        async def aclose(self) -> None:
-            await self.inner.aclose()
-
-    headers = {"accept-encoding": "identity"}
-    return httpx2.AsyncClient(timeout=300, headers=headers, event_hooks={"response": [limit]})
 
 
 def _reason(error: BaseException) -> str:
