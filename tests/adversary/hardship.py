@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -344,3 +344,72 @@ def _write_bomb(draw: random.Random, kind: str, file: Path) -> None:
     group = draw.choice([1_000, count])
     codec = draw.choice(["zstd", "gzip", "snappy", "none"])
     parquet.write_table(arrow.table(columns), file, compression=codec, row_group_size=group)
+
+
+def places(seed: int, folder: Path) -> None:
+    """A command with an odd folder, home, temporary folder, locale, clock, umask or standard input: the same results."""
+    draw = random.Random(seed)
+    command = draw.choice(list(COMMANDS))
+    words, outputs = COMMANDS[command]
+    whole, _ = _undisturbed(command)
+    place = folder / draw.choice(["place", "a b", "ü\u0131İ ß", "a\nb", "{x} %s $HOME", "-out", "a'b\"c", "x" * 200])
+    _prepare_folder(place)
+    odd = draw.sample(["home", "temporary", "full", "locale", "clock", "stdin", "umask", "stray"], draw.randrange(1, 4))
+    code, said = run(words, place, (), partial(_odd_place, odd, seed, str(folder)))
+    what = f"{command} in {place.name!r} with {odd}: exit code {code}: {said[-600:]}"
+    assert re.search("Traceback|with --debug", said) is None, what
+    if code != 0:  # nothing but a full folder for temporary files may stop it, with a sentence
+        assert "full" in odd or "temporary" in odd, what
+        assert len(re.findall("^posttrain: ", said, re.MULTILINE)) == 1, what
+        return
+    assert _digests(place, outputs) == whole, f"other results: {what}"
+    for path in place.rglob("*"):
+        assert "umask" not in odd or path.is_symlink() or path.stat().st_mode & 0o077 == 0 or path.stat().st_nlink > 1
+
+
+def _odd_place(odd: list[str], seed: int, folder: str) -> None:
+    """Make the surroundings of this process odd."""
+    import locale
+
+    from tests.training.small import jumping_clock
+
+    draw = random.Random(seed)
+    file = Path(folder) / "file"
+    file.write_text("x")
+    for name, variable in (("home", "HOME"), ("temporary", "TMPDIR")):
+        if name in odd:
+            value = draw.choice([None, "", "/nonexistent/a", str(file), "relative", "/proc", "~", "\udcff"])
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
+            if name == "home":
+                for other in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+                    os.environ.pop(other, None)
+            tempfile.tempdir = None
+    if "full" in odd:
+        full = Path(folder) / "tmp"
+        full.mkdir()
+        os.environ["TMPDIR"], tempfile.tempdir = str(full), None
+
+        def refuse(event: str, words: tuple[Any, ...]) -> None:
+            writes = event in ("os.mkdir", "os.rename") or (
+                event == "open" and isinstance(words[2], int) and words[2] & (os.O_WRONLY | os.O_RDWR)
+            )
+            if writes and isinstance(words[0], str | os.PathLike) and str(words[0]).startswith(str(full)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(words[0]))
+
+        sys.addaudithook(refuse)
+    if "locale" in odd:
+        os.environ |= dict.fromkeys(("LANG", "LC_ALL"), draw.choice(["C", "tr_TR.UTF-8", "POSIX", "xx_YY", "de_DE"]))
+        with contextlib.suppress(locale.Error):
+            locale.setlocale(locale.LC_ALL, "")
+    if "clock" in odd:
+        jumping_clock(draw)
+    if "stdin" in odd:
+        os.close(0)
+        sys.stdin = None
+    if "umask" in odd:
+        os.umask(0o077)
+    if "stray" in odd:
+        os.environ |= {"PYTHONPATH": "/nonexistent", "COLUMNS": draw.choice(["0", "1", "-5", "x"]), "TERM": "dumb"}
+        os.environ |= {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(file)}

@@ -52,7 +52,7 @@ from posttrain.runs.panels import (
     series_of,
 )
 from posttrain.runs.results import SCORES_AGAINST, draw_results, draw_scores, draw_scores_of_runs, result_table
-from posttrain.runs.sources import Bundle, Source, bundles_of, open_sources, shared_metrics
+from posttrain.runs.sources import Bundle, Source, bundles_of, readable_sources, shared_metrics
 from posttrain.runs.tables import Table, evaluated_table, plain_numbers, scores_of_runs
 
 MOST_BARS = 40
@@ -228,10 +228,10 @@ def plot_files(
     of `metrics`) and tables of the results. Runs that evaluated checkpoints of one training run also get a table and
     figures of scores by checkpoint. `out` defaults to the `plots` of the single run (with `until`, to a folder in it),
     or to `plots` in the working directory. `until` leaves out later steps.
-    Raises `InputError` if there is nothing to draw, `RunError` for damaged metrics or if a file cannot be written.
+    Raises `InputError` if there is nothing to draw, `RunError` if no metrics can be read, or if a file cannot be written.
     """
-    sources = open_sources(paths)
-    single = sources[0].run if len(sources) == 1 else None
+    sources, left_out = readable_sources(paths)
+    single = sources[0].run if len(paths) == len(sources) == 1 else None
     place = Path("plots") if single is None else single.plots
     directory = out or (place if until is None else place / f"until_step_{until}")
     if directory.exists() and not directory.is_dir():
@@ -256,7 +256,7 @@ def plot_files(
         text = "\n\n".join(f"## {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in compared.tables)
         write_atomically(directory / "results.md", f"{text}\n")
         files.append(directory / "results.md")
-    return files, compared.warnings
+    return files, [*left_out, *compared.warnings]
 
 
 def compare(sources: Sequence[Source], metrics: Sequence[str] = ()) -> Compared:
