@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ["out.jsonl"],
     ),
     "evaluate": (["evaluate", "recipe.yaml"], ["runs/e/results.json"]),
+    "tune": (["tune", "study.yaml"], ["runs/s/best.yaml"]),
     "pipeline": (
         ["pipeline", "pipeline.yaml"],
         ["runs/p/rows/pairs.jsonl", "runs/p/warm/model", "runs/p/prefer/model"],
@@ -148,6 +149,20 @@ def _prepare_folder(place: Path) -> None:
     ]
     for stage in stages[1:]:
         stage |= common | {"data": {"train": "stage:rows/pairs", "held_out": 4, "max_tokens": 200}}
+    trial = {"stage": "rl", "model": {"path": str(hosts.tiny_model()), "threads": 1}, "steps": 2}
+    trial |= {"environment": values["environment"], "checkpoint": {"every": 1}, "seeds": {"start": 0, "count": 8}}
+    trial["rollout"] = {
+        "groups_per_step": 2,
+        "episodes_per_group": 2,
+        "tokens_per_turn": 3,
+        "tokens_per_episode": 200,
+    }
+    held_out = {"seeds": {"start": 1000, "count": 2}, "final_seeds": {"start": 2000, "count": 2}}
+    trial["evaluation"] = {"every": 1} | held_out
+    study = {"stage": "tune", "name": "s", "keys": trial, "trials": 3, "sampler": {"seed": 1, "startup_trials": 2}}
+    study["search"] = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-2, "log": True}}
+    study["objective"] = {"metric": "return", "direction": "maximize"}
+    (place / "study.yaml").write_text(json.dumps(study))
     (place / "pipeline.yaml").write_text(json.dumps({"stage": "pipeline", "name": "p", "stages": stages}))
 
 
@@ -176,7 +191,19 @@ def _undisturbed(command: str) -> tuple[dict[str, str | None], int]:
     _prepare_folder(folder / "place")
     code, said = run(words, folder / "place")
     assert code == 0, said[-2_000:]
+    if command == "tune":
+        TRIALS[:] = _trials(folder / "place")
     return _digests(folder / "place", outputs), int((folder / "changes").read_text())
+
+
+TRIALS: list[Any] = []
+"""The trials of a study without failures."""
+
+
+def _trials(place: Path) -> list[Any]:
+    from tests.tune import studies
+
+    return studies.summary(place)
 
 
 def _again(command: str, place: Path) -> None:
@@ -187,11 +214,12 @@ def _again(command: str, place: Path) -> None:
         if code == 0:
             break
         assert code == 2, f"{command}: {said[-600:]}"
-        option = re.search(r"`?(--resume) (\S+?)`|`(--overwrite)`", said)
+        option = re.search(r"`?(--resume) (\S+?)`|`(--overwrite|--resume)`", said)
         assert option is not None, f"{command}: {said[-600:]}"
-        words = [words[0], "--resume", option[2]] if option[1] else [*words, "--overwrite"]
+        words = [words[0], "--resume", option[2]] if option[1] else [*words, option[3]]
     assert code == 0, f"{command}: {said[-600:]}"
     assert _digests(place, outputs) == _undisturbed(command)[0], f"{command}: other results"
+    assert command != "tune" or _trials(place) == TRIALS, f"{_trials(place)}, not {TRIALS}"
     left = [str(path.relative_to(place)) for path in place.rglob("*") if "partial" in path.name]
     assert not left, f"{command}: {left} are left"
 
@@ -363,8 +391,10 @@ def places(seed: int, folder: Path) -> None:
         assert len(re.findall("^posttrain: ", said, re.MULTILINE)) == 1, what
         return
     assert _digests(place, outputs) == whole, f"other results: {what}"
-    for path in place.rglob("*"):
-        assert "umask" not in odd or path.is_symlink() or path.stat().st_mode & 0o077 == 0 or path.stat().st_nlink > 1
+    made = [place / name for name in outputs if "umask" in odd]
+    files = [file for path in made for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    # A hard link to the model of another run has the permissions of that.
+    assert all(not file.stat().st_mode & 0o077 or file.stat().st_nlink > 1 for file in files), what
 
 
 def _odd_place(odd: list[str], seed: int, folder: str) -> None:

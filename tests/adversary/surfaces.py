@@ -26,6 +26,7 @@ from tests.adversary import (
     hosts,
     models,
     outages,
+    plugs,
     run_folders,
     strangers,
     templates,
@@ -568,6 +569,8 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "bombs": hardship.bombs,
     "outage": outages.outage,
     "mcp": tools.mcp,
+    "plugins": plugs.plugins,
+    "places": hardship.places,
 }
 
 

@@ -34,7 +34,16 @@ CASES = {
     "mcp": 4,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
-SLOW = {"kill": 3, "killed": 20, "no_space": 20, "bombs": 40, "permission": 12, "outage": 8}
+SLOW = {
+    "kill": 3,
+    "killed": 20,
+    "no_space": 20,
+    "bombs": 40,
+    "permission": 12,
+    "outage": 8,
+    "plugins": 12,
+    "places": 12,
+}
 """As CASES, for surfaces that train models in other processes, or take long."""
 
 
