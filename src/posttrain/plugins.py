@@ -74,7 +74,7 @@ def load(group: Group, name: str) -> Any:
         raise PluginError(f"{group}: several distributions declare {name!r} ({', '.join(sorted(values))}); remove one")
     try:
         return point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # one that ends the program is no success of the command
         # A partially imported module would make the next attempt fail in a different way.
         sys.modules.pop(point.module, None)
         raise PluginError(_explanation(group, point, error)) from error
@@ -184,12 +184,12 @@ _COLLECTIONS = ("dev", "all")
 """Extras that combine other extras; too large to recommend for a single module."""
 
 
-def _explanation(group: Group, point: metadata.EntryPoint, error: Exception) -> str:
+def _explanation(group: Group, point: metadata.EntryPoint, error: BaseException) -> str:
     distribution = point.dist.name if point.dist is not None else "unknown"
     where = f"{group}: {point.name} = {point.value} of the distribution {distribution} cannot be imported"
     if isinstance(error, ModuleNotFoundError) and error.name and error.name.partition(".")[0] != _top(point):
         return f"{where}: no module {error.name!r}; run `{pip_command(error.name)}`"
-    reason = " ".join(str(error).split())
+    reason = " ".join(str(error)[:300].split())
     return f"{where}: {type(error).__name__}{': ' if reason else ''}{reason}; reinstall or remove {distribution}"
 
 

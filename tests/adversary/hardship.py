@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
         ["out.jsonl"],
     ),
     "evaluate": (["evaluate", "recipe.yaml"], ["runs/e/results.json"]),
+    "tune": (["tune", "study.yaml"], ["runs/s/best.yaml"]),
     "pipeline": (
         ["pipeline", "pipeline.yaml"],
         ["runs/p/rows/pairs.jsonl", "runs/p/warm/model", "runs/p/prefer/model"],
@@ -148,6 +149,20 @@ def _prepare_folder(place: Path) -> None:
     ]
     for stage in stages[1:]:
         stage |= common | {"data": {"train": "stage:rows/pairs", "held_out": 4, "max_tokens": 200}}
+    trial = {"stage": "rl", "model": {"path": str(hosts.tiny_model()), "threads": 1}, "steps": 2}
+    trial |= {"environment": values["environment"], "checkpoint": {"every": 1}, "seeds": {"start": 0, "count": 8}}
+    trial["rollout"] = {
+        "groups_per_step": 2,
+        "episodes_per_group": 2,
+        "tokens_per_turn": 3,
+        "tokens_per_episode": 200,
+    }
+    held_out = {"seeds": {"start": 1000, "count": 2}, "final_seeds": {"start": 2000, "count": 2}}
+    trial["evaluation"] = {"every": 1} | held_out
+    study = {"stage": "tune", "name": "s", "keys": trial, "trials": 3, "sampler": {"seed": 1, "startup_trials": 2}}
+    study["search"] = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-2, "log": True}}
+    study["objective"] = {"metric": "return", "direction": "maximize"}
+    (place / "study.yaml").write_text(json.dumps(study))
     (place / "pipeline.yaml").write_text(json.dumps({"stage": "pipeline", "name": "p", "stages": stages}))
 
 
@@ -176,7 +191,19 @@ def _undisturbed(command: str) -> tuple[dict[str, str | None], int]:
     _prepare_folder(folder / "place")
     code, said = run(words, folder / "place")
     assert code == 0, said[-2_000:]
+    if command == "tune":
+        TRIALS[:] = _trials(folder / "place")
     return _digests(folder / "place", outputs), int((folder / "changes").read_text())
+
+
+TRIALS: list[Any] = []
+"""The trials of a study without failures."""
+
+
+def _trials(place: Path) -> list[Any]:
+    from tests.tune import studies
+
+    return studies.summary(place)
 
 
 def _again(command: str, place: Path) -> None:
@@ -187,11 +214,12 @@ def _again(command: str, place: Path) -> None:
         if code == 0:
             break
         assert code == 2, f"{command}: {said[-600:]}"
-        option = re.search(r"`?(--resume) (\S+?)`|`(--overwrite)`", said)
+        option = re.search(r"`?(--resume) (\S+?)`|`(--overwrite|--resume)`", said)
         assert option is not None, f"{command}: {said[-600:]}"
-        words = [words[0], "--resume", option[2]] if option[1] else [*words, "--overwrite"]
+        words = [words[0], "--resume", option[2]] if option[1] else [*words, option[3]]
     assert code == 0, f"{command}: {said[-600:]}"
     assert _digests(place, outputs) == _undisturbed(command)[0], f"{command}: other results"
+    assert command != "tune" or _trials(place) == TRIALS, f"{_trials(place)}, not {TRIALS}"
     left = [str(path.relative_to(place)) for path in place.rglob("*") if "partial" in path.name]
     assert not left, f"{command}: {left} are left"
 
@@ -344,3 +372,74 @@ def _write_bomb(draw: random.Random, kind: str, file: Path) -> None:
     group = draw.choice([1_000, count])
     codec = draw.choice(["zstd", "gzip", "snappy", "none"])
     parquet.write_table(arrow.table(columns), file, compression=codec, row_group_size=group)
+
+
+def places(seed: int, folder: Path) -> None:
+    """A command with an odd folder, home, temporary folder, locale, clock, umask or standard input: the same results."""
+    draw = random.Random(seed)
+    command = draw.choice(list(COMMANDS))
+    words, outputs = COMMANDS[command]
+    whole, _ = _undisturbed(command)
+    place = folder / draw.choice(["place", "a b", "ü\u0131İ ß", "a\nb", "{x} %s $HOME", "-out", "a'b\"c", "x" * 200])
+    _prepare_folder(place)
+    odd = draw.sample(["home", "temporary", "full", "locale", "clock", "stdin", "umask", "stray"], draw.randrange(1, 4))
+    code, said = run(words, place, (), partial(_odd_place, odd, seed, str(folder)))
+    what = f"{command} in {place.name!r} with {odd}: exit code {code}: {said[-600:]}"
+    assert re.search("Traceback|with --debug", said) is None, what
+    if code != 0:  # nothing but a full folder for temporary files may stop it, with a sentence
+        assert "full" in odd or "temporary" in odd, what
+        assert len(re.findall("^posttrain: ", said, re.MULTILINE)) == 1, what
+        return
+    assert _digests(place, outputs) == whole, f"other results: {what}"
+    made = [place / name for name in outputs if "umask" in odd]
+    files = [file for path in made for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    # A hard link to the model of another run has the permissions of that.
+    assert all(not file.stat().st_mode & 0o077 or file.stat().st_nlink > 1 for file in files), what
+
+
+def _odd_place(odd: list[str], seed: int, folder: str) -> None:
+    """Make the surroundings of this process odd."""
+    import locale
+
+    from tests.training.small import jumping_clock
+
+    draw = random.Random(seed)
+    file = Path(folder) / "file"
+    file.write_text("x")
+    for name, variable in (("home", "HOME"), ("temporary", "TMPDIR")):
+        if name in odd:
+            value = draw.choice([None, "", "/nonexistent/a", str(file), "relative", "/proc", "~", "\udcff"])
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
+            if name == "home":
+                for other in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+                    os.environ.pop(other, None)
+            tempfile.tempdir = None
+    if "full" in odd:
+        full = Path(folder) / "tmp"
+        full.mkdir()
+        os.environ["TMPDIR"], tempfile.tempdir = str(full), None
+
+        def refuse(event: str, words: tuple[Any, ...]) -> None:
+            writes = event in ("os.mkdir", "os.rename") or (
+                event == "open" and isinstance(words[2], int) and words[2] & (os.O_WRONLY | os.O_RDWR)
+            )
+            if writes and isinstance(words[0], str | os.PathLike) and str(words[0]).startswith(str(full)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(words[0]))
+
+        sys.addaudithook(refuse)
+    if "locale" in odd:
+        os.environ |= dict.fromkeys(("LANG", "LC_ALL"), draw.choice(["C", "tr_TR.UTF-8", "POSIX", "xx_YY", "de_DE"]))
+        with contextlib.suppress(locale.Error):
+            locale.setlocale(locale.LC_ALL, "")
+    if "clock" in odd:
+        jumping_clock(draw)
+    if "stdin" in odd:
+        os.close(0)
+        sys.stdin = None
+    if "umask" in odd:
+        os.umask(0o077)
+    if "stray" in odd:
+        os.environ |= {"PYTHONPATH": "/nonexistent", "COLUMNS": draw.choice(["0", "1", "-5", "x"]), "TERM": "dumb"}
+        os.environ |= {"NO_COLOR": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(file)}

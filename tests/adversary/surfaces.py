@@ -25,9 +25,12 @@ from tests.adversary import (
     hardship,
     hosts,
     models,
+    outages,
+    plugs,
     run_folders,
     strangers,
     templates,
+    tools,
 )
 
 SECRET = "hunter2-outside"
@@ -565,6 +568,10 @@ SURFACES: dict[str, Callable[[int, Path], None]] = {
     "killed": hardship.killed,
     "no_space": hardship.no_space,
     "bombs": hardship.bombs,
+    "outage": outages.outage,
+    "mcp": tools.mcp,
+    "plugins": plugs.plugins,
+    "places": hardship.places,
 }
 
 

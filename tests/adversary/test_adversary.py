@@ -31,9 +31,19 @@ CASES = {
     "resumed": 25,
     "chat_template": 12,
     "model_directory": 12,
+    "mcp": 4,
 }
 """Surface -> number of cases, about a second each; 40 for others."""
-SLOW = {"kill": 3, "killed": 20, "no_space": 20, "bombs": 40, "permission": 12}
+SLOW = {
+    "kill": 3,
+    "killed": 20,
+    "no_space": 20,
+    "bombs": 40,
+    "permission": 12,
+    "outage": 8,
+    "plugins": 12,
+    "places": 12,
+}
 """As CASES, for surfaces that train models in other processes, or take long."""
 
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.figures.charts import MOST_CURVES, chart_of_runs
 from posttrain.figures.draw import draw_charts, encode
@@ -308,3 +309,15 @@ def test_models_that_were_only_evaluated_are_compared_by_their_results(tmp_path)
     (figure,) = [figure for _, figure in compared.figures]
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["success", "a"]
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["step 13", "step 21"]
+
+
+def test_a_run_that_cannot_be_read_is_left_out_with_a_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good, bad = make_run(tmp_path, "a"), make_run(tmp_path, "bad")
+    (bad / "metrics.jsonl").write_text("not a line\n" * 2)
+    for command in (["plot", str(good), str(bad), "--format", "svg"], ["report", str(good), str(bad), "nowhere"]):
+        assert main(command) == 0
+        said = capsys.readouterr().err
+        assert "left out: " in said
+        assert "bad/metrics.jsonl" in said
+    assert main(["report", str(bad)]) == 1

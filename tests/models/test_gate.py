@@ -19,6 +19,7 @@ from posttrain.models.forward import base_decoder, path_of
 from posttrain.models.packing import PackedLayout, row_length
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
+from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 from tests.adversary.architectures import enlarge, tiny_families
 from tests.conftest import make_tokenizer
@@ -456,3 +457,13 @@ def test_a_bfloat16_model_whose_last_norm_is_float32_is_scored_and_trained(tmp_p
     with torch.no_grad():
         measured = policy.score(streams, masks, 1.0, 64, measure=lambda logprobs, _: logprobs.max(-1).values).logprobs
     torch.testing.assert_close(measured, scores.detach(), atol=0.1, rtol=0)
+
+
+def test_a_verdict_belongs_to_all_weights(tiny_model):
+    model = Policy(ModelRecipe(path=str(tiny_model), threads=1)).model
+    key = gate.verdict_key(model)
+    assert gate.verdict_key(model) == key
+    weight = next(parameter for parameter in model.parameters() if parameter.numel() > 2_000)
+    flat = weight.data.view(-1)
+    flat[[1_000, 1_001]] = flat[[1_001, 1_000]]
+    assert gate.verdict_key(model) != key

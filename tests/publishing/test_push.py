@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -106,3 +107,23 @@ def test_a_refused_push_is_reported(hub, played, capsys):
     assert main(["push", str(played.path), "name"]) == 2
     assert "name is not USER/NAME" in capsys.readouterr().err
     assert hub.committed == {}
+
+
+@pytest.mark.parametrize("where", ["model", "model/notes.txt", "recipe.yaml"])
+def test_no_file_outside_of_the_run_is_pushed(hub, played, tmp_path, capsys, where):
+    outside = tmp_path / "outside"
+    run = shutil.copytree(played.path, tmp_path / "run")
+    (run / "model/.env").write_text("KEY=hunter2")
+    if where == "model":
+        shutil.move(run / "model", outside)
+    else:
+        outside.write_text("hunter2" if "txt" in where else (run / where).read_text())
+        (run / where).unlink(missing_ok=True)
+    (run / where).symlink_to(outside)
+    assert main(["push", str(run), "user/name"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert hub.committed == {}
+    (run / where).unlink()
+    shutil.copytree(outside, run / where) if where == "model" else shutil.copy(outside, run / where)
+    assert main(["push", str(run), "user/name"]) == 0
+    assert not any(b"hunter2" in content for name, content in hub.committed.items() if name != "notes.txt")

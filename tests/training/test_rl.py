@@ -148,7 +148,7 @@ def test_an_environment_that_always_fails_stops_the_run(tiny_model, tmp_path, mo
 
 def test_an_environment_that_fails_in_every_evaluation_stops_the_run(tiny_model, tmp_path, monkeypatch, module):
     monkeypatch.setattr(module.Letters, "step", lambda self, action: 1 / 0)
-    with pytest.raises(RunError, match=r"all 4 evaluation episodes failed, the first on environment seed \d+: .*Zero"):
+    with pytest.raises(RunError, match=r"4 of 4 evaluation episodes failed, the first on environment seed \d+: .*Zero"):
         train(tiny_model, tmp_path)
 
 

@@ -134,7 +134,7 @@ def test_an_evaluation_in_which_every_episode_fails_stops_the_run_with_the_reaso
     recipe = own(tiny_model, tmp_path)
     (tmp_path / "rewards.py").write_text("def letters(answer, **row):\n    raise ValueError('no such answer')\n")
     with pytest.raises(
-        RunError, match=r"^all 2 evaluation episodes failed, the first on prompts\.jsonl row \d+: .*no such answer"
+        RunError, match=r"^2 of 2 evaluation episodes failed, the first on prompts\.jsonl row \d+: .*no such answer"
     ):
         run(recipe)
     assert not (tmp_path / "text" / "model").exists()

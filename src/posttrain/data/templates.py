@@ -12,16 +12,18 @@ from typing import Any
 
 import jinja2.sandbox
 from jinja2 import nodes, pass_context
-from jinja2.compiler import CodeGenerator, Frame, operators
+from jinja2.compiler import CodeGenerator, Frame, MacroRef, operators
 from jinja2.exceptions import TemplateRuntimeError
 from jinja2.runtime import Context, LoopContext
 from jinja2.utils import Namespace
 
 BUDGET = 3_000_000
-"""Units of one rendering: one for each operation and element, and one for each `_CHARACTERS` characters."""
+"""Units of one rendering: one for each operation, element, and run of a short body, and one for each `_CHARACTERS` characters."""
 LONGEST = 128 * 1024
 """Maximum number of characters of a template. The longest published ones have a tenth of it."""
 _CHARACTERS = 16
+_NODES = 8
+"""Parts of the body of a loop or macro for each unit."""
 _MOST_BITS = 4_096
 _SHALLOW = {
     *(
@@ -43,6 +45,8 @@ _SHALLOW = {
     *("random", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "slice"),
 }
 """Filters that do not read what is nested in their value."""
+_SLOW = ("dictsort", "groupby", "sort", "title", "unique")
+"""Filters that take several times as long as others for each element or character."""
 _REMOVED = ("pprint", "striptags", "sum", "urlize", "wordwrap", "xmlattr")
 """Filters whose cost is not proportional to the sizes of their values. No published template uses them."""
 _COMPARING = (
@@ -71,6 +75,12 @@ def _call(method: str, node: Any) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(method), [node], [], None, None)
 
 
+def _charged(body: list[nodes.Node]) -> list[nodes.Node]:
+    """The body of a loop or macro, which spends for its length each time that it runs."""
+    length = sum(1 for part in body for _ in part.find_all(nodes.Node))
+    return [nodes.ExprStmt(_call("spend", nodes.Const(length // _NODES))), *body]
+
+
 class _Code(CodeGenerator):
     """Python code of a template, in which operators that Jinja does not intercept spend too."""
 
@@ -80,8 +90,12 @@ class _Code(CodeGenerator):
         self.write(")")
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        counted = _call("iterated", node.iter)
-        super().visit_For(nodes.For(node.target, counted, node.body, node.else_, node.test, node.recursive), frame)
+        counted, body = _call("iterated", node.iter), _charged(node.body)
+        super().visit_For(nodes.For(node.target, counted, body, node.else_, node.test, node.recursive), frame)
+
+    def macro_body(self, node: nodes.Macro | nodes.CallBlock, frame: Frame) -> tuple[Frame, MacroRef]:
+        node.body = _charged(node.body)
+        return super().macro_body(node, frame)
 
     def visit_Output(self, node: nodes.Output, frame: Frame) -> None:
         texts = sum(len(child.data) for child in node.nodes if isinstance(child, nodes.TemplateData))
@@ -160,7 +174,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         inner = [value]
         while inner:
             one = inner.pop()
-            self.spend(1 + len(one) // _CHARACTERS if isinstance(one, str) else 1)
+            self.spend(
+                1 + (len(one) // _CHARACTERS if isinstance(one, str) else len(one) if isinstance(one, range) else 0)
+            )
             one = one._Namespace__attrs if isinstance(one, Namespace) else one
             if isinstance(one, Mapping):
                 inner += one.keys()
@@ -253,6 +269,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         def limited(*args: Any, **keywords: Any) -> Any:
             value, *options = (*(args[1:] if special else args), *keywords.values())
             (self.copied if name in _SHALLOW else self.measured)(value)
+            if name in _SLOW and hasattr(value, "__len__"):
+                self.spend(2 * len(value) // (_CHARACTERS if isinstance(value, str) else 1))
             size = 0 if name in ("d", "default") else sum(map(self._size, options))
             if name == "format":
                 self._format(str(value), options)

@@ -9,7 +9,7 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 RESPONSE_MIB = 16
@@ -42,6 +42,29 @@ def bounded(client: Any, response_mib: int = RESPONSE_MIB) -> Any:
         "response": [*hooks["response"], _refuse_compression],
     }
     return client
+
+
+def bounded_async(response_mib: int = RESPONSE_MIB) -> Any:
+    """A client of httpx2 for MCP servers, whose responses have the same limits; events of a stream have their own."""
+    import httpx2
+
+    class Limited(httpx2.AsyncByteStream):
+        def __init__(self, inner: Any) -> None:
+            self.inner, self.limits = inner, _Limits(response_mib)
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            async for part in self.inner:
+                yield self.limits.count(part)
+
+        async def aclose(self) -> None:
+            await self.inner.aclose()
+
+    async def limit(response: Any) -> None:
+        _refuse_compression(response)
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            response.stream = Limited(response.stream)
+
+    return httpx2.AsyncClient(timeout=300, headers={"accept-encoding": "identity"}, event_hooks={"response": [limit]})
 
 
 def _refuse_compression(response: Any) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from posttrain.engines.http import RESPONSE_MIB, bounded
 from posttrain.errors import InputError
@@ -23,6 +24,8 @@ _MALFORMED = (ValueError, TypeError, AttributeError, RecursionError)
 """Exceptions of the client for JSON of another form."""
 _REJECTS_FIELDS = (400, 422)
 """Status codes of a server that rejects the fields of a request."""
+_ANSWERING: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+"""Client -> model that is asked for -> the name that its first response has."""
 
 
 class RequestRate:
@@ -148,7 +151,20 @@ def complete(
         response = client.chat.completions.create(
             model=model, messages=list(messages), **sent, extra_body=dict(extra) if extra else None
         )
+    require_same_model(client, model, response, where)
     return _completion(response, where)
+
+
+def require_same_model(client: Any, asked: str, response: Any, where: str) -> None:
+    """ChatRequestError if the response names another model than the first response of `client` to `asked` in this process.
+
+    The first name may differ from `asked`, which may be an alias.
+    """
+    name = getattr(response, "model", None)
+    if isinstance(name, str) and name != (first := _ANSWERING.setdefault(client, {}).setdefault(asked, name)):
+        raise ChatRequestError(
+            f"{where} answered as the model {shortened(first)} and now answers as {shortened(name)}; start the first again"
+        )
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.engines.openai import ChatRequestError, chat_client, request_errors, shortened
+from posttrain.engines.openai import ChatRequestError, chat_client, request_errors, require_same_model, shortened
 from posttrain.errors import InputError
 from posttrain.recipe.teacher import TeacherRecipe
 
@@ -113,6 +113,7 @@ class ScoringServers:
         sent = [name for name in fields if name != "extra_body"] + list(fields.get("extra_body", {}))
         with request_errors(where, client, "the prompt", sent):
             response = client.completions.create(model=model, prompt=ids, temperature=1.0, **fields)
+        require_same_model(client, model, response, where)
         read = _read_prompt_logprobs if self.recipe.protocol == "prompt_logprobs" else _read_echo
         try:
             scored = read(response.choices[0], ids)

@@ -4,22 +4,35 @@ process.
 
 import asyncio
 import atexit
+import json
+import logging
+import re
 import shlex
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from contextlib import AsyncExitStack
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from posttrain.data.tools import schema
+from posttrain.engines.http import bounded_async
+from posttrain.engines.openai import encodable, shortened
 from posttrain.environments.tools import Tool, ToolFailure, short_schema
 from posttrain.errors import InputError
 from posttrain.plugins import require_module
 from posttrain.recipe.base import BaseConfig, Connects, Executes, Text
+from posttrain.terminal import printable
 
 _START = 60
 """Time-out for the start of a server, in seconds."""
+_NAME = re.compile(r"[\w./-]{1,128}", re.ASCII)
+"""Names of tools: those that MCP allows, and `/`."""
+_MOST_TOOLS = 256
+_LONGEST_TOOLS = 256 << 10
+"""Maximum number of characters of all descriptions of tools together, which stand in every prompt."""
+_LONGEST = 1 << 20
+"""Maximum number of characters of a result."""
 
 
 class McpRecipe(BaseConfig):
@@ -45,31 +58,53 @@ def mcp_tools(server: McpRecipe) -> list[Tool]:
     """The tools of a server, which is started or connected at the first call in this process.
 
     All episodes share the server, so its tools must not depend on earlier calls. InputError if the server cannot be
-    started or reached, or lacks a tool named in `server.tools`.
+    started or reached, lacks a tool named in `server.tools`, or describes tools that no prompt can show.
     """
     connection = _connection(server.command, server.url)
     described = {one.name: one for one in connection.tools}
+    for name in [one.name for one in connection.tools]:
+        if not _NAME.fullmatch(name):
+            raise InputError(f"mcp: the server {connection.name} has a tool {shortened(ascii(name))}; rename it there")
+    if len(described) < len(connection.tools):
+        raise InputError(f"mcp: the server {connection.name} has two tools of one name; rename one there")
     if unknown := sorted(set(server.tools or ()) - described.keys()):
         raise InputError(
             f"mcp: the server {server.command or server.url} has no tool {unknown[0]!r}; use {', '.join(described)}"
         )
     wanted = described if server.tools is None else server.tools
-    return [
-        Tool(
-            schema(name, described[name].description or "", short_schema(described[name].input_schema)),
-            _caller(connection, name, server.timeout),
+    try:
+        schemas = {
+            name: schema(name, encodable(described[name].description or ""), short_schema(described[name].input_schema))
+            for name in wanted
+        }
+        length = len(json.dumps(list(schemas.values())))
+    except (AttributeError, RecursionError):
+        raise InputError(f"mcp: the server {connection.name} has a tool whose schema is malformed") from None
+    if length > _LONGEST_TOOLS:
+        raise InputError(
+            f"mcp: the server {connection.name} describes its tools in {length:,} characters, more than "
+            f"{_LONGEST_TOOLS:,}; name those to offer in `tools`"
         )
-        for name in wanted
-    ]
+    return [Tool(one, _caller(connection, name, server.timeout)) for name, one in schemas.items()]
 
 
 def _caller(connection: "_Connection", name: str, timeout: float) -> Callable[[Mapping[str, Any]], str]:
     return lambda arguments: connection.call(name, dict(arguments), timeout)
 
 
-@lru_cache(maxsize=32)
+_OPEN: dict[tuple[str | None, str | None], "_Connection"] = {}
+_OPENING = threading.Lock()
+
+
 def _connection(command: str | None, url: str | None) -> "_Connection":
-    return _Connection(command, url)
+    """The connection of this process, or a new one where that is broken, as when the server was started again."""
+    with _OPENING:
+        found = _OPEN.get((command, url))
+        if found is None or found.broken:
+            if found is not None:
+                found.close()
+            found = _OPEN[command, url] = _Connection(command, url)
+        return found
 
 
 class _Connection:
@@ -78,7 +113,12 @@ class _Connection:
     def __init__(self, command: str | None, url: str | None) -> None:
         self.name = command or str(url)
         self.tools: list[Any] = []
+        self.broken = False
+        """Whether a call failed by another reason than its tool or its time."""
         self._mcp = require_module("mcp", f"mcp ({self.name})")
+        logging.getLogger("mcp").setLevel(
+            logging.CRITICAL
+        )  # it logs a trace for each line that a server should not send
         target: Any = url
         if command is not None:
             program, *words = shlex.split(command)
@@ -110,8 +150,11 @@ class _Connection:
             future.cancel()
             raise RuntimeError(f"the MCP server {self.name} took longer than {timeout:g} s for {name}") from None
         except Exception as error:
+            self.broken = True
             raise RuntimeError(f"the MCP server {self.name} failed in {name}: {_reason(error)}") from error
         text = "\n".join(part.text for part in result.content if getattr(part, "type", "") == "text")
+        if len(text) > _LONGEST:
+            raise RuntimeError(f"the MCP server {self.name} sent more than {_LONGEST:,} characters for {name}")
         if result.is_error:
             raise ToolFailure(text or f"{name} failed")
         return text
@@ -132,15 +175,25 @@ class _Connection:
 
     async def _serve(self, target: Any) -> None:
         self._closing = asyncio.Event()
-        async with self._mcp.Client(target) as client:
-            self._client = client
-            self.tools = list((await client.list_tools()).tools)
+        async with AsyncExitStack() as stack:
+            if isinstance(target, str):
+                from mcp.client.streamable_http import streamable_http_client
+
+                target = streamable_http_client(target, http_client=await stack.enter_async_context(bounded_async()))
+            self._client = client = await stack.enter_async_context(self._mcp.Client(target))
+            listed = await client.list_tools()
+            self.tools = list(listed.tools)
+            while listed.next_cursor and len(self.tools) <= _MOST_TOOLS:
+                listed = await client.list_tools(cursor=listed.next_cursor)
+                self.tools += listed.tools
+            if len(self.tools) > _MOST_TOOLS:
+                raise ValueError(f"it has more than {_MOST_TOOLS} tools")
             self._ready.set()
             await self._closing.wait()
 
 
 def _reason(error: BaseException) -> str:
-    """The message of the first error of a group."""
+    """The message of the first error of a group, in one short line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return str(error) or type(error).__name__
+    return shortened(printable(" ".join(str(error)[:10_000].split()))) or type(error).__name__

@@ -16,7 +16,7 @@ from posttrain.runs.directory import RunDirectory, write_atomically
 from posttrain.runs.evaluated import evaluated_checkpoints
 from posttrain.runs.log import Line, Log, read_log
 from posttrain.runs.panels import TITLES, check_metric, keys_of, metric_of
-from posttrain.runs.sources import Source, bundles_of, open_sources, result_table, shared_metrics
+from posttrain.runs.sources import Source, bundles_of, readable_sources, result_table, shared_metrics
 from posttrain.runs.tables import Table, evaluated_table, scores_of_runs
 
 
@@ -76,8 +76,8 @@ def plot_files(
     or to `plots` in the working directory. `until` leaves out later steps.
     Raises `InputError` if there is nothing to draw, `RunError` for damaged metrics or if a file cannot be written.
     """
-    sources = open_sources(paths)
-    single = sources[0].run if len(sources) == 1 else None
+    sources, left_out = readable_sources(paths)
+    single = sources[0].run if len(paths) == len(sources) == 1 else None
     place = Path("plots") if single is None else single.plots
     directory = out or (place if until is None else place / f"until_step_{until}")
     if directory.exists() and not directory.is_dir():
@@ -102,7 +102,7 @@ def plot_files(
         text = "\n\n".join(f"## {table.title}\n\n{table.markdown()}\n\n{table.note}" for table in compared.tables)
         write_atomically(directory / "results.md", f"{text}\n")
         files.append(directory / "results.md")
-    return files, compared.warnings
+    return files, [*left_out, *compared.warnings]
 
 
 def compare(sources: Sequence[Source], metrics: Sequence[str] = ()) -> Compared:

@@ -12,6 +12,7 @@ from posttrain.errors import InputError
 from posttrain.models.load import resolve_path
 from posttrain.publishing.card import is_adapter, model_card
 from posttrain.runs.directory import RunDirectory, atomic_folder, exported_model, is_used, remove_partials
+from posttrain.runs.reader import is_file, read_text
 
 TARGETS = ("hf", "gguf", "ollama", "vllm")
 GIGABYTE = 1_000_000_000
@@ -57,6 +58,7 @@ def export_run(
         )
     if target in ("gguf", "ollama") and stage == "reward":
         raise InputError(f"{model} is a reward model, which GGUF does not support; use --to hf")
+    require_own_files(model)
     card = model_card(run, licence, target, address)
     remove_partials(out)
     with atomic_folder(out) as folder:
@@ -73,13 +75,20 @@ def export_run(
             settings = vllm_settings(model, out, run.path.name, run.load_recipe(), adapter)
             (folder / "vllm.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         (folder / "README.md").write_text(card, encoding="utf-8")
-        shutil.copyfile(run.recipe_file, folder / "recipe.yaml")
+        (folder / "recipe.yaml").write_text(read_text(run.recipe_file, run=run.path), encoding="utf-8")
     return sorted(file for file in out.rglob("*") if file.is_file())
 
 
+def require_own_files(model: Path) -> None:
+    """InputError for links in a model, which could put any file of this machine into an export."""
+    for path in (model, *sorted(model.iterdir())):
+        if path.is_symlink():
+            raise InputError(f"{path} is a link, which is not exported; replace it by the file")
+
+
 def copy_model(model: Path, out: Path, shard_bytes: int) -> None:
-    """Copy a transformers or peft model. Weights larger than `shard_bytes` are split into several files with an
-    index.
+    """Copy a transformers or peft model without hidden files. Weights larger than `shard_bytes` are split into several
+    files with an index.
     """
     from huggingface_hub import save_torch_state_dict
     from safetensors import safe_open
@@ -89,7 +98,7 @@ def copy_model(model: Path, out: Path, shard_bytes: int) -> None:
     for file in sorted(model.iterdir()):
         if divide and (file.suffix == ".safetensors" or file.name in _WEIGHTS):
             continue
-        if file.is_file():
+        if is_file(file) and not file.name.startswith("."):
             shutil.copyfile(file, out / file.name)
     if divide:
         tensors: dict[str, Any] = {}

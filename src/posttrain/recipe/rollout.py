@@ -62,7 +62,7 @@ class FailureRecipe(BaseConfig):
     reward: float = 0.0
     """For `score`: the reward of a failed episode."""
     max_share: float = Field(0.5, gt=0, le=1)
-    """The run stops if more than this share of a step's episodes failed."""
+    """The run stops if more than this share of the episodes of a step, or of an evaluation, failed."""
 
 
 class FilterRecipe(BaseConfig):

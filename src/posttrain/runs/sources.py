@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from posttrain.errors import InputError
+from posttrain.errors import InputError, PosttrainError
 from posttrain.plugins import require_module
 from posttrain.recipe.rollout import SCORES
 from posttrain.recipe.run import LOGGED_IN
@@ -127,6 +127,24 @@ def open_sources(paths: Sequence[Path]) -> list[Source]:
 
     Raises `InputError` for a path that is neither, or that is given twice; `RunError` for damaged metrics.
     """
+    return [_open(path, name) for path, name in _named(paths)]
+
+
+def readable_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
+    """As `open_sources` without what cannot be read, and a sentence about each of these. Raises the first if all are."""
+    sources, errors = list[Source](), list[PosttrainError]()
+    for path, name in _named(paths):
+        try:
+            sources.append(_open(path, name))
+        except PosttrainError as error:
+            errors.append(error)
+    if errors and not sources:
+        raise errors[0]
+    return sources, [f"left out: {error}" for error in errors]
+
+
+def _named(paths: Sequence[Path]) -> list[tuple[Path, str]]:
+    """The runs and logs in `paths`, and their names. InputError for one that is given twice."""
     expanded: list[Path] = []
     for path in paths:
         expanded += [path] if _may_be_run(path) else event_directories(path) or [path]
@@ -134,7 +152,7 @@ def open_sources(paths: Sequence[Path]) -> list[Source]:
     for path, resolved in zip(expanded, absolute, strict=True):
         if absolute.count(resolved) > 1:
             raise InputError(f"{path} is given twice; give every run once")
-    return [_open(path, name) for path, name in zip(expanded, _names(absolute), strict=True)]
+    return list(zip(expanded, _names(absolute), strict=True))
 
 
 def _may_be_run(path: Path) -> bool:

@@ -189,12 +189,13 @@ class EpisodeEvaluator:
         write_episodes(self.episodes, step, split, episodes, None)
         if result.unscored == result.episodes:
             raise RunError(f"{unscored_message(episodes)}, so there is nothing to evaluate; hold out other tasks")
-        if result.failed + result.unscored == result.episodes:
+        most = self.manager.rollout.failures.max_share
+        if result.failed > min(most * result.episodes, result.episodes - result.unscored - 1):
             first = next(episode for episode in episodes if episode.failure)
             task = environment_class(self.environment.type).task_name(self.environment, first.seed)
             raise RunError(
-                f"all {result.failed} evaluation episodes failed, the first on {task}: {first.failure}; correct the "
-                "environment, its reward or its judge"
+                f"{result.failed} of {result.episodes} evaluation episodes failed, the first on {task}: {first.failure}; "
+                f"rollout.failures.max_share is {most}; correct the environment, its reward or its judge, then resume"
             )
         self.warnings = _warnings(episodes, self.manager.rollout.tokens_per_turn)
         return replace(result, scores=self._ordered(result.scores)).metrics()

@@ -18,7 +18,7 @@ from posttrain.recipe.units import UnitCreditRecipe
 from posttrain.rollout.view import token_decoder, unit_credit_recipe
 from posttrain.runs.directory import RunDirectory, storage_errors, write_atomically
 from posttrain.runs.report import Report, Rows
-from posttrain.runs.sources import Source, differing_keys, open_sources
+from posttrain.runs.sources import Source, differing_keys, readable_sources
 from posttrain.runs.tables import Table
 from posttrain.view.episodes import EpisodePage, Sample, episode_page, largest_advantage, samples_of, shortened
 from posttrain.view.run_pages import paired, result_tables
@@ -138,13 +138,13 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
     """Write the report of the runs at `paths`; returns its path, and warnings about what it leaves out.
 
     `out` defaults to `report.html` in the directory of a single run, or in the working directory for several. Raises
-    `InputError` for a path that is not a run, `RunError` for damaged metrics or if the file cannot be written.
+    `InputError` if no path is a run, `RunError` if no metrics can be read, or if the file cannot be written.
     """
-    sources = open_sources(paths)
+    sources, left_out = readable_sources(paths)
     logs = [str(source.path) for source in sources if source.run is None]
     if logs:
         raise InputError(f"{logs[0]} is a TensorBoard log, which has only curves; use `posttrain plot`")
-    file = out or (sources[0].path / "report.html" if len(sources) == 1 else Path("report.html"))
+    file = out or (sources[0].path / "report.html" if len(paths) == 1 else Path("report.html"))
     if file.is_dir():
         raise InputError(f"--out {file} is a directory; give the name of a file, for example {file / 'report.html'}")
     compared, sentence = _compared(sources)
@@ -165,7 +165,8 @@ def write_html(paths: Sequence[Path], out: Path | None = None) -> tuple[Path, li
     with storage_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, text.lstrip().encode("utf-8", "backslashreplace"))
-    return file, [*compared.warnings, *(f"{one.title}: {text}" for one in sections for text in one.missing)]
+    missing = [f"{one.title}: {text}" for one in sections for text in one.missing]
+    return file, [*left_out, *compared.warnings, *missing]
 
 
 def _compared(sources: Sequence[Source]) -> tuple[Compared, str]:
