@@ -1,15 +1,13 @@
 """Losses of the policy and the terms added to them."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.registry import Registry, Section
-
-F = TypeVar("F", bound=Callable[..., Any])
-
+from posttrain.recipe.metrics import Metric
+from posttrain.recipe.registry import F, Registry, Section
 
 CORRECTION_CAPS = {"token": 2.0, "sequence": 3.0}
 """Default `cap` by `weights`: that of verl's and of TRL's recipes."""
@@ -83,6 +81,11 @@ class PolicyLoss(Section):
         return self
 
     @property
+    def averages_advantages(self) -> bool:
+        """Whether every token is weighted by the mean advantage of its stream, so the position of credit has no effect."""
+        return False
+
+    @property
     def compares_streams(self) -> str | None:
         """The key that sums log-ratios to the rollout over whole streams, or uses the rollout's log-probabilities
         instead of the learner's; None if there is none.
@@ -103,108 +106,13 @@ class PolicyLoss(Section):
         return "learner" if may_differ else "rollout"
 
 
-class PpoLoss(PolicyLoss):
-    """Clipped surrogate per token."""
-
-    type: Literal["ppo"] = "ppo"
-    """`ppo`: the clipped ratio of each token."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(0.2, gt=0)
-    """The ratio is clipped above at 1 + clip_high (clip-higher when larger than clip_low)."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Dual clip: lower bound on the surrogate for negative advantages, as a multiple of the advantage. Null: off."""
-
-
-class GspoLoss(PolicyLoss):
-    """Clipped surrogate on the geometric mean ratio of a stream."""
-
-    type: Literal["gspo", "gspo_token"]
-    """`gspo`: one ratio per stream. `gspo_token`: same values, token-wise gradients for token-wise advantages."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
-    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
-    clip_low: float = Field(3e-4, gt=0, lt=1)
-    """The stream's ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(4e-4, gt=0)
-    """The stream's ratio is clipped above at 1 + clip_high."""
-
-
-class CispoLoss(PolicyLoss):
-    """REINFORCE with a clipped, detached importance weight; no token loses its gradient."""
-
-    type: Literal["cispo"] = "cispo"
-    """`cispo`: a clipped, detached weight for each token."""
-    clip_low: float = Field(1.0, gt=0, le=1)
-    """The weight is clipped below at 1 - clip_low (1.0: no lower clip)."""
-    clip_high: float = Field(4.0, gt=0)
-    """The weight is clipped above at 1 + clip_high."""
-
-
-class DppoLoss(PolicyLoss):
-    """Importance-weighted policy gradient; tokens whose probability moved too far from the sampling policy are masked."""
-
-    ratio_to: ClassVar[Literal["old", "rollout"] | None] = "rollout"
-
-    type: Literal["dppo"] = "dppo"
-    """`dppo`: divergence PPO. Ratio and mask compare with the policy that sampled, not with recomputed log-probabilities."""
-    divergence: Literal["tv", "kl"] = "tv"
-    """How the change of a token's probability is measured: `tv`: difference of probabilities; `kl`: KL, in nats, of the two events this token and any other."""
-    delta: float = Field(0.15, gt=0)
-    """Largest divergence of a token that may move further from the sampling policy: a difference of probabilities for `tv`, nats for `kl`. The authors' script in verl takes 0.15 for `tv`, the default here, and 0.05 for `kl`."""
-
-    @model_validator(mode="after")
-    def _ratio_has_the_engine_in_it(self):
-        if self.correction is not None:
-            raise ValueError(
-                "`type: dppo` takes its ratio to the sampling policy, which includes the difference of engine and learner; "
-                "remove `correction`"
-            )
-        return self
-
-
-class SapoLoss(PolicyLoss):
-    """A smooth gate of the ratio in place of clipping: the weight of a token fades as its ratio leaves 1."""
-
-    type: Literal["sapo"] = "sapo"
-    """`sapo`: soft adaptive policy optimization."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
-    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
-    positive_temperature: float = Field(1.0, gt=0)
-    """Sharpness of the gate for tokens with a positive advantage (tau_pos). Larger fades faster."""
-    negative_temperature: float = Field(1.05, gt=0)
-    """Sharpness of the gate for all other tokens (tau_neg)."""
-
-
-class GmpoLoss(PolicyLoss):
-    """The geometric mean over a stream of clipped token ratios."""
-
-    type: Literal["gmpo"] = "gmpo"
-    """`gmpo`: geometric-mean policy optimization. Every token gets the mean advantage of its stream."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
-    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
-    clip_low: float = Field(0.4, gt=0)
-    """The log-ratio of a token is clipped below at -clip_low, in nats."""
-    clip_high: float = Field(0.4, gt=0)
-    """The log-ratio of a token is clipped above at clip_high, in nats."""
-
-
-class ReinforceLoss(PolicyLoss):
-    """-A log p, without importance weights: exact only for the first update of a step."""
-
-    ratio_to: ClassVar[Literal["old", "rollout"] | None] = None
-
-    type: Literal["reinforce", "gpg"] = "reinforce"
-    """`reinforce`: no importance weights. `gpg`: the same, times B / (B - M), where M of the update's B streams are in groups without any advantage."""
-
-
-LOSSES = Registry("loss", "posttrain.losses", PolicyLoss)
+LOSSES = Registry("loss", "posttrain.losses", PolicyLoss, ("posttrain.losses.surrogates",))
 """Policy losses by `type`."""
-LOSSES.build_in(PpoLoss, GspoLoss, CispoLoss, DppoLoss, SapoLoss, GmpoLoss, ReinforceLoss)
 LossRecipe = Annotated[SerializeAsAny[PolicyLoss], BeforeValidator(LOSSES.validate)]
 
 
-def register_loss(name: str) -> Callable[[F], F]:
-    """Function decorator that adds a policy loss, which recipes choose with `loss.type: name`.
+def register_loss(*names: str, metrics: tuple[Metric, ...] = ()) -> Callable[[F], F]:
+    """Decorator that adds a policy loss, which recipes choose with `loss.type: name`.
 
         @posttrain.register_loss("soft_ppo")
         def soft_ppo(logprobs, batch, *, sharpness: float = 5.0):
@@ -215,16 +123,15 @@ def register_loss(name: str) -> Callable[[F], F]:
     differentiable, and a `posttrain.losses.policy.TokenBatch`. It returns one loss per token, [N], to be minimized,
     optionally together with a dict of metrics as (sum, count). `aggregation` and `correction` apply to it as to the
     built-in losses. Its keyword-only parameters, which need type annotations, become keys of the `loss` section.
+    The built-in losses are classes of that section, with the function as their method `compute`, see
+    `posttrain.losses.surrogates`.
+
+    `metrics`: the meaning of each metric, for the documentation, studies and figures.
 
     Raises:
-        ValueError: `name` is a built-in loss, or a parameter cannot be a key.
+        ValueError: `names` has the name of a built-in loss, or a parameter cannot be a key.
     """
-
-    def registered(function: F) -> F:
-        LOSSES.add(name, function)
-        return function
-
-    return registered
+    return LOSSES.register(*names, metrics=metrics)
 
 
 class SftLossRecipe(BaseConfig):

@@ -9,7 +9,7 @@ from typing import Any
 from posttrain.errors import InputError
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
-from posttrain.recipe.credit import CriticRecipe, GdpoCredit
+from posttrain.recipe.credit import CriticRecipe
 from posttrain.recipe.engines import (
     OpenAIEngineRecipe,
     VllmEngineRecipe,
@@ -17,7 +17,7 @@ from posttrain.recipe.engines import (
     has_truncated_logprobs,
     no_primer,
 )
-from posttrain.recipe.loss import KL_STEP, GspoLoss, KlCovRecipe, PpoLoss
+from posttrain.recipe.loss import KL_STEP, KlCovRecipe
 from posttrain.recipe.model import ModelRecipe, RewardSource, stored_thinking
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe, evaluated_environment
 from posttrain.recipe.sources import read_file
@@ -334,14 +334,11 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     elif recipe.critic != type(recipe.critic)():
         # Not an error, so that users can switch between gae and other credit with one key.
         warnings.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
-    if isinstance(recipe.credit, GdpoCredit) and "return" not in (recipe.credit.weights or {}):
-        reason = "credit.weights of gdpo has no weight for `return`"
-        warnings += [_without_effect(key, reason) for key in recipe.rewards_beside_scores]
     loss = recipe.loss
     if loss.ratio_to != "old" and loss.correction is None and _given(loss, "old"):
         warnings.append(_without_effect("loss.old", f"loss.type {loss.type} does not use old log-probabilities"))
     if (
-        isinstance(loss, PpoLoss | GspoLoss)
+        loss.type in ("ppo", "gspo", "gspo_token")
         and loss.old != "rollout"
         and learner.updates_per_step * learner.epochs_per_step == 1
     ):
@@ -431,16 +428,7 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             f"with credit.discount below 1, unit_credit.type {recipe.unit_credit.type} changes the objective, because "
             "earlier rewards count more"
         )
-    if isinstance(loss, GspoLoss) and max(loss.clip_low, loss.clip_high) > 1e-2:
-        warnings.append(
-            f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "
-            f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
-        )
-    if isinstance(recipe.credit, GdpoCredit) and recipe.rollout.filter.type != "none":
-        warnings.append(
-            f"rollout.filter.type {recipe.rollout.filter.type} compares returns, so it drops groups with equal returns whose "
-            "scores differ, which credit.type gdpo learns from"
-        )
+    warnings += [*loss.warnings(recipe), *recipe.credit.warnings(recipe)]
     warnings += _many_updates(recipe) + _steep_kl(recipe) + _truncated(recipe.rollout.sampling) + _entropy(recipe)
     if recipe.rollout.async_rollouts > 0 and loss.correction is None and not _rollout_ratio(recipe):
         warnings.append(
