@@ -12,7 +12,7 @@ from posttrain.runs import figures, panels, plots
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.figures import SMOOTHED_STEPS
 from posttrain.runs.metrics import MetricsLog, read_metrics
-from posttrain.runs.panels import PANELS, TITLES, limits_of
+from posttrain.runs.panels import TITLES, declared_panels, limits_of
 
 
 def train(step: int, **changed: float) -> dict[str, float]:
@@ -271,7 +271,7 @@ def test_steps_with_nan_are_marked(run: RunDirectory) -> None:
     lines = logged(
         run, [(step, "train", train(step, **({"policy/kl": math.nan} if step == 2 else {}))) for step in (1, 2, 3)]
     )
-    figure = plots._panels(lines, PANELS["kl"])
+    figure = plots._panels(lines, declared_panels()["kl"])
     assert figure is not None
     drawn = lines_of(figure)
     assert list(drawn["Kullback-Leibler divergence"].get_xdata()) == [1, 3]
@@ -290,7 +290,9 @@ def test_bars_are_as_tall_as_a_step_is_long(run: RunDirectory) -> None:
 
 
 def test_a_wide_range_of_norms_gets_a_logarithmic_axis(run: RunDirectory) -> None:
-    figure = plots._panels(logged(run, [(step, "train", train(step)) for step in (1, 2, 3)]), PANELS["optimization"])
+    figure = plots._panels(
+        logged(run, [(step, "train", train(step)) for step in (1, 2, 3)]), declared_panels()["optimization"]
+    )
     assert figure is not None
     assert [axes.get_yscale() for axes in figure.axes] == ["log"]
 

@@ -20,9 +20,15 @@ from posttrain.losses.policy import (
     token_ratio,
 )
 from posttrain.recipe.loss import PolicyLoss, register_loss
+from posttrain.recipe.metrics import Metric
 
 if TYPE_CHECKING:
     import torch
+
+CLIPPED = (
+    Metric("policy/clip_low", "share of tokens clipped below"),
+    Metric("policy/clip_high", "share of tokens clipped above"),
+)
 
 
 class _StreamLoss(PolicyLoss):
@@ -32,7 +38,7 @@ class _StreamLoss(PolicyLoss):
     """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
 
 
-@register_loss("ppo")
+@register_loss("ppo", metrics=(*CLIPPED, Metric("policy/clip_dual", "share of tokens at the dual clip")))
 class PpoLoss(PolicyLoss):
     """Clipped surrogate per token."""
 
@@ -62,7 +68,7 @@ class PpoLoss(PolicyLoss):
         return losses, metrics
 
 
-@register_loss("gspo", "gspo_token")
+@register_loss("gspo", "gspo_token", metrics=CLIPPED)
 class GspoLoss(_StreamLoss):
     """Clipped surrogate on the geometric mean ratio of a stream."""
 
@@ -100,7 +106,7 @@ class GspoLoss(_StreamLoss):
         ]
 
 
-@register_loss("cispo")
+@register_loss("cispo", metrics=CLIPPED)
 class CispoLoss(PolicyLoss):
     """REINFORCE with a clipped, detached importance weight; no token loses its gradient."""
 
@@ -122,7 +128,9 @@ class CispoLoss(PolicyLoss):
         return -ratios.clamp(low, high) * batch.advantages * logprobs, metrics
 
 
-@register_loss("dppo")
+@register_loss(
+    "dppo", metrics=(*CLIPPED, Metric("policy/divergence", "divergence from the policy that sampled (`dppo`)"))
+)
 class DppoLoss(PolicyLoss):
     """Importance-weighted policy gradient; tokens whose probability moved too far from the sampling policy are masked."""
 
@@ -171,7 +179,7 @@ class DppoLoss(PolicyLoss):
         }
 
 
-@register_loss("sapo")
+@register_loss("sapo", metrics=(Metric("policy/gate", "mean gate of `sapo`"),))
 class SapoLoss(_StreamLoss):
     """A smooth gate of the ratio in place of clipping: the weight of a token fades as its ratio leaves 1."""
 
@@ -197,7 +205,7 @@ class SapoLoss(_StreamLoss):
         return -4 / temperatures * gates * batch.advantages, {"policy/gate": sum_and_count(weights)}
 
 
-@register_loss("gmpo")
+@register_loss("gmpo", metrics=CLIPPED)
 class GmpoLoss(_StreamLoss):
     """The geometric mean over a stream of clipped token ratios."""
 

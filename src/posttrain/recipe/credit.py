@@ -7,13 +7,28 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from posttrain.episode import Episode
 from posttrain.recipe.base import BaseConfig, Reads
-from posttrain.recipe.metrics import Metric
+from posttrain.recipe.metrics import HELD_OUT, TRAINING, Metric, Panel
 from posttrain.recipe.model import Dtype, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.registry import F, Registry, Section
 
 
 class Credit(Section):
     """Keys that every credit has."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "credit/zero_groups",
+            "share of groups in which all episodes have equal returns, so that they give no signal; groups of one do not count with a group baseline",
+        ),
+        Metric(
+            "credit/without_baseline",
+            "episodes left out of the update because there is no other episode to compare them with",
+        ),
+        Metric(
+            "credit/mean_advantage",
+            "mean advantage of sampled tokens, weighted as in the loss, in units of their root mean square",
+        ),
+    )
 
     comparison: ClassVar[Literal["group", "batch"] | None] = None
 
@@ -75,8 +90,32 @@ def register_credit(
     return CREDITS.register(*names, comparison=compared_with, metrics=metrics)
 
 
+VALUES = Panel("Mean over sampled tokens", "reward", from_zero=False, smoothed=True, figure="critic")
+
+
 class CriticRecipe(BaseConfig):
     """The critic: estimates the remaining return before each sampled token. Used by `gae` and `bilevel_gae`."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "critic/explained_variance",
+            "explained variance, training episodes",
+            Panel(
+                "Values against observed returns",
+                "explained variance",
+                from_zero=False,
+                smoothed=True,
+                figure="critic",
+            ),
+            TRAINING,
+        ),
+        Metric("critic/value", "value", VALUES, TRAINING),
+        Metric("critic/return", "return from the token onward", VALUES, HELD_OUT),
+        Metric("critic/loss", "value loss", Panel("Value loss", "reward squared", logarithmic=True, figure="critic")),
+        Metric("critic/clipped", "share of values outside of the clip of the value loss"),
+        Metric("critic/skipped", "critic updates skipped because of a gradient that is not finite"),
+        Metric("critic/*", "a metric of the critic's optimizer, as `optimizer/`"),
+    )
 
     backbone: Literal["separate", "shared"] = "separate"
     """`separate`: a separate model with its own optimizer. `shared`: a value head, initialized to 0, on the policy's last hidden states; policy and value loss share one forward and backward pass and both change the backbone."""

@@ -1,10 +1,12 @@
 """The data of a stage: sources, column names, and what happens to rows that do not fit."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
+from posttrain.recipe.metrics import PURPLE, Metric
+from posttrain.recipe.model import LOSS_TERMS
 from posttrain.recipe.rollout import HeldOut
 
 DEPTH = 200
@@ -89,6 +91,12 @@ TaskSources = Annotated[list[TaskSourceRecipe], BeforeValidator(_sources)]
 class DataRecipe(BaseConfig):
     """Training and validation rows of a supervised stage."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("validation/rows", "number of validation rows"),
+        Metric("test/rows", "number of test rows"),
+        Metric("test/loss", "loss of the test rows"),
+    )
+
     train: Sources = Field(min_length=1)
     """Rows to train on: a path, or a list of paths and sections."""
     validation: Sources = []
@@ -149,6 +157,8 @@ class FixedRowsRecipe(BaseConfig):
 
 class PtxRecipe(FixedRowsRecipe):
     """Supervised rows mixed into every policy update, against forgetting (PPO-ptx; Ouyang et al. 2022, arXiv 2203.02155)."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("ptx/loss", "supervised rows", LOSS_TERMS, PURPLE),)
 
     coefficient: float = Field(1.0, gt=0)
     """Weight of their negative log-likelihood, averaged over the trained tokens of the update, in the policy's loss."""

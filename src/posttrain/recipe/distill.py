@@ -1,6 +1,6 @@
 """The recipe of on-policy distillation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -8,13 +8,21 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.engines import refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
-from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.metrics import Metric
+from posttrain.recipe.model import MISMATCH, LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.rollout import EvaluationRecipe, refuse_overlap
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
 from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
 
 
 class _DistillationLoss(BaseConfig):
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "loss/distillation", "distillation loss per token; for `reverse_kl` a surrogate whose value has no meaning"
+        ),
+        MISMATCH,
+    )
+
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
     constant: float | None = Field(None, gt=0)
@@ -51,6 +59,8 @@ class JsdLoss(_DistillationLoss):
 
 class OffPolicyRecipe(FixedRowsRecipe):
     """Steps that train on fixed rows in place of sampled episodes. Rows may be answers of the teacher (`posttrain generate`)."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("teacher/off_policy", "1 on steps that train on fixed rows"),)
 
     share: float = Field(0.5, gt=0, le=1)
     """Probability that a step trains on rows, drawn for each step from the run seed. It is 1 - lambda of GKD (Agarwal et al. 2023, arXiv 2306.13649), whose lambda is the share of sampled episodes."""

@@ -1,11 +1,12 @@
 """Engines: the in-process engine, a vLLM engine, and a remote model behind an OpenAI-compatible server."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Executes, Mark, Text
 from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import SamplingRecipe
 
@@ -30,6 +31,15 @@ class LocalEngineRecipe(BaseConfig):
     """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache
     across turns and groups.
     """
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("memory/key_value_cache", "largest size of the local engine's key/value cache so far, in bytes"),
+        Metric("time/decoding", "seconds of the local engine's passes on sampled tokens, summed over processes"),
+        Metric(
+            "time/prompts",
+            "seconds of the local engine's passes on prompt tokens, summed over processes; the rest of the rollout is rendering, environments and scheduling",
+        ),
+    )
 
     type: Literal["local"] = "local"
     """`local`: in this process, on the weights in training. If no engine is given, `rl`, `distill` and `generate` use `vllm` on a GPU where vLLM is installed; the run prints which and why."""

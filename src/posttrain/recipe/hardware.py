@@ -1,11 +1,12 @@
 """Hardware of a run: the number of learner processes and, on a Ray cluster, the placement of all other workers."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig, Connects
+from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import ModelRecipe, OptimizerRecipe
 
 
@@ -55,6 +56,11 @@ class DedicatedPlacement(BaseConfig):
 
 class HardwareRecipe(BaseConfig):
     """Processes, devices, and what runs where."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("memory/process", "largest resident memory of the process so far, in bytes"),
+        Metric("memory/gpu", "largest memory that torch allocated on the GPU so far, in bytes"),
+    )
 
     processes: int = Field(1, ge=1)
     """Learner processes, each with one GPU or an equal share of the CPU threads. They split the micro-batches of each update, the groups of each step, and the model state (FSDP2). Under `torchrun` this must be the number of processes it started."""

@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.metrics import Metric
+from posttrain.recipe.metrics import GREEN, ORANGE, Metric, Panel
+from posttrain.recipe.model import LOSS_TERMS, MISMATCH
 from posttrain.recipe.registry import F, Registry, Section
 
 CORRECTION_CAPS = {"token": 2.0, "sequence": 3.0}
@@ -17,6 +18,14 @@ CORRECTION_BOUNDS = {"token": (0.5, 2.0), "sequence": (1 / 3, 3.0), "geometric":
 
 class CorrectionRecipe(BaseConfig):
     """Importance-sampling correction for the difference between the rollout's and the learner's log-probabilities, with r = p_old / p_rollout at a token. `weights` and `reject` combine, for example token weights with geometric rejection."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("correction/mismatch", "mean |log ratio| of learner and engine, before weights and rejection"),
+        Metric("correction/weight", "mean importance weight"),
+        Metric("correction/truncated", "share of tokens whose importance weight was capped"),
+        Metric("correction/rejected", "share of tokens rejected by `loss.correction`"),
+        Metric("correction/rejected_streams", "share of streams rejected by `loss.correction`"),
+    )
 
     weights: Literal["token", "sequence", "none"] = "token"
     """Factor of a token's loss, truncated at `cap`. `token`: r of the token. `sequence`: the product of r over the stream. `none`: 1."""
@@ -52,6 +61,20 @@ class CorrectionRecipe(BaseConfig):
 
 class PolicyLoss(Section):
     """Keys that every policy loss has."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("loss/policy", "policy", LOSS_TERMS, ORANGE),
+        Metric("policy/ratio", "mean probability ratio"),
+        Metric("policy/kl_rollout_k1", "KL divergence of learner and engine, estimator k1, nats per token"),
+        Metric("policy/kl_rollout_k3", "the same with estimator k3"),
+        Metric("policy/off_policy_masked", "share of tokens masked by `loss.off_policy_mask`"),
+        Metric("policy/truncated_masked", "share of episodes masked by `loss.mask_truncated`"),
+        Metric(
+            "policy/clipped_before_update",
+            "share of tokens that lose their gradient to the clip before any weight has changed",
+        ),
+        MISMATCH,
+    )
 
     ratio_to: ClassVar[Literal["old", "rollout"] | None] = "old"
     """What the loss compares the policy with: old log-probabilities, always those of the rollout, or nothing."""
@@ -148,6 +171,10 @@ KL_STEP = 0.2
 class ReferenceRecipe(BaseConfig):
     """Updates of the reference model towards the policy (TR-DPO; Gorbatovski et al. 2024, arXiv 2404.09656)."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("reference/updates", "updates of a reference model that follows the policy"),
+    )
+
     update_every: int | None = Field(None, ge=1)
     """Optimizer steps of the policy between updates of the reference model; skipped steps do not count. Null: the reference model stays the initial model."""
     mix: float = Field(1.0, gt=0, le=1)
@@ -166,6 +193,17 @@ ADAPTERS_OFF = "cannot be set with `model.lora`, where the reference model is th
 
 class KlRecipe(BaseConfig):
     """KL penalty towards the reference model."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "policy/kl",
+            "Kullback-Leibler divergence",
+            Panel("Distance from the reference model", "nats per token", figure="kl"),
+        ),
+        Metric("kl/coefficient", "KL coefficient", Panel("Penalty", "coefficient", figure="kl")),
+        Metric("loss/kl", "KL", LOSS_TERMS, GREEN),
+        Metric("policy/kl_clamped", "share of tokens whose k3 estimate reached its limit of 10"),
+    )
 
     coefficient: float = Field(0.0, ge=0)
     """Weight of the penalty (beta). 0: off, and no reference model is loaded."""
@@ -211,8 +249,16 @@ class KlRecipe(BaseConfig):
         return self.estimator or ("k1" if self.apply_to == "reward" else "k3")
 
 
+COVARIANCE = Metric("policy/covariance", "mean product of centered log-probability and centered advantage")
+
+
 class ClipCovRecipe(BaseConfig):
     """Clip-Cov: a few tokens whose log-probability and advantage vary together lose their gradient."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        COVARIANCE,
+        Metric("policy/clip_cov_masked", "share of tokens without a gradient because of `clip_cov`"),
+    )
 
     type: Literal["clip_cov"] = "clip_cov"
     """`clip_cov`: random tokens among those with a covariance between `low` and `high`."""
@@ -233,6 +279,12 @@ class ClipCovRecipe(BaseConfig):
 class KlCovRecipe(BaseConfig):
     """KL-Cov: the tokens whose log-probability and advantage vary together the most are held near the old policy."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        COVARIANCE,
+        Metric("policy/kl_cov_held", "share of tokens with the penalty of `kl_cov`"),
+        Metric("loss/kl_cov", "covariance penalty"),
+    )
+
     type: Literal["kl_cov"] = "kl_cov"
     """`kl_cov`: the tokens with the largest covariance. It has an effect from the second update of a step on."""
     share: float = Field(2e-3, gt=0, lt=1)
@@ -243,6 +295,12 @@ class KlCovRecipe(BaseConfig):
 
 class EntropyRecipe(BaseConfig):
     """Entropy bonus, and rules that keep the entropy of the policy from collapsing."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("entropy/coefficient", "coefficient of the entropy bonus"),
+        Metric("policy/bonus_entropy", "entropy at the tokens of the entropy bonus, nats"),
+        Metric("policy/low_entropy_masked", "share of tokens without a gradient because of `entropy.top_share`"),
+    )
 
     coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus in the loss; with `target`, its start. 0: off."""

@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.recipe.base import BaseConfig, Loads, Mark, Reads, Text
+from posttrain.recipe.metrics import Metric, Panel
 
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn thinking on and off (Qwen3, SmolLM3 and GLM; DeepSeek-V3.1 and Granite)."""
@@ -126,8 +127,28 @@ class RewardSource(BaseConfig):
     """Maximum number of tokens in one forward pass of the reward model."""
 
 
+LOSS_TERMS = Panel("Loss and its terms", "loss", from_zero=False, figure="optimization")
+"""The terms of the loss of a policy."""
+MISMATCH = Metric(
+    "policy/mismatch",
+    "log-probability mismatch",
+    Panel("Engine against learner", "mean |difference|, nats", logarithmic=True, figure="optimization"),
+)
+
+
 class OptimizerRecipe(BaseConfig):
     """AdamW, its schedule, and gradient clipping."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "optimizer/gradient_norm",
+            "gradient norm",
+            Panel("Gradient", "norm before clipping", logarithmic=True, figure="optimization"),
+        ),
+        Metric("optimizer/learning_rate", "learning rate", Panel("Step size", "learning rate", figure="optimization")),
+        Metric("optimizer/no_signal", "1 if an update had no gradient because no episode had credit"),
+        Metric("optimizer/skipped", "1 if an update was skipped because its gradient was not finite"),
+    )
 
     type: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw`: moments in float32, 8 bytes per trained weight. `adamw_8bit`: moments in blocks of 8-bit numbers, 2 bytes (bitsandbytes). Not with `hardware.offload`, and such a run resumes with as many processes as it was saved with."""
@@ -153,6 +174,11 @@ class OptimizerRecipe(BaseConfig):
 
 class LearnerRecipe(BaseConfig):
     """How the episodes or rows of a step become optimizer updates."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("loss/total", "total", LOSS_TERMS),
+        Metric("tokens/trained", "tokens in the loss"),
+    )
 
     tokens_per_batch: int = Field(4096, ge=16)
     """Tokens per micro-batch: the main control of training memory. It does not change the gradient. A longer sequence is an error; nothing is truncated."""

@@ -1,6 +1,6 @@
 """The recipe of reinforcement learning."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,7 @@ from posttrain.recipe.data import PtxRecipe
 from posttrain.recipe.engines import has_truncated_logprobs, refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
 from posttrain.recipe.loss import ADAPTERS_OFF, LOSSES, EntropyRecipe, KlRecipe, LossRecipe, PolicyLoss
+from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
 from posttrain.recipe.rollout import EvaluationRecipe, refuse_ahead, refuse_overlap
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
@@ -28,6 +29,17 @@ def _default_loss() -> PolicyLoss:
 
 class RlRecipe(SampledRecipe):
     """Reinforcement learning in an environment."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("rollout/restarted", "episodes restarted on new weights"),
+        Metric("rollout/stale", "episodes dropped as stale"),
+        Metric("policy/staleness_mean", "mean number of optimizer updates between sampling a token and training on it"),
+        Metric("policy/staleness_max", "largest number of these updates"),
+        Metric("tokens/discarded", "tokens of restarted episodes"),
+        Metric("time/overlap_share", "share of the sampling time during which the learner did not wait"),
+        Metric("time/sampling", "seconds of sampling the batch"),
+        Metric("time/waited_for_learner", "seconds that sampling waited for weights"),
+    )
 
     stage: Literal["rl"] = "rl"
     """Which stage the recipe is for; `posttrain rl` takes this one."""

@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
 
 from posttrain.recipe.base import BaseConfig, Text
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
+from posttrain.recipe.metrics import HELD_OUT, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe
 
 SCORES = "score/"
@@ -192,8 +193,23 @@ def refuse_overlap(
             )
 
 
+RETURN = Panel("Return", "reward per episode", smoothed=True, figure="reward")
+ANSWERS = Panel("Answers", "tokens per answer", figure="lengths")
+TURNS = Panel("Episodes", "turns per episode", figure="lengths")
+REJECTED = Panel("Rejected answers", "share of answers", percent=True, figure="lengths")
+
+
 class EvaluationRecipe(BaseConfig):
     """Held-out evaluation. With `every` above 0, the learning curve is measured before training, every `every` steps and after training, and the final table with the initial model and with the exported checkpoint; `start: false` leaves out both measurements before training. With `every: 0`, only the exported checkpoint is evaluated, for the final table."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("success", "share of held-out episodes that succeed"),
+        Metric("return", "held-out episodes", RETURN, HELD_OUT),
+        Metric("score/*", "mean of a score of the held-out episodes"),
+        Metric("tokens_per_answer", "held-out", ANSWERS),
+        Metric("turns", "held-out", TURNS),
+        Metric("rejected_share", "held-out", REJECTED),
+    )
 
     every: int = Field(10, ge=0)
     """Steps between evaluations for the learning curve. 0: no curve and nothing before training, only the final table."""

@@ -1,15 +1,16 @@
 """Keys that every stage has: directories, checkpoints, collapse guards, and the environment of stages that use one."""
 
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Text, Writes
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
+from posttrain.recipe.metrics import TRAINING, Metric, Panel
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.rollout import RolloutRecipe, SeedRange
+from posttrain.recipe.rollout import ANSWERS, REJECTED, RETURN, TURNS, RolloutRecipe, SeedRange
 
 
 class CheckpointRecipe(BaseConfig):
@@ -83,8 +84,18 @@ class TrackingRecipe(BaseConfig):
     """W&B tags of the run. Empty: the environment variable `WANDB_TAGS`."""
 
 
+ENTROPY = Panel("Entropy", "nats per token", figure="entropy")
+
+
 class StageRecipe(BaseConfig):
     """A run of one stage."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("time/run", "seconds since the run started"),
+        Metric("time/step", "seconds of the step"),
+        Metric("time/*", "seconds of a phase of the step"),
+        Metric("speed/tokens_per_second", "tokens per second: sampled, or trained on"),
+    )
 
     name: Text = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run. Its directory is `<runs>/<name>`."""
@@ -126,6 +137,42 @@ class PlayedRecipe(StageRecipe):
 
 class SampledRecipe(PlayedRecipe):
     """A stage that trains on the episodes that the policy samples."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("rollout/return", "training episodes", RETURN, TRAINING),
+        Metric("rollout/success", "success of the training episodes"),
+        Metric("rollout/score/*", "mean of a score of the training episodes"),
+        Metric("rollout/score_n/*", "number of training episodes with this score"),
+        Metric("rollout/tokens_per_answer", "training", ANSWERS, TRAINING),
+        Metric("rollout/turns", "training", TURNS, TRAINING),
+        Metric("rollout/rejected_share", "training", REJECTED, TRAINING),
+        Metric("rollout/episodes", "episodes of the step"),
+        Metric("rollout/kept", "episodes of the step after `rollout.filter`"),
+        Metric("rollout/failed", "episodes that failed"),
+        Metric("rollout/unscored", "episodes to which no reward applies"),
+        Metric(
+            "reward/group_spread",
+            "mean standard deviation of a group's returns",
+            Panel("Spread within groups", "standard deviation", figure="reward"),
+            TRAINING,
+        ),
+        Metric("policy/entropy", "entropy of the policy", ENTROPY),
+        Metric(
+            "policy/repeated_share",
+            "same token twice in a row",
+            Panel("Repetition", "share of sampled tokens", percent=True, figure="entropy"),
+        ),
+        Metric("tokens/sampled", "tokens sampled"),
+        Metric("tokens/prefilled", "prompt tokens computed"),
+        Metric("tokens/reused", "prompt tokens taken from the cache"),
+        Metric("tools/calls", "well-formed tool calls per episode"),
+        Metric(
+            "tools/failed_share",
+            "share of the well-formed calls of unknown tools, with wrong arguments, or that raised an error",
+        ),
+        Metric("tools/malformed_share", "share of all calls that could not be parsed"),
+        Metric("time/weights", "seconds of sending weights to the engine, part of `time/rollout`"),
+    )
 
     steps: int = Field(100, ge=1)
     """Number of steps. Each samples groups_per_step x episodes_per_group episodes and makes updates_per_step x epochs_per_step updates."""

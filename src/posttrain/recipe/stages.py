@@ -1,7 +1,7 @@
 """The recipes of `posttrain evaluate` and `posttrain generate`, and the schemas of all stages by name."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,7 @@ from posttrain.recipe.engines import (
     refuse_lone_adapters,
     refuse_unknown_sampling,
 )
+from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import RewardSource
 from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.rollout import (
@@ -142,6 +143,18 @@ class LimitsRecipe(BaseConfig):
 
 class GenerateRecipe(StageRecipe):
     """Generation: a model answers the rows of a data set and writes a file of predictions."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("generate/rows", "rows answered"),
+        Metric("generate/answers", "answers written"),
+        Metric("generate/missing", "rows without an answer"),
+        Metric("generate/tokens", "tokens sampled"),
+        Metric("generate/cut_off", "answers truncated at the token limit"),
+        Metric("generate/cut_off_share", "share of truncated answers, a mean over rows"),
+        Metric("generate/thinking", "answers with a thinking block"),
+        Metric("generate/thinking_only", "answers truncated inside their thinking block"),
+        Metric("generate/thinking_tokens", "tokens of thinking blocks"),
+    )
 
     stage: Literal["generate"] = "generate"
     """Which stage the recipe is for; `posttrain generate` takes this one."""

@@ -1,11 +1,12 @@
 """The teacher of a distillation: a model, a server, or the policy itself with additional text in its prompt."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig, Connects, Mark, Reads, Text
+from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import Dtype
 
 CONTEXT_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
@@ -14,6 +15,14 @@ CONTEXT_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 class TeacherRecipe(BaseConfig):
     """A model that scores the tokens that the policy sampled. Set one of `path`, `urls` and `policy`. The teacher has the policy's tokenizer."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("teacher/reverse_kl", "mean of log policy - log teacher at sampled tokens, nats"),
+        Metric("teacher/logprob", "mean log-probability of sampled tokens under the teacher"),
+        Metric("teacher/agreement", "share of sampled tokens that the teacher ranks first"),
+        Metric("teacher/failed", "episodes without scores of the teacher"),
+        Metric("teacher/without_context", "episodes without a field that `teacher.context` needs"),
+    )
 
     path: Reads | None = None
     """Directory, hub id, `.gguf` file or `packaged:` name of the teacher. In a pipeline, `stage:NAME`."""

@@ -32,7 +32,7 @@ from posttrain.runs.panels import (
     GREY,
     RED,
     Line,
-    Metric,
+    MetricLook,
     Series,
     is_trained,
     limits_of,
@@ -70,7 +70,7 @@ def looks(count: int) -> list[Look]:
     return [Look(DOMAINS[i % len(DOMAINS)], DASHES[i // len(DOMAINS)], MARKERS[i % len(MARKERS)]) for i in range(count)]
 
 
-def draw_metric(metric: Metric, bundles: Sequence[Bundle]) -> tuple[Figure | None, list[str]]:
+def draw_metric(metric: MetricLook, bundles: Sequence[Bundle]) -> tuple[Figure | None, list[str]]:
     """The figure of one metric, and warnings about omitted runs; None if no run has a value."""
     drawn: list[tuple[Bundle, Look, list[Series]]] = []
     warnings = []
@@ -90,7 +90,7 @@ def draw_metric(metric: Metric, bundles: Sequence[Bundle]) -> tuple[Figure | Non
     return figure, [*warnings, *more]
 
 
-def _draw(metric: Metric, drawn: list[tuple[Bundle, Look, list[Series]]]) -> tuple[Figure, list[str]]:
+def _draw(metric: MetricLook, drawn: list[tuple[Bundle, Look, list[Series]]]) -> tuple[Figure, list[str]]:
     height = math.ceil(len(drawn) / _columns([bundle.title for bundle, _, _ in drawn]))
     figure = Figure(figsize=(8, 4.6 + 0.22 * height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -159,7 +159,7 @@ def _smooth(series: Series) -> Series:
     return Series(series.steps[2:-2], smoothed(series.values), series.nonfinite)
 
 
-def _draw_baselines(axes: Axes, metric: Metric, drawn: list[tuple[Bundle, Look, list[Series]]]) -> list[float]:
+def _draw_baselines(axes: Axes, metric: MetricLook, drawn: list[tuple[Bundle, Look, list[Series]]]) -> list[float]:
     """Draw the random and the optimal policy if all runs have the same value, and the reference line of the panel."""
     sources = [source for bundle, _, _ in drawn for source in bundle.sources]
     key = metric.key.removeprefix("rollout/")
@@ -181,7 +181,7 @@ def _baseline(lines: list[Line], policy: str, key: str) -> float | None:
     return values[-1] if values else None
 
 
-def _subtitle(metric: Metric, smooth: bool, averaged: bool, geometric: bool, limits: bool, count: int) -> str:
+def _subtitle(metric: MetricLook, smooth: bool, averaged: bool, geometric: bool, limits: bool, count: int) -> str:
     parts = [part for part in (metric.what, metric.key if metric.what else "") if part]
     parts += [f"moving mean of {SMOOTHED_STEPS} points"] if smooth else []
     parts += ["geometric means"] if geometric else []

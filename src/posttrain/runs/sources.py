@@ -17,7 +17,7 @@ from posttrain.runs.metrics import read_metrics
 from posttrain.runs.panels import (
     MOST_POINTS,
     Line,
-    Metric,
+    MetricLook,
     Series,
     keys_of,
     known_metrics,
@@ -256,7 +256,7 @@ def _label(runs: Sequence[Source], others: Sequence[Bundle]) -> str:
 _MAX_LISTED = 6
 
 
-def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[Metric], list[str]]:
+def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[MetricLook], list[str]]:
     """The metrics that are drawn by default, and warnings on those left out.
 
     Runs of posttrain contribute the metrics of a report; other logs contribute all metrics. With several bundles, at
@@ -289,7 +289,7 @@ def _default_keys(lines: list[Line], foreign: bool) -> list[str]:
     return known if known or not foreign else [key for key in keys if key != "time/run"]
 
 
-def _listed(metrics: Sequence[Metric]) -> str:
+def _listed(metrics: Sequence[MetricLook]) -> str:
     first = ", ".join(metric.key for metric in metrics[:_MAX_LISTED])
     return first if len(metrics) <= _MAX_LISTED else f"{first} and {len(metrics) - _MAX_LISTED} more"
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from posttrain.runs.panels import DOMAINS, Metric, Series, is_trained, limits_of, series_of
+from posttrain.runs.panels import DOMAINS, MetricLook, Series, is_trained, limits_of, series_of
 from posttrain.runs.sources import Bundle, Source, bundles_of, mean_over_seeds, shared_metrics
 from posttrain.view.charts import counts_of, levels_of, reference_of
 
@@ -24,7 +24,7 @@ def charts_of_runs(sources: Sequence[Source], apart: bool = False) -> list[dict[
     return [{**chart, "id": f"chart-{number}"} for number, chart in enumerate(charts) if chart["curves"]]
 
 
-def _chart(metric: Metric, bundles: Sequence[Bundle]) -> dict[str, Any]:
+def _chart(metric: MetricLook, bundles: Sequence[Bundle]) -> dict[str, Any]:
     curves = []
     for number, bundle in enumerate(bundles):
         look = {"color": DOMAINS[number % len(DOMAINS)], "dash": number // len(DOMAINS) % _DASHES}
@@ -44,7 +44,7 @@ def _chart(metric: Metric, bundles: Sequence[Bundle]) -> dict[str, Any]:
     return {"section": "Curves", **look, "log": panel.logarithmic, "curves": curves, "levels": levels}
 
 
-def _curve(metric: Metric, bundle: Bundle, found: Sequence[Series]) -> dict[str, Any]:
+def _curve(metric: MetricLook, bundle: Bundle, found: Sequence[Series]) -> dict[str, Any]:
     if len(found) > 1:
         mean = mean_over_seeds(found, rate=metric.panel.percent)
         limits = {"low": list(map(_finite, mean.low)), "high": list(map(_finite, mean.high))}
