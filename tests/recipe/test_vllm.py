@@ -22,7 +22,7 @@ def test_the_engine_of_each_stage_may_be_vllm():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["engine.mode=in_process", "engine.servers=2"], "`servers` has no effect with `mode: in_process`"),
+        (["engine.mode=in_process", "engine.servers=2"], "`servers` has no effect: mode is in_process"),
         (["engine.urls=[http://a:1]", "engine.servers=2"], "set only one of them"),
         (["engine.urls=[a:1]"], "must begin with http"),
         (["engine.adapters=adapter_only"], "set `model.lora`"),

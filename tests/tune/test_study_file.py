@@ -41,7 +41,7 @@ def objective(metric, **more):
         ({"search": {"a": [1]}}, "`a` has too few values"),
         ({"search": {"a": [1, 1]}}, "`a` contains a value twice"),
         ({"search": None}, "exactly one of `search` and `groups`"),
-        ({"search": None, "groups": [{"name": "g", "grid": {"a": [1, 2]}}]}, "`trials` has no effect with `groups`"),
+        ({"search": None, "groups": [{"name": "g", "grid": {"a": [1, 2]}}]}, "`trials` has no effect: groups is"),
         (
             {"search": None, "trials": None, "groups": [{"name": "g", "grid": {"a": {"low": 1, "high": 2}}}]},
             "a grid needs a list",

@@ -5,7 +5,7 @@ Importing this module needs no torch, so that recipes can be read without it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,7 @@ from posttrain.losses.policy import (
 )
 from posttrain.recipe.loss import PolicyLoss, register_loss
 from posttrain.recipe.metrics import Metric
+from posttrain.recipe.needs import Around, Needs
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,15 @@ CLIPPED = (
     Metric("policy/clip_low", "share of tokens clipped below"),
     Metric("policy/clip_high", "share of tokens clipped above"),
 )
+
+
+def _leaves_one(find: Around) -> bool:
+    learner = find("learner")
+    return learner is None or learner.several_updates or find("old") == "rollout"
+
+
+LEAVES_ONE = Needs(_leaves_one, "with one update per step the ratio is always 1")
+"""The need of clip ranges of ratios to old log-probabilities."""
 
 
 class _StreamLoss(PolicyLoss):
@@ -44,11 +54,11 @@ class PpoLoss(PolicyLoss):
 
     type: Literal["ppo"] = "ppo"
     """`ppo`: the clipped ratio of each token."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_low: Annotated[float, LEAVES_ONE] = Field(0.2, gt=0, lt=1)
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(0.2, gt=0)
+    clip_high: Annotated[float, LEAVES_ONE] = Field(0.2, gt=0)
     """The ratio is clipped above at 1 + clip_high (clip-higher when larger than clip_low)."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: Annotated[float | None, LEAVES_ONE] = Field(None, gt=1)
     """Dual clip: lower bound on the surrogate for negative advantages, as a multiple of the advantage. Null: off."""
 
     def compute(self, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
@@ -74,9 +84,9 @@ class GspoLoss(_StreamLoss):
 
     type: Literal["gspo", "gspo_token"]
     """`gspo`: one ratio per stream. `gspo_token`: same values, token-wise gradients for token-wise advantages."""
-    clip_low: float = Field(3e-4, gt=0, lt=1)
+    clip_low: Annotated[float, LEAVES_ONE] = Field(3e-4, gt=0, lt=1)
     """The stream's ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(4e-4, gt=0)
+    clip_high: Annotated[float, LEAVES_ONE] = Field(4e-4, gt=0)
     """The stream's ratio is clipped above at 1 + clip_high."""
 
     def compute(self, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from posttrain.recipe.metrics import Metric
+from posttrain.recipe.needs import refuse_without_effect
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class BaseConfig(BaseModel):
 
     metrics: ClassVar[tuple[Metric, ...]] = ()
     """The metrics of runs whose recipe has this section."""
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self):
+        refuse_without_effect(self)
+        return self
 
     @model_validator(mode="after")
     def _numbers_fit(self):

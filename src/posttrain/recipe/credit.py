@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from posttrain.episode import Episode
 from posttrain.recipe.base import BaseConfig, Reads
 from posttrain.recipe.metrics import HELD_OUT, TRAINING, Metric, Panel
 from posttrain.recipe.model import Dtype, LoraRecipe, ModelRecipe, OptimizerRecipe
+from posttrain.recipe.needs import Around, Needs, needs
 from posttrain.recipe.registry import F, Registry, Section
 
 
@@ -93,6 +94,15 @@ def register_credit(
 VALUES = Panel("Mean over sampled tokens", "reward", from_zero=False, smoothed=True, figure="critic")
 
 
+def _has_own_updates(find: Around) -> bool:
+    return find("backbone") == "separate" or find("updates_before_policy") > 0
+
+
+def _values_change(find: Around) -> bool:
+    learner = find("learner")
+    return learner is None or learner.several_updates or find("rollout.async_rollouts") > 0
+
+
 class CriticRecipe(BaseConfig):
     """The critic: estimates the remaining return before each sampled token. Used by `gae` and `bilevel_gae`."""
 
@@ -119,48 +129,35 @@ class CriticRecipe(BaseConfig):
 
     backbone: Literal["separate", "shared"] = "separate"
     """`separate`: a separate model with its own optimizer. `shared`: a value head, initialized to 0, on the policy's last hidden states; policy and value loss share one forward and backward pass and both change the backbone."""
-    coefficient: float = Field(0.1, gt=0)
+    coefficient: Annotated[float, needs("backbone", "shared", refused=True)] = Field(0.1, gt=0)
     """With `backbone: shared`: weight of the value loss. 0.1 is common for language models, 0.5 for control tasks."""
-    path: Reads | None = None
+    path: Annotated[Reads | None, needs("backbone", "separate", refused=True)] = None
     """With `backbone: separate`: initial weights. A language model (the value head is initialized to 0), or a reward model with its head, such as an export of `posttrain reward` (values are scaled as `reward.normalize: stored` scales rewards). It must have the policy's tokenizer. Null: `model.path`. In a pipeline, `stage:NAME`."""
-    dtype: Dtype = None
+    dtype: Annotated[Dtype, needs("backbone", "separate", refused=True)] = None
     """With `backbone: separate`: precision of the critic. The value head always uses float32. Null: bfloat16 on a GPU, float32 on a CPU."""
-    lora: LoraRecipe | None = None
+    lora: Annotated[
+        LoraRecipe | None,
+        needs("backbone", "separate", refused=True),
+        Needs(lambda find: False, "the critic is not exported", inside="export", only=bool),
+    ] = None
     """With `backbone: separate`: LoRA adapters of the critic. Null: train all of its weights."""
-    optimizer: OptimizerRecipe = OptimizerRecipe()
+    optimizer: Annotated[
+        OptimizerRecipe,
+        Needs(
+            _has_own_updates,
+            "with critic.backbone shared and no critic.updates_before_policy, the head is updated with the policy",
+            "see optimizer.max_skipped_updates",
+            inside="max_skipped_updates",
+            refused=True,
+        ),
+    ] = OptimizerRecipe()
     """Optimizer of the critic; with `backbone: shared`, of the value head only."""
     updates_before_policy: int = Field(0, ge=0)
     """Critic warm-up: updates of the critic before the policy's first update. With `backbone: shared` only the value head is trained in them."""
-    clip: float | None = Field(0.2, gt=0)
+    clip: Annotated[float | None, Needs(_values_change, "with one update per step the values are unchanged")] = Field(
+        0.2, gt=0
+    )
     """Clip range of the value loss, in units of reward, around the values before the step's updates. Null: off."""
-
-    @model_validator(mode="after")
-    def _keys_fit_the_trunk(self):
-        if self.backbone == "separate":
-            if self.coefficient != 0.1:
-                raise ValueError(
-                    "`critic.coefficient` weighs the value loss against the policy loss, which needs `critic.backbone: shared`; "
-                    "remove it"
-                )
-            return self
-        if self.path is not None:
-            raise ValueError(
-                "`critic.path` initializes a separate critic; with `critic.backbone: shared` "
-                "the critic uses the policy's weights and its head starts at 0. Set `critic.backbone: separate`, or remove `critic.path`"
-            )
-        for key, default in (("dtype", None), ("lora", None)):
-            if getattr(self, key) != default:
-                raise ValueError(
-                    f"`critic.{key}` has no effect with `critic.backbone: shared`, which uses the policy's weights; see `model.{key}`"
-                )
-        skipped = "max_skipped_updates"
-        default = OptimizerRecipe.model_fields[skipped].default
-        if not self.updates_before_policy and getattr(self.optimizer, skipped) != default:
-            raise ValueError(
-                f"`critic.optimizer.{skipped}` has no effect with `critic.backbone: shared` and no `updates_before_policy`: "
-                f"the head is updated with the policy; see `optimizer.{skipped}`"
-            )
-        return self
 
     def model(self, policy: ModelRecipe) -> ModelRecipe:
         """The model section of a separate critic. Keys that it does not have come from the policy's `model`."""

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
 from posttrain.recipe.metrics import PURPLE, Metric
 from posttrain.recipe.model import LOSS_TERMS
+from posttrain.recipe.needs import needs
 from posttrain.recipe.rollout import HeldOut
 
 DEPTH = 200
@@ -116,7 +117,7 @@ class DataRecipe(BaseConfig):
     """true: a row that cannot be used is an error. false: such rows are dropped, counted and reported."""
     streaming: bool = False
     """Read rows during training instead of at the start. Needs `steps`."""
-    shuffle_buffer: int = Field(10_000, ge=1)
+    shuffle_buffer: Annotated[int, needs("streaming")] = Field(10_000, ge=1)
     """With `streaming`: size of the shuffle buffer, in rows."""
     cache: Writes | None = None
     """Directory of the cache of tokenized rows. Null: the user's cache directory."""

@@ -10,6 +10,7 @@ from posttrain.recipe.engines import refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import MISMATCH, LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.needs import Around, Needs
 from posttrain.recipe.rollout import EvaluationRecipe, refuse_overlap
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
 from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
@@ -35,6 +36,11 @@ class _DistillationLoss(BaseConfig):
         return self
 
 
+def _weighted(find: Around) -> bool:
+    learner = find("learner")
+    return learner is None or learner.several_updates or find("engine.type") != "local"
+
+
 class ReverseKlLoss(_DistillationLoss):
     """Policy gradient on the reverse KL divergence, from the teacher's log-probability of each sampled token."""
 
@@ -42,7 +48,9 @@ class ReverseKlLoss(_DistillationLoss):
     """`reverse_kl`: the advantage of a token is log teacher - log policy."""
     discount: float = Field(0.0, ge=0, le=1)
     """Weight of the next token's advantage in that of a token. 0: each token alone. 1: the divergence of whole sequences, unbiased with more variance."""
-    cap: float | None = Field(2.0, gt=1)
+    cap: Annotated[float | None, Needs(_weighted, "with one update per step the importance weight is always 1")] = (
+        Field(2.0, gt=1)
+    )
     """Largest importance weight of a token, policy / rollout policy; it matters after the first update of a step. Null: no limit."""
 
 

@@ -8,6 +8,7 @@ from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Executes, Mark
 from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.needs import Around, Needs, needs, unless
 from posttrain.recipe.rollout import SamplingRecipe
 
 WeightTransfer = Literal["files", "ipc", "nccl"]
@@ -55,6 +56,11 @@ class LocalEngineRecipe(BaseConfig):
     """
 
 
+def _random(find: Around) -> bool:
+    sampling = find("evaluation.sampling") or find("sampling")
+    return sampling is None or bool(sampling.temperature > 0)
+
+
 class OpenAIEngineRecipe(BaseConfig):
     """A remote model behind the server at `url`; no model is loaded in this process."""
 
@@ -74,14 +80,16 @@ class OpenAIEngineRecipe(BaseConfig):
     """
     retries: int = Field(3, ge=0)
     """Retries after a timeout, a lost connection, or status 429 or 5xx, with exponential backoff."""
-    stop_at: Literal["here", "server"] = "here"
+    stop_at: Annotated[
+        Literal["here", "server"], needs("rollout.stop_strings", reason="rollout.stop_strings is empty")
+    ] = "here"
     """Where answers are cut at `rollout.stop_strings`. `here`: in this process, after the whole answer arrived; works
     with every server. `server`: the strings are sent, which saves tokens; only for servers that report which string
     matched (vLLM, SGLang).
     """
     token_limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """Request field that carries `rollout.tokens_per_turn`. Some models accept only `max_completion_tokens`."""
-    send_seed: bool = True
+    send_seed: Annotated[bool, Needs(_random, "temperature 0 is greedy, and no seed is sent")] = True
     """Send a seed with each non-greedy request. Set to false for servers that reject it."""
     send_temperature: bool = True
     """Send the sampling temperature. Set to false for models that reject it, such as o3; they use their own
@@ -137,6 +145,10 @@ def _format(environment: EnvironmentRecipe) -> Any:
     return getattr(environment, "format", None)
 
 
+AT_START = unless("urls", reason="the servers at engine.urls are already running", remedy="start them with it")
+IN_SERVERS = needs("mode", "servers", refused=True)
+
+
 class VllmEngineRecipe(BaseConfig):
     """vLLM. It receives the policy's weights before each rollout."""
 
@@ -146,43 +158,45 @@ class VllmEngineRecipe(BaseConfig):
     """`servers`: server processes with an HTTP interface; they may use another Python interpreter. `in_process`: vLLM
     runs in this interpreter and must be installed in it.
     """
-    servers: int = Field(1, ge=1)
+    servers: Annotated[int, IN_SERVERS] = Field(1, ge=1)
     """Number of servers to start on this machine."""
-    urls: list[Connects] = []
+    urls: Annotated[list[Connects], IN_SERVERS] = []
     """Addresses of running servers (`python -m posttrain.engines.vllm.server`), for example `http://10.0.0.2:8700`. If
     given, no server is started.
     """
-    token_variable: Annotated[str | None, Mark("connects", "urls")] = None
+    token_variable: Annotated[
+        Annotated[str | None, Mark("connects", "urls")], IN_SERVERS, needs("urls", refused=True)
+    ] = None
     """Name of the environment variable with the access token of the servers at `urls`. Servers started by the run get a
     random token.
     """
-    python: Executes | None = None
+    python: Annotated[Executes | None, IN_SERVERS, AT_START] = None
     """Python interpreter that has vLLM installed, since vLLM pins other package versions than training uses. Null: this
     interpreter.
     """
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: Annotated[int, AT_START] = Field(1, ge=1)
     """Tensor-parallel size: devices per server."""
-    first_device: int = Field(0, ge=0)
+    first_device: Annotated[int, AT_START] = Field(0, ge=0)
     """Index of the first server's GPU among the visible GPUs; each server takes the next `tensor_parallel` GPUs."""
-    threads: int | None = Field(None, ge=1)
+    threads: Annotated[int | None, AT_START] = Field(None, ge=1)
     """CPU only: threads per engine, not bound to cores. Null: one thread bound to each core, which is fastest if
     nothing else runs at the same time.
     """
-    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
+    gpu_memory_utilization: Annotated[float, AT_START] = Field(0.5, gt=0, lt=1)
     """GPU only: share of GPU memory for weights and key/value cache."""
-    cache_gigabytes: float | None = Field(None, gt=0)
+    cache_gigabytes: Annotated[float | None, AT_START] = Field(None, gt=0)
     """Size of the key/value cache in GiB. Null: what `gpu_memory_utilization` leaves on a GPU, 2 on a CPU."""
     max_num_seqs: int = Field(256, ge=1)
     """Maximum number of concurrent sequences per server."""
-    tokens_per_forward: int = Field(8192, ge=16)
+    tokens_per_forward: Annotated[int, AT_START] = Field(8192, ge=16)
     """Maximum number of tokens (prefill and decoding) in one forward pass."""
-    max_model_len: int | None = Field(None, ge=16)
+    max_model_len: Annotated[int | None, AT_START] = Field(None, ge=16)
     """Longest context in tokens. Null: `rollout.tokens_per_episode`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], AT_START] = "auto"
     """Precision of the engine's weights and cache. `auto`: that of the policy."""
-    prefix_caching: bool = True
+    prefix_caching: Annotated[bool, AT_START] = True
     """Reuse the cache of prompts and earlier turns until the weights change."""
-    enforce_eager: bool | None = None
+    enforce_eager: Annotated[bool | None, AT_START] = None
     """Run without compilation and CUDA graphs. Null: false on a GPU, true on a CPU."""
     bucket_megabytes: int = Field(512, ge=1)
     """Largest bucket of a weight transfer, in MiB; at least one tensor."""
@@ -217,10 +231,6 @@ class VllmEngineRecipe(BaseConfig):
 
     @model_validator(mode="after")
     def _mode_fits(self):
-        if self.mode == "in_process":
-            for key in ("servers", "urls", "python", "token_variable"):
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    raise ValueError(f"`{key}` has no effect with `mode: in_process`; set `mode: servers`")
         if self.weight_transfer != "files" and self.adapters == "adapter_only":
             raise ValueError(
                 "`adapters: adapter_only` sends files; remove `weight_transfer`, or set `adapters: merged`"
@@ -231,8 +241,6 @@ class VllmEngineRecipe(BaseConfig):
             )
         if self.urls and self.servers != 1:
             raise ValueError("`urls` names running servers and `servers` starts new ones; set only one of them")
-        if self.token_variable is not None and not self.urls:
-            raise ValueError("`token_variable` applies only to servers at `urls`; remove it, or set `urls`")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"`urls` contains {url}; it must begin with http:// or https://")

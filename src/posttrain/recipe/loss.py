@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.metrics import GREEN, ORANGE, Metric, Panel
 from posttrain.recipe.model import LOSS_TERMS, MISMATCH
+from posttrain.recipe.needs import Around, Needs, needs, unless
 from posttrain.recipe.registry import F, Registry, Section
 
 CORRECTION_CAPS = {"token": 2.0, "sequence": 3.0}
@@ -29,21 +30,17 @@ class CorrectionRecipe(BaseConfig):
 
     weights: Literal["token", "sequence", "none"] = "token"
     """Factor of a token's loss, truncated at `cap`. `token`: r of the token. `sequence`: the product of r over the stream. `none`: 1."""
-    cap: float | None = Field(None, gt=1)
+    cap: Annotated[float | None, unless("weights", "none", refused=True)] = Field(None, gt=1)
     """Largest factor. Null: 2 for `token`, 3 for `sequence`."""
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
     """What is masked where a ratio is outside `bounds`. `token`: single tokens, by r. `sequence`: whole streams, by the product of r. `geometric`: whole streams, by the geometric mean of r."""
-    bounds: tuple[float, float] | None = None
+    bounds: Annotated[tuple[float, float] | None, unless("reject", "none", refused=True)] = None
     """Smallest and largest ratio that is kept. Null: 0.5 to 2 for `token`, 1/3 to 3 for `sequence`, 0.999 to 1.001 for `geometric`."""
 
     @model_validator(mode="after")
     def _has_an_effect(self):
         if self.weights == "none" and self.reject == "none":
             raise ValueError("a correction needs `weights` or `reject`; set one of them, or remove `correction`")
-        if self.weights == "none" and self.cap is not None:
-            raise ValueError("`cap` has no effect with `weights: none`; remove it, or set `weights`")
-        if self.reject == "none" and self.bounds is not None:
-            raise ValueError("`bounds` has no effect with `reject: none`; remove it, or set `reject`")
         if self.bounds is not None and not 0 <= self.bounds[0] < 1 < self.bounds[1]:
             raise ValueError("`bounds` must be a number below 1, at least 0, and one above 1")
         return self
@@ -83,7 +80,13 @@ class PolicyLoss(Section):
     """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
     constant: float | None = Field(None, gt=0)
     """Divisor for `aggregation: constant`. Dr. GRPO uses episodes x longest answer."""
-    old: Literal["auto", "learner", "rollout"] = "auto"
+    old: Annotated[
+        Literal["auto", "learner", "rollout"],
+        Needs(
+            lambda find: find("ratio_to") == "old" or find("correction") is not None,
+            lambda find: f"loss.type {find('type')} does not use old log-probabilities",
+        ),
+    ] = "auto"
     """Old log-probabilities of the ratio. `learner`: those of the learner before the step's first update; one more forward pass where a step makes several updates. `rollout`: those of the engine. `auto`: `learner` where the two can differ (weights that are not float32, engines other than `local`, `rollout.async_rollouts` above 0, adapters with dropout) or with `correction`, else `rollout`."""
     correction: CorrectionRecipe | None = None
     """Correction for rollouts whose log-probabilities differ from the learner's (vLLM, bfloat16, stale weights). Null: none."""
@@ -102,6 +105,11 @@ class PolicyLoss(Section):
                 "`correction` compares the learner's log-probabilities with the rollout's, so it needs `old: learner` or `auto`"
             )
         return self
+
+    @property
+    def compares_with_rollout(self) -> bool:
+        """Whether the ratio is to the sampling policy, which accounts for stale tokens."""
+        return self.ratio_to == "rollout" or (self.ratio_to == "old" and self.old == "rollout")
 
     @property
     def averages_advantages(self) -> bool:
@@ -177,18 +185,15 @@ class ReferenceRecipe(BaseConfig):
 
     update_every: int | None = Field(None, ge=1)
     """Optimizer steps of the policy between updates of the reference model; skipped steps do not count. Null: the reference model stays the initial model."""
-    mix: float = Field(1.0, gt=0, le=1)
+    mix: Annotated[float, needs("update_every", refused=True)] = Field(1.0, gt=0, le=1)
     """Share of the policy's weights in the updated reference model: reference = mix x policy + (1 - mix) x reference. 1: a copy of the policy (hard update); below 1: a moving average (soft update)."""
-
-    @model_validator(mode="after")
-    def _mixed_into_something(self):
-        if self.update_every is None and self.mix != 1:
-            raise ValueError("`mix` has no effect while `update_every` is null; set `update_every`, or remove `mix`")
-        return self
 
 
 ADAPTERS_OFF = "cannot be set with `model.lora`, where the reference model is the policy with its adapters off; remove one of the two"
 """Why the reference model has no separate weights that could be updated."""
+
+
+PENALIZED = needs("coefficient", reason="kl.coefficient is 0")
 
 
 class KlRecipe(BaseConfig):
@@ -207,17 +212,19 @@ class KlRecipe(BaseConfig):
 
     coefficient: float = Field(0.0, ge=0)
     """Weight of the penalty (beta). 0: off, and no reference model is loaded."""
-    estimator: Literal["k1", "k2", "k3"] | None = None
+    estimator: Annotated[Literal["k1", "k2", "k3"] | None, PENALIZED] = None
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log p - log p_ref. Null: k3 in the loss, and in the reward k1, the only one that is a KL penalty there."""
-    apply_to: Literal["loss", "reward"] = "loss"
+    apply_to: Annotated[Literal["loss", "reward"], PENALIZED] = "loss"
     """`loss`: add the penalty to the loss. `reward`: subtract it from the reward of each sampled token."""
-    importance_weighted: bool = False
+    importance_weighted: Annotated[bool, PENALIZED, needs("apply_to", "loss", refused=True)] = False
     """In the loss, multiply the estimate by p / p_rollout, with the gradient through both (DeepSeek-V3.2, equation 7). With k1 or k3, the expected gradient is then that of KL(p, p_ref) also for stale or repeated samples."""
     target: float | None = Field(None, gt=0)
     """Target KL per token of the adaptive coefficient. Null: fixed coefficient."""
-    horizon: float = Field(10_000.0, gt=0)
+    horizon: Annotated[float, PENALIZED, needs("target", reason="the coefficient is fixed while kl.target is null")] = (
+        Field(10_000.0, gt=0)
+    )
     """Adaptive coefficient: number of episodes over which it adapts. Smaller is faster."""
-    reference: ReferenceRecipe = ReferenceRecipe()
+    reference: Annotated[ReferenceRecipe, PENALIZED] = ReferenceRecipe()
 
     @model_validator(mode="after")
     def _estimator_fits_the_place(self):
@@ -237,8 +244,6 @@ class KlRecipe(BaseConfig):
                 f"`estimator: {self.estimator}` in the reward is not a KL penalty: the cosine of its expected gradient with that of "
                 "the KL is +0.05 near KL 0 and -0.99 at KL 0.16 for k3, and +1.00 for k1; use k1, or `apply_to: loss`"
             )
-        if self.apply_to == "reward" and self.importance_weighted:
-            raise ValueError("`importance_weighted` has no effect with `apply_to: reward`; remove it")
         if self.target is not None and self.coefficient == 0:
             raise ValueError("an adaptive coefficient cannot leave 0; set `coefficient` above 0")
         return self
@@ -293,6 +298,14 @@ class KlCovRecipe(BaseConfig):
     """Weight of the penalty, the absolute log-ratio to the old policy."""
 
 
+def _held(find: Around) -> bool:
+    learner, loss = find("learner"), find("loss")
+    return learner is None or loss is None or learner.several_updates or loss.compares_with_rollout
+
+
+_BEFORE_AN_UPDATE = "the gradient of the penalty of kl_cov is 0 before the first update of a step, and a step makes one"
+
+
 class EntropyRecipe(BaseConfig):
     """Entropy bonus, and rules that keep the entropy of the policy from collapsing."""
 
@@ -304,17 +317,23 @@ class EntropyRecipe(BaseConfig):
 
     coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus in the loss; with `target`, its start. 0: off."""
-    tokens: Literal["all", "after_thinking", "answer"] = "all"
+    tokens: Annotated[
+        Literal["all", "after_thinking", "answer"],
+        needs("has_bonus", reason="there is no bonus", remedy="set entropy.coefficient or entropy.target"),
+    ] = "all"
     """Sampled tokens that get the bonus, and whose entropy `target` is about. `after_thinking`: those after `</think>`, without the end token. `answer`: those between `<answer>` and `</answer>`. A bonus on all tokens makes answers in the wrong form more likely."""
     target: float | None = Field(None, gt=0)
     """Target entropy of these tokens in nats: the coefficient rises by `step` after a step below it and falls above, where the bonus is off. Null: fixed coefficient."""
-    step: float = Field(0.005, gt=0)
+    step: Annotated[float, needs("target", reason="there is no entropy.target")] = Field(0.005, gt=0)
     """With `target`: change of the coefficient per step."""
-    max_coefficient: float = Field(1.0, gt=0)
+    max_coefficient: Annotated[float, needs("target", reason="there is no entropy.target")] = Field(1.0, gt=0)
     """With `target`: largest coefficient."""
     top_share: float = Field(1.0, gt=0, le=1)
     """Policy gradient only of this share of an update's tokens, those with the highest entropy before the step's updates. Below 1 it costs a forward pass. 1: all tokens."""
-    covariance: Annotated[ClipCovRecipe | KlCovRecipe, Field(discriminator="type")] | None = None
+    covariance: Annotated[
+        Annotated[ClipCovRecipe | KlCovRecipe, Field(discriminator="type")] | None,
+        Needs(_held, _BEFORE_AN_UPDATE, only=lambda rule: isinstance(rule, KlCovRecipe)),
+    ] = None
     """Rule for tokens with a large covariance of log-probability and advantage, which lower the entropy most. Null: none."""
 
     @property

@@ -52,6 +52,8 @@ class Needs:
     """Whether a key without effect is an error. Then the condition may name keys of the same section only."""
     only: Callable[[Any], bool] = lambda value: True
     """Which values of the key have this need."""
+    key: str = ""
+    """The key that the condition is about, if it is about one."""
     inside: str = ""
     """A key inside of this section that has the need, instead of the whole section."""
 
@@ -75,9 +77,15 @@ def _on_key(key: str, fits: Callable[[Any], bool], values: tuple[Any, ...], opti
         return f"{path} is {value if isinstance(value, str) else json.dumps(value, default=lambda section: 'set')}"
 
     def remedy(around: Around) -> str:
-        return f"change {around.look_up(key)[0]}" if not values else f"set {around.look_up(key)[0]} to {' or '.join(values)}"
+        if key == "stage":
+            return ""
+        return (
+            f"change {around.look_up(key)[0]}"
+            if not values
+            else f"set {around.look_up(key)[0]} to {' or '.join(values)}"
+        )
 
-    return Needs(lambda around: fits(around(key)), **{"reason": state, "remedy": remedy} | options)
+    return Needs(lambda around: fits(around(key)), **{"reason": state, "remedy": remedy, "key": key} | options)
 
 
 def is_given(section: BaseConfig, key: str) -> bool:
@@ -92,26 +100,39 @@ def without_effect(section: BaseConfig, prefix: str = "", around: Around | None 
     Of a section without effect, its keys are not named.
     """
     inner = Around((prefix, section), *(around.sections if around is not None else ()))
+    hidden = set()
+    for name, need in _unmet(section, inner, refused=False):
+        yield _sentence(f"{prefix}{_path(name, need)}", need, inner)
+        if not need.inside:
+            hidden.add(name)
     for name in type(section).model_fields:
-        if not is_given(section, name):
-            continue
         value = getattr(section, name)
-        unmet = [need for need in needs_of(type(section)).get(name, ()) if need.only(value) and not need.holds(inner)]
-        whole = [need for need in unmet if not need.inside]
-        for need in whole[:1] or unmet:
-            if not need.inside or is_given(value, need.inside):
-                yield _sentence(f"{prefix}{name}{need.inside and '.'}{need.inside}", need, inner)
-        if not whole and hasattr(type(value), "model_fields"):
+        if name not in hidden and hasattr(type(value), "model_fields"):
             yield from without_effect(value, f"{prefix}{name}.", inner)
 
 
 def refuse_without_effect(section: BaseConfig) -> None:
     """ValueError for a given key of `section` whose need is refused and does not hold."""
-    inner = Around(("", section))
+    around = Around(("", section))
+    for name, need in _unmet(section, around, refused=True):
+        raise ValueError(_sentence(f"`{_path(name, need)}`", need, around))
+
+
+def _unmet(section: BaseConfig, around: Around, refused: bool) -> Iterator[tuple[str, Needs]]:
+    """Each given key of `section` without effect, and the first of its needs that does not hold, of those that are
+    `refused` or of the others.
+    """
     for name, all_needs in needs_of(type(section)).items():
-        for need in all_needs:
-            if need.refused and is_given(section, name) and need.only(getattr(section, name)) and not need.holds(inner):
-                raise ValueError(_sentence(f"`{name}`", need, inner))
+        value = getattr(section, name)
+        for need in [one for one in all_needs if one.refused is refused]:
+            given = is_given(value, need.inside) if need.inside and value is not None else is_given(section, name)
+            if given and need.only(value) and not need.holds(around):
+                yield name, need
+                break
+
+
+def _path(name: str, need: Needs) -> str:
+    return f"{name}.{need.inside}" if need.inside else name
 
 
 def _sentence(key: str, need: Needs, around: Around) -> str:

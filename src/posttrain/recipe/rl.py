@@ -1,6 +1,6 @@
 """The recipe of reinforcement learning."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
 from posttrain.recipe.loss import ADAPTERS_OFF, LOSSES, EntropyRecipe, KlRecipe, LossRecipe, PolicyLoss
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
+from posttrain.recipe.needs import needs
 from posttrain.recipe.rollout import EvaluationRecipe, refuse_ahead, refuse_overlap
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
 from posttrain.recipe.teacher import RewardTeacherRecipe, refuse_other_temperature
@@ -53,7 +54,10 @@ class RlRecipe(SampledRecipe):
     """Teacher whose distance from the policy is subtracted from the reward of each sampled token. Null: none."""
     unit_credit: UnitCreditRecipe | None = None
     """Unit-level credit from the reward model. Null: credit of episodes or turns only."""
-    critic: CriticRecipe = CriticRecipe()
+    critic: Annotated[
+        CriticRecipe,
+        needs("has_critic", reason=lambda find: f"credit.type {find('credit.type')} uses no values", remedy=""),
+    ] = CriticRecipe()
     loss: LossRecipe = Field(default_factory=_default_loss)
     """Loss of the policy on its sampled tokens."""
     kl: KlRecipe = KlRecipe()

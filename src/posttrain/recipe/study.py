@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from posttrain.errors import InputError
 from posttrain.recipe.base import EXECUTES, BaseConfig, Connects, Executes, Text, Writes
 from posttrain.recipe.metrics import Metric
+from posttrain.recipe.needs import unless
 from posttrain.recipe.reference import metrics_of
 from posttrain.recipe.rollout import SCORES, EvaluationRecipe
 from posttrain.recipe.sources import Layer
@@ -183,9 +184,9 @@ class StudyRecipe(BaseConfig):
     groups: list[Group] = []
     """Groups of keys searched one after another, each on its full grid, instead of `search`."""
     objective: Objective
-    trials: int | None = Field(None, ge=1)
+    trials: Annotated[int | None, unless("groups", refused=True)] = Field(None, ge=1)
     """Number of trials, failed ones included. Null: 20 with `search`; with `groups`, the size of their grids."""
-    start: Annotated[list[dict[str, Any]], EXECUTES] = []
+    start: Annotated[Annotated[list[dict[str, Any]], EXECUTES], unless("groups", refused=True)] = []
     """Known good points, each recipe key -> value, to try first."""
     sampler: SamplerRecipe = SamplerRecipe()
     pruner: Annotated[NoPruner | MedianPruner | HyperbandPruner, Field(discriminator="type")] = NoPruner(type="none")
@@ -204,12 +205,8 @@ class StudyRecipe(BaseConfig):
     def _parts_fit(self):
         if bool(self.search) == bool(self.groups):
             raise ValueError("a study needs exactly one of `search` and `groups`")
-        if self.groups:
-            for key in ("trials", "start"):
-                if getattr(self, key):
-                    raise ValueError(f"`{key}` has no effect with `groups`, which run their grids; remove it")
-            if self.pruner.type != "none":
-                raise ValueError("`pruner` is not supported with `groups`, which report every value; remove it")
+        if self.groups and self.pruner.type != "none":
+            raise ValueError("`pruner` is not supported with `groups`, which report every value; remove it")
         for group in self.groups:
             for key, values in group.grid.items():
                 if isinstance(values, Range):

@@ -1,6 +1,6 @@
 """The recipes of the supervised stages: sft, dpo and reward."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
@@ -20,6 +20,7 @@ from posttrain.recipe.loss import (
 )
 from posttrain.recipe.metrics import BETTER, HELD_OUT, TRAINING, WORSE, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.needs import Needs, unless
 from posttrain.recipe.rollout import (
     MOST_EPISODES,
     EvaluationRecipe,
@@ -111,7 +112,7 @@ class PreferenceEvaluation(BaseConfig):
 
 
 class _Rows(StageRecipe):
-    epochs: int = Field(1, ge=1)
+    epochs: Annotated[int, unless("steps", reason="steps determines the length of the run")] = Field(1, ge=1)
     """Passes over the rows."""
     steps: int | None = Field(None, ge=1)
     """Number of updates; overrides `epochs`. Required with `data.streaming`."""
@@ -128,6 +129,11 @@ class _Rows(StageRecipe):
     def _hardware_fits(self):
         refuse_unfit_hardware(self.hardware, self.model, [self.optimizer], getattr(self, "engine", None))
         return self
+
+
+PLAYED = Needs(
+    lambda find: bool(find("environment") or find("evaluation.environment")), "the recipe has no environment"
+)
 
 
 class SftRecipe(_Rows):
@@ -147,13 +153,13 @@ class SftRecipe(_Rows):
     """Conversations to train on. Null: train on expert traces of `environment`."""
     environment: SerializeAsAny[EnvironmentRecipe] | None = None
     """Environment of the expert traces and of held-out evaluation. Null: train and evaluate on `data` only."""
-    experts: ExpertsRecipe = ExpertsRecipe()
+    experts: Annotated[ExpertsRecipe, unless("data", reason="the run trains on the rows in data")] = ExpertsRecipe()
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens."""
     loss: SftLossRecipe = SftLossRecipe()
-    engine: PolicyEngineRecipe = LocalEngineRecipe()
+    engine: Annotated[PolicyEngineRecipe, PLAYED] = LocalEngineRecipe()
     """Engine of evaluation episodes: in this process on the weights in training, or vLLM."""
-    rollout: RolloutRecipe = RolloutRecipe()
+    rollout: Annotated[RolloutRecipe, PLAYED] = RolloutRecipe()
     """Limits of evaluation episodes."""
     evaluation: SftEvaluation = SftEvaluation()
 
