@@ -8,7 +8,7 @@ All sums use `math.fsum`, which rounds once, so results are bit-identical for an
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -120,6 +120,7 @@ def arpo(returns: np.ndarray) -> np.ndarray:
     return returns.astype(np.float64)
 
 
+@register_credit("maxrl", compared_with="group", nonnegative=True)
 def maxrl(returns: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """A_i = (R_i - mean_g) / mean_g, for returns of 0 or more; 0 in a group whose returns are all equal, such as all 0.
 
@@ -258,33 +259,9 @@ def weighted_scores(
     return np.stack(columns, axis=1) if columns else np.zeros((len(episodes), 0)), np.array(list(weights.values()))
 
 
-@register_credit("maxrl")
-class MaxRlCredit(Credit):
-    """The group baseline of `maxrl`."""
-
-    comparison: ClassVar[Literal["group", "batch"] | None] = "group"
-
-    type: Literal["maxrl"] = "maxrl"
-    """`maxrl`: (R - mean) / mean of the group, for returns of 0 or more."""
-
-    def compute(self, returns: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """[N] float64."""
-        return maxrl(returns, groups)
-
-    def problems(self, recipe: Any) -> list[str]:
-        """Returns that can be negative."""
-        return [
-            f"`credit.type: maxrl` divides by the mean return of a group, which must not be negative, and `{key}` can make "
-            "returns negative; remove or change it, or use rloo"
-            for key in recipe.negative_rewards()[:1]
-        ]
-
-
-@register_credit("pass_at_k")
+@register_credit("pass_at_k", compared_with="group")
 class PassAtKCredit(Credit):
     """The gain of each episode for the best of k attempts at its task."""
-
-    comparison: ClassVar[Literal["group", "batch"] | None] = "group"
 
     type: Literal["pass_at_k"] = "pass_at_k"
     """`pass_at_k`: the best return of k episodes of the group minus the best without this one, a mean over all sets of k with it."""
@@ -306,11 +283,9 @@ class PassAtKCredit(Credit):
         ]
 
 
-@register_credit("gdpo")
+@register_credit("gdpo", compared_with="group")
 class GdpoCredit(Credit):
     """Several scores of an episode, each normalized within the group, then added and normalized over the batch."""
-
-    comparison: ClassVar[Literal["group", "batch"] | None] = "group"
 
     type: Literal["gdpo"] = "gdpo"
     """`gdpo`: sum of (score - mean) / std of the group for each score, then (sum - mean) / std of the batch."""

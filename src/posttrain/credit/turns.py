@@ -6,7 +6,7 @@ Arrays run over the sampled tokens of one episode, in order, across its streams.
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -15,36 +15,33 @@ from posttrain.credit.baselines import all_equal, center, group_indices, standar
 from posttrain.credit.returns import reinforce
 from posttrain.episode import Episode
 from posttrain.errors import RunError
-from posttrain.recipe.credit import Credit, register_credit
+from posttrain.recipe.credit import Comparison, Credit, register_credit
+
+Arrays = Sequence[np.ndarray]
+"""One array per episode."""
 
 
 class TurnCredit(Credit):
     """Credits whose advantage is the same for all tokens of a turn."""
-
-    comparison: ClassVar[Literal["group", "batch"] | None] = "group"
 
     @property
     def rewards_of(self) -> Literal["token", "turn", "episode"]:
         """Rewards are summed over turns."""
         return "turn"
 
-    def compute(
-        self, episodes: Sequence[Episode], rewards: Sequence[np.ndarray], groups: np.ndarray
-    ) -> list[np.ndarray]:
+    def compute(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> list[np.ndarray]:
         """Per episode [n] float64. `rewards`: per episode [n] float64, those of its sampled tokens."""
         turns = [turn_indices(episode) for episode in episodes]
         by_turn = [turn_rewards(of_tokens, t) for of_tokens, t in zip(rewards, turns, strict=True)]
         advantages = self.of_turns(episodes, by_turn, groups)
         return [to_tokens(of_turns, t) for of_turns, t in zip(advantages, turns, strict=True)]
 
-    def of_turns(
-        self, episodes: Sequence[Episode], rewards: Sequence[np.ndarray], groups: np.ndarray
-    ) -> Sequence[np.ndarray]:
+    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
         """Per episode [K] float64. `rewards`: per episode [K] float64, the sum of each turn's rewards."""
         raise NotImplementedError
 
 
-@register_credit("turn_returns")
+@register_credit("turn_returns", compared_with="group")
 class TurnReturnsCredit(TurnCredit):
     """Reward-to-go per turn."""
 
@@ -56,19 +53,17 @@ class TurnReturnsCredit(TurnCredit):
     """`others`: subtract the mean reward-to-go of the group's other episodes at that turn (0 after their end); unbiased. `none`: no baseline."""
 
     @property
-    def compared_with(self) -> Literal["group", "batch"] | None:
+    def compared_with(self) -> Comparison:
         """The group, if there is a baseline."""
         return "group" if self.baseline == "others" else None
 
-    def of_turns(
-        self, episodes: Sequence[Episode], rewards: Sequence[np.ndarray], groups: np.ndarray
-    ) -> Sequence[np.ndarray]:
+    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
         """`turn_returns`, minus the baseline if there is one."""
         advantages = turn_returns(rewards, self.discount)
         return leave_one_out(advantages, groups) if self.baseline == "others" else advantages
 
 
-@register_credit("mt_grpo")
+@register_credit("mt_grpo", compared_with="group")
 class MtGrpoCredit(TurnCredit):
     """Group-normalized turn rewards and outcome; the outcome is the reward of the last turn."""
 
@@ -77,14 +72,12 @@ class MtGrpoCredit(TurnCredit):
     turn_weight: float = Field(1.0, ge=0)
     """Weight of a turn's own reward relative to the outcome, in turns before the last."""
 
-    def of_turns(
-        self, episodes: Sequence[Episode], rewards: Sequence[np.ndarray], groups: np.ndarray
-    ) -> Sequence[np.ndarray]:
+    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
         """`mt_grpo`."""
         return mt_grpo(rewards, groups, self.turn_weight)
 
 
-@register_credit("gigpo")
+@register_credit("gigpo", compared_with="group")
 class GigpoCredit(TurnCredit):
     """Episodes compared within their group, and turns with the group's turns in the same state."""
 
@@ -97,9 +90,7 @@ class GigpoCredit(TurnCredit):
     divide_by_std: bool = True
     """Divide both comparisons by their standard deviation. The default of the authors' code is false."""
 
-    def of_turns(
-        self, episodes: Sequence[Episode], rewards: Sequence[np.ndarray], groups: np.ndarray
-    ) -> Sequence[np.ndarray]:
+    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
         """`gigpo`."""
         states = [state_keys(episode) for episode in episodes]
         return gigpo(rewards, states, groups, self.discount, self.step_weight, self.divide_by_std)

@@ -1,7 +1,7 @@
 """Credit assignment: from rewards to one advantage per sampled token."""
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
@@ -11,6 +11,9 @@ from posttrain.recipe.metrics import HELD_OUT, TRAINING, Metric, Panel
 from posttrain.recipe.model import Dtype, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.needs import Around, Needs, needs
 from posttrain.recipe.registry import F, Registry, Section
+
+Comparison = Literal["group", "batch"] | None
+"""The episodes that one is compared with: those of its group, or all of the step. None: no others."""
 
 
 class Credit(Section):
@@ -31,10 +34,12 @@ class Credit(Section):
         ),
     )
 
-    comparison: ClassVar[Literal["group", "batch"] | None] = None
+    comparison: ClassVar[Comparison] = None
+    nonnegative: ClassVar[bool] = False
+    """Whether returns below 0 are refused."""
 
     @property
-    def compared_with(self) -> Literal["group", "batch"] | None:
+    def compared_with(self) -> Comparison:
         """Where the baseline needs at least one other episode: in the episode's group, or in the batch. None: nowhere."""
         return self.comparison
 
@@ -42,6 +47,14 @@ class Credit(Section):
     def rewards_of(self) -> Literal["token", "turn", "episode"]:
         """What rewards are summed over. With `token`, their positions within a turn have an effect."""
         return "token" if "rewards" in self.inputs else "episode"
+
+    def problems(self, recipe: Any) -> list[str]:
+        """Returns that can be negative, where they are refused."""
+        return [
+            f"`credit.type: {self.type}` needs returns of 0 or more, and `{key}` can make returns negative; remove or change "
+            "it, or use rloo"
+            for key in (recipe.negative_rewards()[:1] if self.nonnegative else [])
+        ]
 
     def has_baseline_alone(self, episode: Episode) -> bool:
         """Whether `episode` has a baseline even without the others of `compared_with`."""
@@ -59,7 +72,7 @@ CreditRecipe = Annotated[SerializeAsAny[Credit], BeforeValidator(CREDITS.validat
 
 
 def register_credit(
-    *names: str, compared_with: Literal["group", "batch"] | None = None, metrics: tuple[Metric, ...] = ()
+    *names: str, compared_with: Comparison = None, nonnegative: bool = False, metrics: tuple[Metric, ...] = ()
 ) -> Callable[[F], F]:
     """Decorator that adds a credit, which recipes choose with `credit.type: name`.
 
@@ -83,12 +96,12 @@ def register_credit(
     the same way, as such functions or as classes of that section with the function as their method `compute`.
 
     `compared_with`: where an episode needs others to be compared with; without them it has no baseline, and is left out of
-    the loss. `metrics`: the meaning of each metric, for the documentation, studies and figures.
+    the loss. `nonnegative`: refuse recipes whose returns can be below 0. `metrics`: the meaning of each metric, for the documentation, studies and figures.
 
     Raises:
         ValueError: `names` has the name of a built-in credit, or a parameter has a name that is not listed above.
     """
-    return CREDITS.register(*names, comparison=compared_with, metrics=metrics)
+    return CREDITS.register(*names, comparison=compared_with, nonnegative=nonnegative, metrics=metrics)
 
 
 VALUES = Panel("Mean over sampled tokens", "reward", from_zero=False, smoothed=True, figure="critic")

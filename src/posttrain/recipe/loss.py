@@ -348,36 +348,35 @@ class EntropyRecipe(BaseConfig):
         return self
 
 
-class DpoLoss(BaseConfig):
-    """Direct preference optimization: logistic loss of the difference of the log-ratios to the reference model."""
+class _Preference(BaseConfig):
+    """Keys of losses on answers that are preferred or not."""
 
     needs_reference: ClassVar[bool] = True
 
-    type: Literal["dpo"] = "dpo"
-    """`dpo`: direct preference optimization."""
     beta: float = Field(0.1, gt=0)
     """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
+
+
+class DpoLoss(_Preference):
+    """Direct preference optimization: logistic loss of the difference of the log-ratios to the reference model."""
+
+    type: Literal["dpo"] = "dpo"
+    """`dpo`: direct preference optimization."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Assumed share of flipped preference labels."""
 
 
-class CdpoLoss(BaseConfig):
+class CdpoLoss(_Preference):
     """Conservative DPO: `dpo` with label smoothing, for noisy labels."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["cdpo"] = "cdpo"
     """`cdpo`: the loss of `dpo`, always with label smoothing."""
-    beta: float = Field(0.1, gt=0)
-    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     label_smoothing: float = Field(0.1, gt=0, lt=0.5)
     """Assumed share of flipped preference labels."""
 
 
-class IpoLoss(BaseConfig):
+class IpoLoss(_Preference):
     """Identity preference optimization: squared loss with a finite target for the log-ratios."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["ipo"] = "ipo"
     """`ipo`: identity preference optimization, on log-ratios averaged over the tokens of the answer."""
@@ -385,7 +384,7 @@ class IpoLoss(BaseConfig):
     """Regularization (tau in the paper): the target of the difference of averaged log-ratios is 1 / (2 beta)."""
 
 
-class SimpoLoss(BaseConfig):
+class SimpoLoss(_Preference):
     """Simple preference optimization: logistic loss of length-averaged log-probabilities, without a reference model."""
 
     needs_reference: ClassVar[bool] = False
@@ -398,22 +397,18 @@ class SimpoLoss(BaseConfig):
     """Target margin between the implicit rewards, in their unit (after beta)."""
 
 
-class KtoLoss(BaseConfig):
+class KtoLoss(_Preference):
     """Kahneman-Tversky optimization: single answers labeled good or bad, relative to a common reference point."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["kto"] = "kto"
     """`kto`: Kahneman-Tversky optimization; a pair counts as two rows, one good and one bad answer."""
-    beta: float = Field(0.1, gt=0)
-    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     desirable_weight: float = Field(1.0, gt=0)
     """Weight of good answers."""
     undesirable_weight: float = Field(1.0, gt=0)
     """Weight of bad answers."""
 
 
-class OrpoLoss(BaseConfig):
+class OrpoLoss(_Preference):
     """Odds ratio preference optimization: supervised loss on the chosen answer plus an odds-ratio term, without a reference model."""
 
     needs_reference: ClassVar[bool] = False
@@ -424,37 +419,25 @@ class OrpoLoss(BaseConfig):
     """Weight of the odds-ratio term (lambda in the paper)."""
 
 
-class ApoZeroLoss(BaseConfig):
+class ApoZeroLoss(_Preference):
     """Anchored preference optimization, zero: raises the chosen answer and lowers the rejected one, each relative to the reference model."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["apo_zero"] = "apo_zero"
     """`apo_zero`: for chosen answers that are better than the model's own."""
-    beta: float = Field(0.1, gt=0)
-    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
 
 
-class ApoDownLoss(BaseConfig):
+class ApoDownLoss(_Preference):
     """Anchored preference optimization, down: lowers both answers, and the rejected one more."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["apo_down"] = "apo_down"
     """`apo_down`: for chosen answers that are worse than the model's own."""
-    beta: float = Field(0.1, gt=0)
-    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
 
 
-class BcoLoss(BaseConfig):
+class BcoLoss(_Preference):
     """Binary classifier optimization: logistic loss of each answer's implicit reward, relative to a running mean of them."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["bco"] = "bco"
     """`bco`: binary classifier optimization."""
-    beta: float = Field(0.1, gt=0)
-    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     shift: bool = True
     """Subtract the mean implicit reward of all answers of earlier updates (the reward shift of the paper). False: subtract nothing."""
 

@@ -85,7 +85,8 @@ def _on_key(key: str, fits: Callable[[Any], bool], values: tuple[Any, ...], opti
             else f"set {around.look_up(key)[0]} to {' or '.join(values)}"
         )
 
-    return Needs(lambda around: fits(around(key)), **{"reason": state, "remedy": remedy, "key": key} | options)
+    settings: dict[str, Any] = {"reason": state, "remedy": remedy, "key": key, **options}
+    return Needs(lambda around: fits(around(key)), **settings)
 
 
 def is_given(section: BaseConfig, key: str) -> bool:

@@ -44,8 +44,9 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
         return warnings
     if recipe.remote is None:
         warnings += _limits(recipe)
-    elif primer := environment_class(recipe.environment.type)(recipe.environment).primer:
-        warnings.append(no_primer(recipe.environment, primer))
+    elif isinstance(recipe, EvaluateRecipe):
+        primer = environment_class(recipe.environment.type)(recipe.environment).primer
+        warnings += [no_primer(recipe.environment, primer)] if primer else []
     if isinstance(recipe, RlRecipe):
         warnings += _rl_doubtful(recipe)
     elif isinstance(recipe, DistillRecipe):
@@ -126,9 +127,8 @@ def _thinking_key(environment: EnvironmentRecipe) -> str | None:
 
 
 def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
-    """Keys without effect in stages that train on rows."""
-    warnings = []
-    data = recipe.data
+    """Warnings about the rows of stages that train on them."""
+    data, warnings = recipe.data, list[str]()
     if data is None:
         return warnings
     if data.streaming and any(source.weight != 1 for source in data.train):
