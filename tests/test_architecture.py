@@ -26,7 +26,7 @@ LAYERS = [
 `posttrain` is the public interface, `posttrain/__init__.py`."""
 PURE = {
     "credit": {"posttrain.recipe.credit", "posttrain.recipe.metrics", "posttrain.recipe.units"},
-    "losses": {"posttrain.recipe.loss", "posttrain.recipe.metrics"},
+    "losses": {"posttrain.recipe.loss", "posttrain.recipe.metrics", "posttrain.recipe.needs"},
 }
 """Package -> the settings it may import besides itself, `episode`, `errors` and `seeds`."""
 TYPICAL_LINES, MOST_LINES = 200, 600

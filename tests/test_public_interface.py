@@ -350,7 +350,7 @@ def test_a_registered_function_has_to_fit(registered, policy, engine):
 
 
 def test_a_registered_environment_has_a_name(monkeypatch):
-    monkeypatch.setattr(components, "_registered", {})
+    monkeypatch.setattr(components, "ENVIRONMENTS", dict(components.ENVIRONMENTS))
     posttrain.register_environment("letters")(Letters)
     assert posttrain.make_env("letters", worth=2.0)().step("e").reward == 2.0
 
