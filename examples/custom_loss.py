@@ -11,9 +11,12 @@ import torch
 from pydantic import Field
 
 import posttrain
+from posttrain.recipe.metrics import Metric
+
+BOUNDED = Metric("policy/bounded", "mean absolute value of the bounded ratio")
 
 
-@posttrain.register_loss("soft_ppo")
+@posttrain.register_loss("soft_ppo", metrics=(BOUNDED,))
 def soft_ppo(
     logprobs: torch.Tensor,
     batch: posttrain.TokenBatch,

@@ -26,8 +26,8 @@ LAYERS = [
 """Packages and top-level modules, the lowest layer first. A package may import its own layer and those below.
 `posttrain` is the public interface, `posttrain/__init__.py`."""
 PURE = {
-    "credit": {"posttrain.recipe.credit", "posttrain.recipe.units"},
-    "losses": {"posttrain.recipe.loss"},
+    "credit": {"posttrain.recipe.credit", "posttrain.recipe.metrics", "posttrain.recipe.units"},
+    "losses": {"posttrain.recipe.loss", "posttrain.recipe.metrics", "posttrain.recipe.needs"},
 }
 """Package -> the settings it may import besides itself, `episode`, `errors` and `seeds`."""
 TYPICAL_LINES, MOST_LINES = 200, 600

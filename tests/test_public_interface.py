@@ -16,7 +16,7 @@ import posttrain
 from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.errors import InputError, RunError
 from posttrain.recipe import components
-from posttrain.recipe.credit import CREDITS, BatchCredit, GroupCredit
+from posttrain.recipe.credit import CREDITS
 from posttrain.recipe.loss import LOSSES
 from posttrain.recipe.stages import RlRecipe
 from posttrain.verbs import read_recipe
@@ -191,8 +191,8 @@ def test_advantages_that_need_more(engine):
         posttrain.advantages(episodes, "rlo")
     with pytest.raises(InputError, match="no key discont; the nearest is discount"):
         posttrain.advantages(episodes, "reinforce", discont=0.5)
-    same = compute_advantages(episodes, GroupCredit(type="grpo"), reward_streams(episodes)).values
-    for credit in ("grpo", GroupCredit(type="grpo"), {"type": "grpo"}):
+    same = compute_advantages(episodes, CREDITS.make("grpo"), reward_streams(episodes)).values
+    for credit in ("grpo", CREDITS.make("grpo"), {"type": "grpo"}):
         found = posttrain.advantages(episodes, credit).values
         assert all(np.array_equal(a[0], b[0]) for a, b in zip(found, same, strict=True))
 
@@ -344,13 +344,13 @@ def test_a_registered_function_has_to_fit(registered, policy, engine):
     with pytest.raises(RunError, match="11 advantages for 12 episodes"):
         posttrain.advantages(episodes, "shifted")
     learner = posttrain.Learner(policy, loss="plain", entropy=0.1)
-    credit = posttrain.advantages(episodes, BatchCredit(type="arpo"))
+    credit = posttrain.advantages(episodes, CREDITS.make("arpo"))
     with pytest.raises(RunError, match="one per sampled token"):
         learner.update(episodes, credit)
 
 
 def test_a_registered_environment_has_a_name(monkeypatch):
-    monkeypatch.setattr(components, "_registered", {})
+    monkeypatch.setattr(components, "ENVIRONMENTS", dict(components.ENVIRONMENTS))
     posttrain.register_environment("letters")(Letters)
     assert posttrain.make_env("letters", worth=2.0)().step("e").reward == 2.0
 

@@ -14,8 +14,8 @@ from accelerator.training import Setting, Training
 from posttrain.engines.protocol import Completion
 from posttrain.episode import Stream
 from posttrain.losses.policy import policy_loss
+from posttrain.losses.surrogates import PpoLoss
 from posttrain.models.forward import TokenScores
-from posttrain.recipe.loss import PpoLoss
 from posttrain.recipe.rollout import SamplingRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.objectives import logprobs, token_batch

@@ -1,179 +1,28 @@
 """Pages that the build makes from the code, and tables from stored results. mkdocs calls the functions `on_*`."""
 
-import ast
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "posttrain"
-
-METRIC = re.compile(
-    r"(?:rollout|policy|loss|kl|entropy|critic|units|optimizer|tokens|time|reward|preference|validation|test|correction"
-    r"|credit|agent|tools|teacher|ptx|reference|generate|speed)/[a-z_0-9]+|memory/(?:key_value_cache|process|gpu)"
-)
-"""A metric of `metrics.jsonl`, as the source spells it."""
-NOT_METRICS = {"tokens/s"}
-"""Strings of the source that look like metrics."""
-MEANINGS = {
-    "agent/abandoned": "calls of agents whose client gave up before the answer",
-    "agent/calls": "answered calls of agents",
-    "agent/crashed": "agents that exited with an error",
-    "agent/finished": "agents that finished",
-    "agent/late": "calls after the end of their episode",
-    "agent/malformed_calls": "tool calls that could not be parsed",
-    "agent/never_called": "agents that made no call",
-    "agent/no_report": "agents without a usable report",
-    "agent/no_reward": "agents whose environment or reward function failed",
-    "agent/not_started": "agents that could not be started",
-    "agent/refused": "refused calls of agents",
-    "agent/retried": "repeated requests that got the recorded answer",
-    "agent/streams": "streams of the episodes of agents",
-    "agent/timed_out": "agents that ran longer than `agent.timeout`",
-    "correction/mismatch": "mean |log ratio| of learner and engine, before weights and rejection",
-    "correction/rejected": "share of tokens rejected by `loss.correction`",
-    "correction/rejected_streams": "share of streams rejected by `loss.correction`",
-    "correction/truncated": "share of tokens whose importance weight was capped",
-    "correction/weight": "mean importance weight",
-    "credit/mean_advantage": "mean advantage of sampled tokens, weighted as in the loss, in units of their root mean square",
-    "credit/without_baseline": "episodes left out of the update because there is no other episode to compare them with",
-    "credit/zero_groups": "share of groups in which all episodes have equal returns, so that they give no signal; groups of one do not count with a group baseline",
-    "critic/clipped": "share of values outside of the clip of the value loss",
-    "critic/skipped": "critic updates skipped because of a gradient that is not finite",
-    "entropy/coefficient": "coefficient of the entropy bonus",
-    "generate/answers": "answers written",
-    "generate/cut_off": "answers truncated at the token limit",
-    "generate/cut_off_high": "upper end of the 95% interval of `generate/cut_off_share`",
-    "generate/cut_off_low": "lower end of this interval",
-    "generate/cut_off_share": "share of truncated answers, a mean over rows",
-    "generate/missing": "rows without an answer",
-    "generate/rows": "rows answered",
-    "generate/thinking": "answers with a thinking block",
-    "generate/thinking_only": "answers truncated inside their thinking block",
-    "generate/thinking_tokens": "tokens of thinking blocks",
-    "generate/tokens": "tokens sampled",
-    "loss/dft": "loss of dynamic fine-tuning, per token",
-    "loss/distillation": "distillation loss per token; for `reverse_kl` a surrogate whose value has no meaning",
-    "loss/kl_cov": "covariance penalty",
-    "loss/nll": "negative log-likelihood, nats per token",
-    "loss/preference": "preference loss, per row",
-    "loss/unevenness": "regularizer of unit rewards",
-    "optimizer/no_signal": "1 if an update had no gradient because no episode had credit",
-    "optimizer/skipped": "1 if an update was skipped because its gradient was not finite",
-    "policy/bonus_entropy": "entropy at the tokens of the entropy bonus, nats",
-    "policy/clip_cov_masked": "share of tokens without a gradient because of `clip_cov`",
-    "policy/clip_dual": "share of tokens at the dual clip",
-    "policy/clip_high": "share of tokens clipped above",
-    "policy/clip_low": "share of tokens clipped below",
-    "policy/clipped_before_update": "share of tokens that lose their gradient to the clip before any weight has changed",
-    "policy/covariance": "mean product of centered log-probability and centered advantage",
-    "policy/divergence": "divergence from the policy that sampled (`dppo`)",
-    "policy/gate": "mean gate of `sapo`",
-    "policy/kl_clamped": "share of tokens whose k3 estimate reached its limit of 10",
-    "policy/kl_cov_held": "share of tokens with the penalty of `kl_cov`",
-    "policy/kl_rollout_k1": "KL divergence of learner and engine, estimator k1, nats per token",
-    "policy/kl_rollout_k3": "the same with estimator k3",
-    "policy/low_entropy_masked": "share of tokens without a gradient because of `entropy.top_share`",
-    "policy/off_policy_masked": "share of tokens masked by `loss.off_policy_mask`",
-    "policy/ratio": "mean probability ratio",
-    "policy/staleness_max": "largest number of optimizer updates between sampling a token and training on it",
-    "policy/staleness_mean": "mean number of these updates",
-    "policy/truncated_masked": "share of episodes masked by `loss.mask_truncated`",
-    "preference/mismatched": "mismatched pairs behind KTO's KL estimate",
-    "preference/shift": "shift of BCO",
-    "reference/updates": "updates of a reference model that follows the policy",
-    "rollout/episodes": "episodes of the step",
-    "rollout/failed": "episodes that failed",
-    "rollout/kept": "episodes of the step after `rollout.filter`",
-    "rollout/restarted": "episodes restarted on new weights",
-    "rollout/stale": "episodes dropped as stale",
-    "rollout/unscored": "episodes to which no reward applies",
-    "rollout/success": "success of the training episodes",
-    "speed/tokens_per_second": "tokens sampled per second",
-    "teacher/agreement": "share of sampled tokens that the teacher ranks first",
-    "teacher/failed": "episodes without scores of the teacher",
-    "teacher/logprob": "mean log-probability of sampled tokens under the teacher",
-    "teacher/off_policy": "1 on steps that train on fixed rows",
-    "teacher/reverse_kl": "mean of log policy - log teacher at sampled tokens, nats",
-    "teacher/without_context": "episodes without a field that `teacher.context` needs",
-    "test/accuracy": "share of test pairs ranked correctly",
-    "test/loss": "loss of the test rows",
-    "test/margin": "mean margin of the test pairs",
-    "memory/gpu": "largest memory that torch allocated on the GPU so far, in bytes",
-    "memory/process": "largest resident memory of the process so far, in bytes",
-    "memory/key_value_cache": "largest size of the local engine's key/value cache so far, in bytes",
-    "test/rows": "number of test rows",
-    "time/decoding": "seconds of the local engine's passes on sampled tokens, summed over processes",
-    "time/generate": "seconds of generation",
-    "time/overlap_share": "share of the sampling time during which the learner did not wait",
-    "time/prompts": "seconds of the local engine's passes on prompt tokens, summed over processes; the rest of the rollout is rendering, environments and scheduling",
-    "time/run": "seconds since the run started",
-    "time/sampling": "seconds of sampling the batch",
-    "time/step": "seconds of the step",
-    "time/units": "seconds of unit credit, part of `time/credit`",
-    "time/waited_for_learner": "seconds that sampling waited for weights",
-    "time/weights": "seconds of sending weights to the engine, part of `time/rollout`",
-    "tokens/discarded": "tokens of restarted episodes",
-    "tokens/prefilled": "prompt tokens computed",
-    "tokens/reused": "prompt tokens taken from the cache",
-    "tokens/sampled": "tokens sampled",
-    "tokens/trained": "tokens in the loss",
-    "tools/calls": "well-formed tool calls per episode",
-    "tools/failed_share": "share of the well-formed calls of unknown tools, with wrong arguments, or that raised an error",
-    "tools/malformed_share": "share of all calls that could not be parsed",
-    "units/clipped": "reward-model values at the limit of `reward.clip`",
-    "units/credit": "mean credit of a unit",
-    "units/forwards": "texts that the reward model read to compute the credit",
-    "units/tokens": "tokens of these texts",
-    "units/tokens_per_unit": "mean tokens of a unit",
-    "units/without": "share of scored episodes without units",
-    "validation/loss": "loss of the validation rows",
-    "validation/perplexity": "perplexity of the validation rows",
-    "validation/rows": "number of validation rows",
-}
-"""Meaning of each metric that no panel of a report describes."""
-
-
-def metrics_of_the_source() -> set[str]:
-    """Every metric that a string of the source names in full."""
-    found = set()
-    for file in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and METRIC.fullmatch(node.value):
-                found.add(node.value)
-    return found - NOT_METRICS
-
-
-def meanings_of_panels() -> dict[str, str]:
-    """Metric -> what the figures of a report say about it."""
-    from posttrain.runs.panels import PANELS
-
-    return {
-        curve.key: f"{panel.title}: {curve.label}, {panel.unit}"
-        for panels in PANELS.values()
-        for panel in panels
-        for curve in panel.curves
-    }
-
 
 def markdown_of_metrics() -> str:
     """The page of all metrics."""
-    meanings = {**meanings_of_panels(), **MEANINGS}
+    from posttrain.runs.panels import all_metrics
+
+    meanings = {name: metric.sentence for name, metric in all_metrics().items()}
     lines = [
         "# Metrics",
         "",
         "Every line of `metrics.jsonl` has `kind` (`train`, `evaluation`, `final`, `warning`), `step`, and the metrics below.",
-        "Held-out episodes have `success`, `return`, `tokens_per_answer`, `turns`, `rejected_share` and `score/NAME` without a",
-        "prefix, with `_low` and `_high` for the ends of 95% intervals. `rollout/` is the same for training episodes.",
-        "This page is generated from the source.",
+        "Metrics of held-out episodes have no prefix, and those of training episodes have `rollout/`. `_low` and `_high` are the",
+        "ends of 95% intervals, and `validation/loss/DOMAIN` is the loss of one domain. `*` stands for names of the run.",
+        "This page is generated from the declarations in the sections of recipes.",
         "",
         "| metric | meaning |",
         "|---|---|",
     ]
-    lines += [
-        f"| `{name}` | {meanings[name].replace('|', chr(92) + '|')} |"
-        for name in sorted(metrics_of_the_source() | set(meanings_of_panels()))
-    ]
+    lines += [f"| `{name}` | {text.replace('|', chr(92) + '|')} |" for name, text in sorted(meanings.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from posttrain.episode import Episode as Episode
     from posttrain.evaluation.summary import summarize as summarize
     from posttrain.losses.policy import TokenBatch as TokenBatch
+    from posttrain.losses.surrogates import CispoLoss as CispoLoss
+    from posttrain.losses.surrogates import DppoLoss as DppoLoss
+    from posttrain.losses.surrogates import GmpoLoss as GmpoLoss
+    from posttrain.losses.surrogates import GspoLoss as GspoLoss
+    from posttrain.losses.surrogates import PpoLoss as PpoLoss
+    from posttrain.losses.surrogates import ReinforceLoss as ReinforceLoss
+    from posttrain.losses.surrogates import SapoLoss as SapoLoss
     from posttrain.models.policy import Policy as Policy
     from posttrain.models.reward import RewardModel as RewardModel
     from posttrain.recipe.components import EnvironmentRecipe as EnvironmentRecipe
     from posttrain.recipe.components import register_environment as register_environment
     from posttrain.recipe.credit import register_credit as register_credit
-    from posttrain.recipe.loss import CispoLoss as CispoLoss
-    from posttrain.recipe.loss import DppoLoss as DppoLoss
     from posttrain.recipe.loss import EntropyRecipe as EntropyRecipe
-    from posttrain.recipe.loss import GmpoLoss as GmpoLoss
-    from posttrain.recipe.loss import GspoLoss as GspoLoss
     from posttrain.recipe.loss import KlRecipe as KlRecipe
-    from posttrain.recipe.loss import PpoLoss as PpoLoss
-    from posttrain.recipe.loss import ReinforceLoss as ReinforceLoss
-    from posttrain.recipe.loss import SapoLoss as SapoLoss
     from posttrain.recipe.loss import register_loss as register_loss
     from posttrain.result import Result as Result
     from posttrain.rollout.driver import rollout as rollout
@@ -65,25 +65,25 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 _PUBLIC = {
     "Advantages": "posttrain.episode",
-    "CispoLoss": "posttrain.recipe.loss",
+    "CispoLoss": "posttrain.losses.surrogates",
     "Callback": "posttrain.training.trainer",
-    "DppoLoss": "posttrain.recipe.loss",
+    "DppoLoss": "posttrain.losses.surrogates",
     "EntropyRecipe": "posttrain.recipe.loss",
     "Environment": "posttrain.environments.protocol",
     "EnvironmentRecipe": "posttrain.recipe.components",
     "Episode": "posttrain.episode",
-    "GmpoLoss": "posttrain.recipe.loss",
-    "GspoLoss": "posttrain.recipe.loss",
+    "GmpoLoss": "posttrain.losses.surrogates",
+    "GspoLoss": "posttrain.losses.surrogates",
     "KlRecipe": "posttrain.recipe.loss",
     "Learner": "posttrain.training.learner",
     "LocalEngine": "posttrain.engines.local.engine",
     "Observation": "posttrain.environments.protocol",
     "Policy": "posttrain.models.policy",
-    "PpoLoss": "posttrain.recipe.loss",
-    "ReinforceLoss": "posttrain.recipe.loss",
+    "PpoLoss": "posttrain.losses.surrogates",
+    "ReinforceLoss": "posttrain.losses.surrogates",
     "Result": "posttrain.result",
     "RewardModel": "posttrain.models.reward",
-    "SapoLoss": "posttrain.recipe.loss",
+    "SapoLoss": "posttrain.losses.surrogates",
     "Step": "posttrain.environments.protocol",
     "TokenBatch": "posttrain.losses.policy",
     "VllmEngine": "posttrain.engines.vllm.engine",

@@ -59,8 +59,8 @@ def test_every_registered_loss_and_credit_has_a_reference(crosschecks):
 
 
 def test_a_loss_or_credit_without_a_reference_is_reported(crosschecks, monkeypatch):
-    monkeypatch.setattr(LOSSES, "_kinds", dict(LOSSES._kinds))
-    monkeypatch.setattr(CREDITS, "_kinds", dict(CREDITS._kinds))
+    for registry in (LOSSES, CREDITS):
+        monkeypatch.setattr(registry, "_kinds", {name: registry.find(name) for name in registry.names()})
     posttrain.register_loss("new_loss")(lambda logprobs, batch: logprobs)
     posttrain.register_credit("new_credit")(lambda returns: returns)
     assert crosschecks.cases.without_reference() == [("policy loss", "new_loss"), ("credit", "new_credit")]

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.credit.baselines import (
-    OUTCOME_BASELINES,
     arpo,
     brpo,
     dr_grpo,
@@ -23,6 +22,7 @@ from posttrain.credit.baselines import (
 )
 from posttrain.credit.returns import optimal_token_baseline, reinforce, reinforce_pp, reinforce_pp_baseline
 from posttrain.errors import RunError
+from posttrain.recipe.credit import CREDITS
 
 # Group 7 holds 1, 2, 6 (mean 3, sample variance (4 + 1 + 9) / 2 = 7); group 3 holds 0, 4.
 RETURNS = np.array([1.0, 0.0, 2.0, 4.0, 6.0])
@@ -31,53 +31,66 @@ LENGTHS = np.array([1, 3, 2, 1, 5])
 GREEDY = {7: 1.5, 3: -1.0}
 
 
+def outcome_baseline(name):
+    """A registered credit as (returns, groups, lengths, greedy) -> [N]."""
+    credit = CREDITS.make(name)
+    return lambda returns, groups, lengths, greedy: credit.call(
+        returns=returns, groups=groups, lengths=lengths, greedy=greedy
+    )
+
+
+OUTCOME_BASELINES = {
+    name: outcome_baseline(name) for name in ("grpo", "dr_grpo", "rloo", "opo", "remax", "brpo", "arpo", "maxrl")
+}
+
+
 def test_grpo_divides_by_the_sample_deviation_of_the_group():
     seven, three = np.sqrt(7.0) + 1e-6, np.sqrt(8.0) + 1e-6
     expected = [-2 / seven, -2 / three, -1 / seven, 2 / three, 3 / seven]
-    np.testing.assert_allclose(grpo(RETURNS, GROUPS, LENGTHS, {}), expected, rtol=1e-12)
+    np.testing.assert_allclose(grpo(RETURNS, GROUPS), expected, rtol=1e-12)
 
 
 def test_dr_grpo_subtracts_the_mean():
-    np.testing.assert_allclose(dr_grpo(RETURNS, GROUPS, LENGTHS, {}), [-2, -2, -1, 2, 3], rtol=1e-12)
+    np.testing.assert_allclose(dr_grpo(RETURNS, GROUPS), [-2, -2, -1, 2, 3], rtol=1e-12)
 
 
 def test_rloo_subtracts_the_mean_of_the_others():
-    np.testing.assert_allclose(rloo(RETURNS, GROUPS, LENGTHS, {}), [1 - 4, 0 - 4, 2 - 3.5, 4 - 0, 6 - 1.5], rtol=1e-12)
+    np.testing.assert_allclose(rloo(RETURNS, GROUPS), [1 - 4, 0 - 4, 2 - 3.5, 4 - 0, 6 - 1.5], rtol=1e-12)
 
 
 def test_opo_weights_the_mean_by_length():
     seven, three = (1 * 1 + 2 * 2 + 5 * 6) / 8, (3 * 0 + 1 * 4) / 4
     expected = [1 - seven, 0 - three, 2 - seven, 4 - three, 6 - seven]
-    np.testing.assert_allclose(opo(RETURNS, GROUPS, LENGTHS, {}), expected, rtol=1e-12)
+    np.testing.assert_allclose(opo(RETURNS, GROUPS, LENGTHS), expected, rtol=1e-12)
 
 
 def test_remax_subtracts_the_greedy_return_of_the_task():
-    np.testing.assert_allclose(remax(RETURNS, GROUPS, LENGTHS, GREEDY), [-0.5, 1, 0.5, 5, 4.5], rtol=1e-12)
+    np.testing.assert_allclose(remax(RETURNS, GROUPS, GREEDY), [-0.5, 1, 0.5, 5, 4.5], rtol=1e-12)
 
 
 def test_remax_names_the_group_without_a_greedy_episode():
     with pytest.raises(RunError, match="group 7"):
-        remax(RETURNS, GROUPS, LENGTHS, {3: 1.0})
+        remax(RETURNS, GROUPS, {3: 1.0})
 
 
 def test_brpo_standardises_over_the_batch():
     expected = (RETURNS - 2.6) / (RETURNS.std(ddof=1) + 1e-6)
-    np.testing.assert_allclose(brpo(RETURNS, GROUPS, LENGTHS, {}), expected, rtol=1e-12)
+    np.testing.assert_allclose(brpo(RETURNS), expected, rtol=1e-12)
 
 
 def test_arpo_is_the_return():
-    np.testing.assert_array_equal(arpo(RETURNS, GROUPS, LENGTHS, {}), RETURNS)
+    np.testing.assert_array_equal(arpo(RETURNS), RETURNS)
 
 
 def test_maxrl_divides_by_the_mean_of_the_group():
-    np.testing.assert_allclose(maxrl(RETURNS, GROUPS, LENGTHS, {}), [-2 / 3, -1, -1 / 3, 1, 1], rtol=1e-12)
+    np.testing.assert_allclose(maxrl(RETURNS, GROUPS), [-2 / 3, -1, -1 / 3, 1, 1], rtol=1e-12)
     # One success in four: it weighs 4 - 1, as 1 / p does.
-    np.testing.assert_allclose(maxrl(np.eye(4)[0], np.zeros(4, int), np.ones(4), {}), [3, -1, -1, -1])
+    np.testing.assert_allclose(maxrl(np.eye(4)[0], np.zeros(4, int)), [3, -1, -1, -1])
 
 
 def test_maxrl_refuses_returns_below_0_and_names_the_group():
     with pytest.raises(RunError, match=r"group 3 has -0\.5; remove penalties"):
-        maxrl(np.array([1.0, -0.5]), np.array([7, 3]), np.ones(2), {})
+        maxrl(np.array([1.0, -0.5]), np.array([7, 3]))
 
 
 def by_enumeration(returns, k):
@@ -123,13 +136,13 @@ def test_gdpo_distinguishes_scores_with_equal_sums():
     # The paper's example: rewards (0, 1) and (0, 2) of groups of two have the same grpo advantages, and others here.
     scores = np.array([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 1.0]])
     groups = np.array([0, 0, 1, 1])
-    np.testing.assert_allclose(grpo(scores.sum(1), groups, np.ones(4), {})[[1, 3]], [0.5**0.5] * 2, rtol=1e-5)
+    np.testing.assert_allclose(grpo(scores.sum(1), groups)[[1, 3]], [0.5**0.5] * 2, rtol=1e-5)
     advantages = gdpo(scores, np.ones(2), groups)
     assert advantages[3] == pytest.approx(2 * advantages[1], rel=1e-6)
 
 
 def test_gdpo_of_one_score_is_grpo_normalised_over_the_batch():
-    expected = standardize(grpo(RETURNS, GROUPS, LENGTHS, {}), 1)
+    expected = standardize(grpo(RETURNS, GROUPS), 1)
     np.testing.assert_allclose(gdpo(RETURNS[:, None], np.ones(1), GROUPS), expected, rtol=1e-12)
 
 
@@ -153,14 +166,14 @@ def test_equal_returns_give_exactly_zero(name, value):
 def test_returns_that_differ_only_by_rounding_are_equal():
     returns = np.array([np.float32(0.1) + np.float64(np.float32(0.2)), np.float32(0.3)], dtype=np.float64)
     assert returns[0] != returns[1]
-    assert (grpo(returns, np.zeros(2, int), np.ones(2, int), {}) == 0.0).all()
+    assert (grpo(returns, np.zeros(2, int)) == 0.0).all()
 
 
 def test_an_empty_batch_stays_empty():
     nothing = np.zeros(0)
     for baseline in OUTCOME_BASELINES.values():
         assert len(baseline(nothing, nothing.astype(int), nothing.astype(int), {})) == 0
-    assert reinforce_pp([], 1.0) == []
+    assert reinforce_pp([]) == []
 
 
 @given(data=st.data())
@@ -199,14 +212,14 @@ def test_optimal_token_baseline_weights_returns_by_cumulative_energy():
 
 
 def test_reinforce_discounts_per_sampled_token():
-    found = reinforce([np.array([0.0, 1.0, 0.0, 4.0]), np.array([2.0])], 0.5)
+    found = reinforce([np.array([0.0, 1.0, 0.0, 4.0]), np.array([2.0])], discount=0.5)
     np.testing.assert_allclose(found[0], [0.5 + 4 / 8, 1 + 4 / 4, 2, 4], rtol=1e-12)
     np.testing.assert_allclose(found[1], [2.0], rtol=1e-12)
 
 
 def test_reinforce_pp_whitens_over_tokens():
     # Returns from each token on: 3, 3, 1 and 5: mean 3, population variance (0 + 0 + 4 + 4) / 4 = 2.
-    found = reinforce_pp([np.array([0.0, 2.0, 1.0]), np.array([5.0])], 1.0)
+    found = reinforce_pp([np.array([0.0, 2.0, 1.0]), np.array([5.0])])
     scale = np.sqrt(2.0) + 1e-6
     np.testing.assert_allclose(np.concatenate(found), [0, 0, -2 / scale, 2 / scale], atol=1e-12)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from posttrain.credit.assign import compute_advantages, critic_advantages, reward_streams, value_targets
+from posttrain.credit.assign import compute_advantages, reward_streams
 from posttrain.credit.returns import explained_variance, gae, length_adaptive_lambda, reinforce
 from posttrain.recipe.credit import CreditRecipe
 
@@ -30,7 +30,9 @@ def test_by_hand():
 def test_limits_of_lambda():
     draws = np.random.default_rng(0)
     rewards, values = [draws.normal(size=n) for n in (5, 1, 0)], [draws.normal(size=n) for n in (5, 1, 0)]
-    for found, returns, value in zip(gae(rewards, values, 0.9, 1.0), reinforce(rewards, 0.9), values, strict=True):
+    for found, returns, value in zip(
+        gae(rewards, values, 0.9, 1.0), reinforce(rewards, discount=0.9), values, strict=True
+    ):
         np.testing.assert_allclose(found, returns - value, atol=1e-12)
     for found, reward, value in zip(gae(rewards, values, 0.9, 0.0), rewards, values, strict=True):
         np.testing.assert_allclose(found, reward + 0.9 * np.append(value[1:], 0)[: len(value)] - value, atol=1e-12)
@@ -40,14 +42,12 @@ def test_the_critic_may_have_a_separate_lambda():
     draws = np.random.default_rng(1)
     rewards, values = [draws.normal(size=n) for n in (5, 2)], [draws.normal(size=n) for n in (5, 2)]
     coupled, decoupled = recipe(gae_lambda=0.5), recipe(gae_lambda=0.5, critic_lambda=1.0)
-    for one, other in zip(
-        critic_advantages(coupled, [], rewards, values), critic_advantages(decoupled, [], rewards, values), strict=True
-    ):
+    for one, other in zip(coupled.estimate([], rewards, values), decoupled.estimate([], rewards, values), strict=True):
         np.testing.assert_array_equal(one, other)
-    for target, returns in zip(value_targets(decoupled, [], rewards, values), reinforce(rewards, 1.0), strict=True):
+    for target, returns in zip(decoupled.targets([], rewards, values), reinforce(rewards), strict=True):
         np.testing.assert_allclose(target, returns, atol=1e-12)
-    advantages = critic_advantages(coupled, [], rewards, values)
-    for target, a, v in zip(value_targets(coupled, [], rewards, values), advantages, values, strict=True):
+    advantages = coupled.estimate([], rewards, values)
+    for target, a, v in zip(coupled.targets([], rewards, values), advantages, values, strict=True):
         np.testing.assert_array_equal(target, a + v)
 
 
@@ -60,7 +60,7 @@ def test_the_lambda_of_a_long_episode_is_larger():
     assert length_adaptive_lambda(0, 0.05) == 0.0
     draws = np.random.default_rng(2)
     rewards, values = [draws.normal(size=n) for n in (5, 2, 0)], [draws.normal(size=n) for n in (5, 2, 0)]
-    found = critic_advantages(recipe(length_alpha=0.5), [], rewards, values)
+    found = recipe(length_alpha=0.5).estimate([], rewards, values)
     expected = [gae([r], [v], 1.0, own)[0] for r, v, own in zip(rewards, values, (0.6, 0.0, 0.0), strict=True)]
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12)

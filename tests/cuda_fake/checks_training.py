@@ -10,6 +10,7 @@ import torch
 from posttrain.distributed.world import join_world
 from posttrain.errors import InputError
 from posttrain.losses.distillation import TeacherScores
+from posttrain.losses.surrogates import CispoLoss, DppoLoss, GmpoLoss, GspoLoss, PpoLoss, ReinforceLoss, SapoLoss
 from posttrain.models import layers
 from posttrain.models.critic import Critic, SharedCritic
 from posttrain.models.policy import Policy
@@ -21,23 +22,16 @@ from posttrain.recipe.loss import (
     ApoZeroLoss,
     BcoLoss,
     CdpoLoss,
-    CispoLoss,
     ClipCovRecipe,
     CorrectionRecipe,
     DpoLoss,
-    DppoLoss,
     EntropyRecipe,
-    GmpoLoss,
-    GspoLoss,
     IpoLoss,
     KlCovRecipe,
     KlRecipe,
     KtoLoss,
     OrpoLoss,
-    PpoLoss,
-    ReinforceLoss,
     RewardLossRecipe,
-    SapoLoss,
     SftLossRecipe,
     SimpoLoss,
 )

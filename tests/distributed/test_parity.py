@@ -101,8 +101,9 @@ GIVEN = {
 def given_updates(model, out, lora):
     """Two updates of PPO's loss on given episodes, one of which alone is longer than the others; saves the weights."""
     from posttrain.distributed.world import current_world
+    from posttrain.losses.surrogates import PpoLoss
     from posttrain.models.policy import Policy
-    from posttrain.recipe.loss import EntropyRecipe, PpoLoss
+    from posttrain.recipe.loss import EntropyRecipe
     from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
     from posttrain.training.objectives import PolicyObjective, token_forward
     from posttrain.training.optimizer import Optimizer

@@ -68,7 +68,9 @@ def test_estimators_that_are_not_a_penalty_in_the_reward_are_refused(given, word
 
 def test_the_default_in_the_reward_gives_no_warning():
     found = recipe_warnings(load_recipe([], ["kl.apply_to=reward"], "rl"))
-    assert [note for note in found if note.startswith("kl.")] == ["kl.apply_to has no effect: kl.coefficient is 0"]
+    assert [note.partition(";")[0] for note in found if note.startswith("kl.")] == [
+        "kl.apply_to has no effect: kl.coefficient is 0"
+    ]
 
 
 def test_penalty_is_subtracted_from_copies():

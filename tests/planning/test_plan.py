@@ -76,21 +76,21 @@ def test_every_credit_has_a_plan(name, capsys):
         (("credit.type=gdpo", *SCORED, "rollout.episodes_per_group=1"), "compares the episodes of a group"),
         (
             ("credit.type=maxrl", "rollout.missing_eos_penalty=1"),
-            "`rollout.missing_eos_penalty` subtracts from returns",
+            "`rollout.missing_eos_penalty` can make returns negative",
         ),
         (
             ("credit.type=maxrl", "kl.coefficient=0.1", "kl.apply_to=reward", "kl.estimator=k1"),
-            "`kl.apply_to` subtracts",
+            "`kl.apply_to` can make returns negative",
         ),
-        (("credit.type=maxrl", *SCORED, "teacher.path=t"), "`teacher` subtracts from returns"),
-        (("credit.type=maxrl", *LAKE), "`environment.format.penalty` can make rewards negative"),
+        (("credit.type=maxrl", *SCORED, "teacher.path=t"), "`teacher` can make returns negative"),
+        (("credit.type=maxrl", *LAKE), "`environment.format.penalty` can make returns negative"),
         (
             ("credit.type=maxrl", "environment.type=sokoban", "environment.format.penalty=0"),
-            "`environment.step_reward` can make rewards negative",
+            "`environment.step_reward` can make returns negative",
         ),
         (
             ("credit.type=maxrl", "environment.type=bandit", "environment.format.penalty=0"),
-            "`environment.low_risk` can make rewards negative",
+            "`environment.low_risk` can make returns negative",
         ),
         (("credit.type=gdpo", "environment.type=bandit"), "`environment.type: bandit`\\) reports none"),
         (("credit.type=gdpo", *SCORED, "environment.reward=exact"), "`environment.type: text_task`\\) reports none"),
@@ -417,7 +417,8 @@ def test_a_broken_model_directory_is_named(tmp_path):
     ],
 )
 def test_notes(stage, overrides, expected):
-    assert expected in recipe_warnings(recipe_of(*overrides, stage=stage))
+    found = recipe_warnings(recipe_of(*overrides, stage=stage))
+    assert [note for note in found if note.startswith(expected)] != [], found
 
 
 @pytest.mark.parametrize(

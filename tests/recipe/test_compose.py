@@ -117,8 +117,8 @@ def test_a_missing_file(recipe_file, tmp_path):
         ),
         (
             ["credit.type=rloo", "credit.discount=0.9"],
-            "override credit.discount=0.9: credit: `discount` would have no effect: credit.type rloo compares the returns of "
-            "whole episodes; remove it, or use reinforce or gae",
+            "override credit.discount=0.9: there is no key credit.discount; it belongs to credit.type reinforce, reinforce_pp, "
+            "turn_returns, gigpo, gae, bilevel_gae, not rloo, so remove it or change the type",
         ),
         (
             ["loss.type=gsop"],

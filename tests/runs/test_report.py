@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from posttrain.recipe.loss import ReinforceLoss
+from posttrain.losses.surrogates import ReinforceLoss
 from posttrain.recipe.model import LoraRecipe, ModelRecipe
 from posttrain.recipe.stages import DpoRecipe, RlRecipe
 from posttrain.rollout.store import write_episodes

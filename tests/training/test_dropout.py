@@ -10,9 +10,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, OPTConfig
 
+from posttrain.losses.surrogates import PpoLoss
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.loss import EntropyRecipe, PpoLoss
+from posttrain.recipe.loss import EntropyRecipe
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.stages import run_stage

@@ -17,8 +17,8 @@ import pytest
 
 import posttrain
 from benchmarks.harness import made_model
-from posttrain.losses.policy import ppo
-from posttrain.recipe.loss import LOSSES, PpoLoss
+from posttrain.losses.surrogates import PpoLoss
+from posttrain.recipe.loss import LOSSES
 
 LAKE = {"type": "frozen_lake", "size": 2, "slippery": False, "max_turns": 2, "observation": "local"}
 TASKS = {
@@ -67,18 +67,18 @@ def success_after(task, loss, made, folder, seed=0):
 
 def flipped_ppo(logprobs, batch):
     """PPO with the sign of the advantages the wrong way round."""
-    return ppo(PpoLoss(), logprobs, replace(batch, advantages=-batch.advantages))[0]
+    return PpoLoss().compute(logprobs, replace(batch, advantages=-batch.advantages))[0]
 
 
 def shifted_ppo(logprobs, batch):
     """PPO whose tokens are shifted by one against their rollout log-probabilities and advantages."""
-    return ppo(PpoLoss(), logprobs.roll(1), batch)[0]
+    return PpoLoss().compute(logprobs.roll(1), batch)[0]
 
 
 def mixed_up_ppo(logprobs, batch):
     """PPO with the old log-probabilities of another sample."""
     other = batch.rollout_logprobs.flip(0)
-    return ppo(PpoLoss(), logprobs, replace(batch, rollout_logprobs=other, old_logprobs=None))[0]
+    return PpoLoss().compute(logprobs, replace(batch, rollout_logprobs=other, old_logprobs=None))[0]
 
 
 def test_thresholds_are_below_the_worst_of_the_measured_seeds():
@@ -98,7 +98,8 @@ def test_it_learns_from_rewards_alone(task, made, tmp_path):
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("loss", [flipped_ppo, shifted_ppo, mixed_up_ppo])
 def test_a_faulty_algorithm_does_not_pass(task, loss, made, tmp_path, monkeypatch):
-    monkeypatch.setattr(LOSSES, "_kinds", dict(LOSSES._kinds))  # other tests list the registered losses
+    # Other tests list the registered losses.
+    monkeypatch.setattr(LOSSES, "_kinds", {name: LOSSES.find(name) for name in LOSSES.names()})
     posttrain.register_loss(loss.__name__)(loss)
     assert success_after(task, loss.__name__, made, tmp_path) < TASKS[task][-1]
 

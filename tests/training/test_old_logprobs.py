@@ -11,17 +11,9 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 import posttrain
+from posttrain.losses.surrogates import CispoLoss, DppoLoss, GspoLoss, PpoLoss, ReinforceLoss
 from posttrain.recipe.compose import load_recipe
-from posttrain.recipe.loss import (
-    CispoLoss,
-    CorrectionRecipe,
-    DppoLoss,
-    EntropyRecipe,
-    GspoLoss,
-    KlRecipe,
-    PpoLoss,
-    ReinforceLoss,
-)
+from posttrain.recipe.loss import CorrectionRecipe, EntropyRecipe, KlRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.stages import run_stage

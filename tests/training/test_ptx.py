@@ -5,8 +5,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from posttrain.losses.surrogates import PpoLoss
 from posttrain.models.policy import Policy
-from posttrain.recipe.loss import EntropyRecipe, PpoLoss
+from posttrain.recipe.loss import EntropyRecipe
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.objectives import MixedObjective, PolicyObjective, SupervisedObjective, token_forward

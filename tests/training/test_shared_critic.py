@@ -314,12 +314,12 @@ def test_it_resumes_to_the_same_bits_after_a_kill_there(place, count, tiny_model
     [
         (
             {"path": "a"},
-            r"`critic.path` initializes a separate critic; .* `critic.backbone: separate`",
+            "`path` has no effect: backbone is shared; remove it, or set backbone to separate",
         ),
-        ({"dtype": "bfloat16"}, r"`critic.dtype` has no effect with `critic.backbone: shared`.*`model.dtype`"),
-        ({"lora": {"rank": 2}}, r"`critic.lora` has no effect with `critic.backbone: shared`"),
-        ({"optimizer": {"max_skipped_updates": 9}}, r"`critic.optimizer.max_skipped_updates` has no effect"),
-        ({"backbone": "separate", "coefficient": 0.5}, r"`critic.coefficient` weighs .* remove it"),
+        ({"dtype": "bfloat16"}, "`dtype` has no effect: backbone is shared"),
+        ({"lora": {"rank": 2}}, "`lora` has no effect: backbone is shared"),
+        ({"optimizer": {"max_skipped_updates": 9}}, "`optimizer.max_skipped_updates` has no effect"),
+        ({"backbone": "separate", "coefficient": 0.5}, "`coefficient` has no effect: backbone is separate"),
     ],
 )
 def test_keys_without_effect_are_errors(critic, said):

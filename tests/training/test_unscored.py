@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import posttrain
-from posttrain.credit.assign import weighted_scores
+from posttrain.credit.baselines import weighted_scores
 from posttrain.engines.local.engine import LocalEngine
 from posttrain.environments.rewards import register_reward
 from posttrain.episode import Outcome

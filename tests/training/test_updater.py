@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from posttrain.errors import RunError
+from posttrain.losses.surrogates import PpoLoss
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
-from posttrain.recipe.loss import EntropyRecipe, PpoLoss
+from posttrain.recipe.loss import EntropyRecipe
 from posttrain.recipe.model import LearnerRecipe, LoraRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.training.objectives import PolicyObjective, SupervisedObjective, logprobs, token_forward

@@ -2,28 +2,36 @@
 
 All sums use `math.fsum`, which rounds once, so results are bit-identical for any order of episodes and groups.
 
-Every baseline has the same signature. `returns` [N] float64: sum of an episode's rewards. `groups` [N] int: group id.
-`lengths` [N] int: sampled tokens. `greedy`: group id -> return of the group's greedy episode. Returns advantages [N]
-float64.
+`returns` [N] float64: sum of an episode's rewards. `groups` [N] int: group id. `lengths` [N] int: sampled tokens.
+`greedy`: group id -> return of the group's greedy episode. Every baseline returns advantages [N] float64.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
+from posttrain.episode import Episode
 from posttrain.errors import RunError
+from posttrain.recipe.credit import Credit, register_credit
 
 EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
+SCORE = "score"
+"""The name of the reward itself among the scores that a reward function reports."""
+RETURN = "return"
+"""The name of the return in the weights of `gdpo`."""
 
 
-def grpo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: Mapping[int, float]) -> np.ndarray:
+@register_credit("grpo", compared_with="group")
+def grpo(returns: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """A_i = (R_i - mean_g) / (std_g + 1e-6), with the sample standard deviation (n - 1) of group g.
 
     Biased: dividing by the group's own standard deviation weights tasks by their difficulty, and changes the direction
     of the gradient if returns take more than two values. A group of one, or with equal returns, gets 0.
-    Source: Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, outcome supervision. `lengths` and `greedy` are unused.
+    Source: Shao et al. 2024, "DeepSeekMath", arXiv 2402.03300, outcome supervision.
     """
     advantages = np.zeros(len(returns))
     for index in group_indices(groups):
@@ -31,13 +39,14 @@ def grpo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: M
     return advantages
 
 
-def dr_grpo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: Mapping[int, float]) -> np.ndarray:
+@register_credit("dr_grpo", compared_with="group")
+def dr_grpo(returns: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """A_i = R_i - mean_g.
 
     Unbiased up to the factor (n - 1) / n in a group of n, because R_i is part of its own baseline: it is `rloo` times
     that factor. Groups of different sizes have different factors. A group of one gets 0. The published algorithm also
     divides the loss by a constant, see `loss.aggregation: constant`.
-    Source: Liu et al. 2025, "Understanding R1-Zero-like training", arXiv 2503.20783. `lengths` and `greedy` are unused.
+    Source: Liu et al. 2025, "Understanding R1-Zero-like training", arXiv 2503.20783.
     """
     advantages = np.zeros(len(returns))
     for index in group_indices(groups):
@@ -45,12 +54,13 @@ def dr_grpo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy
     return advantages
 
 
-def rloo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: Mapping[int, float]) -> np.ndarray:
+@register_credit("rloo", compared_with="group")
+def rloo(returns: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """A_i = R_i - mean of the other returns of the group = n / (n - 1) (R_i - mean_g).
 
     Unbiased: the baseline does not depend on episode i. A group of one has no other returns and gets 0.
     Source: Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024, "Back to
-    basics", arXiv 2402.14740. `lengths` and `greedy` are unused.
+    basics", arXiv 2402.14740.
     """
     advantages = np.zeros(len(returns))
     for index in group_indices(groups):
@@ -59,12 +69,13 @@ def rloo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: M
     return advantages
 
 
-def opo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: Mapping[int, float]) -> np.ndarray:
+@register_credit("opo", compared_with="group")
+def opo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """A_i = R_i - (sum_j l_j R_j / sum_j l_j), over the episodes j of the group, l_j their sampled tokens.
 
     Biased: the baseline includes the episode's own return and length. The bias falls with the size of the group. A
     group of one, or with equal returns, gets 0. Each group needs at least one sampled token.
-    Source: Hao et al. 2025, "On-policy RL with optimal reward baseline", arXiv 2505.23585. `greedy` is unused.
+    Source: Hao et al. 2025, "On-policy RL with optimal reward baseline", arXiv 2505.23585.
     """
     advantages = np.zeros(len(returns))
     for index in group_indices(groups):
@@ -74,12 +85,13 @@ def opo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: Ma
     return advantages
 
 
-def remax(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: Mapping[int, float]) -> np.ndarray:
+@register_credit("remax")
+def remax(returns: np.ndarray, groups: np.ndarray, greedy: Mapping[int, float]) -> np.ndarray:
     """A_i = R_i - return of one greedy episode of the same task.
 
     Unbiased: the greedy episode does not depend on the sampled ones. Works with groups of one. A KL penalty in the
     reward is part of R_i but not of the greedy return, which only shifts the baseline.
-    Source: Li et al. 2023, "ReMax", arXiv 2310.10505. `lengths` is unused. RunError for a group without greedy return.
+    Source: Li et al. 2023, "ReMax", arXiv 2310.10505. RunError for a group without greedy return.
     """
     missing = sorted(set(groups.tolist()) - set(greedy))
     if missing:
@@ -87,27 +99,29 @@ def remax(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: 
     return returns - np.array([greedy[group] for group in groups.tolist()], dtype=np.float64)
 
 
-def brpo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: Mapping[int, float]) -> np.ndarray:
+@register_credit("brpo", compared_with="batch")
+def brpo(returns: np.ndarray) -> np.ndarray:
     """A_i = (R_i - mean_B) / (std_B + 1e-6) over the whole batch B, with the sample standard deviation (n - 1).
 
     Biased like `grpo`: the divisor is the batch's own standard deviation. A batch of one, or of equal returns, gets 0.
-    Source: the batch-relative baseline of the first release of RAGEN, Wang et al. 2025, arXiv 2504.20073. `groups`,
-    `lengths` and `greedy` are unused.
+    Source: the batch-relative baseline of the first release of RAGEN, Wang et al. 2025, arXiv 2504.20073.
     """
     return standardize(returns, correction=1)
 
 
-def arpo(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: Mapping[int, float]) -> np.ndarray:
+@register_credit("arpo")
+def arpo(returns: np.ndarray) -> np.ndarray:
     """A_i = R_i.
 
     Unbiased, with the full variance that a baseline would reduce.
     Source: Williams 1992, "Simple statistical gradient-following algorithms"; the name is that of RAGEN's first
-    release. `groups`, `lengths` and `greedy` are unused.
+    release.
     """
     return returns.astype(np.float64)
 
 
-def maxrl(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: Mapping[int, float]) -> np.ndarray:
+@register_credit("maxrl", compared_with="group", nonnegative=True)
+def maxrl(returns: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """A_i = (R_i - mean_g) / mean_g, for returns of 0 or more; 0 in a group whose returns are all equal, such as all 0.
 
     For returns of 0 and 1, the mean of A_i grad log pi(i) over a group of n estimates the gradient of log p, with p the
@@ -115,7 +129,7 @@ def maxrl(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: 
     (1 - p)^(n - 1) / (n - 1), whose first term is the objective of `rloo`. Hard tasks therefore count more. Other
     returns of 0 or more estimate the gradient of the logarithm of the mean return, with a bias that falls with n.
     Source: Tajwar et al. 2026, "Maximum likelihood reinforcement learning", arXiv 2602.02710, theorem 1 and its
-    variance reduction. `lengths` and `greedy` are unused. RunError for a return below 0.
+    variance reduction. RunError for a return below 0.
     """
     advantages = np.zeros(len(returns))
     for index in group_indices(groups):
@@ -128,21 +142,6 @@ def maxrl(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray, greedy: 
         if deviations.any():
             advantages[index] = deviations / mean(returns[index])
     return advantages
-
-
-OutcomeBaseline = Callable[[np.ndarray, np.ndarray, np.ndarray, Mapping[int, float]], np.ndarray]
-
-OUTCOME_BASELINES: dict[str, OutcomeBaseline] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "opo": opo,
-    "remax": remax,
-    "brpo": brpo,
-    "arpo": arpo,
-    "maxrl": maxrl,
-}
-"""`credit.type` -> baseline."""
 
 
 def pass_at_k(returns: np.ndarray, groups: np.ndarray, k: int | None) -> np.ndarray:
@@ -231,3 +230,88 @@ def group_indices(groups: np.ndarray) -> Iterator[np.ndarray]:
     """For each distinct id in `groups` [N] int, the indices of its members."""
     for group in np.unique(groups):
         yield np.flatnonzero(groups == group)
+
+
+def weighted_scores(
+    episodes: Sequence[Episode], returns: np.ndarray, weights: Mapping[str, float] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The scores [N, K] of the episodes, NaN if an episode does not report a score or reports None, and their weights [K], float64.
+
+    Scores come from `info["scores"]` of the last turn; the name `return` stands for the returns [N]. `weights`: score
+    name -> weight; None gives every reported score except `score` the weight 1. RunError if no episode reports a
+    weighted score, or if there are no weights.
+    """
+    reported = [dict(episode.turns[-1].info.get("scores", {})) if episode.turns else {} for episode in episodes]
+    names = {name for scores in reported for name in scores}
+    if weights is None:
+        weights = dict.fromkeys(sorted(names - {SCORE}), 1.0)
+    missing = sorted(set(weights) - names - {RETURN})
+    if episodes and (missing or not weights):
+        wanted = f"no episode of the step has the score {missing[0]!r}" if missing else "no episode reports scores"
+        raise RunError(
+            f"credit.type gdpo: {wanted}; return a mapping of names to numbers from the reward function, or set "
+            f"credit.weights to the names that it reports ({', '.join(sorted(names | {RETURN}))})"
+        )
+    columns = [
+        returns if name == RETURN else np.array([scores.get(name) for scores in reported], dtype=np.float64)
+        for name in weights
+    ]
+    return np.stack(columns, axis=1) if columns else np.zeros((len(episodes), 0)), np.array(list(weights.values()))
+
+
+@register_credit("pass_at_k", compared_with="group")
+class PassAtKCredit(Credit):
+    """The gain of each episode for the best of k attempts at its task."""
+
+    type: Literal["pass_at_k"] = "pass_at_k"
+    """`pass_at_k`: the best return of k episodes of the group minus the best without this one, a mean over all sets of k with it."""
+    k: int | None = Field(None, ge=2)
+    """Number of attempts whose best return is maximized, at most `rollout.episodes_per_group`. Null: the size of the group, so only the single best episode gets credit."""
+
+    def compute(self, returns: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """[N] float64."""
+        return pass_at_k(returns, groups, self.k)
+
+    def problems(self, recipe: Any) -> list[str]:
+        """More attempts than episodes."""
+        size = recipe.rollout.episodes_per_group
+        if self.k is None or self.k <= size:
+            return []
+        return [
+            f"`credit.k` ({self.k}) is more than `rollout.episodes_per_group` ({size}); lower it, or sample more episodes "
+            "per group"
+        ]
+
+
+@register_credit("gdpo", compared_with="group")
+class GdpoCredit(Credit):
+    """Several scores of an episode, each normalized within the group, then added and normalized over the batch."""
+
+    type: Literal["gdpo"] = "gdpo"
+    """`gdpo`: sum of (score - mean) / std of the group for each score, then (sum - mean) / std of the batch."""
+    weights: dict[str, float] | None = None
+    """Weight of each score by name: those that the reward function or the environment reports, and `return` for the return with all penalties and the reward model's score. Null: 1 for each reported score but `score`, which is their combination."""
+
+    def compute(self, episodes: Sequence[Episode], returns: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """[N] float64."""
+        return gdpo(*weighted_scores(episodes, returns, self.weights), groups)
+
+    def problems(self, recipe: Any) -> list[str]:
+        """An environment without scores."""
+        if recipe.reports_scores or not set(self.weights or {"": 1.0}) - {RETURN}:
+            return []
+        return [
+            "`credit.type: gdpo` learns from several scores of an episode, and the environment "
+            f"(`environment.type: {recipe.environment.type}`) reports none; set `credit.weights.return` alone, or use grpo"
+        ]
+
+    def warnings(self, recipe: Any) -> list[str]:
+        """Rewards without a weight, and filters that do not know the scores."""
+        unweighted = recipe.rewards_beside_scores if RETURN not in (self.weights or {}) else []
+        warnings = [f"{key} has no effect: credit.weights of gdpo has no weight for `return`" for key in unweighted]
+        if recipe.rollout.filter.type != "none":
+            warnings.append(
+                f"rollout.filter.type {recipe.rollout.filter.type} compares returns, so it drops groups with equal returns "
+                "whose scores differ, which credit.type gdpo learns from"
+            )
+        return warnings

@@ -6,13 +6,19 @@ excluded, so they get no credit and do not discount it.
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from posttrain.credit.baselines import all_equal, dr_grpo, group_indices, standardize
+from posttrain.recipe.credit import register_credit
+
+Discount = Annotated[float, Field(gt=0, le=1, description="Discount factor per sampled token.")]
 
 
-def reinforce(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndarray]:
+@register_credit("reinforce")
+def reinforce(rewards: Sequence[np.ndarray], *, discount: Discount = 1.0) -> list[np.ndarray]:
     """A_t = sum over k >= t of discount^(k - t) r_k, with k and t counting sampled tokens.
 
     Unbiased for discount 1. A smaller discount is deliberately biased towards rewards that follow soon.
@@ -23,7 +29,8 @@ def reinforce(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndarray
     return [_discounted_sums(episode, discount) for episode in rewards]
 
 
-def reinforce_pp(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndarray]:
+@register_credit("reinforce_pp")
+def reinforce_pp(rewards: Sequence[np.ndarray], *, discount: Discount = 1.0) -> list[np.ndarray]:
     """`reinforce`, whitened over all sampled tokens of the batch.
 
     Biased: mean and standard deviation come from the batch itself.
@@ -31,9 +38,10 @@ def reinforce_pp(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndar
 
     `rewards`: per episode [n] float64; `discount` in (0, 1]. Returns per episode [n] float64.
     """
-    return whiten(reinforce(rewards, discount))
+    return whiten(reinforce(rewards, discount=discount))
 
 
+@register_credit("reinforce_pp_baseline", compared_with="group")
 def reinforce_pp_baseline(returns: np.ndarray, groups: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     """A_t = R_i - mean_g at each sampled token of episode i, whitened over all sampled tokens of the batch.
 
@@ -42,7 +50,7 @@ def reinforce_pp_baseline(returns: np.ndarray, groups: np.ndarray, lengths: np.n
 
     `returns` [N] float64; `groups` [N] int; `lengths` [N] int: sampled tokens. Returns per episode [n] float64.
     """
-    advantages = dr_grpo(returns, groups, lengths, {})
+    advantages = dr_grpo(returns, groups)
     return whiten([np.full(length, a) for a, length in zip(advantages, lengths.tolist(), strict=True)])
 
 
@@ -72,6 +80,7 @@ def length_adaptive_lambda(length: int, alpha: float) -> float:
     return max(0.0, 1.0 - 1.0 / (alpha * length)) if length else 0.0
 
 
+@register_credit("optimal_token_baseline", compared_with="group")
 def optimal_token_baseline(
     rewards: Sequence[np.ndarray], energies: Sequence[np.ndarray], groups: np.ndarray
 ) -> list[np.ndarray]:
@@ -89,7 +98,7 @@ def optimal_token_baseline(
 
     `rewards` and `energies`: per episode [n] float64; `groups` [N] int. Returns per episode [n] float64.
     """
-    returns = reinforce(rewards, 1.0)
+    returns = reinforce(rewards)
     advantages = [np.zeros(len(returns_to_go)) for returns_to_go in returns]
     for index in group_indices(groups):
         weights = {int(i): np.cumsum(energies[i]) for i in index}

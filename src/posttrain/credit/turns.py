@@ -1,4 +1,4 @@
-"""Turn-level advantages: one number per turn, or GAE over turns and the tokens within them.
+"""Turn-level advantages: one number per turn.
 
 Arrays run over the sampled tokens of one episode, in order, across its streams. Turn boundaries come from
 `Stream.turn`, so a turn without reward counts like any other. K is the number of turns with at least one sampled token.
@@ -6,36 +6,99 @@ Arrays run over the sampled tokens of one episode, in order, across its streams.
 
 import math
 from collections.abc import Hashable, Sequence
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
 from posttrain.credit.baselines import all_equal, center, group_indices, standardize
 from posttrain.credit.returns import reinforce
 from posttrain.episode import Episode
 from posttrain.errors import RunError
-from posttrain.recipe.credit import GigpoCredit, MtGrpoCredit, TurnReturnsCredit
+from posttrain.recipe.credit import Comparison, Credit, register_credit
 
-TurnCredit = TurnReturnsCredit | MtGrpoCredit | GigpoCredit
-"""Recipes whose advantage is the same for all tokens of a turn."""
+Arrays = Sequence[np.ndarray]
+"""One array per episode."""
 
 
-def turn_advantages(
-    recipe: TurnCredit, episodes: Sequence[Episode], token_rewards: Sequence[np.ndarray]
-) -> list[np.ndarray]:
-    """Per episode [n] float64. `token_rewards`: per episode [n] float64, the rewards of its sampled tokens."""
-    turns = [turn_indices(episode) for episode in episodes]
-    groups = np.array([episode.group for episode in episodes], dtype=np.int64)
-    rewards = [turn_rewards(of_tokens, t) for of_tokens, t in zip(token_rewards, turns, strict=True)]
-    if isinstance(recipe, TurnReturnsCredit):
-        advantages = turn_returns(rewards, recipe.discount)
-        if recipe.baseline == "others":
-            advantages = leave_one_out(advantages, groups)
-    elif isinstance(recipe, MtGrpoCredit):
-        advantages = mt_grpo(rewards, groups, recipe.turn_weight)
-    else:
+class TurnCredit(Credit):
+    """Credits whose advantage is the same for all tokens of a turn."""
+
+    @property
+    def rewards_of(self) -> Literal["token", "turn", "episode"]:
+        """Rewards are summed over turns."""
+        return "turn"
+
+    def compute(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> list[np.ndarray]:
+        """Per episode [n] float64. `rewards`: per episode [n] float64, those of its sampled tokens."""
+        turns = [turn_indices(episode) for episode in episodes]
+        by_turn = [turn_rewards(of_tokens, t) for of_tokens, t in zip(rewards, turns, strict=True)]
+        advantages = self.of_turns(episodes, by_turn, groups)
+        return [to_tokens(of_turns, t) for of_turns, t in zip(advantages, turns, strict=True)]
+
+    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
+        """Per episode [K] float64. `rewards`: per episode [K] float64, the sum of each turn's rewards."""
+        raise NotImplementedError
+
+
+@register_credit("turn_returns", compared_with="group")
+class TurnReturnsCredit(TurnCredit):
+    """Reward-to-go per turn."""
+
+    type: Literal["turn_returns"] = "turn_returns"
+    """`turn_returns`: discounted reward from the turn on, the same for all of its tokens."""
+    discount: float = Field(1.0, gt=0, le=1)
+    """Discount factor per turn, independent of the length of answers."""
+    baseline: Literal["others", "none"] = "others"
+    """`others`: subtract the mean reward-to-go of the group's other episodes at that turn (0 after their end); unbiased. `none`: no baseline."""
+
+    @property
+    def compared_with(self) -> Comparison:
+        """The group, if there is a baseline."""
+        return "group" if self.baseline == "others" else None
+
+    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
+        """`turn_returns`, minus the baseline if there is one."""
+        advantages = turn_returns(rewards, self.discount)
+        return leave_one_out(advantages, groups) if self.baseline == "others" else advantages
+
+
+@register_credit("mt_grpo", compared_with="group")
+class MtGrpoCredit(TurnCredit):
+    """Group-normalized turn rewards and outcome; the outcome is the reward of the last turn."""
+
+    type: Literal["mt_grpo"] = "mt_grpo"
+    """`mt_grpo`: (o - mean) / std of the group's outcomes, in turns before the last plus `turn_weight` times the same of the group's rewards of that turn. For groups whose episodes all have the same number of turns."""
+    turn_weight: float = Field(1.0, ge=0)
+    """Weight of a turn's own reward relative to the outcome, in turns before the last."""
+
+    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
+        """`mt_grpo`."""
+        return mt_grpo(rewards, groups, self.turn_weight)
+
+
+@register_credit("gigpo", compared_with="group")
+class GigpoCredit(TurnCredit):
+    """Episodes compared within their group, and turns with the group's turns in the same state."""
+
+    type: Literal["gigpo"] = "gigpo"
+    """`gigpo`: (R - mean) / std of the group's returns, plus `step_weight` times the same of the returns from the turn on among the group's turns in one state. States are distinguished by the environment's state key or, without one, by the tokens of the observation."""
+    discount: float = Field(0.95, gt=0, le=1)
+    """Discount factor per turn of the returns compared within a state."""
+    step_weight: float = Field(1.0, ge=0)
+    """Weight (omega) of the comparison within states."""
+    divide_by_std: bool = True
+    """Divide both comparisons by their standard deviation. The default of the authors' code is false."""
+
+    def of_turns(self, episodes: Sequence[Episode], rewards: Arrays, groups: np.ndarray) -> Arrays:
+        """`gigpo`."""
         states = [state_keys(episode) for episode in episodes]
-        advantages = gigpo(rewards, states, groups, recipe.discount, recipe.step_weight, recipe.divide_by_std)
-    return [to_tokens(of_turns, t) for of_turns, t in zip(advantages, turns, strict=True)]
+        return gigpo(rewards, states, groups, self.discount, self.step_weight, self.divide_by_std)
+
+    def has_baseline_alone(self, episode: Episode) -> bool:
+        """An episode that visits a state twice compares its turns there."""
+        keys = state_keys(episode)
+        return len(set(keys)) < len(keys)
 
 
 def turn_returns(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndarray]:
@@ -49,7 +112,7 @@ def turn_returns(rewards: Sequence[np.ndarray], discount: float) -> list[np.ndar
     `rewards`: per episode [K] float64, the sum of each turn's rewards; `discount` in (0, 1]. Returns per episode [K]
     float64.
     """
-    return reinforce(rewards, discount)
+    return reinforce(rewards, discount=discount)
 
 
 def leave_one_out(returns: Sequence[np.ndarray], groups: np.ndarray) -> list[np.ndarray]:
@@ -156,41 +219,6 @@ def gigpo(
     return np.split(advantages, np.cumsum(counts)[:-1]) if counts else []
 
 
-def bilevel_gae(
-    rewards: Sequence[np.ndarray],
-    values: Sequence[np.ndarray],
-    turns: Sequence[np.ndarray],
-    discount: float,
-    turn_discount: float,
-    gae_lambda: float,
-    turn_gae_lambda: float,
-) -> list[np.ndarray]:
-    """GAE in which returns decay by `discount` g per token within a turn and by `turn_discount` h per turn.
-
-    Turns, from the last: B_k = sum over the turn's tokens of g^(t - b) r_t + g^(e - b) C_k - V_b, where b and e are the
-    first and last token of turn k. C_k = h (V_b' + turn_gae_lambda x B_{k+1}) is the return expected after the turn,
-    with b' the first token of turn k + 1; C is 0 after the last turn. Tokens of turn k, from its last:
-    A_e = r_e + C_k - V_e and A_t = r_t + g V_{t+1} - V_t + g x gae_lambda x A_{t+1}.
-
-    Source: bi-level GAE of RAGEN (Wang et al. 2025, arXiv 2504.20073, algorithm.bi_level_gae), with three differences.
-    Turn boundaries are explicit, instead of wherever a reward is not zero. Rewards within a turn (a KL penalty) count
-    once. The turn level uses the value before a turn's first token; the published one uses the value before its last
-    token, which is known to be the last only after it was sampled, so it is biased even with exact values. With both
-    lambdas and g equal to 1 and rewards at turn ends, the two agree: A_t = sum of h^(j - k) r_j - V_t.
-
-    With all four numbers 1, unbiased for any values. With discounts 1 and the exact values of the policy, unbiased for
-    any lambdas. Otherwise errors in the values bias it, and discounts bias it deliberately. With a single turn it is
-    plain `gae`.
-
-    `rewards`, `values`: per episode [n] float64, the reward of each sampled token and the value of the state before it.
-    `turns`: per episode [n] int, from `turn_indices`. All four numbers are in [0, 1]. Returns per episode [n] float64.
-    """
-    return [
-        _bilevel_gae(r, v, turn_starts(t).tolist(), discount, turn_discount, gae_lambda, turn_gae_lambda)
-        for r, v, t in zip(rewards, values, turns, strict=True)
-    ]
-
-
 def turn_indices(episode: Episode) -> np.ndarray:
     """[n] int64: the turn of each sampled token, non-decreasing. RunError if it would decrease."""
     empty = np.zeros(0, dtype=np.int64)
@@ -243,29 +271,4 @@ def _relative(values: np.ndarray, sets: np.ndarray, divide_by_std: bool) -> np.n
     advantages = np.zeros(len(values))
     for index in group_indices(sets):
         advantages[index] = standardize(values[index], correction=1) if divide_by_std else center(values[index])
-    return advantages
-
-
-def _bilevel_gae(
-    rewards: np.ndarray,
-    values: np.ndarray,
-    starts: list[int],
-    discount: float,
-    turn_discount: float,
-    gae_lambda: float,
-    turn_gae_lambda: float,
-) -> np.ndarray:
-    advantages, expected, stop = np.zeros(len(rewards)), 0.0, len(rewards)
-    for start in reversed(starts):
-        turn_return = next_value = expected
-        running, decay = 0.0, 1.0
-        for t in range(stop - 1, start - 1, -1):
-            reward, value = float(rewards[t]), float(values[t])
-            # The step from the last token to the next turn has no token discount and no token lambda: decay is 1.
-            running = reward + decay * next_value - value + decay * gae_lambda * running
-            turn_return = reward + decay * turn_return
-            advantages[t], next_value, decay = running, value, discount
-        first = float(values[start])
-        expected = turn_discount * (first + turn_gae_lambda * (turn_return - first))
-        stop = start
     return advantages

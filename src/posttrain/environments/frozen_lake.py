@@ -1,7 +1,7 @@
 """Frozen lake: walk to the goal and avoid the holes. The dynamics are those of gymnasium's FrozenLake-v1."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -31,6 +31,7 @@ from posttrain.environments.game import (
 from posttrain.environments.protocol import Baseline, Cells
 from posttrain.plugins import require_module
 from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.needs import needs
 from posttrain.seeds import random_stream
 
 SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "player_in_hole": "X", "player_on_goal": "√"}
@@ -51,15 +52,11 @@ class FrozenLakeRecipe(GameRecipe):
     """A move goes as intended with probability 1/3 and to each side with probability 1/3; otherwise always as intended."""
     observation: ObservationForm = "grid"
     """`grid`: a drawing; `coordinates`: positions in words; `both`; `local`: the goal and adjacent holes relative to the player."""
-    edges: bool = False
+    edges: Annotated[bool, needs("observation", "local", refused=True)] = False
     """With `observation: local`: also name adjacent edges of the board. On slippery ice, a move against an edge is often the safest."""
 
     @model_validator(mode="after")
     def _can_be_computed(self) -> "FrozenLakeRecipe":
-        if self.edges and self.observation != "local":
-            raise ValueError(
-                f"`edges` has no effect with `observation: {self.observation}`; set `observation: local` or drop `edges`"
-            )
         if self.slippery and self.format.actions_per_turn > 5:
             raise ValueError(
                 "`format.actions_per_turn` must be at most 5 on slippery ice: the optimal policy searches all action sequences"

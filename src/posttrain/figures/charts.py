@@ -24,7 +24,7 @@ from posttrain.runs.panels import (
     TITLES,
     TRAINING,
     Curve,
-    Metric,
+    MetricLook,
     Panel,
     Series,
     is_trained,
@@ -298,7 +298,9 @@ def _phases(log: Log) -> Iterator[Chart]:
 # -- several runs -----------------------------------------------------------------------------------------------------
 
 
-def chart_of_runs(metric: Metric, bundles: Sequence[Bundle], smooth: bool = False) -> tuple[Chart | None, list[str]]:
+def chart_of_runs(
+    metric: MetricLook, bundles: Sequence[Bundle], smooth: bool = False
+) -> tuple[Chart | None, list[str]]:
     """The chart of one metric, with a curve per run or mean over seeds; None if no run has a value.
 
     Returns warnings about omitted runs too. `smooth`: average moving means, as pictures show them.

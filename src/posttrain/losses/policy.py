@@ -4,24 +4,17 @@ In this order: the tokens of a micro-batch and their aggregation weights, import
 policies that differ from the learner, the losses, and metrics.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.errors import RunError
-from posttrain.recipe.loss import (
-    CispoLoss,
-    CorrectionRecipe,
-    DppoLoss,
-    GmpoLoss,
-    GspoLoss,
-    LossRecipe,
-    PolicyLoss,
-    PpoLoss,
-    SapoLoss,
-)
+from posttrain.recipe.loss import CorrectionRecipe, LossRecipe, PolicyLoss
+
+if TYPE_CHECKING:
+    import torch
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20 before `exp`, which keeps it finite in float32. Beyond that the gradient is zero."""
@@ -53,7 +46,7 @@ class TokenBatch:
 
     def stream_sums(self, values: torch.Tensor) -> torch.Tensor:
         """[N], differentiable: the sum of `values` [N] over the stream of each token."""
-        sums = torch.zeros(len(self.lengths), dtype=values.dtype, device=values.device)
+        sums = values.new_zeros(len(self.lengths))
         return sums.index_add(0, self.stream, values)[self.stream]
 
     def stream_means(self, values: torch.Tensor) -> torch.Tensor:
@@ -141,7 +134,7 @@ def importance_correction(recipe: CorrectionRecipe, batch: TokenBatch) -> tuple[
         raise ValueError("a correction needs the learner's own log-probabilities in `old_logprobs`")
     log_ratios = (batch.old_logprobs - batch.rollout_logprobs).detach()
     by_level = {"token": lambda x: x, "sequence": batch.stream_sums, "geometric": batch.stream_means}
-    factors = torch.ones_like(log_ratios)
+    factors = log_ratios.new_ones(log_ratios.shape)
     metrics = {"correction/mismatch": sum_and_count(log_ratios.abs())}
     if recipe.weights != "none":
         cap = recipe.largest_weight
@@ -155,7 +148,12 @@ def importance_correction(recipe: CorrectionRecipe, batch: TokenBatch) -> tuple[
         factors = factors.masked_fill(rejected, 0.0)
         metrics["correction/rejected"] = sum_and_count(rejected)
         if recipe.reject != "token":
-            streams = torch.zeros_like(batch.lengths).index_add(0, batch.stream, rejected.to(batch.lengths.dtype)) > 0
+            streams = (
+                batch.lengths.new_zeros(batch.lengths.shape).index_add(
+                    0, batch.stream, rejected.to(batch.lengths.dtype)
+                )
+                > 0
+            )
             metrics["correction/rejected_streams"] = (number(streams.sum()), number((batch.lengths > 0).sum()))
     return factors, metrics | {"correction/weight": sum_and_count(factors)}
 
@@ -165,22 +163,7 @@ def policy_loss(recipe: LossRecipe, logprobs: torch.Tensor, batch: TokenBatch) -
 
     `logprobs` [N] float, differentiable: log-probabilities of the sampled tokens under the current policy.
     """
-    if isinstance(recipe, PpoLoss):
-        losses, metrics = ppo(recipe, logprobs, batch)
-    elif isinstance(recipe, GspoLoss):
-        losses, metrics = gspo(recipe, logprobs, batch)
-    elif isinstance(recipe, CispoLoss):
-        losses, metrics = cispo(recipe, logprobs, batch)
-    elif isinstance(recipe, DppoLoss):
-        losses, metrics = dppo(recipe, logprobs, batch)
-    elif isinstance(recipe, SapoLoss):
-        losses, metrics = sapo(recipe, logprobs, batch)
-    elif isinstance(recipe, GmpoLoss):
-        losses, metrics = gmpo(recipe, logprobs, batch)
-    elif recipe.function is not None:
-        losses, metrics = registered_loss(recipe, logprobs, batch)
-    else:
-        losses, metrics = reinforce(logprobs, batch), {}
+    losses, metrics = computed_losses(recipe, logprobs, batch)
     weights = batch.weights
     if recipe.correction is not None:
         corrections, correction_metrics = importance_correction(recipe.correction, batch)
@@ -193,121 +176,6 @@ def policy_loss(recipe: LossRecipe, logprobs: torch.Tensor, batch: TokenBatch) -
     if batch.factors is not None:
         weights = weights * batch.factors
     return (weights * losses).sum(), metrics | divergence_metrics(logprobs, batch)
-
-
-def ppo(recipe: PpoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """L_t = -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = pi / pi_old at the token. Returns [N].
-
-    Clip-higher is high > low. Dual clip c: for A < 0, L_t = min(L_t, -c A), which bounds the loss where rho is large.
-    Sources: Schulman et al. 2017, arXiv 1707.06347; clip-higher: Yu et al. 2025, "DAPO", arXiv 2503.14476; dual clip:
-    Ye et al. 2019, arXiv 1912.09729. On policy (rho = 1) its gradient is that of REINFORCE.
-    """
-    ratios = token_ratio(logprobs, batch)
-    losses, metrics = _clipped_surrogate(ratios, batch.advantages, recipe.clip_low, recipe.clip_high)
-    if recipe.dual_clip is not None:
-        bound = -recipe.dual_clip * batch.advantages
-        bounded = (batch.advantages < 0) & (losses > bound)
-        losses = torch.where(bounded, bound, losses)
-        metrics["policy/clip_dual"] = sum_and_count(bounded)
-    return losses, metrics
-
-
-def gspo(recipe: GspoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """L_t = -min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the stream of log pi / pi_old). Returns [N].
-
-    `gspo`: the gradient flows through s, so every token is weighted by the stream's mean advantage. `gspo_token`:
-    s_t = sg(s) pi_t / sg(pi_t) has the same value, and each token is weighted by its own advantage.
-    Source: Zheng et al. 2025, "Group sequence policy optimization", arXiv 2507.18071.
-    """
-    ratios = sequence_ratio(logprobs, batch)
-    if recipe.type == "gspo_token":
-        ratios = ratios.detach() * (logprobs - logprobs.detach()).exp()
-    return _clipped_surrogate(ratios, batch.advantages, recipe.clip_low, recipe.clip_high)
-
-
-def cispo(recipe: CispoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """L_t = -sg(clip(rho, 1 - low, 1 + high)) A log pi: clipped tokens keep their gradient. Returns [N].
-
-    Source: MiniMax 2025, "MiniMax-M1", arXiv 2506.13585.
-    """
-    ratios = token_ratio(logprobs, batch).detach()
-    low, high = 1 - recipe.clip_low, 1 + recipe.clip_high
-    metrics = {"policy/clip_low": sum_and_count(ratios < low), "policy/clip_high": sum_and_count(ratios > high)}
-    return -ratios.clamp(low, high) * batch.advantages * logprobs, metrics
-
-
-def reinforce(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """L_t = -A log pi, the exact policy gradient on policy only. Returns [N]. Source: Williams 1992."""
-    return -batch.advantages * logprobs
-
-
-def dppo(recipe: DppoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """L_t = -M rho A, rho = pi / mu with the sampling policy mu at the token. Returns [N].
-
-    M = 0 if the token moves further from mu and is already beyond delta: A > 0, pi > mu, D > delta, or A < 0, pi <
-    mu, D > delta; else 1. `tv`: D = |pi - mu|, the total variation of the Bernoulli distribution of this token against
-    all others. `kl`: D = KL(mu, pi) of the same. A bound on the ratio limits the change of rare tokens far more tightly
-    than that of frequent ones; D limits both equally. On policy its gradient is that of REINFORCE. Clamping of the
-    log-ratio at +-20 is the only bound on rho. Source: Qi et al. 2026, "Rethinking the trust region in LLM
-    reinforcement learning", arXiv 2602.04879.
-    """
-    ratios = bounded_exp(logprobs - batch.rollout_logprobs)
-    now, sampled = logprobs.detach().exp(), batch.rollout_logprobs.exp()
-    if recipe.divergence == "tv":
-        divergence = (now - sampled).abs()
-    else:
-        divergence = _bernoulli_kl(batch.rollout_logprobs, logprobs.detach())
-    beyond = divergence > recipe.delta
-    grown, shrunk = beyond & (now > sampled), beyond & (now < sampled)
-    masked_high, masked_low = grown & (batch.advantages > 0), shrunk & (batch.advantages < 0)
-    losses = torch.where(masked_high | masked_low, 0.0, -ratios * batch.advantages)
-    return losses, {
-        "policy/clip_low": sum_and_count(masked_low),
-        "policy/clip_high": sum_and_count(masked_high),
-        "policy/divergence": sum_and_count(divergence),
-    }
-
-
-def _bernoulli_kl(sampled: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """KL in nats of the Bernoulli distributions of this token against any other, from log-probabilities [N]. Zero where
-    both are certain.
-    """
-    certain = -torch.finfo(sampled.dtype).eps
-    others = [torch.log(-torch.expm1(logprobs.clamp(max=certain))) for logprobs in (sampled, now)]
-    return sampled.exp() * (sampled - now) - torch.expm1(sampled) * (others[0] - others[1])
-
-
-def sapo(recipe: SapoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """L_t = -(4 / tau) sigmoid(tau (rho - 1)) A, rho = pi / pi_old, tau = tau_pos for A > 0, else tau_neg. Returns [N].
-
-    Its gradient is -w rho A grad log pi with w = 4 p (1 - p), p = sigmoid(tau (rho - 1)): 1 at rho = 1, so on policy it
-    is that of REINFORCE, and it fades to 0 on both sides. The metric `policy/gate` is the mean of w.
-    Source: Gao et al. 2025, "Soft adaptive policy optimization", arXiv 2511.20347.
-    """
-    ratios = token_ratio(logprobs, batch)
-    positive = batch.advantages > 0
-    temperatures = torch.where(positive, recipe.positive_temperature, recipe.negative_temperature).to(ratios.dtype)
-    gates = torch.sigmoid(temperatures * (ratios - 1))
-    weights = 4 * gates * (1 - gates)
-    return -4 / temperatures * gates * batch.advantages, {"policy/gate": sum_and_count(weights)}
-
-
-def gmpo(recipe: GmpoLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """L_t = -A exp(mean over the stream of l), with l = min(d, c) for A > 0 and max(d, c) for A < 0. Returns [N].
-
-    d = log pi / pi_old at the token and c = clamp(d, -low, high). For one advantage per stream, the mean of L_t over
-    the stream is minus the geometric mean over tokens of the clipped |rho A|, with the sign of A. As in GSPO, every
-    token is weighted by the stream's mean advantage, but here each token loses its gradient at its own bound.
-    Source: Zhao et al. 2025, "Geometric-mean policy optimization", arXiv 2507.20673.
-    """
-    difference = (logprobs - old_logprobs(batch)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    bounded = difference.clamp(-recipe.clip_low, recipe.clip_high)
-    positive = batch.advantages > 0
-    clipped = torch.where(positive, torch.minimum(difference, bounded), torch.maximum(difference, bounded))
-    return -batch.advantages * batch.stream_means(clipped).exp(), {
-        "policy/clip_low": sum_and_count((difference < -recipe.clip_low) & (batch.advantages < 0)),
-        "policy/clip_high": sum_and_count((difference > recipe.clip_high) & positive),
-    }
 
 
 def gpg_factor(groups: Sequence[int], signal: Sequence[bool]) -> float:
@@ -335,18 +203,6 @@ def off_policy_mask(delta: float, logprobs: torch.Tensor, batch: TokenBatch) -> 
     return (distance > delta) & (batch.advantages < 0)
 
 
-def _clipped_surrogate(
-    ratios: torch.Tensor, advantages: torch.Tensor, low: float, high: float
-) -> tuple[torch.Tensor, Metrics]:
-    """The clipped surrogate [N], and how many tokens lose their gradient at either bound."""
-    clipped = ratios.clamp(1 - low, 1 + high)
-    losses = -torch.minimum(ratios * advantages, clipped * advantages)
-    return losses, {
-        "policy/clip_low": sum_and_count((ratios < 1 - low) & (advantages < 0)),
-        "policy/clip_high": sum_and_count((ratios > 1 + high) & (advantages > 0)),
-    }
-
-
 def nll(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """sum over tokens of weight x -log pi: negative log-likelihood in nats, a scalar to minimize; `logprobs` [N]."""
     return -(batch.weights * logprobs).sum()
@@ -362,11 +218,9 @@ def dft(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     return -(batch.weights * logprobs.detach().exp() * logprobs).sum()
 
 
-def registered_loss(recipe: PolicyLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-    """Losses [N] and metrics of a function registered with `register_loss`. RunError if the losses have another
-    shape.
-    """
-    result = recipe.call(logprobs, batch)
+def computed_losses(recipe: PolicyLoss, logprobs: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+    """Losses [N] and metrics of `recipe`. RunError if the losses have another shape."""
+    result = recipe.compute(logprobs, batch)
     losses, metrics = result if isinstance(result, tuple) else (result, {})
     if losses.shape != logprobs.shape:
         raise RunError(
@@ -396,5 +250,5 @@ def number(scalar: Any) -> Any:
 
     Reading a number from a GPU makes the CPU wait for it. The updater reads those of a whole update at once.
     """
-    value = scalar.detach() if isinstance(scalar, torch.Tensor) else scalar
-    return value if isinstance(value, torch.Tensor) and value.is_cuda else float(value)
+    value = scalar.detach() if hasattr(scalar, "detach") else scalar
+    return value if getattr(value, "is_cuda", False) else float(value)

@@ -4,7 +4,7 @@ Notation: y is an answer of |y| tokens to a prompt, log pi(y) its summed log-pro
 h(y) = log pi(y) - log pi_ref(y) its log-ratio to the reference; c is the chosen answer and r the rejected one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,22 +75,10 @@ def preference_losses(recipe: PairLossRecipe, sums: PairLogprobs, shift: float =
 
     `shift`: from `RewardShift`, for `bco`.
     """
-    if isinstance(recipe, DpoLoss | CdpoLoss):
-        return dpo(recipe, sums)
-    if isinstance(recipe, IpoLoss):
-        return ipo(recipe, sums)
-    if isinstance(recipe, SimpoLoss):
-        return simpo(recipe, sums)
-    if isinstance(recipe, ApoZeroLoss):
-        return apo_zero(recipe, sums)
-    if isinstance(recipe, ApoDownLoss):
-        return apo_down(recipe, sums)
-    if isinstance(recipe, BcoLoss):
-        return bco(recipe, sums, shift)
-    return orpo(recipe, sums)
+    return _LOSSES[recipe.type](recipe, sums, shift)
 
 
-def dpo(recipe: DpoLoss | CdpoLoss, sums: PairLogprobs) -> PairLosses:
+def dpo(recipe: DpoLoss | CdpoLoss, sums: PairLogprobs, shift: float = 0.0) -> PairLosses:
     """L = -(1 - s) log sigmoid(z) - s log sigmoid(-z), z = beta (h(c) - h(r)), s = label_smoothing; reward beta h(y).
 
     Sources: Rafailov et al. 2023, "Direct preference optimization", arXiv 2305.18290, equation 7 (s = 0); with s > 0,
@@ -104,7 +92,7 @@ def dpo(recipe: DpoLoss | CdpoLoss, sums: PairLogprobs) -> PairLosses:
     return _with_rewards(losses, recipe.beta, chosen, rejected)
 
 
-def ipo(recipe: IpoLoss, sums: PairLogprobs) -> PairLosses:
+def ipo(recipe: IpoLoss, sums: PairLogprobs, shift: float = 0.0) -> PairLosses:
     """L = (h(c) / |c| - h(r) / |r| - 1 / (2 beta))^2; reward beta h(y) / |y|.
 
     Source: Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences", arXiv
@@ -116,7 +104,7 @@ def ipo(recipe: IpoLoss, sums: PairLogprobs) -> PairLosses:
     return _with_rewards((chosen - rejected - 1 / (2 * recipe.beta)) ** 2, recipe.beta, chosen, rejected)
 
 
-def simpo(recipe: SimpoLoss, sums: PairLogprobs) -> PairLosses:
+def simpo(recipe: SimpoLoss, sums: PairLogprobs, shift: float = 0.0) -> PairLosses:
     """L = -log sigmoid(beta log pi(c) / |c| - beta log pi(r) / |r| - gamma); reward beta log pi(y) / |y|.
 
     Source: Meng et al. 2024, "SimPO", arXiv 2405.14734, equations 4 and 6. Gamma is subtracted after beta; if
@@ -127,7 +115,7 @@ def simpo(recipe: SimpoLoss, sums: PairLogprobs) -> PairLosses:
     return _with_rewards(losses, recipe.beta, chosen, rejected)
 
 
-def orpo(recipe: OrpoLoss, sums: PairLogprobs) -> PairLosses:
+def orpo(recipe: OrpoLoss, sums: PairLogprobs, shift: float = 0.0) -> PairLosses:
     """L = -m(c) - beta log sigmoid(log odds(c) - log odds(r)), m(y) = log pi(y) / |y|, odds(y) = p / (1 - p), p =
     e^m(y).
 
@@ -140,7 +128,7 @@ def orpo(recipe: OrpoLoss, sums: PairLogprobs) -> PairLosses:
     return _with_rewards(losses, recipe.beta, chosen, rejected)
 
 
-def apo_zero(recipe: ApoZeroLoss, sums: PairLogprobs) -> PairLosses:
+def apo_zero(recipe: ApoZeroLoss, sums: PairLogprobs, shift: float = 0.0) -> PairLosses:
     """L = (1 - sigmoid(beta h(c))) + sigmoid(beta h(r)); reward beta h(y).
 
     Raises c and lowers r, each with its largest gradient at the reference's log-probability, unlike `dpo`, which moves
@@ -153,7 +141,7 @@ def apo_zero(recipe: ApoZeroLoss, sums: PairLogprobs) -> PairLosses:
     return _with_rewards(losses, recipe.beta, chosen, rejected)
 
 
-def apo_down(recipe: ApoDownLoss, sums: PairLogprobs) -> PairLosses:
+def apo_down(recipe: ApoDownLoss, sums: PairLogprobs, shift: float = 0.0) -> PairLosses:
     """L = sigmoid(beta h(c)) + (1 - sigmoid(beta (h(c) - h(r)))); reward beta h(y).
 
     Lowers c, and r more. Source: as for `apo_zero`, equation 8, plus 1.
@@ -163,7 +151,7 @@ def apo_down(recipe: ApoDownLoss, sums: PairLogprobs) -> PairLosses:
     return _with_rewards(losses, recipe.beta, chosen, rejected)
 
 
-def bco(recipe: BcoLoss, sums: PairLogprobs, shift: float) -> PairLosses:
+def bco(recipe: BcoLoss, sums: PairLogprobs, shift: float = 0.0) -> PairLosses:
     """L = -log sigmoid(beta h(c) - delta) - log sigmoid(-(beta h(r) - delta)), delta = `shift`; reward beta h(y).
 
     The loss of a classifier of single answers; it is an upper bound of the loss of `dpo`, which delta tightens. Source:
@@ -173,6 +161,19 @@ def bco(recipe: BcoLoss, sums: PairLogprobs, shift: float) -> PairLosses:
     chosen, rejected = sums.log_ratios()
     losses = -F.logsigmoid(recipe.beta * chosen - shift) - F.logsigmoid(shift - recipe.beta * rejected)
     return _with_rewards(losses, recipe.beta, chosen, rejected)
+
+
+_LOSSES: dict[str, Callable[[Any, PairLogprobs, float], PairLosses]] = {
+    "dpo": dpo,
+    "cdpo": dpo,
+    "ipo": ipo,
+    "simpo": simpo,
+    "orpo": orpo,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "bco": bco,
+}
+"""`loss.type` -> the loss of a pair; `shift` is that of `bco` and unused by the others."""
 
 
 class RewardShift:

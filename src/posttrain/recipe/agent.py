@@ -1,10 +1,11 @@
 """The recipe of agents: programs that play the episodes themselves and call the policy through an endpoint."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from posttrain.recipe.base import BaseConfig, Executes
+from posttrain.recipe.metrics import Metric
 
 SCORED_ELSEWHERE = ("environment", "report", "none")
 """Values of `agent.reward` that do not name a function."""
@@ -12,6 +13,23 @@ SCORED_ELSEWHERE = ("environment", "report", "none")
 
 class AgentRecipe(BaseConfig):
     """An agent: a program that is started once per episode and calls the policy through an endpoint of this run."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("agent/calls", "answered calls of agents"),
+        Metric("agent/finished", "agents that finished"),
+        Metric("agent/crashed", "agents that exited with an error"),
+        Metric("agent/timed_out", "agents that ran longer than `agent.timeout`"),
+        Metric("agent/not_started", "agents that could not be started"),
+        Metric("agent/never_called", "agents that made no call"),
+        Metric("agent/no_report", "agents without a usable report"),
+        Metric("agent/no_reward", "agents whose environment or reward function failed"),
+        Metric("agent/streams", "streams of the episodes of agents"),
+        Metric("agent/refused", "refused calls of agents"),
+        Metric("agent/retried", "repeated requests that got the recorded answer"),
+        Metric("agent/late", "calls after the end of their episode"),
+        Metric("agent/malformed_calls", "tool calls that could not be parsed"),
+        Metric("agent/abandoned", "calls of agents whose client gave up before the answer"),
+    )
 
     command: Executes = Field(min_length=1)
     """Command line of the agent, run in the current folder without a shell. `{task}` and `{seed}` are replaced by the

@@ -1,9 +1,12 @@
 """The base class of every section of a recipe, and the marks of its keys."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
+
+from posttrain.recipe.metrics import Metric
+from posttrain.recipe.needs import refuse_without_effect
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,14 @@ class BaseConfig(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    metrics: ClassVar[tuple[Metric, ...]] = ()
+    """The metrics of runs whose recipe has this section."""
+
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self):
+        refuse_without_effect(self)
+        return self
 
     @model_validator(mode="after")
     def _numbers_fit(self):

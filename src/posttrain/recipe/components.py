@@ -29,13 +29,15 @@ _OF_FILES = "posttrain_user_"
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ENVIRONMENTS = {
+ENVIRONMENTS: dict[str, Any] = {
     "bandit": "posttrain.environments.bandit:Bandit",
     "frozen_lake": "posttrain.environments.frozen_lake:FrozenLake",
     "sokoban": "posttrain.environments.sokoban:Sokoban",
     "text_task": "posttrain.environments.text_task:TextTask",
 }
-"""Built-in environments: name -> `module:Class`. Plug-ins add others, see `environment_names`."""
+"""Name -> the class of an environment, or `module:Class` for the built-in ones, which are imported on demand.
+`register_environment` adds to it; for those of plug-ins, see `environment_names`.
+"""
 _UNKNOWN = "posttrain.environments.unknown:Unknown"
 _GAMES = ("bandit", "frozen_lake", "sokoban")
 """Built-in environments whose recipes name neither code nor files."""
@@ -72,10 +74,6 @@ def looking() -> Iterator[None]:
         _looking.reset(before)
 
 
-_registered: dict[str, Any] = {}
-"""Name -> environment class registered in this process."""
-
-
 def register_environment(name: Any) -> Any:
     """Class decorator that makes an environment available as `environment.type: name` in this process.
 
@@ -88,13 +86,13 @@ def register_environment(name: Any) -> Any:
     """
     if isinstance(name, type):
         place = place_of(name)
-        _registered[place] = name
+        ENVIRONMENTS[place] = name
         return place
-    if name in ENVIRONMENTS:
+    if isinstance(ENVIRONMENTS.get(name), str):
         raise InputError(f"there is a built-in environment {name!r}; register yours under another name")
 
     def registered(environment: T) -> T:
-        _registered[name] = environment
+        ENVIRONMENTS[name] = environment
         return environment
 
     return registered
@@ -110,8 +108,7 @@ def place_of(definition: Any) -> str:
 
 def environment_names() -> list[str]:
     """Names of the environments that are built in, registered or added by plug-ins, sorted. Imports none of them."""
-    named = [name for name in _registered if ":" not in name]
-    return sorted({*ENVIRONMENTS, *named, *entry_points(_GROUP)})
+    return sorted({*(name for name in ENVIRONMENTS if ":" not in name), *entry_points(_GROUP)})
 
 
 def environment_classes() -> dict[str, Any]:
@@ -127,11 +124,11 @@ def environment_classes() -> dict[str, Any]:
 
 def environment_class(type_name: str) -> Any:
     """The `Environment` subclass that `type_name` names. Raises `InputError` if there is none."""
-    if type_name in _registered:
-        return _registered[type_name]
     if type_name not in ENVIRONMENTS and type_name in entry_points(_GROUP):
         return load(_GROUP, type_name)
     where = ENVIRONMENTS.get(type_name, type_name)
+    if isinstance(where, type):
+        return where
     if _looking.get() and type_name not in _GAMES:
         where = _UNKNOWN
     if where.split(":")[0].endswith(".py"):

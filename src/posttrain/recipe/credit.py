@@ -1,201 +1,80 @@
 """Credit assignment: from rewards to one advantage per sampled token."""
 
 from collections.abc import Callable
-from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
+from posttrain.episode import Episode
 from posttrain.recipe.base import BaseConfig, Reads
+from posttrain.recipe.metrics import HELD_OUT, TRAINING, Metric, Panel
 from posttrain.recipe.model import Dtype, LoraRecipe, ModelRecipe, OptimizerRecipe
-from posttrain.recipe.registry import Registry, Section
+from posttrain.recipe.needs import Around, Needs, needs
+from posttrain.recipe.registry import F, Registry, Section
 
-F = TypeVar("F", bound=Callable[..., Any])
+Comparison = Literal["group", "batch"] | None
+"""The episodes that one is compared with: those of its group, or all of the step. None: no others."""
 
 
 class Credit(Section):
     """Keys that every credit has."""
 
-    @cached_property
-    def compared_with(self) -> Literal["group", "batch"] | None:
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "credit/zero_groups",
+            "share of groups in which all episodes have equal returns, so that they give no signal; groups of one do not count with a group baseline",
+        ),
+        Metric(
+            "credit/without_baseline",
+            "episodes left out of the update because there is no other episode to compare them with",
+        ),
+        Metric(
+            "credit/mean_advantage",
+            "mean advantage of sampled tokens, weighted as in the loss, in units of their root mean square",
+        ),
+    )
+
+    comparison: ClassVar[Comparison] = None
+    nonnegative: ClassVar[bool] = False
+    """Whether returns below 0 are refused."""
+
+    @property
+    def compared_with(self) -> Comparison:
         """Where the baseline needs at least one other episode: in the episode's group, or in the batch. None: nowhere."""
-        return None
+        return self.comparison
+
+    @property
+    def rewards_of(self) -> Literal["token", "turn", "episode"]:
+        """What rewards are summed over. With `token`, their positions within a turn have an effect."""
+        return "token" if "rewards" in self.inputs else "episode"
+
+    def problems(self, recipe: Any) -> list[str]:
+        """Returns that can be negative, where they are refused."""
+        return [
+            f"`credit.type: {self.type}` needs returns of 0 or more, and `{key}` can make returns negative; remove or change "
+            "it, or use rloo"
+            for key in (recipe.negative_rewards()[:1] if self.nonnegative else [])
+        ]
+
+    def has_baseline_alone(self, episode: Episode) -> bool:
+        """Whether `episode` has a baseline even without the others of `compared_with`."""
+        return False
 
 
-class _ComparedInGroup(Credit):
-    @cached_property
-    def compared_with(self) -> Literal["group", "batch"] | None:
-        return "group"
-
-
-class TurnReturnsCredit(Credit):
-    """Reward-to-go per turn."""
-
-    type: Literal["turn_returns"]
-    """`turn_returns`: discounted reward from the turn on, the same for all of its tokens."""
-    discount: float = Field(1.0, gt=0, le=1)
-    """Discount factor per turn, independent of the length of answers."""
-    baseline: Literal["others", "none"] = "others"
-    """`others`: subtract the mean reward-to-go of the group's other episodes at that turn (0 after their end); unbiased. `none`: no baseline."""
-
-    @cached_property
-    def compared_with(self) -> Literal["group", "batch"] | None:
-        return "group" if self.baseline == "others" else None
-
-
-class MtGrpoCredit(_ComparedInGroup):
-    """Group-normalized turn rewards and outcome; the outcome is the reward of the last turn."""
-
-    type: Literal["mt_grpo"]
-    """`mt_grpo`: (o - mean) / std of the group's outcomes, in turns before the last plus `turn_weight` times the same of the group's rewards of that turn. For groups whose episodes all have the same number of turns."""
-    turn_weight: float = Field(1.0, ge=0)
-    """Weight of a turn's own reward relative to the outcome, in turns before the last."""
-
-
-class GigpoCredit(_ComparedInGroup):
-    """Episodes compared within their group, and turns with the group's turns in the same state."""
-
-    type: Literal["gigpo"]
-    """`gigpo`: (R - mean) / std of the group's returns, plus `step_weight` times the same of the returns from the turn on among the group's turns in one state. States are distinguished by the environment's state key or, without one, by the tokens of the observation."""
-    discount: float = Field(0.95, gt=0, le=1)
-    """Discount factor per turn of the returns compared within a state."""
-    step_weight: float = Field(1.0, ge=0)
-    """Weight (omega) of the comparison within states."""
-    divide_by_std: bool = True
-    """Divide both comparisons by their standard deviation. The default of the authors' code is false."""
-
-
-class GroupCredit(Credit):
-    """Group baselines: episodes of the same task are compared."""
-
-    type: Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "remax", "maxrl"]
-    """`grpo`: (R - mean) / std of the group. `dr_grpo`: R - mean. `rloo`: R - mean of the others. `opo`: R - length-weighted mean. `reinforce_pp_baseline`: R - mean, then whitened over the batch's tokens. `remax`: R - return of one greedy episode. `maxrl`: (R - mean) / mean, for returns of 0 or more."""
-
-    @cached_property
-    def compared_with(self) -> Literal["group", "batch"] | None:
-        return None if self.type == "remax" else "group"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _returns_are_whole(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "discount" in values:
-            raise ValueError(
-                f"`discount` would have no effect: credit.type {values.get('type')} compares the returns of whole "
-                "episodes; remove it, or use reinforce or gae"
-            )
-        return values
-
-
-class PassAtKCredit(_ComparedInGroup):
-    """The gain of each episode for the best of k attempts at its task."""
-
-    type: Literal["pass_at_k"]
-    """`pass_at_k`: the best return of k episodes of the group minus the best without this one, a mean over all sets of k with it."""
-    k: int | None = Field(None, ge=2)
-    """Number of attempts whose best return is maximized, at most `rollout.episodes_per_group`. Null: the size of the group, so only the single best episode gets credit."""
-
-
-class GdpoCredit(_ComparedInGroup):
-    """Several scores of an episode, each normalized within the group, then added and normalized over the batch."""
-
-    type: Literal["gdpo"]
-    """`gdpo`: sum of (score - mean) / std of the group for each score, then (sum - mean) / std of the batch."""
-    weights: dict[str, float] | None = None
-    """Weight of each score by name: those that the reward function or the environment reports, and `return` for the return with all penalties and the reward model's score. Null: 1 for each reported score but `score`, which is their combination."""
-
-
-class TokenBaselineCredit(_ComparedInGroup):
-    """Reward-to-go minus a baseline per token, which weights the group's returns by the norm of their gradients."""
-
-    type: Literal["optimal_token_baseline"]
-    """`optimal_token_baseline`: reward from the token on minus the mean of the group at that token, weighted by the energy of the tokens up to it. Costs one more forward pass per step."""
-
-
-class BatchCredit(Credit):
-    """Statistics of the whole batch, without groups."""
-
-    type: Literal["brpo", "arpo"]
-    """`brpo`: (R - mean) / std of the whole batch. `arpo`: the raw return."""
-
-    @cached_property
-    def compared_with(self) -> Literal["group", "batch"] | None:
-        return "batch" if self.type == "brpo" else None
-
-
-class TokenCredit(Credit):
-    """Reward-to-go per token."""
-
-    type: Literal["reinforce", "reinforce_pp"]
-    """`reinforce`: discounted reward from the token on. `reinforce_pp`: the same, whitened over the batch's tokens."""
-    discount: float = Field(1.0, gt=0, le=1)
-    """Discount factor per sampled token."""
-
-
-class ValueCredit(Credit):
-    """Generalized advantage estimation with a critic."""
-
-    type: Literal["gae"]
-    """`gae`: generalized advantage estimation, as in PPO."""
-    discount: float = Field(1.0, gt=0, le=1)
-    """Discount factor (gamma) per sampled token."""
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    """GAE lambda within the episode. 1: Monte Carlo returns. 0: one-step TD."""
-    critic_lambda: float | None = Field(None, ge=0, le=1)
-    """GAE lambda of the critic's targets. 1, as in VAPO: the targets are Monte Carlo returns for any lambda of the policy. Null: the lambda of the policy."""
-    length_alpha: float | None = Field(None, gt=0)
-    """Length-adaptive GAE lambda of VAPO: an episode of n sampled tokens has 1 - 1 / (length_alpha x n), at least 0, instead of `gae_lambda`. VAPO uses 0.05. Null: off."""
-    whiten: bool = True
-    """Normalize advantages to mean 0 and standard deviation 1 over the sampled tokens of the step."""
-
-    @model_validator(mode="after")
-    def _one_lambda(self):
-        if self.length_alpha is not None and self.gae_lambda != type(self).model_fields["gae_lambda"].default:
-            raise ValueError(
-                "`length_alpha` sets the GAE lambda from the length; remove `gae_lambda` or `length_alpha`"
-            )
-        return self
-
-
-class BilevelValueCredit(Credit):
-    """Generalized advantage estimation on two levels, turns and tokens, with a critic."""
-
-    type: Literal["bilevel_gae"]
-    """`bilevel_gae`: GAE over turns, then over the tokens of each turn."""
-    discount: float = Field(1.0, gt=0, le=1)
-    """Discount factor per sampled token, within a turn."""
-    turn_discount: float = Field(0.95, gt=0, le=1)
-    """Discount factor per turn."""
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    """GAE lambda within a turn. 1: Monte Carlo returns. 0: one-step TD."""
-    turn_gae_lambda: float = Field(0.95, ge=0, le=1)
-    """GAE lambda between turns."""
-    whiten: bool = True
-    """Normalize advantages to mean 0 and standard deviation 1 over the sampled tokens of the step."""
-
-
-CriticCredit = ValueCredit | BilevelValueCredit
-"""Credit types that need a critic."""
-
-CREDITS = Registry("credit", "posttrain.credits", Credit)
-"""Credits by `type`."""
-CREDITS.build_in(
-    GroupCredit,
-    PassAtKCredit,
-    GdpoCredit,
-    TokenBaselineCredit,
-    BatchCredit,
-    TokenCredit,
-    TurnReturnsCredit,
-    MtGrpoCredit,
-    GigpoCredit,
-    ValueCredit,
-    BilevelValueCredit,
+CREDITS = Registry(
+    "credit",
+    "posttrain.credits",
+    Credit,
+    ("posttrain.credit.baselines", "posttrain.credit.returns", "posttrain.credit.turns", "posttrain.credit.critic"),
 )
+"""Credits by `type`."""
 CreditRecipe = Annotated[SerializeAsAny[Credit], BeforeValidator(CREDITS.validate)]
 
 
-def register_credit(name: str) -> Callable[[F], F]:
-    """Function decorator that adds a credit, which recipes choose with `credit.type: name`.
+def register_credit(
+    *names: str, compared_with: Comparison = None, nonnegative: bool = False, metrics: tuple[Metric, ...] = ()
+) -> Callable[[F], F]:
+    """Decorator that adds a credit, which recipes choose with `credit.type: name`.
 
         @posttrain.register_credit("best_of_group")
         def best_of_group(returns, groups, *, scale: float = 1.0):
@@ -208,69 +87,90 @@ def register_credit(name: str) -> Callable[[F], F]:
     - `groups` [N] int64: the group of each episode;
     - `lengths` [N] int64: its sampled tokens;
     - `rewards`: list of N arrays [n] float64, the rewards of its sampled tokens;
-    - `episodes`: list of N `Episode`.
+    - `episodes`: list of N `Episode`;
+    - `greedy`: group -> return of an additional greedy episode, which is then played for each group;
+    - `energies`: list of N arrays [n] float64, the energy of each sampled token, which costs a forward pass.
 
     It returns one advantage per episode, [N], or a list of N arrays [n], one advantage per sampled token. Its keyword-only
-    parameters, which need type annotations, become keys of the `credit` section.
+    parameters, which need type annotations, become keys of the `credit` section. The built-in credits are registered in
+    the same way, as such functions or as classes of that section with the function as their method `compute`.
+
+    `compared_with`: where an episode needs others to be compared with; without them it has no baseline, and is left out of
+    the loss. `nonnegative`: refuse recipes whose returns can be below 0. `metrics`: the meaning of each metric, for the documentation, studies and figures.
 
     Raises:
-        ValueError: `name` is a built-in credit, or a parameter has a name that is not listed above.
+        ValueError: `names` has the name of a built-in credit, or a parameter has a name that is not listed above.
     """
+    return CREDITS.register(*names, comparison=compared_with, nonnegative=nonnegative, metrics=metrics)
 
-    def registered(function: F) -> F:
-        CREDITS.add(name, function)
-        return function
 
-    return registered
+VALUES = Panel("Mean over sampled tokens", "reward", from_zero=False, smoothed=True, figure="critic")
+
+
+def _has_own_updates(find: Around) -> bool:
+    return find("backbone") == "separate" or find("updates_before_policy") > 0
+
+
+def _values_change(find: Around) -> bool:
+    learner = find("learner")
+    return learner is None or learner.several_updates or find("rollout.async_rollouts") > 0
 
 
 class CriticRecipe(BaseConfig):
     """The critic: estimates the remaining return before each sampled token. Used by `gae` and `bilevel_gae`."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "critic/explained_variance",
+            "explained variance, training episodes",
+            Panel(
+                "Values against observed returns",
+                "explained variance",
+                from_zero=False,
+                smoothed=True,
+                figure="critic",
+            ),
+            TRAINING,
+        ),
+        Metric("critic/value", "value", VALUES, TRAINING),
+        Metric("critic/return", "return from the token onward", VALUES, HELD_OUT),
+        Metric("critic/loss", "value loss", Panel("Value loss", "reward squared", logarithmic=True, figure="critic")),
+        Metric("critic/clipped", "share of values outside of the clip of the value loss"),
+        Metric("critic/skipped", "critic updates skipped because of a gradient that is not finite"),
+        Metric("critic/*", "a metric of the critic's optimizer, as `optimizer/`"),
+    )
+
     backbone: Literal["separate", "shared"] = "separate"
     """`separate`: a separate model with its own optimizer. `shared`: a value head, initialized to 0, on the policy's last hidden states; policy and value loss share one forward and backward pass and both change the backbone."""
-    coefficient: float = Field(0.1, gt=0)
+    coefficient: Annotated[float, needs("backbone", "shared", refused=True)] = Field(0.1, gt=0)
     """With `backbone: shared`: weight of the value loss. 0.1 is common for language models, 0.5 for control tasks."""
-    path: Reads | None = None
+    path: Annotated[Reads | None, needs("backbone", "separate", refused=True)] = None
     """With `backbone: separate`: initial weights. A language model (the value head is initialized to 0), or a reward model with its head, such as an export of `posttrain reward` (values are scaled as `reward.normalize: stored` scales rewards). It must have the policy's tokenizer. Null: `model.path`. In a pipeline, `stage:NAME`."""
-    dtype: Dtype = None
+    dtype: Annotated[Dtype, needs("backbone", "separate", refused=True)] = None
     """With `backbone: separate`: precision of the critic. The value head always uses float32. Null: bfloat16 on a GPU, float32 on a CPU."""
-    lora: LoraRecipe | None = None
+    lora: Annotated[
+        LoraRecipe | None,
+        needs("backbone", "separate", refused=True),
+        Needs(lambda find: False, "the critic is not exported", inside="export", only=bool),
+    ] = None
     """With `backbone: separate`: LoRA adapters of the critic. Null: train all of its weights."""
-    optimizer: OptimizerRecipe = OptimizerRecipe()
+    optimizer: Annotated[
+        OptimizerRecipe,
+        Needs(
+            _has_own_updates,
+            "with critic.backbone shared and no critic.updates_before_policy, the head is updated with the policy",
+            "see optimizer.max_skipped_updates",
+            inside="max_skipped_updates",
+            refused=True,
+        ),
+    ] = OptimizerRecipe()
     """Optimizer of the critic; with `backbone: shared`, of the value head only."""
     updates_before_policy: int = Field(0, ge=0)
     """Critic warm-up: updates of the critic before the policy's first update. With `backbone: shared` only the value head is trained in them."""
-    clip: float | None = Field(0.2, gt=0)
+    clip: Annotated[float | None, Needs(_values_change, "with one update per step the values are unchanged")] = Field(
+        0.2, gt=0
+    )
     """Clip range of the value loss, in units of reward, around the values before the step's updates. Null: off."""
-
-    @model_validator(mode="after")
-    def _keys_fit_the_trunk(self):
-        if self.backbone == "separate":
-            if self.coefficient != 0.1:
-                raise ValueError(
-                    "`critic.coefficient` weighs the value loss against the policy loss, which needs `critic.backbone: shared`; "
-                    "remove it"
-                )
-            return self
-        if self.path is not None:
-            raise ValueError(
-                "`critic.path` initializes a separate critic; with `critic.backbone: shared` "
-                "the critic uses the policy's weights and its head starts at 0. Set `critic.backbone: separate`, or remove `critic.path`"
-            )
-        for key, default in (("dtype", None), ("lora", None)):
-            if getattr(self, key) != default:
-                raise ValueError(
-                    f"`critic.{key}` has no effect with `critic.backbone: shared`, which uses the policy's weights; see `model.{key}`"
-                )
-        skipped = "max_skipped_updates"
-        default = OptimizerRecipe.model_fields[skipped].default
-        if not self.updates_before_policy and getattr(self.optimizer, skipped) != default:
-            raise ValueError(
-                f"`critic.optimizer.{skipped}` has no effect with `critic.backbone: shared` and no `updates_before_policy`: "
-                f"the head is updated with the policy; see `optimizer.{skipped}`"
-            )
-        return self
 
     def model(self, policy: ModelRecipe) -> ModelRecipe:
         """The model section of a separate critic. Keys that it does not have come from the policy's `model`."""

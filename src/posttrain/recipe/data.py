@@ -1,10 +1,13 @@
 """The data of a stage: sources, column names, and what happens to rows that do not fit."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.recipe.base import BaseConfig, Reads, Text, Writes
+from posttrain.recipe.metrics import PURPLE, Metric
+from posttrain.recipe.model import LOSS_TERMS
+from posttrain.recipe.needs import needs
 from posttrain.recipe.rollout import HeldOut
 
 DEPTH = 200
@@ -94,6 +97,12 @@ TaskSources = Annotated[list[TaskSourceRecipe], BeforeValidator(_sources)]
 class RowsRecipe(BaseConfig):
     """Rows to train on."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("validation/rows", "number of validation rows"),
+        Metric("test/rows", "number of test rows"),
+        Metric("test/loss", "loss of the test rows"),
+    )
+
     train: Sources = Field(min_length=1)
     """Rows to train on: a path, or a list of paths and sections."""
     columns: ConversationColumns = ConversationColumns()
@@ -121,7 +130,7 @@ class DataRecipe(RowsRecipe):
     """Training rows to hold out if `validation` is empty: a number (100) or a share (0.1). They are for validation; if `test` is empty, half of them are for the final table instead. Rows with the same prompt stay together."""
     streaming: bool = False
     """Read rows during training instead of at the start. Needs `steps`."""
-    shuffle_buffer: int = Field(10_000, ge=1)
+    shuffle_buffer: Annotated[int, needs("streaming")] = Field(10_000, ge=1)
     """With `streaming`: size of the shuffle buffer, in rows."""
 
     @model_validator(mode="after")
@@ -150,6 +159,8 @@ class FixedRowsRecipe(BaseConfig):
 
 class PtxRecipe(FixedRowsRecipe):
     """Supervised rows mixed into every policy update, against forgetting (PPO-ptx; Ouyang et al. 2022, arXiv 2203.02155)."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("ptx/loss", "supervised rows", LOSS_TERMS, PURPLE),)
 
     coefficient: float = Field(1.0, gt=0)
     """Weight of their negative log-likelihood, averaged over the trained tokens of the update, in the policy's loss."""

@@ -1,6 +1,6 @@
 """The recipe of on-policy distillation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -8,13 +8,22 @@ from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.engines import refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
-from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.metrics import Metric
+from posttrain.recipe.model import MISMATCH, LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.needs import Around, Needs
 from posttrain.recipe.rollout import EvaluationRecipe, refuse_overlap
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
 from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
 
 
 class _DistillationLoss(BaseConfig):
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "loss/distillation", "distillation loss per token; for `reverse_kl` a surrogate whose value has no meaning"
+        ),
+        MISMATCH,
+    )
+
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
     constant: float | None = Field(None, gt=0)
@@ -27,6 +36,11 @@ class _DistillationLoss(BaseConfig):
         return self
 
 
+def _weighted(find: Around) -> bool:
+    learner = find("learner")
+    return learner is None or learner.several_updates or find("engine.type") != "local"
+
+
 class ReverseKlLoss(_DistillationLoss):
     """Policy gradient on the reverse KL divergence, from the teacher's log-probability of each sampled token."""
 
@@ -34,7 +48,9 @@ class ReverseKlLoss(_DistillationLoss):
     """`reverse_kl`: the advantage of a token is log teacher - log policy."""
     discount: float = Field(0.0, ge=0, le=1)
     """Weight of the next token's advantage in that of a token. 0: each token alone. 1: the divergence of whole sequences, unbiased with more variance."""
-    cap: float | None = Field(2.0, gt=1)
+    cap: Annotated[float | None, Needs(_weighted, "with one update per step the importance weight is always 1")] = (
+        Field(2.0, gt=1)
+    )
     """Largest importance weight of a token, policy / rollout policy; it matters after the first update of a step. Null: no limit."""
 
 
@@ -51,6 +67,8 @@ class JsdLoss(_DistillationLoss):
 
 class OffPolicyRecipe(FixedRowsRecipe):
     """Steps that train on fixed rows in place of sampled episodes. Rows may be answers of the teacher (`posttrain generate`)."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (Metric("teacher/off_policy", "1 on steps that train on fixed rows"),)
 
     share: float = Field(0.5, gt=0, le=1)
     """Probability that a step trains on rows, drawn for each step from the run seed. It is 1 - lambda of GKD (Agarwal et al. 2023, arXiv 2306.13649), whose lambda is the share of sampled episodes."""

@@ -1,12 +1,14 @@
 """Engines: the in-process engine, a vLLM engine, and a remote model behind an OpenAI-compatible server."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Executes, Mark, Text
 from posttrain.recipe.components import EnvironmentRecipe
+from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.needs import unless
 from posttrain.recipe.rollout import SamplingRecipe
 
 WeightTransfer = Literal["files", "ipc", "nccl"]
@@ -32,6 +34,15 @@ class LocalEngineRecipe(BaseConfig):
     """The in-process engine: it uses the weights in training directly, with continuous batching and a prefix cache
     across turns and groups.
     """
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("memory/key_value_cache", "largest size of the local engine's key/value cache so far, in bytes"),
+        Metric("time/decoding", "seconds of the local engine's passes on sampled tokens, summed over processes"),
+        Metric(
+            "time/prompts",
+            "seconds of the local engine's passes on prompt tokens, summed over processes; the rest of the rollout is rendering, environments and scheduling",
+        ),
+    )
 
     type: Literal["local"] = "local"
     """`local`: in this process, on the weights in training. If no engine is given, `rl`, `distill` and `generate` use `vllm` on a GPU where vLLM is installed; the run prints which and why."""
@@ -126,6 +137,9 @@ def _format(environment: EnvironmentRecipe) -> Any:
     return getattr(environment, "format", None)
 
 
+AT_START = unless("urls", reason="the servers at engine.urls are already running", remedy="start them with it")
+
+
 class VllmEngineRecipe(BaseConfig):
     """vLLM. It receives the policy's weights before each rollout."""
 
@@ -137,33 +151,33 @@ class VllmEngineRecipe(BaseConfig):
     """Addresses of running servers (`python -m posttrain.engines.vllm.server`), for example `http://10.0.0.2:8700`. If
     given, no server is started. The environment variable `POSTTRAIN_VLLM_TOKEN` holds their access token.
     """
-    python: Executes | None = None
+    python: Annotated[Executes | None, AT_START] = None
     """Python interpreter that has vLLM installed, since vLLM pins other package versions than training uses. Null: this
     interpreter.
     """
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: Annotated[int, AT_START] = Field(1, ge=1)
     """Tensor-parallel size: devices per server."""
-    first_device: int = Field(0, ge=0)
+    first_device: Annotated[int, AT_START] = Field(0, ge=0)
     """Index of the first server's GPU among the visible GPUs; each server takes the next `tensor_parallel` GPUs."""
-    threads: int | None = Field(None, ge=1)
+    threads: Annotated[int | None, AT_START] = Field(None, ge=1)
     """CPU only: threads per engine, not bound to cores. Null: one thread bound to each core, which is fastest if
     nothing else runs at the same time.
     """
-    gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
+    gpu_memory_utilization: Annotated[float, AT_START] = Field(0.5, gt=0, lt=1)
     """GPU only: share of GPU memory for weights and key/value cache."""
-    cache_gigabytes: float | None = Field(None, gt=0)
+    cache_gigabytes: Annotated[float | None, AT_START] = Field(None, gt=0)
     """Size of the key/value cache in GiB. Null: what `gpu_memory_utilization` leaves on a GPU, 2 on a CPU."""
     max_num_seqs: int = Field(256, ge=1)
     """Maximum number of concurrent sequences per server."""
-    tokens_per_forward: int = Field(8192, ge=16)
+    tokens_per_forward: Annotated[int, AT_START] = Field(8192, ge=16)
     """Maximum number of tokens (prefill and decoding) in one forward pass."""
-    max_model_len: int | None = Field(None, ge=16)
+    max_model_len: Annotated[int | None, AT_START] = Field(None, ge=16)
     """Longest context in tokens. Null: `rollout.tokens_per_episode`."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], AT_START] = "auto"
     """Precision of the engine's weights and cache. `auto`: that of the policy."""
-    prefix_caching: bool = True
+    prefix_caching: Annotated[bool, AT_START] = True
     """Reuse the cache of prompts and earlier turns until the weights change."""
-    enforce_eager: bool | None = None
+    enforce_eager: Annotated[bool | None, AT_START] = None
     """Run without compilation and CUDA graphs. Null: false on a GPU, true on a CPU."""
     weight_transfer: WeightTransfer = "files"
     """How weights are sent. `files`: through shared memory of the CPU; works everywhere. `ipc`: one server opens the learner's memory on the same GPU. `nccl`: a broadcast to servers on GPUs of their own (gloo between CPUs). The last two need whole weights in the learner's process: one learner process, `adapters: merged`, and no Ray."""

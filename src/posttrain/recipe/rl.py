@@ -1,37 +1,46 @@
 """The recipe of reinforcement learning."""
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
 from posttrain.recipe.components import environment_class
-from posttrain.recipe.credit import (
-    CreditRecipe,
-    CriticCredit,
-    CriticRecipe,
-    GdpoCredit,
-    GigpoCredit,
-    GroupCredit,
-    MtGrpoCredit,
-    PassAtKCredit,
-    TokenBaselineCredit,
-    TokenCredit,
-    TurnReturnsCredit,
-)
+from posttrain.recipe.credit import CREDITS, Credit, CreditRecipe, CriticRecipe
 from posttrain.recipe.data import PtxRecipe
 from posttrain.recipe.engines import has_truncated_logprobs, refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
-from posttrain.recipe.loss import ADAPTERS_OFF, EntropyRecipe, KlRecipe, LossRecipe, PpoLoss
+from posttrain.recipe.loss import ADAPTERS_OFF, LOSSES, EntropyRecipe, KlRecipe, LossRecipe, PolicyLoss
+from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
+from posttrain.recipe.needs import needs
 from posttrain.recipe.rollout import EvaluationRecipe, refuse_ahead, refuse_overlap
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
 from posttrain.recipe.teacher import RewardTeacherRecipe, refuse_other_temperature
 from posttrain.recipe.units import CausalCredit, EntropyUnits, UnitCreditRecipe
 
 
+def _default_credit() -> Credit:
+    return CREDITS.make("rloo")
+
+
+def _default_loss() -> PolicyLoss:
+    return LOSSES.make("ppo")
+
+
 class RlRecipe(SampledRecipe):
     """Reinforcement learning in an environment."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("rollout/restarted", "episodes restarted on new weights"),
+        Metric("rollout/stale", "episodes dropped as stale"),
+        Metric("policy/staleness_mean", "mean number of optimizer updates between sampling a token and training on it"),
+        Metric("policy/staleness_max", "largest number of these updates"),
+        Metric("tokens/discarded", "tokens of restarted episodes"),
+        Metric("time/overlap_share", "share of the sampling time during which the learner did not wait"),
+        Metric("time/sampling", "seconds of sampling the batch"),
+        Metric("time/waited_for_learner", "seconds that sampling waited for weights"),
+    )
 
     stage: Literal["rl"] = "rl"
     """Which stage the recipe is for; `posttrain rl` takes this one."""
@@ -39,13 +48,18 @@ class RlRecipe(SampledRecipe):
     """Reward model whose score is added to the environment's reward. Null: none."""
     agent: AgentRecipe | None = None
     """Program that plays the episodes. Null: the environment is played turn by turn."""
-    credit: CreditRecipe = GroupCredit(type="rloo")
+    credit: CreditRecipe = Field(default_factory=_default_credit)
+    """Credit assignment: from rewards to one advantage per sampled token."""
     teacher: RewardTeacherRecipe | None = None
     """Teacher whose distance from the policy is subtracted from the reward of each sampled token. Null: none."""
     unit_credit: UnitCreditRecipe | None = None
     """Unit-level credit from the reward model. Null: credit of episodes or turns only."""
-    critic: CriticRecipe = CriticRecipe()
-    loss: LossRecipe = PpoLoss()
+    critic: Annotated[
+        CriticRecipe,
+        needs("has_critic", reason=lambda find: f"credit.type {find('credit.type')} uses no values", remedy=""),
+    ] = CriticRecipe()
+    loss: LossRecipe = Field(default_factory=_default_loss)
+    """Loss of the policy on its sampled tokens."""
     kl: KlRecipe = KlRecipe()
     entropy: EntropyRecipe = EntropyRecipe()
     ptx: PtxRecipe | None = None
@@ -60,7 +74,7 @@ class RlRecipe(SampledRecipe):
     @property
     def has_critic(self) -> bool:
         """Whether the credit type needs a critic."""
-        return isinstance(self.credit, CriticCredit)
+        return "values" in self.credit.inputs
 
     @property
     def compares_groups(self) -> bool:
@@ -79,6 +93,16 @@ class RlRecipe(SampledRecipe):
             )
             if given
         ]
+
+    def negative_rewards(self) -> list[str]:
+        """Keys that can make returns negative."""
+        of_environment = environment_class(self.environment.type).negative_rewards(self.environment)
+        return [*self._penalties(), *([of_environment] if of_environment else [])]
+
+    @property
+    def reports_scores(self) -> bool:
+        """Whether the environment reports several scores of an episode."""
+        return environment_class(self.environment.type).reports_scores(self.environment)
 
     @property
     def rewards_beside_scores(self) -> list[str]:
@@ -108,16 +132,14 @@ class RlRecipe(SampledRecipe):
             return self
         if self.reward is None:
             raise ValueError("`unit_credit` needs a reward model; set `reward.path`, or remove it")
-        if isinstance(self.unit_credit, CausalCredit) and not isinstance(
-            self.credit, CriticCredit | TokenCredit | TokenBaselineCredit
-        ):
-            what = "a turn" if isinstance(self.credit, TurnReturnsCredit | MtGrpoCredit | GigpoCredit) else "an episode"
+        if isinstance(self.unit_credit, CausalCredit) and self.credit.rewards_of != "token":
+            what = "a turn" if self.credit.rewards_of == "turn" else "an episode"
             raise ValueError(
                 f"`credit.type: {self.credit.type}` adds up the rewards of {what}, so the position of the rewards of "
                 f"`unit_credit.type: {self.unit_credit.type}` has no effect; use gae, reinforce, "
                 "reinforce_pp or optimal_token_baseline, or give units advantages with loo or trunc"
             )
-        if self.loss.type in ("gspo", "gmpo"):
+        if self.loss.averages_advantages:
             raise ValueError(
                 f"`loss.type: {self.loss.type}` gives every token the mean advantage of its stream, so `unit_credit` has no effect; "
                 "use gspo_token or ppo"
@@ -174,24 +196,9 @@ class RlRecipe(SampledRecipe):
         return self
 
     @model_validator(mode="after")
-    def _returns_fit(self):
-        kind, needs = environment_class(self.environment.type), "divides by the mean return of a group"
-        if self.credit.type == "maxrl" and (penalties := self._penalties()):
-            raise ValueError(
-                f"`credit.type: maxrl` {needs}, which must not be negative, and `{penalties[0]}` subtracts from returns; "
-                "remove it, or use rloo"
-            )
-        if self.credit.type == "maxrl" and (key := kind.negative_rewards(self.environment)):
-            raise ValueError(
-                f"`credit.type: maxrl` {needs}, which must not be negative, and `{key}` can make rewards "
-                "negative; change it, or use rloo"
-            )
-        wanted = set(self.credit.weights or {"": 1.0}) - {"return"} if isinstance(self.credit, GdpoCredit) else None
-        if wanted and not kind.reports_scores(self.environment):
-            raise ValueError(
-                "`credit.type: gdpo` learns from several scores of an episode, and the environment "
-                f"(`environment.type: {self.environment.type}`) reports none; set `credit.weights.return` alone, or use grpo"
-            )
+    def _kinds_fit(self):
+        for problem in [*self.credit.problems(self), *self.loss.problems(self)]:
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
@@ -206,11 +213,6 @@ class RlRecipe(SampledRecipe):
             raise ValueError(
                 f"`credit.type: {self.credit.type}` compares the episodes of a group; set `rollout.episodes_per_group` to 2 or more, or use brpo, arpo, reinforce, reinforce_pp or gae"
             )
-        if isinstance(self.credit, PassAtKCredit) and (self.credit.k or 0) > self.rollout.episodes_per_group:
-            raise ValueError(
-                f"`credit.k` ({self.credit.k}) is more than `rollout.episodes_per_group` "
-                f"({self.rollout.episodes_per_group}); lower it, or sample more episodes per group"
-            )
         if self.learner.updates_per_step > self.rollout.groups_per_step:
             raise ValueError(
                 f"`learner.updates_per_step` ({self.learner.updates_per_step}) is more than the groups of a step "
@@ -224,10 +226,6 @@ class RlRecipe(SampledRecipe):
             raise ValueError(
                 f"one episode may have `rollout.tokens_per_episode` = {self.rollout.tokens_per_episode} tokens, more than "
                 f"`learner.tokens_per_batch` = {self.learner.tokens_per_batch}; raise the latter or lower the former"
-            )
-        if self.loss.type in ("reinforce", "gpg") and self.learner.updates_per_step * self.learner.epochs_per_step > 1:
-            raise ValueError(
-                f"`loss.type: {self.loss.type}` has no importance weights, so it supports one update per step only; use ppo for more"
             )
         updates = self.steps * self.learner.updates_per_step * self.learner.epochs_per_step
         if self.has_critic and self.critic.updates_before_policy >= updates:

@@ -2,13 +2,15 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
 
 from posttrain.recipe.base import BaseConfig, Text
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
+from posttrain.recipe.metrics import HELD_OUT, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe
+from posttrain.recipe.needs import Needs, needs, unless
 
 SCORES = "score/"
 """Prefix of environment scores in the evaluation lines of the metrics log."""
@@ -37,11 +39,11 @@ class SamplingRecipe(BaseConfig):
 
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy, and others are at least 0.001. Log-probabilities refer to the distribution after the temperature and before truncation by `top_p`, `top_k` and `min_p`; those of vLLM at temperatures other than 1, after both."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Annotated[float, needs("temperature", reason="temperature 0 is greedy")] = Field(1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with at least this total probability. 1: off."""
-    top_k: int = Field(0, ge=0, lt=1 << 31)
+    top_k: Annotated[int, needs("temperature", reason="temperature 0 is greedy")] = Field(0, ge=0, lt=1 << 31)
     """Sample from the `top_k` most probable tokens. 0: off."""
-    min_p: float = Field(0.0, ge=0, lt=1)
+    min_p: Annotated[float, needs("temperature", reason="temperature 0 is greedy")] = Field(0.0, ge=0, lt=1)
     """Sample from tokens whose probability is at least `min_p` times that of the most probable token. 0: off."""
 
     @field_validator("temperature")
@@ -57,9 +59,9 @@ class FailureRecipe(BaseConfig):
 
     action: Literal["retry", "drop", "score"] = "drop"
     """`retry`: play it again with other random numbers, then drop it. `drop`: leave it out of the update. `score`: give it `reward`. Failures are counted in every case."""
-    retries: int = Field(1, ge=0)
+    retries: Annotated[int, needs("action", "retry")] = Field(1, ge=0)
     """For `retry`: attempts after the first one."""
-    reward: float = 0.0
+    reward: Annotated[float, needs("action", "score")] = 0.0
     """For `score`: the reward of a failed episode."""
     max_share: float = Field(0.5, gt=0, le=1)
     """The run stops if more than this share of the episodes of a step, or of an evaluation, failed."""
@@ -70,9 +72,9 @@ class FilterRecipe(BaseConfig):
 
     type: Literal["none", "uncertainty", "dynamic"] = "none"
     """`none`: use all groups. `uncertainty`: keep the groups with the largest standard deviation of returns (StarPO-S). `dynamic`: drop groups with equal returns and sample more tasks until the step is full (DAPO)."""
-    keep: float = Field(0.25, gt=0, le=1)
+    keep: Annotated[float, needs("type", "uncertainty")] = Field(0.25, gt=0, le=1)
     """For `uncertainty`: share of the groups to keep."""
-    max_rounds: int = Field(3, ge=1)
+    max_rounds: Annotated[int, needs("type", "dynamic")] = Field(3, ge=1)
     """For `dynamic`: largest number of sampling rounds per step. After that the step continues with the groups it has, and a warning is logged."""
 
 
@@ -87,32 +89,43 @@ class OverlongRecipe(BaseConfig):
     """Full penalty, subtracted from the reward."""
 
 
+TRAINED = needs(
+    "stage", "rl", "distill", reason=lambda find: f"the {find('stage')} stage samples evaluation episodes only"
+)
+REWARDED = unless("stage", "distill", reason="the distill stage learns from the teacher, not from rewards")
+OWN_CONTEXT = unless(
+    "engine.type", "openai", reason="engine.type is openai, and the server has the model and limits its context"
+)
+
+
 class RolloutRecipe(BaseConfig):
     """How many episodes are sampled per step, and their limits."""
 
-    groups_per_step: int = Field(8, ge=1)
+    groups_per_step: Annotated[int, TRAINED] = Field(8, ge=1)
     """Tasks per step (prompts per batch)."""
-    episodes_per_group: int = Field(8, ge=1)
+    episodes_per_group: Annotated[int, TRAINED] = Field(8, ge=1)
     """Episodes per task (generations per prompt)."""
-    sampling: SamplingRecipe = SamplingRecipe()
+    sampling: Annotated[SamplingRecipe, TRAINED] = SamplingRecipe()
     tokens_per_turn: int = Field(64, ge=1)
     """Maximum number of tokens sampled in one turn."""
-    tokens_per_episode: int = Field(2048, ge=16)
+    tokens_per_episode: Annotated[int, OWN_CONTEXT] = Field(2048, ge=16)
     """Longest context of an episode in tokens, prompt included."""
     stop_strings: list[StopString] = []
     """Strings that end a turn, in addition to the model's end token. The string is part of the answer."""
     environment_timeout: float | None = Field(ENVIRONMENT_TIMEOUT, gt=0, allow_inf_nan=False)
     """Time-out of one call of the environment or its reward, in seconds; the episode then fails. Calls run in daemon threads, for which neither the rollout nor the end of the program waits: one at a time until one takes longer than a tenth of the time-out, in parallel for `async` rewards, judges, MCP servers and `blocking` environments. SystemExit is raised in a call that is given up; more than 256 that still run end the run. A call that holds Python's interpreter lock, such as one regular expression, has no limit. `signal.alarm` does not work in them. Null: no limit."""
     failures: FailureRecipe = FailureRecipe()
-    filter: FilterRecipe = FilterRecipe()
-    overlong_penalty: OverlongRecipe | None = None
-    async_rollouts: int = Field(0, ge=0)
+    filter: Annotated[FilterRecipe, TRAINED] = FilterRecipe()
+    overlong_penalty: Annotated[OverlongRecipe | None, TRAINED, REWARDED] = None
+    async_rollouts: Annotated[int, TRAINED, REWARDED] = Field(0, ge=0)
     """Steps that sampling may run ahead of learning. With k, sampling for step n starts when the weights after step n - k - 1 exist. 0: sample, then learn (on-policy)."""
-    on_new_weights: Literal["finish", "continue", "restart"] = "finish"
+    on_new_weights: Annotated[Literal["finish", "continue", "restart"], TRAINED, REWARDED, needs("async_rollouts")] = (
+        "finish"
+    )
     """What happens to unfinished episodes when new weights arrive. `finish`: keep the old weights. `continue`: use the new weights from the next token on. `restart`: start over with the new weights."""
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: Annotated[int | None, TRAINED, REWARDED, needs("async_rollouts")] = Field(None, ge=0)
     """Maximum number of optimizer updates between sampling a token and training on it. Episodes with an older token are dropped and counted in `rollout/stale`. Null: train on all episodes."""
-    missing_eos_penalty: float = Field(0.0, ge=0)
+    missing_eos_penalty: Annotated[float, TRAINED, REWARDED] = Field(0.0, ge=0)
     """Subtracted from the training reward of an episode whose last answer has no end token, after reward normalization."""
 
     @model_validator(mode="after")
@@ -192,16 +205,37 @@ def refuse_overlap(
             )
 
 
+RETURN = Panel("Return", "reward per episode", smoothed=True, figure="reward")
+ANSWERS = Panel("Answers", "tokens per answer", figure="lengths")
+TURNS = Panel("Episodes", "turns per episode", figure="lengths")
+REJECTED = Panel("Rejected answers", "share of answers", percent=True, figure="lengths")
+
+
+_FINAL = "the evaluate stage runs one evaluation, on evaluation.final_seeds"
+ONE_EVALUATION = unless("stage", "evaluate", reason=_FINAL)
+
+
 class EvaluationRecipe(BaseConfig):
     """Held-out evaluation. With `every` above 0, the learning curve is measured before training, every `every` steps and after training, and the final table with the initial model and with the exported checkpoint; `start: false` leaves out both measurements before training. With `every: 0`, only the exported checkpoint is evaluated, for the final table."""
 
-    every: int = Field(10, ge=0)
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("success", "share of held-out episodes that succeed"),
+        Metric("return", "held-out episodes", RETURN, HELD_OUT),
+        Metric("score/*", "mean of a score of the held-out episodes"),
+        Metric("tokens_per_answer", "held-out", ANSWERS),
+        Metric("turns", "held-out", TURNS),
+        Metric("rejected_share", "held-out", REJECTED),
+    )
+
+    every: Annotated[int, ONE_EVALUATION] = Field(10, ge=0)
     """Steps between evaluations for the learning curve. 0: no curve and nothing before training, only the final table."""
     start: bool = True
     """With `every` above 0, evaluate the model before training, too. Without it the tables have no row for the start, and the best checkpoint is chosen among later ones."""
     held_out: HeldOut | None = None
     """Tasks held out of a file of tasks: a number (100) or a share (0.1). At most half of them, and at most 64 unless `seeds.count` is given, are for the learning curve, the others for the final table. Null: a tenth of the tasks each for the curve and the table, at most 64 and 256."""
-    seeds: SeedRange = SeedRange()
+    seeds: Annotated[
+        SeedRange, Needs(lambda find: find("stage") != "evaluate" or find("held_out") != "all", _FINAL)
+    ] = SeedRange()
     """Held-out seeds of the learning curve, on which the best checkpoint is selected. Usual for generated tasks: 64 from 1,000,000 on."""
     final_seeds: SeedRange = SeedRange()
     """Held-out seeds of the final table. Nothing is selected on them, so the final numbers have no selection bias. Usual for generated tasks: 256 from 2,000,000 on."""
@@ -211,7 +245,7 @@ class EvaluationRecipe(BaseConfig):
     """Sampling in evaluations; greedy by default."""
     environment: SerializeAsAny[EnvironmentRecipe] | None = None
     """Environment of the held-out episodes: the keys in which it differs from `environment`, or one of another `type`; its keys are those of `environment`. Null: the environment of training."""
-    metric: Literal["success", "return"] | None = None
+    metric: Annotated[Literal["success", "return"] | None, ONE_EVALUATION] = None
     """Metric that selects the best checkpoint: the mean over the held-out seeds, larger is better. Null: `success` if the environment reports it, else `return`."""
 
     @field_validator("environment", mode="before")

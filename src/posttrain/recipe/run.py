@@ -1,15 +1,18 @@
 """Keys that every stage has: directories, checkpoints, collapse guards, and the environment of stages that use one."""
 
+import json
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Text, Writes
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
+from posttrain.recipe.metrics import TRAINING, Metric, Panel
 from posttrain.recipe.model import ModelRecipe
-from posttrain.recipe.rollout import RolloutRecipe, SeedRange
+from posttrain.recipe.needs import Needs, needs, unless
+from posttrain.recipe.rollout import ANSWERS, REJECTED, RETURN, TURNS, RolloutRecipe, SeedRange
 
 
 class CheckpointRecipe(BaseConfig):
@@ -19,7 +22,7 @@ class CheckpointRecipe(BaseConfig):
     """Steps between checkpoints. One is always written at the end, and on Ctrl-C or SIGTERM."""
     keep: Annotated[int, Field(ge=1)] | Literal["all"] = 2
     """Number of latest checkpoints to keep whole, so that a run can resume from them. Of the best one, the policy is kept as well. `all`: keep the latest two whole, and the policies of all others."""
-    keep_every: int | None = Field(None, ge=1)
+    keep_every: Annotated[int | None, unless("keep", "all", refused=True)] = Field(None, ge=1)
     """Keep the policies of checkpoints whose step is a multiple of this number. Null: none."""
     keep_state: Literal["while_running", "always"] = "while_running"
     """`while_running`: when the run has ended, all checkpoints are reduced to their policies, so it cannot be continued. `always`: the latest ones stay whole, so that `--resume RUN steps=N` can continue the run."""
@@ -29,8 +32,6 @@ class CheckpointRecipe(BaseConfig):
 
     @model_validator(mode="after")
     def _kept_by_one_rule(self):
-        if self.keep_every is not None and self.keep == "all":
-            raise ValueError("`keep: all` keeps every checkpoint, so `keep_every` has no effect; remove one of them")
         if self.keep_every is not None and self.keep_every % self.every:
             raise ValueError(
                 f"`keep_every` {self.keep_every} is not a multiple of `every` {self.every}, so some of these steps have "
@@ -67,25 +68,48 @@ LOGGED_IN = ("runs", "sinks", "tracking", "plots")
 """Keys that control only storage, logging and figures of a run. They do not change its results."""
 
 
+def _read_by(*sinks: str) -> Needs:
+    """The need of keys that only `sinks` read."""
+    return Needs(
+        lambda find: not set(sinks).isdisjoint(find("sinks")),
+        lambda find: f"sinks is {json.dumps(find('sinks'))}",
+        f"add {' or '.join(sinks)} to sinks",
+    )
+
+
 class TrackingRecipe(BaseConfig):
     """Where, under which name and with how many completions the sinks record the run."""
 
-    project: Connects | None = Field(None, min_length=1)
+    project: Annotated[Connects | None, _read_by("wandb", "trackio")] = Field(None, min_length=1)
     """Project. Null: for W&B the environment variable `WANDB_PROJECT`, else `posttrain`."""
-    entity: Connects | None = Field(None, min_length=1)
+    entity: Annotated[Connects | None, _read_by("wandb")] = Field(None, min_length=1)
     """W&B user or team that owns the project. Null: the environment variable `WANDB_ENTITY`, else the account's default."""
-    run_name: Text | None = Field(None, min_length=1)
+    run_name: Annotated[Text | None, _read_by("wandb", "trackio")] = Field(None, min_length=1)
     """Name of the run in the project. Null: for W&B the environment variable `WANDB_NAME`, else `name`."""
-    group: Text | None = Field(None, min_length=1)
+    group: Annotated[Text | None, _read_by("wandb", "trackio")] = Field(None, min_length=1)
     """Group of runs in the project, as for the seeds of one recipe. Null: for W&B the environment variable `WANDB_RUN_GROUP`, else none."""
-    completions: int = Field(0, ge=0)
+    completions: Annotated[
+        int,
+        Needs(lambda find: bool(find("sinks")), "sinks is []"),
+        needs("stage", "rl", "distill", reason=lambda find: f"{find('stage')} has no training episodes"),
+    ] = Field(0, ge=0)
     """Training episodes per step that the sinks show as a table, with their texts, from the first groups of the step. 0: none."""
-    tags: list[Text] = []
+    tags: Annotated[list[Text], _read_by("wandb")] = []
     """W&B tags of the run. Empty: the environment variable `WANDB_TAGS`."""
+
+
+ENTROPY = Panel("Entropy", "nats per token", figure="entropy")
 
 
 class StageRecipe(BaseConfig):
     """A run of one stage."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("time/run", "seconds since the run started"),
+        Metric("time/step", "seconds of the step"),
+        Metric("time/*", "seconds of a phase of the step"),
+        Metric("speed/tokens_per_second", "tokens per second: sampled, or trained on"),
+    )
 
     name: Text = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run. Its directory is `<runs>/<name>`."""
@@ -93,11 +117,16 @@ class StageRecipe(BaseConfig):
     """Directory that holds the runs."""
     seed: int = Field(0, ge=0)
     """Run seed; every random number is derived from it."""
-    model: ModelRecipe = ModelRecipe()
+    model: Annotated[
+        ModelRecipe, unless("engine.type", "openai", reason="engine.type is openai, and the server has the model")
+    ] = ModelRecipe()
     sinks: Annotated[list[SinkName], CONNECTS] = []
     """Additional metric loggers; `metrics.jsonl` is always written."""
     tracking: TrackingRecipe = TrackingRecipe()
-    plots: bool | None = None
+    plots: Annotated[
+        bool | None,
+        unless("stage", "evaluate", "generate", reason=lambda find: f"the {find('stage')} stage draws no figures"),
+    ] = None
     """Whether a training run draws its figures when it ends. `posttrain plot` draws them at any time. Null: unless the environment variable `POSTTRAIN_PLOTS` is 0."""
 
     @property
@@ -127,6 +156,42 @@ class PlayedRecipe(StageRecipe):
 
 class SampledRecipe(PlayedRecipe):
     """A stage that trains on the episodes that the policy samples."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("rollout/return", "training episodes", RETURN, TRAINING),
+        Metric("rollout/success", "success of the training episodes"),
+        Metric("rollout/score/*", "mean of a score of the training episodes"),
+        Metric("rollout/score_n/*", "number of training episodes with this score"),
+        Metric("rollout/tokens_per_answer", "training", ANSWERS, TRAINING),
+        Metric("rollout/turns", "training", TURNS, TRAINING),
+        Metric("rollout/rejected_share", "training", REJECTED, TRAINING),
+        Metric("rollout/episodes", "episodes of the step"),
+        Metric("rollout/kept", "episodes of the step after `rollout.filter`"),
+        Metric("rollout/failed", "episodes that failed"),
+        Metric("rollout/unscored", "episodes to which no reward applies"),
+        Metric(
+            "reward/group_spread",
+            "mean standard deviation of a group's returns",
+            Panel("Spread within groups", "standard deviation", figure="reward"),
+            TRAINING,
+        ),
+        Metric("policy/entropy", "entropy of the policy", ENTROPY),
+        Metric(
+            "policy/repeated_share",
+            "same token twice in a row",
+            Panel("Repetition", "share of sampled tokens", percent=True, figure="entropy"),
+        ),
+        Metric("tokens/sampled", "tokens sampled"),
+        Metric("tokens/prefilled", "prompt tokens computed"),
+        Metric("tokens/reused", "prompt tokens taken from the cache"),
+        Metric("tools/calls", "well-formed tool calls per episode"),
+        Metric(
+            "tools/failed_share",
+            "share of the well-formed calls of unknown tools, with wrong arguments, or that raised an error",
+        ),
+        Metric("tools/malformed_share", "share of all calls that could not be parsed"),
+        Metric("time/weights", "seconds of sending weights to the engine, part of `time/rollout`"),
+    )
 
     steps: int = Field(100, ge=1)
     """Number of steps. Each samples groups_per_step x episodes_per_group episodes and makes updates_per_step x epochs_per_step updates."""

@@ -1,7 +1,7 @@
 """The recipes of `posttrain evaluate` and `posttrain generate`, and the schemas of all stages by name."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,10 +16,13 @@ from posttrain.recipe.engines import (
     refuse_lone_adapters,
     refuse_unknown_sampling,
 )
+from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import RewardSource
+from posttrain.recipe.needs import unless
 from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.rollout import (
     MOST_EPISODES,
+    OWN_CONTEXT,
     EvaluationRecipe,
     HeldOut,
     RolloutRecipe,
@@ -125,7 +128,7 @@ class LimitsRecipe(BaseConfig):
 
     tokens_per_turn: int = Field(512, ge=1)
     """Maximum number of tokens of an answer."""
-    tokens_per_episode: int = Field(4096, ge=16)
+    tokens_per_episode: Annotated[int, OWN_CONTEXT] = Field(4096, ge=16)
     """Longest context in tokens, prompt and answer together, reduced to the model's own limit. A prompt that leaves less than `tokens_per_turn` is skipped and reported."""
     stop_strings: list[StopString] = []
     """Strings that end an answer, in addition to the model's end token. The string is part of the answer."""
@@ -142,6 +145,18 @@ class LimitsRecipe(BaseConfig):
 
 class GenerateRecipe(StageRecipe):
     """Generation: a model answers the rows of a data set and writes a file of predictions."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("generate/rows", "rows answered"),
+        Metric("generate/answers", "answers written"),
+        Metric("generate/missing", "rows without an answer"),
+        Metric("generate/tokens", "tokens sampled"),
+        Metric("generate/cut_off", "answers truncated at the token limit"),
+        Metric("generate/cut_off_share", "share of truncated answers, a mean over rows"),
+        Metric("generate/thinking", "answers with a thinking block"),
+        Metric("generate/thinking_only", "answers truncated inside their thinking block"),
+        Metric("generate/thinking_tokens", "tokens of thinking blocks"),
+    )
 
     stage: Literal["generate"] = "generate"
     """Which stage the recipe is for; `posttrain generate` takes this one."""
@@ -161,7 +176,9 @@ class GenerateRecipe(StageRecipe):
     """`keep`: predictions include thinking. `remove`: strip it, up to `</think>`, and record its length."""
     keep_columns: list[Text] = []
     """Columns of the data to copy into the predictions."""
-    window: int = Field(512, ge=1)
+    window: Annotated[
+        int, unless("engine.type", "openai", reason="engine.type is openai, so answers are independent")
+    ] = Field(512, ge=1)
     """Local engine: number of answers computed as one batch. A resumed run repeats the interrupted batch, to the same bits. Larger values use the engine better; smaller values lose less work."""
     out: Writes | None = None
     """Predictions file (JSON lines). Null: `predictions.jsonl` in the run directory."""

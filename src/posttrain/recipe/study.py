@@ -8,8 +8,12 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from posttrain.errors import InputError
 from posttrain.recipe.base import EXECUTES, BaseConfig, Connects, Executes, Text, Writes
-from posttrain.recipe.rollout import SCORES
+from posttrain.recipe.metrics import Metric
+from posttrain.recipe.needs import unless
+from posttrain.recipe.reference import metrics_of
+from posttrain.recipe.rollout import SCORES, EvaluationRecipe
 from posttrain.recipe.sources import Layer
+from posttrain.recipe.stages import STAGES
 
 
 class Range(BaseConfig):
@@ -180,9 +184,9 @@ class StudyRecipe(BaseConfig):
     groups: list[Group] = []
     """Groups of keys searched one after another, each on its full grid, instead of `search`."""
     objective: Objective
-    trials: int | None = Field(None, ge=1)
+    trials: Annotated[int | None, unless("groups", refused=True)] = Field(None, ge=1)
     """Number of trials, failed ones included. Null: 20 with `search`; with `groups`, the size of their grids."""
-    start: Annotated[list[dict[str, Any]], EXECUTES] = []
+    start: Annotated[Annotated[list[dict[str, Any]], EXECUTES], unless("groups", refused=True)] = []
     """Known good points, each recipe key -> value, to try first."""
     sampler: SamplerRecipe = SamplerRecipe()
     pruner: Annotated[NoPruner | MedianPruner | HyperbandPruner, Field(discriminator="type")] = NoPruner(type="none")
@@ -201,12 +205,8 @@ class StudyRecipe(BaseConfig):
     def _parts_fit(self):
         if bool(self.search) == bool(self.groups):
             raise ValueError("a study needs exactly one of `search` and `groups`")
-        if self.groups:
-            for key in ("trials", "start"):
-                if getattr(self, key):
-                    raise ValueError(f"`{key}` has no effect with `groups`, which run their grids; remove it")
-            if self.pruner.type != "none":
-                raise ValueError("`pruner` is not supported with `groups`, which report every value; remove it")
+        if self.groups and self.pruner.type != "none":
+            raise ValueError("`pruner` is not supported with `groups`, which report every value; remove it")
         for group in self.groups:
             for key, values in group.grid.items():
                 if isinstance(values, Range):
@@ -257,85 +257,18 @@ def grid_of(group: Group) -> list[dict[str, Any]]:
     return points
 
 
-PLAYED = ("success", "return", "tokens_per_answer", "rejected_share", "turns")
-"""Metrics of held-out episodes, besides `score/...`."""
-_PREFERENCE = ("accuracy", "loss", "margin", "chosen", "rejected", "reward_mean", "reward_std")
-VALIDATION = {"sft": ("loss", "perplexity"), "reward": _PREFERENCE, "dpo": _PREFERENCE}
-"""Stage -> what follows `validation/` in its evaluations, limits of intervals and counts of rows left out."""
 _BY_DOMAIN = ("loss", "accuracy", "margin")
-"""Metrics of `VALIDATION` that are also measured by domain, as `validation/loss/DOMAIN`."""
-_ALWAYS = (
-    "loss/total",
-    "optimizer/learning_rate",
-    "optimizer/gradient_norm",
-    "optimizer/skipped",
-    "optimizer/no_signal",
-    "tokens/trained",
-    "speed/tokens_per_second",
-    "memory/process",
-)
-_COMPARED = tuple(f"preference/{name}" for name in ("accuracy", "margin", "chosen", "rejected"))
-_FREE = {
-    "rl": ("rollout/score/", "units/", "critic/", "time/"),
-    "distill": ("rollout/score/", "time/"),
-    "reward": ("units/", "time/"),
-}
-"""Stage -> prefixes of training metrics whose names are not listed here."""
-_SAMPLED = (
-    *(f"rollout/{name}" for name in ("return", "success", "turns", "tokens_per_answer", "rejected_share")),
-    *(f"rollout/{name}" for name in ("episodes", "kept", "failed", "unscored")),
-    *(f"tokens/{name}" for name in ("sampled", "prefilled", "reused")),
-    "reward/group_spread",
-)
-_TEACHER = tuple(f"teacher/{name}" for name in ("reverse_kl", "logprob", "agreement", "failed", "without_context"))
-TRAINING: dict[str, tuple[str, ...]] = {
-    "sft": (*_ALWAYS, "loss/nll", "loss/dft", "policy/entropy"),
-    "reward": (*_ALWAYS, *_COMPARED, "loss/preference", "loss/unevenness"),
-    "dpo": (
-        *_ALWAYS,
-        *_COMPARED,
-        "loss/preference",
-        "loss/nll",
-        "preference/kl",
-        "preference/mismatched",
-        "preference/shift",
-        "policy/chosen_logprob",
-        "policy/rejected_logprob",
-    ),
-    "distill": (
-        *_ALWAYS,
-        *_SAMPLED,
-        *_TEACHER,
-        "teacher/off_policy",
-        "loss/distillation",
-        *(f"policy/{name}" for name in ("entropy", "mismatch", "repeated_share")),
-    ),
-    "rl": (
-        *_ALWAYS,
-        *_SAMPLED,
-        *_TEACHER,
-        *(f"loss/{name}" for name in ("policy", "kl", "nll")),
-        *(
-            f"policy/{name}"
-            for name in ("kl", "entropy", "mismatch", "repeated_share", "ratio", "staleness_mean", "staleness_max")
-        ),
-        *(f"policy/{name}" for name in ("clip_low", "clip_high", "clip_dual", "kl_rollout_k1", "kl_rollout_k3")),
-        *(f"rollout/{name}" for name in ("stale", "restarted")),
-        "tokens/discarded",
-        *(
-            f"policy/{name}"
-            for name in ("divergence", "gate", "off_policy_masked", "truncated_masked", "bonus_entropy")
-        ),
-        *(f"policy/{name}" for name in ("low_entropy_masked", "covariance", "clip_cov_masked", "kl_cov_held")),
-        "loss/kl_cov",
-        "entropy/coefficient",
-        *(f"policy/{name}" for name in ("clipped_before_update", "kl_clamped")),
-        *(f"correction/{name}" for name in ("weight", "mismatch", "truncated", "rejected", "rejected_streams")),
-        "kl/coefficient",
-        *(f"credit/{name}" for name in ("zero_groups", "without_baseline")),
-    ),
-}
-"""Stage -> metrics of its training steps; which of them a run has depends on its recipe."""
+"""Metrics of validation rows that are also measured by domain, as `validation/loss/DOMAIN`."""
+
+
+def trained_metrics(stage: str) -> list[Metric]:
+    """The metrics that training steps of `stage` may have; which of them a run has depends on its recipe."""
+    metrics = metrics_of(STAGES[stage])
+    return [metric for metric in metrics if "/" in metric.name and not _is_held_out(metric.name)]
+
+
+def _is_held_out(name: str) -> bool:
+    return "/" not in name or name.startswith((SCORES, "validation/", "test/"))
 
 
 def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], given: Layer, source: str) -> None:
@@ -353,7 +286,7 @@ def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], giv
         raise InputError(f"{where}: objective.metric: {objective.metric} {why}; {remedy}")
     for metric in objective.within:
         where = given.origin(("objective", "within", metric)) or given.origin(("objective", "within")) or source
-        if _measured(metric, known) or metric in TRAINING[stage] or metric.startswith(_FREE.get(stage, ("time/",))):
+        if _measured(metric, known) or any(one.matches(metric) for one in trained_metrics(stage)):
             continue
         if metric.startswith("test/"):
             why = "is measured for the final table, on which nothing may be selected"
@@ -361,7 +294,7 @@ def check_metrics(objective: Objective, stage: str, base: Mapping[str, Any], giv
             why = "counts rows, which are the same in every trial"
         else:
             why = f"is measured neither by evaluations nor by training steps of stage {stage} of this recipe"
-        near = _nearest(metric, [*known, *TRAINING[stage]])
+        near = _nearest(metric, [*known, *(one.name for one in trained_metrics(stage))])
         remedy = f"the nearest is {near}" if near else f"it measures for example {', '.join(_examples(stage, known))}"
         raise InputError(f"{where}: objective.within: {metric} {why}; {remedy}")
 
@@ -370,8 +303,11 @@ def _held_out(stage: str, base: Mapping[str, Any]) -> list[str]:
     """The metrics of evaluations, without scores and domains."""
     rows = _has_rows(base)
     played = stage in ("rl", "distill") or (stage == "sft" and base.get("environment") is not None)
-    metrics = [f"validation/{name}" for name in VALIDATION.get(stage, ())] if rows else []
-    return metrics + (list(PLAYED) if played else [])
+    names = [
+        metric.name for metric in metrics_of(STAGES[stage]) if _is_held_out(metric.name) and "*" not in metric.name
+    ]
+    held_out = [name for name in names if name.startswith("validation/") and not _counts_rows(name)] if rows else []
+    return held_out + ([name for name in names if "/" not in name] if played else [])
 
 
 def _has_rows(base: Mapping[str, Any]) -> bool:
@@ -399,7 +335,8 @@ def _why_not(metric: str, stage: str, base: Mapping[str, Any], known: list[str])
         return "counts rows, which are the same in every trial", remedy
     if metric.startswith("validation/") and stage not in ("rl", "distill") and not _has_rows(base):
         return "needs validation rows, and the recipe names none", remedy
-    if metric in PLAYED or metric.startswith((SCORES, "validation/")):
+    played = [one.name for one in EvaluationRecipe.metrics]
+    if metric in played or metric.startswith((SCORES, "validation/")):
         why = f"is not measured by stage {stage} of this recipe"
         return why, f"the nearest is {near}" if near else remedy
     if near and "/" not in metric:
@@ -421,4 +358,5 @@ def _nearest(metric: str, known: list[str]) -> str | None:
 
 
 def _examples(stage: str, known: list[str]) -> list[str]:
-    return [*known[:2], *[name for name in TRAINING[stage] if name not in _ALWAYS][:3]]
+    names = [metric.name for metric in trained_metrics(stage) if metric.name.startswith(("loss/", "policy/"))]
+    return [*known[:2], *names[:3]]

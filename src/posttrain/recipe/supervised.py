@@ -1,6 +1,6 @@
 """The recipes of the supervised stages: sft, dpo and reward."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
@@ -18,7 +18,9 @@ from posttrain.recipe.loss import (
     RewardLossRecipe,
     SftLossRecipe,
 )
+from posttrain.recipe.metrics import BETTER, HELD_OUT, TRAINING, WORSE, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
+from posttrain.recipe.needs import Needs, unless
 from posttrain.recipe.rollout import (
     MOST_EPISODES,
     EvaluationRecipe,
@@ -27,8 +29,45 @@ from posttrain.recipe.rollout import (
     evaluated_environment,
     refuse_overlap,
 )
-from posttrain.recipe.run import CheckpointRecipe, ExportedStep, StageRecipe
+from posttrain.recipe.run import ENTROPY, CheckpointRecipe, ExportedStep, StageRecipe
 from posttrain.recipe.units import UnitRewardsRecipe
+
+ACCURACY = Panel(
+    "Accuracy",
+    "ranking accuracy",
+    percent=True,
+    whole=True,
+    reference=(0.5, "guessing, 50%"),
+    smoothed=True,
+    figure="rows",
+)
+REWARDS = Panel("Rewards of chosen and rejected answers", "reward", smoothed=True, figure="preference")
+MARGIN = Panel("Reward margin, chosen minus rejected", "reward", smoothed=True, figure="preference")
+LOGPROBS = Panel(
+    "Log-probability of chosen and rejected answers, training rows",
+    "nats per token",
+    smoothed=True,
+    figure="preference",
+)
+HELD_OUT_LOSS = Metric("validation/loss", "loss of the validation rows")
+PREFERENCES = (
+    Metric("loss/preference", "preference loss, per row"),
+    Metric("preference/accuracy", "training rows", ACCURACY, TRAINING),
+    Metric("preference/chosen", "chosen, training", REWARDS, "#7FCEB9"),
+    Metric("preference/rejected", "rejected, training", REWARDS, "#EDB28A"),
+    Metric("preference/margin", "training rows", MARGIN, TRAINING),
+    HELD_OUT_LOSS,
+    Metric("validation/accuracy", "validation rows", ACCURACY, HELD_OUT),
+    Metric("validation/chosen", "chosen, validation", REWARDS, BETTER),
+    Metric("validation/rejected", "rejected, validation", REWARDS, WORSE),
+    Metric("validation/margin", "validation rows", MARGIN, HELD_OUT),
+    Metric("validation/reward_mean", "mean reward of the answers of the validation rows"),
+    Metric("validation/reward_std", "standard deviation of these rewards"),
+    Metric("test/accuracy", "share of test pairs ranked correctly"),
+    Metric("test/margin", "mean margin of the test pairs"),
+    Metric("test/*", "another held-out metric, on the test rows"),
+)
+"""Metrics of stages that train on pairs."""
 
 
 class ExpertsRecipe(BaseConfig):
@@ -73,7 +112,7 @@ class PreferenceEvaluation(BaseConfig):
 
 
 class _Rows(StageRecipe):
-    epochs: int = Field(1, ge=1)
+    epochs: Annotated[int, unless("steps", reason="steps determines the length of the run")] = Field(1, ge=1)
     """Passes over the rows."""
     steps: int | None = Field(None, ge=1)
     """Number of updates; overrides `epochs`. Required with `data.streaming`."""
@@ -92,8 +131,21 @@ class _Rows(StageRecipe):
         return self
 
 
+PLAYED = Needs(
+    lambda find: bool(find("environment") or find("evaluation.environment")), "the recipe has no environment"
+)
+
+
 class SftRecipe(_Rows):
     """Supervised fine-tuning on rows, or on expert traces of an environment."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("loss/nll", "negative log-likelihood, nats per token"),
+        Metric("loss/dft", "loss of dynamic fine-tuning, per token"),
+        Metric("policy/entropy", "entropy of the policy", ENTROPY),
+        HELD_OUT_LOSS,
+        Metric("validation/perplexity", "perplexity of the validation rows"),
+    )
 
     stage: Literal["sft"] = "sft"
     """Which stage the recipe is for; `posttrain sft` takes this one."""
@@ -101,13 +153,13 @@ class SftRecipe(_Rows):
     """Conversations to train on. Null: train on expert traces of `environment`."""
     environment: SerializeAsAny[EnvironmentRecipe] | None = None
     """Environment of the expert traces and of held-out evaluation. Null: train and evaluate on `data` only."""
-    experts: ExpertsRecipe = ExpertsRecipe()
+    experts: Annotated[ExpertsRecipe, unless("data", reason="the run trains on the rows in data")] = ExpertsRecipe()
     loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which tokens carry loss: those of all assistant messages, of the last one, or all tokens."""
     loss: SftLossRecipe = SftLossRecipe()
-    engine: PolicyEngineRecipe = LocalEngineRecipe()
+    engine: Annotated[PolicyEngineRecipe, PLAYED] = LocalEngineRecipe()
     """Engine of evaluation episodes: in this process on the weights in training, or vLLM."""
-    rollout: RolloutRecipe = RolloutRecipe()
+    rollout: Annotated[RolloutRecipe, PLAYED] = RolloutRecipe()
     """Limits of evaluation episodes."""
     evaluation: SftEvaluation = SftEvaluation()
 
@@ -146,6 +198,20 @@ class SftRecipe(_Rows):
 
 class DpoRecipe(_Rows):
     """Preference optimization on pairs of answers, or on labeled answers (KTO)."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        *PREFERENCES,
+        Metric("policy/chosen_logprob", "chosen", LOGPROBS, BETTER),
+        Metric("policy/rejected_logprob", "rejected", LOGPROBS, WORSE),
+        Metric(
+            "preference/kl",
+            "estimated KL divergence from the reference model",
+            Panel("KTO's reference point", "nats per answer", figure="preference"),
+        ),
+        Metric("preference/mismatched", "mismatched pairs behind KTO's KL estimate"),
+        Metric("preference/shift", "shift of BCO"),
+        Metric("loss/nll", "negative log-likelihood of chosen answers, nats per token"),
+    )
 
     stage: Literal["dpo"] = "dpo"
     """Which stage the recipe is for; `posttrain dpo` takes this one."""
@@ -192,6 +258,8 @@ class DpoRecipe(_Rows):
 
 class RewardRecipe(_Rows):
     """Reward model training on pairs of answers."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = PREFERENCES
 
     stage: Literal["reward"] = "reward"
     """Which stage the recipe is for; `posttrain reward` takes this one."""

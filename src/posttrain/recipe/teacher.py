@@ -1,12 +1,14 @@
 """The teacher of a distillation: a model, a server, or the policy itself with additional text in its prompt."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig, Connects, Mark, Reads, Text
+from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import Dtype
+from posttrain.recipe.needs import needs
 
 CONTEXT_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 """A field in `teacher.context`; other braces are text."""
@@ -15,11 +17,19 @@ CONTEXT_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 class TeacherRecipe(BaseConfig):
     """A model that scores the tokens that the policy sampled. Set one of `path`, `urls` and `policy`. The teacher has the policy's tokenizer."""
 
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("teacher/reverse_kl", "mean of log policy - log teacher at sampled tokens, nats"),
+        Metric("teacher/logprob", "mean log-probability of sampled tokens under the teacher"),
+        Metric("teacher/agreement", "share of sampled tokens that the teacher ranks first"),
+        Metric("teacher/failed", "episodes without scores of the teacher"),
+        Metric("teacher/without_context", "episodes without a field that `teacher.context` needs"),
+    )
+
     path: Reads | None = None
     """Directory, hub id, `.gguf` file or `packaged:` name of the teacher. In a pipeline, `stage:NAME`."""
     urls: list[Connects] = []
     """Base URLs of servers with the teacher, for example `http://localhost:8000/v1`; requests are divided among them. They score prompts given as token ids, see `protocol`."""
-    policy: Literal["initial", "current"] | None = None
+    policy: Annotated[Literal["initial", "current"] | None, needs("context", refused=True)] = None
     """The policy is its own teacher and sees `context`. `initial`: its weights before training (OPSD; Zhao et al. 2026, arXiv 2601.18734). `current`: its weights at the start of each step (SDPO; Hübotter et al. 2026, arXiv 2601.20802)."""
     context: Text | None = None
     """Text that is added to the last user message of the first observation in the teacher's prompt alone. `{reference}` is the action of the environment's expert, `{success}` an answer of another episode of the group that succeeded, `{feedback}` the text in the last turn's `info["feedback"]`, and any other field a column of the task's row. An episode that lacks a field is not trained on, and is counted."""
@@ -27,17 +37,17 @@ class TeacherRecipe(BaseConfig):
     """Precision of the model at `path`, as `model.dtype`. Null: bfloat16 on a GPU, float32 on a CPU."""
     tokens_per_batch: int = Field(4096, ge=16)
     """Maximum number of tokens in one forward pass of the teacher in this process."""
-    model: Text | None = None
+    model: Annotated[Text | None, needs("urls", refused=True)] = None
     """Model name to send to the servers. Null: the first model that the server lists."""
-    protocol: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
+    protocol: Annotated[Literal["prompt_logprobs", "echo"], needs("urls", refused=True)] = "prompt_logprobs"
     """How the servers return log-probabilities of a prompt. `prompt_logprobs`: the field of vLLM. `echo`: the fields `echo` and `logprobs` of OpenAI completions."""
-    api_key_variable: Annotated[str | None, Mark("connects", "urls")] = None
+    api_key_variable: Annotated[Annotated[str | None, Mark("connects", "urls")], needs("urls", refused=True)] = None
     """Name of the environment variable that holds the API key of the servers. Null: send a placeholder key."""
-    timeout: float = Field(120, gt=0)
+    timeout: Annotated[float, needs("urls", refused=True)] = Field(120, gt=0)
     """Timeout of one request in seconds, from sending it to the end of the response. Redirects to another server are not followed."""
-    retries: int = Field(3, ge=0)
+    retries: Annotated[int, needs("urls", refused=True)] = Field(3, ge=0)
     """Retries after a timeout, a lost connection, or status 408, 409, 429 or 5xx, with exponential backoff."""
-    max_concurrent: int = Field(8, ge=1)
+    max_concurrent: Annotated[int, needs("urls", refused=True)] = Field(8, ge=1)
     """Maximum number of concurrent requests."""
 
     @model_validator(mode="after")
@@ -46,18 +56,11 @@ class TeacherRecipe(BaseConfig):
         if len(given) != 1:
             problem = f"{' and '.join(f'`{key}`' for key in given)} are set" if given else "there is no teacher"
             raise ValueError(f"{problem}; set one of `path`, `urls` and `policy`")
-        if self.policy is not None and self.context is None:
-            raise ValueError(
-                f"`policy: {self.policy}` has no effect without additional text in the teacher's prompt; set `context`"
-            )
         if self.context is not None and not self.context.strip():
             raise ValueError("`context` is empty; write the text, or remove it")
         for url in self.urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"`urls` contains {url}; it must begin with http:// or https://")
-        for key in ("model", "protocol", "api_key_variable", "timeout", "retries", "max_concurrent"):
-            if not self.urls and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"`{key}` has no effect without servers; set `urls`, or remove it")
         return self
 
     @property

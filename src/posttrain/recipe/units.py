@@ -1,11 +1,12 @@
 """Units: spans of sampled tokens that get their own credit, and how they are found and scored."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from posttrain.recipe.base import BaseConfig, Reads, Text
+from posttrain.recipe.metrics import HELD_OUT, TRAINING, Metric, Panel
 
 STEP_PATTERN = r"^[ \t]*\*{0,2}(?:[Ss]tep[ \t]+)?(?P<label>[A-Z]{1,2}|\d{1,3})[.):]\*{0,2}[ \t]+"
 
@@ -65,7 +66,32 @@ class WholeUnits(BaseConfig):
 UnitsRecipe = Annotated[StepUnits | EntropyUnits | TextUnits | WholeUnits, Field(discriminator="type")]
 
 
+UNITS = Panel("Units of an answer", "units", figure="units")
+UNIT_REWARDS = Panel("Rewards of the units of an answer", "reward", figure="units")
+
+
 class _Mixed(BaseConfig):
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("units/per_answer", "all units", UNITS, TRAINING),
+        Metric("units/effective", "effective units: exp of the entropy of their rewards", UNITS, HELD_OUT),
+        Metric("units/spread", "standard deviation within an answer", UNIT_REWARDS, TRAINING),
+        Metric("units/residual", "|residual| of the outcome", UNIT_REWARDS, HELD_OUT),
+        Metric(
+            "units/negative",
+            "credit below 0",
+            Panel("Units that lowered the reward", "share of units", percent=True, whole=True, figure="units"),
+            TRAINING,
+        ),
+        Metric("units/credit", "mean credit of a unit"),
+        Metric("units/clipped", "reward-model values at the limit of `reward.clip`"),
+        Metric("units/forwards", "texts that the reward model read to compute the credit"),
+        Metric("units/tokens", "tokens of these texts"),
+        Metric("units/tokens_per_unit", "mean tokens of a unit"),
+        Metric("units/without", "share of scored episodes without units"),
+        Metric("units/*", "a statistic of one type of unit credit"),
+        Metric("time/units", "seconds of unit credit, part of `time/credit`"),
+    )
+
     beta: float = Field(0.8, ge=0, le=1)
     """Share of unit credit; 1 - beta is credit of the outcome. 0: unit credit is logged, and only the outcome trains the policy."""
 
@@ -154,6 +180,13 @@ UnitCreditRecipe = Annotated[
 
 class UnitRewardsRecipe(BaseConfig):
     """A reward for each unit of an answer, read at the unit's last token. The score of an answer is their aggregate."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("loss/unevenness", "regularizer of unit rewards"),
+        Metric("units/per_answer", "all units", UNITS, TRAINING),
+        Metric("units/effective", "effective units: exp of the entropy of their rewards", UNITS, HELD_OUT),
+        Metric("units/spread", "standard deviation within an answer", UNIT_REWARDS, TRAINING),
+    )
 
     segmenter: UnitsRecipe
     """How answers are segmented into units. `entropy` also loads the language model at `model.path`."""

@@ -1,27 +1,24 @@
 """Warnings about recipe keys without effect and about unusual values."""
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
-from posttrain.recipe.credit import CriticRecipe, GdpoCredit
 from posttrain.recipe.engines import (
     VllmEngineRecipe,
     has_thinking,
     has_truncated_logprobs,
     no_primer,
 )
-from posttrain.recipe.loss import KL_STEP, GspoLoss, KlCovRecipe, PpoLoss
-from posttrain.recipe.model import ModelRecipe, RewardSource, stored_thinking
-from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe, evaluated_environment
+from posttrain.recipe.loss import KL_STEP
+from posttrain.recipe.model import RewardSource, stored_thinking
+from posttrain.recipe.needs import is_given, without_effect
+from posttrain.recipe.rollout import SamplingRecipe, evaluated_environment
 from posttrain.recipe.sources import read_file
 from posttrain.recipe.stages import (
-    NOT_EVALUATED,
     DistillRecipe,
     DpoRecipe,
     EvaluateRecipe,
@@ -36,77 +33,35 @@ from posttrain.recipe.units import CausalCredit
 _UPDATES = 32
 """Maximum number of optimizer steps on the same episodes in published long runs."""
 _STEEP = 0.95
-_STARTED_WITH = (
-    *("python", "tensor_parallel", "first_device", "threads", "gpu_memory_utilization", "cache_gigabytes"),
-    *("max_model_len", "dtype", "tokens_per_forward", "prefix_caching", "enforce_eager"),
-)
-"""Keys of a vLLM engine that are fixed at its start."""
-_ASYNC_KEYS = ("async_rollouts", "on_new_weights", "max_staleness")
 
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
-    warnings = [*_head(recipe), *_thinking(recipe), *_tracking(recipe)]
-    if isinstance(recipe, GenerateRecipe | EvaluateRecipe) and recipe.plots is not None:
-        warnings.append(_without_effect("plots", f"the {recipe.stage} stage draws no figures"))
-    if isinstance(recipe, GenerateRecipe):
-        return [*warnings, *_generation(recipe)]
-    optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
-    if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
-        warnings.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
-    if isinstance(recipe, SftRecipe | RewardRecipe) and recipe.hardware.offload == "rollouts":
-        warnings.append(_without_effect("hardware.offload: rollouts", f"the {recipe.stage} stage samples no episodes"))
+    warnings = [*without_effect(recipe), *_thinking(recipe), *_head(recipe)]
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
         warnings += _rows(recipe)
-    if isinstance(recipe, DpoRecipe | RewardRecipe):
+    if isinstance(recipe, GenerateRecipe | DpoRecipe | RewardRecipe) or evaluated_environment(recipe) is None:
         return warnings
-    if evaluated_environment(recipe) is None:
-        parts = [key for key in ("engine", "rollout") if getattr(recipe, key) != type(getattr(recipe, key))()]
-        return [*warnings, *(_without_effect(key, "the recipe has no environment") for key in parts)]
-    warnings += [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_vllm(recipe.engine)]
     if recipe.remote is None:
         warnings += _limits(recipe)
+    elif isinstance(recipe, EvaluateRecipe):
+        primer = environment_class(recipe.environment.type)(recipe.environment).primer
+        warnings += [no_primer(recipe.environment, primer)] if primer else []
     if isinstance(recipe, RlRecipe):
-        warnings += [*_rl_without_effect(recipe), *_rl_doubtful(recipe)]
+        warnings += _rl_doubtful(recipe)
     elif isinstance(recipe, DistillRecipe):
         warnings += _distill(recipe)
-    else:
-        warnings += _rollout_unused(recipe.rollout, recipe.stage)
-    if isinstance(recipe, EvaluateRecipe):
-        unused = (*NOT_EVALUATED["evaluation"], *(["seeds"] if recipe.evaluation.held_out == "all" else []))
-        warnings += [
-            _without_effect(f"evaluation.{key}", "the evaluate stage runs one evaluation, on evaluation.final_seeds")
-            for key in unused
-            if _given(recipe.evaluation, key)
-        ]
-        warnings += _remote(recipe)
     return warnings
 
 
-def _generation(recipe: GenerateRecipe) -> list[str]:
-    """Warnings for the `generate` stage."""
-    warnings = _sampling("sampling", recipe.sampling)
-    if recipe.remote is None:
-        return warnings
-    if _given(recipe, "window"):
-        warnings.append(_without_effect("window", "engine.type is openai, so answers are independent"))
-    return [*warnings, *_server(recipe)]
-
-
 def _head(recipe: Recipe) -> list[str]:
-    """Warnings if `model.head_dtype` has no effect, or an effect only on the learner."""
-    if recipe.model.head_dtype == "model":
+    """A warning if `model.head_dtype` has an effect only on the learner."""
+    if recipe.model.head_dtype == "model" or not isinstance(getattr(recipe, "engine", None), VllmEngineRecipe):
         return []
-    if isinstance(recipe, RewardRecipe):
-        return [_without_effect("model.head_dtype", "rewards are computed in float32")]
-    if recipe.model.dtype == "float32" or (recipe.model.dtype is None and recipe.model.device == "cpu"):
-        return [_without_effect("model.head_dtype", "model.dtype is float32")]
-    if isinstance(getattr(recipe, "engine", None), VllmEngineRecipe):
-        return [
-            "model.head_dtype=float32 applies to the learner alone: vLLM computes the output projection in the model's dtype, "
-            "so policy/mismatch keeps the rounding of its logits"
-        ]
-    return []
+    return [
+        "model.head_dtype=float32 applies to the learner alone: vLLM computes the output projection in the model's dtype, "
+        "so policy/mismatch keeps the rounding of its logits"
+    ]
 
 
 def _thinking(recipe: Recipe) -> list[str]:
@@ -171,101 +126,21 @@ def _thinking_key(environment: EnvironmentRecipe) -> str | None:
     return "format.thinking" if hasattr(getattr(environment, "format", None), "thinking") else None
 
 
-def _tracking(recipe: Recipe) -> list[str]:
-    """Keys of `tracking` that no sink reads."""
-    used = {
-        "wandb": ("project", "entity", "run_name", "group", "tags", "completions"),
-        "trackio": ("project", "run_name", "group", "completions"),
-        "tensorboard": ("completions",),
-    }
-    read = {key for sink in recipe.sinks for key in used[sink]}
-    given = [key for key in used["wandb"] if _given(recipe.tracking, key)]
-    warnings = [
-        _without_effect(f"tracking.{key}", f"sinks is {json.dumps(recipe.sinks)}") for key in given if key not in read
-    ]
-    if "completions" in given and "completions" in read and recipe.stage not in ("rl", "distill"):
-        warnings.append(_without_effect("tracking.completions", f"{recipe.stage} has no training episodes"))
-    return warnings
-
-
-def _vllm(engine: BaseConfig) -> list[str]:
-    """Keys without effect on external servers, whose settings are fixed at their start."""
-    if not isinstance(engine, VllmEngineRecipe) or not engine.urls:
-        return []
-    given = [key for key in _STARTED_WITH if _given(engine, key)]
-    return [_without_effect(f"engine.{key}", "the servers at engine.urls are already running") for key in given]
-
-
-def _remote(recipe: EvaluateRecipe) -> list[str]:
-    """Keys without effect, and settings that a remote model rejects."""
-    if recipe.remote is None:
-        return []
-    warnings = _server(recipe)
-    primer = environment_class(recipe.environment.type)(recipe.environment).primer
-    return [*warnings, *([no_primer(recipe.environment, primer)] if primer else [])]
-
-
-def _server(recipe: EvaluateRecipe | GenerateRecipe) -> list[str]:
-    """Keys without effect with a remote model."""
-    server, rollout = "engine.type is openai, and the server has the model", recipe.rollout
-    warnings = [] if recipe.model == ModelRecipe() else [_without_effect("model", server)]
-    if _given(rollout, "tokens_per_episode"):
-        warnings.append(_without_effect("rollout.tokens_per_episode", f"{server} and limits its context"))
-    return warnings
-
-
 def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
-    """Keys without effect in stages that train on rows."""
-    unused = [key for key in ("updates_per_step", "epochs_per_step") if _given(recipe.learner, key)]
-    warnings = [
-        _without_effect(f"learner.{key}", f"the {recipe.stage} stage makes one update per step") for key in unused
-    ]
-    data = recipe.data
-    if recipe.steps is not None and recipe.epochs != 1:
-        warnings.append(_without_effect("epochs", "steps determines the length of the run"))
+    """Warnings about the rows of stages that train on them."""
+    data, warnings = recipe.data, list[str]()
     if data is None:
         return warnings
-    if not data.streaming and _given(data, "shuffle_buffer"):
-        warnings.append(_without_effect("data.shuffle_buffer", "data.streaming is false"))
     if data.streaming and any(source.weight != 1 for source in data.train):
-        warnings.append(_without_effect("data.train weight", "streamed rows are read once, in order"))
+        warnings.append("data.train weight has no effect: streamed rows are read once, in order")
     if not (data.validation or data.held_out) and evaluated_environment(recipe) is None:
         warnings.append("there are no validation rows (data.validation, data.held_out), so the last checkpoint is kept")
-    if isinstance(recipe, SftRecipe) and recipe.experts != type(recipe.experts)():
-        warnings.append(_without_effect("experts", "the run trains on the rows in data"))
     return warnings
-
-
-def _given(part: BaseConfig, key: str) -> bool:
-    """Whether the key was given and differs from its default. A dumped recipe gives every key, which is valid."""
-    return key in part.model_fields_set and getattr(part, key) != type(part).model_fields[key].default
-
-
-def _without_effect(key: str, reason: str) -> str:
-    return f"{key} has no effect: {reason}"
-
-
-def _sampling(name: str, sampling: SamplingRecipe) -> list[str]:
-    if sampling.temperature > 0:
-        return []
-    return [
-        _without_effect(f"{name}.{key}", "temperature 0 is greedy")
-        for key in ("top_p", "top_k", "min_p")
-        if _given(sampling, key)
-    ]
 
 
 def _distill(recipe: DistillRecipe) -> list[str]:
-    """Keys without effect in distillation, and questionable values."""
-    rollout, learner, warnings = recipe.rollout, recipe.learner, _sampling("rollout.sampling", recipe.rollout.sampling)
-    unused = [key for key in ("overlong_penalty", "missing_eos_penalty", *_ASYNC_KEYS) if _given(rollout, key)]
-    warnings += [
-        _without_effect(f"rollout.{key}", "the distill stage learns from the teacher, not from rewards")
-        for key in unused
-    ]
-    once = learner.updates_per_step == 1 and learner.epochs_per_step == 1 and recipe.engine.type == "local"
-    if recipe.loss.type == "reverse_kl" and once and _given(recipe.loss, "cap"):
-        warnings.append(_without_effect("loss.cap", "with one update per step the importance weight is always 1"))
+    """Questionable values of a distillation."""
+    warnings = []
     if recipe.model.lora is None and recipe.optimizer.learning_rate > 1e-4:
         warnings.append(
             f"optimizer.learning_rate {recipe.optimizer.learning_rate:g} is high for full-parameter distillation"
@@ -295,78 +170,6 @@ def _limits(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe) -> li
     return warnings
 
 
-def _rollout_unused(rollout: RolloutRecipe, stage: str) -> list[str]:
-    reason = f"the {stage} stage samples evaluation episodes only"
-    return [_without_effect(f"rollout.{key}", reason) for key in NOT_EVALUATED["rollout"] if _given(rollout, key)]
-
-
-def _rl_without_effect(recipe: RlRecipe) -> list[str]:
-    kl, rollout, learner, warnings = recipe.kl, recipe.rollout, recipe.learner, []
-    warnings += _sampling("rollout.sampling", rollout.sampling)
-    if kl.coefficient == 0:
-        keys = [
-            key for key in ("estimator", "apply_to", "importance_weighted", "horizon", "reference") if _given(kl, key)
-        ]
-        warnings += [_without_effect(f"kl.{key}", "kl.coefficient is 0") for key in keys]
-    elif kl.target is None and _given(kl, "horizon"):
-        warnings.append(_without_effect("kl.horizon", "the coefficient is fixed while kl.target is null"))
-    for key, type_name in (("keep", "uncertainty"), ("max_rounds", "dynamic")):
-        if rollout.filter.type != type_name and _given(rollout.filter, key):
-            warnings.append(_without_effect(f"rollout.filter.{key}", f"rollout.filter.type is {rollout.filter.type}"))
-    for key, policy in (("retries", "retry"), ("reward", "score")):
-        if rollout.failures.action != policy and _given(rollout.failures, key):
-            reason = f"rollout.failures.action is {rollout.failures.action}"
-            warnings.append(_without_effect(f"rollout.failures.{key}", reason))
-    if rollout.async_rollouts == 0:
-        warnings += [
-            _without_effect(f"rollout.{key}", "rollout.async_rollouts is 0")
-            for key in _ASYNC_KEYS[1:]
-            if _given(rollout, key)
-        ]
-    once = learner.updates_per_step == 1 and learner.epochs_per_step == 1 and rollout.async_rollouts == 0
-    if recipe.has_critic:
-        warnings += _critic_without_effect(recipe.critic, once)
-    elif recipe.critic != type(recipe.critic)():
-        # Not an error, so that users can switch between gae and other credit with one key.
-        warnings.append(_without_effect("critic", f"credit.type {recipe.credit.type} uses no values"))
-    if isinstance(recipe.credit, GdpoCredit) and "return" not in (recipe.credit.weights or {}):
-        reason = "credit.weights of gdpo has no weight for `return`"
-        warnings += [_without_effect(key, reason) for key in recipe.rewards_beside_scores]
-    loss = recipe.loss
-    if loss.ratio_to != "old" and loss.correction is None and _given(loss, "old"):
-        warnings.append(_without_effect("loss.old", f"loss.type {loss.type} does not use old log-probabilities"))
-    if (
-        isinstance(loss, PpoLoss | GspoLoss)
-        and loss.old != "rollout"
-        and learner.updates_per_step * learner.epochs_per_step == 1
-    ):
-        clips = [key for key in ("clip_low", "clip_high", "dual_clip") if _given(loss, key)]
-        reason = "with one update per step the ratio is always 1"
-        warnings += [_without_effect(f"loss.{key}", reason) for key in clips]
-    if recipe.evaluation.every > recipe.steps:
-        warnings.append(
-            _without_effect("evaluation.every", f"the run ends after {recipe.steps} step{'s' * (recipe.steps > 1)}")
-        )
-    return warnings
-
-
-def _rollout_ratio(recipe: RlRecipe) -> bool:
-    """Whether the loss uses the ratio to the sampling policy, which accounts for stale tokens."""
-    return recipe.loss.ratio_to == "rollout" or (recipe.loss.ratio_to == "old" and recipe.loss.old == "rollout")
-
-
-def _critic_without_effect(critic: CriticRecipe, once: bool) -> list[str]:
-    """Keys without effect in `critic`. `once`: whether a step makes one update."""
-    warnings: list[str] = []
-    if critic.optimizer.schedule == "constant" and _given(critic.optimizer, "final_fraction"):
-        warnings.append(_without_effect("critic.optimizer.final_fraction", "critic.optimizer.schedule is constant"))
-    if critic.lora is not None and _given(critic.lora, "export"):
-        warnings.append(_without_effect("critic.lora.export", "the critic is not exported"))
-    if once and _given(critic, "clip"):
-        warnings.append(_without_effect("critic.clip", "with one update per step the values are unchanged"))
-    return warnings
-
-
 def _many_updates(recipe: RlRecipe) -> list[str]:
     learner = recipe.learner
     count = learner.updates_per_step * learner.epochs_per_step
@@ -377,23 +180,6 @@ def _many_updates(recipe: RlRecipe) -> list[str]:
         f"learner.epochs_per_step {learner.epochs_per_step}). Late updates are far off-policy, which can make a run "
         f"collapse; use {_UPDATES} or fewer"
     ]
-
-
-def _entropy(recipe: RlRecipe) -> list[str]:
-    entropy, learner = recipe.entropy, recipe.learner
-    warnings = []
-    for key in ("step", "max_coefficient"):
-        if entropy.target is None and _given(entropy, key):
-            warnings.append(_without_effect(f"entropy.{key}", "there is no entropy.target"))
-    if not entropy.has_bonus and entropy.tokens != "all":
-        warnings.append(
-            _without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target")
-        )
-    once = learner.updates_per_step * learner.epochs_per_step == 1
-    if isinstance(entropy.covariance, KlCovRecipe) and once and not _rollout_ratio(recipe):
-        reason = "the gradient of its penalty is 0 before the first update of a step, and a step makes one"
-        warnings.append(_without_effect("entropy.covariance.type kl_cov", reason))
-    return warnings
 
 
 def _steep_kl(recipe: RlRecipe) -> list[str]:
@@ -409,7 +195,7 @@ def _steep_kl(recipe: RlRecipe) -> list[str]:
 
 
 def _truncated(sampling: SamplingRecipe) -> list[str]:
-    keys = [f"rollout.sampling.{key}" for key in ("top_p", "top_k", "min_p") if _given(sampling, key)]
+    keys = [f"rollout.sampling.{key}" for key in ("top_p", "top_k", "min_p") if is_given(sampling, key)]
     if not keys or sampling.temperature == 0:
         return []
     return [
@@ -426,18 +212,12 @@ def _rl_doubtful(recipe: RlRecipe) -> list[str]:
             f"with credit.discount below 1, unit_credit.type {recipe.unit_credit.type} changes the objective, because "
             "earlier rewards count more"
         )
-    if isinstance(loss, GspoLoss) and max(loss.clip_low, loss.clip_high) > 1e-2:
-        warnings.append(
-            f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "
-            f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
-        )
-    if isinstance(recipe.credit, GdpoCredit) and recipe.rollout.filter.type != "none":
-        warnings.append(
-            f"rollout.filter.type {recipe.rollout.filter.type} compares returns, so it drops groups with equal returns whose "
-            "scores differ, which credit.type gdpo learns from"
-        )
-    warnings += _many_updates(recipe) + _steep_kl(recipe) + _truncated(recipe.rollout.sampling) + _entropy(recipe)
-    if recipe.rollout.async_rollouts > 0 and loss.correction is None and not _rollout_ratio(recipe):
+    warnings += [*loss.warnings(recipe), *recipe.credit.warnings(recipe)]
+    if recipe.evaluation.every > recipe.steps:
+        steps = f"{recipe.steps} step{'s' * (recipe.steps > 1)}"
+        warnings.append(f"evaluation.every has no effect: the run ends after {steps}")
+    warnings += _many_updates(recipe) + _steep_kl(recipe) + _truncated(recipe.rollout.sampling)
+    if recipe.rollout.async_rollouts > 0 and loss.correction is None and not loss.compares_with_rollout:
         warnings.append(
             f"with rollout.async_rollouts above 0, loss.type {loss.type} treats episodes of older weights as on-policy, because "
             "it has no ratio to the policy that sampled; set loss.correction"

@@ -3,20 +3,34 @@
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain.recipe.metrics import (  # noqa: F401 - the palette of all figures
+    BLUE,
+    GREEN,
+    GREY,
+    HELD_OUT,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    TRAINING,
+    Curve,
+    Metric,
+    Panel,
+)
+from posttrain.recipe.reference import metrics_of
+from posttrain.recipe.registry import REGISTRIES
 from posttrain.recipe.rollout import SCORES
+from posttrain.recipe.stages import STAGES
 from posttrain.runs.log import Line, Log
 
 MOST_POINTS = 2_000
 """Maximum number of points of a drawn curve, about two per pixel. Longer ones take seconds and gigabytes to draw."""
 
-# The Okabe-Ito palette, which is safe for color blindness, without yellow, which is faint on white.
-BLUE, ORANGE, GREEN, RED, SKY, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-GREY = "#6E6E6E"
-HELD_OUT, TRAINING, BETTER, WORSE = BLUE, ORANGE, GREEN, RED
 PHASES = {
     "rollout": BLUE,
     "waited_for_rollout": BLUE,
@@ -40,204 +54,11 @@ class Series:
     nonfinite: list[int]
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One metric on a panel."""
-
-    key: str
-    label: str
-    color: str = BLUE
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One pair of axes. `unit` labels the y axis."""
-
-    title: str
-    unit: str
-    curves: Sequence[Curve]
-    percent: bool = False
-    logarithmic: bool = False
-    """Whether the y axis is logarithmic if the values span a factor of 20."""
-    from_zero: bool = True
-    """Whether the y axis starts at zero if no value is negative."""
-    whole: bool = False
-    """Whether the y axis always spans 0 to 1."""
-    smoothed: bool = False
-    """Whether long training curves are replaced by their moving mean."""
-    reference: tuple[float, str] | None = None
-    """A value drawn as a dashed line, and its label."""
-    compared: bool = False
-    """Whether 95% intervals are bars at the last evaluation only, because bands of many curves hide each other."""
-
-
 RATE: dict[str, Any] = {"percent": True, "whole": True}
 """Panel settings of rates."""
 GUESSING = (0.5, "guessing, 50%")
 _ACCURACY: dict[str, Any] = {**RATE, "reference": GUESSING}
 
-PANELS = {
-    "rows": [
-        Panel(
-            "Accuracy",
-            "ranking accuracy",
-            [
-                Curve("preference/accuracy", "training rows", TRAINING),
-                Curve("validation/accuracy", "validation rows", HELD_OUT),
-            ],
-            smoothed=True,
-            **_ACCURACY,
-        ),
-    ],
-    "preference": [
-        Panel(
-            "Rewards of chosen and rejected answers",
-            "reward",
-            [
-                Curve("preference/chosen", "chosen, training", "#7FCEB9"),
-                Curve("preference/rejected", "rejected, training", "#EDB28A"),
-                Curve("validation/chosen", "chosen, validation", BETTER),
-                Curve("validation/rejected", "rejected, validation", WORSE),
-            ],
-            smoothed=True,
-        ),
-        Panel(
-            "Reward margin, chosen minus rejected",
-            "reward",
-            [
-                Curve("preference/margin", "training rows", TRAINING),
-                Curve("validation/margin", "validation rows", HELD_OUT),
-            ],
-            smoothed=True,
-        ),
-        Panel(
-            "Log-probability of chosen and rejected answers, training rows",
-            "nats per token",
-            [
-                Curve("policy/chosen_logprob", "chosen", BETTER),
-                Curve("policy/rejected_logprob", "rejected", WORSE),
-            ],
-            smoothed=True,
-        ),
-        Panel(
-            "KTO's reference point",
-            "nats per answer",
-            [Curve("preference/kl", "estimated KL divergence from the reference model")],
-        ),
-    ],
-    "reward": [
-        Panel(
-            "Return",
-            "reward per episode",
-            [Curve("rollout/return", "training episodes", TRAINING), Curve("return", "held-out episodes", HELD_OUT)],
-            smoothed=True,
-        ),
-        Panel(
-            "Spread within groups",
-            "standard deviation",
-            [Curve("reward/group_spread", "mean standard deviation of a group's returns", TRAINING)],
-        ),
-    ],
-    "kl": [
-        Panel(
-            "Distance from the reference model", "nats per token", [Curve("policy/kl", "Kullback-Leibler divergence")]
-        ),
-        Panel("Penalty", "coefficient", [Curve("kl/coefficient", "KL coefficient")]),
-    ],
-    "entropy": [
-        Panel("Entropy", "nats per token", [Curve("policy/entropy", "entropy of the policy")]),
-        Panel(
-            "Repetition",
-            "share of sampled tokens",
-            [Curve("policy/repeated_share", "same token twice in a row")],
-            percent=True,
-        ),
-    ],
-    "lengths": [
-        Panel(
-            "Answers",
-            "tokens per answer",
-            [Curve("rollout/tokens_per_answer", "training", TRAINING), Curve("tokens_per_answer", "held-out")],
-        ),
-        Panel(
-            "Episodes", "turns per episode", [Curve("rollout/turns", "training", TRAINING), Curve("turns", "held-out")]
-        ),
-        Panel(
-            "Rejected answers",
-            "share of answers",
-            [Curve("rollout/rejected_share", "training", TRAINING), Curve("rejected_share", "held-out")],
-            percent=True,
-        ),
-    ],
-    "critic": [
-        Panel(
-            "Values against observed returns",
-            "explained variance",
-            [Curve("critic/explained_variance", "explained variance, training episodes", TRAINING)],
-            from_zero=False,
-            smoothed=True,
-        ),
-        Panel(
-            "Mean over sampled tokens",
-            "reward",
-            [
-                Curve("critic/value", "value", TRAINING),
-                Curve("critic/return", "return from the token onward", HELD_OUT),
-            ],
-            from_zero=False,
-            smoothed=True,
-        ),
-        Panel("Value loss", "reward squared", [Curve("critic/loss", "value loss")], logarithmic=True),
-    ],
-    "units": [
-        Panel(
-            "Units of an answer",
-            "units",
-            [
-                Curve("units/per_answer", "all units", TRAINING),
-                Curve("units/effective", "effective units: exp of the entropy of their rewards", HELD_OUT),
-            ],
-        ),
-        Panel(
-            "Rewards of the units of an answer",
-            "reward",
-            [
-                Curve("units/spread", "standard deviation within an answer", TRAINING),
-                Curve("units/residual", "|residual| of the outcome", HELD_OUT),
-            ],
-        ),
-        Panel(
-            "Units that lowered the reward",
-            "share of units",
-            [Curve("units/negative", "credit below 0", TRAINING)],
-            percent=True,
-            whole=True,
-        ),
-    ],
-    "optimization": [
-        Panel(
-            "Loss and its terms",
-            "loss",
-            [
-                Curve("loss/total", "total"),
-                Curve("loss/policy", "policy", ORANGE),
-                Curve("loss/kl", "KL", GREEN),
-                Curve("ptx/loss", "supervised rows", PURPLE),
-            ],
-            from_zero=False,
-        ),
-        Panel(
-            "Gradient", "norm before clipping", [Curve("optimizer/gradient_norm", "gradient norm")], logarithmic=True
-        ),
-        Panel(
-            "Engine against learner",
-            "mean |difference|, nats",
-            [Curve("policy/mismatch", "log-probability mismatch")],
-            logarithmic=True,
-        ),
-        Panel("Step size", "learning rate", [Curve("optimizer/learning_rate", "learning rate")]),
-    ],
-}
 TITLES = {
     "learning_curve": "Learning curve",
     "metrics_vs_overall": "Scores against the overall score",
@@ -257,11 +78,41 @@ TITLES = {
 }
 
 
+def all_metrics() -> dict[str, Metric]:
+    """Name -> every declared metric, in the order of the stages and of their sections. Of equal names, the first counts."""
+    return _metrics(tuple(section for registry in REGISTRIES.values() for section in registry.sections()))
+
+
+@cache
+def _metrics(kinds: tuple[type, ...]) -> dict[str, Metric]:
+    """`kinds`: those of the registries, which a new one changes."""
+    found: dict[str, Metric] = {}
+    for schema in STAGES.values():
+        for metric in metrics_of(schema):
+            found.setdefault(metric.name, metric)
+    return found
+
+
+def declared_panels() -> dict[str, list[Panel]]:
+    """Figure -> its panels in the order of `TITLES`, with a curve for each metric that names the panel."""
+    figures: dict[str, dict[Panel, list[Curve]]] = {name: {} for name in TITLES}
+    for metric in all_metrics().values():
+        if (panel := metric.panel) is not None:
+            curve = Curve(metric.name, metric.meaning, metric.color)
+            figures.setdefault(panel.figure, {}).setdefault(panel, []).append(curve)
+    return {
+        name: [replace(panel, curves=curves) for panel, curves in panels.items()]
+        for name, panels in figures.items()
+        if panels
+    }
+
+
 def panels_of(name: str, lines: Sequence[Line]) -> list[Panel]:
-    """The panels of the figure `name`, if it has any; some depend on the metrics of the run."""
+    """The panels of the figure `name`; some depend on the metrics of the run."""
     if name == "domains":
         return _domain_panels(lines)
-    return [*_loss_panels(lines), *PANELS[name]] if name == "rows" else PANELS.get(name, [])
+    panels = declared_panels().get(name, [])
+    return [*_loss_panels(lines), *panels] if name == "rows" else panels
 
 
 LARGEST_DRAWN = 1e300
@@ -367,7 +218,7 @@ _LOSS = Panel("Validation loss", "loss", (), from_zero=False)
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricLook:
     """Display settings of one metric. `panel` provides the unit and the axis; its curves are not used."""
 
     key: str
@@ -386,29 +237,29 @@ class Metric:
         return "".join(c if c.isalnum() or c in "-_." else "_" for c in self.key).strip(".") or "metric"
 
 
-def metric_of(key: str) -> Metric:
+def metric_of(key: str) -> MetricLook:
     """Display settings of the metric `key`. The title of an unknown metric is its key."""
     base = key.removeprefix("rollout/")
     where = "training episodes" if base != key else "held-out seeds"
     if base in _EPISODE_METRICS:
-        return Metric(key, where, _EPISODE_METRICS[base])
+        return MetricLook(key, where, _EPISODE_METRICS[base])
     if base.startswith(SCORES):
-        return Metric(key, where, replace(_SCORE, title=f"Score: {base.removeprefix(SCORES)}"))
+        return MetricLook(key, where, replace(_SCORE, title=f"Score: {base.removeprefix(SCORES)}"))
     if key.startswith("validation/loss"):
-        return Metric(key, key.removeprefix("validation/loss/").removeprefix("validation/loss") or "all", _LOSS)
-    for panels in PANELS.values():
+        return MetricLook(key, key.removeprefix("validation/loss/").removeprefix("validation/loss") or "all", _LOSS)
+    for panels in declared_panels().values():
         for panel in panels:
             for curve in panel.curves:
                 if curve.key == key:
-                    return Metric(key, curve.label, panel)
-    return Metric(key, "", replace(_PLAIN, title=key))
+                    return MetricLook(key, curve.label, panel)
+    return MetricLook(key, "", replace(_PLAIN, title=key))
 
 
 def known_metrics(present: Iterable[str]) -> list[str]:
     """The metrics of `present` that are drawn by default, in the order of the report."""
     available = set(present)
     scores = sorted(key for key in available if key.startswith((SCORES, f"rollout/{SCORES}")))
-    panels = [curve.key for panels in PANELS.values() for panel in panels for curve in panel.curves]
+    panels = [curve.key for panels in declared_panels().values() for panel in panels for curve in panel.curves]
     ordered = [
         "success",
         "return",

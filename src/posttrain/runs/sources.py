@@ -18,7 +18,7 @@ from posttrain.runs.intervals import FEWEST_SEEDS, seed_mean
 from posttrain.runs.log import Line, Log, read_log
 from posttrain.runs.panels import (
     MOST_POINTS,
-    Metric,
+    MetricLook,
     Series,
     keys_of,
     known_metrics,
@@ -276,7 +276,7 @@ def _label(runs: Sequence[Source], others: Sequence[Bundle]) -> str:
 _MAX_LISTED = 6
 
 
-def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[Metric], list[str]]:
+def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[MetricLook], list[str]]:
     """The metrics that are drawn by default, and warnings on those left out.
 
     Runs of posttrain contribute the metrics of a report; other logs contribute all metrics. With several bundles, at
@@ -309,7 +309,7 @@ def _default_keys(lines: Sequence[Line], foreign: bool) -> list[str]:
     return known if known or not foreign else [key for key in keys if key != "time/run"]
 
 
-def _listed(metrics: Sequence[Metric]) -> str:
+def _listed(metrics: Sequence[MetricLook]) -> str:
     first = ", ".join(metric.key for metric in metrics[:_MAX_LISTED])
     return first if len(metrics) <= _MAX_LISTED else f"{first} and {len(metrics) - _MAX_LISTED} more"
 

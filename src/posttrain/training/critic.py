@@ -6,12 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.credit.assign import (
-    discounted_returns,
-    sampled_rewards,
-    sampled_values,
-    value_targets,
-)
+from posttrain.credit.assign import sampled_rewards, sampled_values
+from posttrain.credit.critic import CriticCredit
 from posttrain.credit.returns import explained_variance
 from posttrain.episode import Episode, PerToken, RewardStreams
 from posttrain.errors import InputError
@@ -19,7 +15,7 @@ from posttrain.models.critic import Critic, SharedCritic, ValueHead
 from posttrain.models.policy import Policy
 from posttrain.models.reward import vocabulary
 from posttrain.recipe.components import Factory
-from posttrain.recipe.credit import CriticCredit, CriticRecipe
+from posttrain.recipe.credit import CriticRecipe
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.training.checkpoint import RemoteState
 from posttrain.training.objectives import ValueObjective
@@ -194,7 +190,7 @@ class CriticLearner:
     ) -> PerToken:
         """The value before each sampled token, zero elsewhere. Also sets `values` and `returns` of the samples.
 
-        The targets `returns` come from `value_targets`. The share of the variance of discounted returns that the values
+        The targets `returns` come from `CriticCredit.targets`. The share of the variance of discounted returns that the values
         explain is among the metrics of the next update.
         """
         if self._begun is None:
@@ -208,11 +204,11 @@ class CriticLearner:
         for episode in episodes:
             values.append([on_stream(computed(next(left).values), stream.sampled) for stream in episode.streams])
         rewards_of, values_of = sampled_rewards(episodes, rewards), sampled_values(episodes, values)
-        targets = np.concatenate([np.zeros(0), *value_targets(self.credit, episodes, rewards_of, values_of)])
+        targets = np.concatenate([np.zeros(0), *self.credit.targets(episodes, rewards_of, values_of)])
         ends = np.cumsum([0, *(s.sampled_tokens for s in samples)])
         for sample, start, end in zip(samples, ends[:-1], ends[1:], strict=True):
             sample.returns = targets[start:end].astype(np.float32)
-        returns = np.concatenate([np.zeros(0), *discounted_returns(self.credit, episodes, rewards_of)])
+        returns = np.concatenate([np.zeros(0), *self.credit.returns(episodes, rewards_of)])
         flat = np.concatenate([np.zeros(0), *values_of])
         self._fit = {"critic/value": (float(flat.sum()), len(flat)), "critic/return": (float(returns.sum()), len(flat))}
         explained = explained_variance(returns, flat)

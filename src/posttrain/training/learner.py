@@ -14,7 +14,7 @@ from posttrain.episode import Advantages, Episode, PerToken, RewardStreams, Stre
 from posttrain.errors import InputError, require_type
 from posttrain.models.policy import Policy
 from posttrain.recipe.compose import chosen, section
-from posttrain.recipe.credit import CREDITS, CreditRecipe, CriticCredit, TokenBaselineCredit
+from posttrain.recipe.credit import CREDITS, CreditRecipe
 from posttrain.recipe.loss import LOSSES, EntropyRecipe, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.seeds import random_stream
@@ -72,9 +72,9 @@ def advantages(
     """
     require_episodes(episodes)
     recipe: CreditRecipe = chosen(CREDITS, credit, **settings)
-    if isinstance(recipe, CriticCredit) and values is None:
+    if "values" in recipe.inputs and values is None:
         raise InputError(f"credit {recipe.type} needs the values of a critic; pass `values`, or use another credit")
-    if isinstance(recipe, TokenBaselineCredit) and energies is None:
+    if "energies" in recipe.inputs and energies is None:
         raise InputError(f"credit {recipe.type} needs the energies of the tokens; pass `learner.energies(episodes)`")
     return compute_advantages(episodes, recipe, rewards or reward_streams(episodes), greedy_returns, values, energies)
 

@@ -12,12 +12,13 @@ import torch
 from rich.console import Console
 
 from posttrain.credit.assign import compute_advantages, mean_advantage, zero_groups
+from posttrain.credit.critic import CriticCredit
 from posttrain.environments.protocol import task_split
 from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.models.forward import TokenScores
 from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
-from posttrain.recipe.credit import CreditRecipe, CriticCredit, TokenBaselineCredit
+from posttrain.recipe.credit import CreditRecipe
 from posttrain.recipe.model import LearnerRecipe, ModelRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.recipe.warnings import recipe_warnings
@@ -70,7 +71,7 @@ MakeRollouts = Callable[[RlRecipe, RolloutManager, TaskOrder, RunDirectory], Rol
 
 def make_rollouts(recipe: RlRecipe, manager: RolloutManager, tasks: TaskOrder, run: RunDirectory) -> Rollouts:
     """Rollouts in the step, or in a thread that is up to `rollout.async_rollouts` steps ahead."""
-    greedy = recipe.credit.type == "remax"
+    greedy = "greedy" in recipe.credit.inputs
     if recipe.rollout.async_rollouts == 0:
         return SyncRollouts(manager, tasks, greedy)
     return AsyncRollouts(manager, tasks, run, recipe.steps, greedy)
@@ -327,7 +328,7 @@ def make_components(
     optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
     forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature, head)
     energies = None
-    if isinstance(recipe.credit, TokenBaselineCredit):
+    if "energies" in recipe.credit.inputs:
         of_energies = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
         energies = Updater(policy, optimizer, recipe.learner, of_energies)
     manager.sleepers = [optimizer, *([] if critic is None else [critic.updater])]

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.credit.critic import bilevel_gae
 from posttrain.credit.returns import gae
-from posttrain.credit.turns import bilevel_gae
 
 
 def published(rewards, values, turns, discount, turn_discount, gae_lambda):

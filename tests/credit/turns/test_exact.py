@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from posttrain.credit.assign import compute_advantages, reward_streams
-from posttrain.credit.turns import bilevel_gae
+from posttrain.credit.critic import bilevel_gae
 from posttrain.recipe.credit import CreditRecipe
 from tests.credit.decision_process import PARAMETERS, STATES, Trajectory, episode, score, trajectories
 from tests.credit.test_unbiased import (

@@ -1,0 +1,150 @@
+"""What a key of a recipe needs of other keys to have an effect, as data on its field, and the one check of it.
+
+    horizon: Annotated[float, needs("coefficient")] = 1.0
+
+A key without effect that is given, and differs from its default, is a warning, or an error where its need is `refused`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from posttrain.recipe.base import BaseConfig
+
+
+class Around:
+    """A section and those around it, the innermost first. Each is the path of its keys with a final dot, and the section."""
+
+    def __init__(self, *sections: tuple[str, BaseConfig]) -> None:
+        self.sections = sections
+
+    def __call__(self, key: str) -> Any:
+        """The value of the dotted `key`, in the innermost section that has its first part; None if there is none."""
+        return self.look_up(key)[1]
+
+    def look_up(self, key: str) -> tuple[str, Any]:
+        """The path of `key` from the recipe, and its value, as `__call__`."""
+        first = key.partition(".")[0]
+        for prefix, section in self.sections:
+            if hasattr(section, first):
+                value: Any = section
+                for part in key.split("."):
+                    value = getattr(value, part, None)
+                return f"{prefix}{key}", value
+        return key, None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A condition under which a key has an effect; part of the annotation of its field."""
+
+    holds: Callable[[Around], bool]
+    reason: str | Callable[[Around], str]
+    """Why the key has no effect."""
+    remedy: str | Callable[[Around], str] = ""
+    """What to do besides removing the key."""
+    refused: bool = False
+    """Whether a key without effect is an error. Then the condition may name keys of the same section only."""
+    only: Callable[[Any], bool] = lambda value: True
+    """Which values of the key have this need."""
+    key: str = ""
+    """The key that the condition is about, if it is about one."""
+    inside: str = ""
+    """A key inside of this section that has the need, instead of the whole section."""
+
+
+def needs(key: str, *values: Any, **options: Any) -> Needs:
+    """Effective while `key` is one of `values`, or, without values, while it is set: not null, false, 0 or empty.
+
+    `key` is a key of the same section, else of one around it; dots lead into sections. `options`: those of `Needs`.
+    """
+    return _on_key(key, lambda value: value in values if values else bool(value), values, options)
+
+
+def unless(key: str, *values: Any, **options: Any) -> Needs:
+    """Effective unless `key` is one of `values`, or, without values, unless it is set; otherwise as `needs`."""
+    return _on_key(key, lambda value: value not in values if values else not value, (), options)
+
+
+def _on_key(key: str, fits: Callable[[Any], bool], values: tuple[Any, ...], options: dict[str, Any]) -> Needs:
+    def state(around: Around) -> str:
+        path, value = around.look_up(key)
+        return f"{path} is {value if isinstance(value, str) else json.dumps(value, default=lambda section: 'set')}"
+
+    def remedy(around: Around) -> str:
+        if key == "stage":
+            return ""
+        return (
+            f"change {around.look_up(key)[0]}"
+            if not values
+            else f"set {around.look_up(key)[0]} to {' or '.join(values)}"
+        )
+
+    settings: dict[str, Any] = {"reason": state, "remedy": remedy, "key": key, **options}
+    return Needs(lambda around: fits(around(key)), **settings)
+
+
+def is_given(section: BaseConfig, key: str) -> bool:
+    """Whether `key` was given and differs from its default. A dumped recipe gives every key, which is valid."""
+    default = type(section).model_fields[key].get_default(call_default_factory=True)
+    return key in section.model_fields_set and getattr(section, key) != default
+
+
+def without_effect(section: BaseConfig, prefix: str = "", around: Around | None = None) -> Iterator[str]:
+    """One sentence for each given key of `section`, and of the sections in it, that has no effect.
+
+    Of a section without effect, its keys are not named.
+    """
+    inner = Around((prefix, section), *(around.sections if around is not None else ()))
+    hidden = set()
+    for name, need in _unmet(section, inner, refused=False):
+        yield _sentence(f"{prefix}{_path(name, need)}", need, inner)
+        if not need.inside:
+            hidden.add(name)
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if name not in hidden and hasattr(type(value), "model_fields"):
+            yield from without_effect(value, f"{prefix}{name}.", inner)
+
+
+def refuse_without_effect(section: BaseConfig) -> None:
+    """ValueError for a given key of `section` whose need is refused and does not hold."""
+    around = Around(("", section))
+    for name, need in _unmet(section, around, refused=True):
+        raise ValueError(_sentence(f"`{_path(name, need)}`", need, around))
+
+
+def _unmet(section: BaseConfig, around: Around, refused: bool) -> Iterator[tuple[str, Needs]]:
+    """Each given key of `section` without effect, and the first of its needs that does not hold, of those that are
+    `refused` or of the others.
+    """
+    for name, all_needs in needs_of(type(section)).items():
+        value = getattr(section, name)
+        for need in [one for one in all_needs if one.refused is refused]:
+            given = is_given(value, need.inside) if need.inside and value is not None else is_given(section, name)
+            if given and need.only(value) and not need.holds(around):
+                yield name, need
+                break
+
+
+def _path(name: str, need: Needs) -> str:
+    return f"{name}.{need.inside}" if need.inside else name
+
+
+def _sentence(key: str, need: Needs, around: Around) -> str:
+    reason, remedy = (text if isinstance(text, str) else text(around) for text in (need.reason, need.remedy))
+    return f"{key} has no effect: {reason}; remove it{', or ' if remedy else ''}{remedy}"
+
+
+@cache
+def needs_of(section: type[BaseConfig]) -> dict[str, list[Needs]]:
+    """Key of `section` -> its needs, without keys that have none."""
+    found = {
+        name: [mark for mark in info.metadata if isinstance(mark, Needs)] for name, info in section.model_fields.items()
+    }
+    return {name: marks for name, marks in found.items() if marks}
