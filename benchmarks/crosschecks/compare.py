@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from reference.credit import CREDITS, PerEpisode, Play
+from reference.credit import CREDITS, PerEpisode, Play, uncompared
 from reference.losses import (
     LOSSES,
     Batch,
@@ -72,7 +72,7 @@ class Sides:
         with torch.no_grad():
             now, ref = (score(m, padded, case.temperature) for m in (self.model, self.start))
         set_rollout_logprobs(rng, episodes, padded, now.logprobs, case.distance)
-        ours, theirs = self.credit(case, rng, episodes, padded, now, ref.logprobs)
+        ours, theirs, left_out = self.credit(case, rng, episodes, padded, now, ref.logprobs)
         longest = max(16, *(len(stream) for episode in episodes for stream in episode.streams))
         update = last_update(
             self.policy,
@@ -89,7 +89,7 @@ class Sides:
         old = rollout_logprobs(episodes, padded)
         if case.loss.get("old") == "learner" or "correction" in case.loss:
             old = now.logprobs
-        expected, scale = self.expected(case, episodes, padded, theirs, old, ref.logprobs)
+        expected, scale = self.expected(case, episodes, padded, theirs, left_out, old, ref.logprobs)
         self.model.zero_grad()
         expected.backward()
         difference = abs(update.loss - float(expected.detach())) / scale, self.gradient_difference(update.gradient)
@@ -110,14 +110,19 @@ class Sides:
         padded: Padded,
         now: Scores,
         ref: torch.Tensor,
-    ) -> tuple[Advantages, PerEpisode]:
-        """Advantages by the package, and by the reference as one number per sampled token of each episode."""
+    ) -> tuple[Advantages, PerEpisode, set[int]]:
+        """Advantages by the package, and by the reference as one number per sampled token of each episode; and the episodes
+        that the reference leaves out of the update."""
         if case.credit is None:
             ours = random_advantages(rng, episodes, case.advantages_per_stream)
-            return ours, [
-                np.concatenate([v[s.sampled] for v, s in zip(vs, e.streams, strict=True)]).tolist()
-                for vs, e in zip(ours.values, episodes, strict=True)
-            ]
+            return (
+                ours,
+                [
+                    np.concatenate([v[s.sampled] for v, s in zip(vs, e.streams, strict=True)]).tolist()
+                    for vs, e in zip(ours.values, episodes, strict=True)
+                ],
+                set(),
+            )
         values = random_values(rng, episodes)
         greedy = {episode.group: float(rng.integers(0, 2)) for episode in episodes}
         settings = chosen(CREDIT_SETTINGS, case.credit)
@@ -137,7 +142,7 @@ class Sides:
         ours = posttrain.advantages(
             episodes, settings, rewards=rewards, values=values, greedy_returns=greedy, energies=energies
         )
-        return ours, CREDITS[settings.type](plays, settings)
+        return ours, CREDITS[settings.type](plays, settings), uncompared(settings.type, plays, settings)
 
     def expected(
         self,
@@ -145,6 +150,7 @@ class Sides:
         episodes: Sequence[Episode],
         padded: Padded,
         advantages: PerEpisode,
+        left_out: set[int],
         old: torch.Tensor,
         ref: torch.Tensor,
     ) -> tuple[torch.Tensor, float]:
@@ -173,6 +179,7 @@ class Sides:
         if settings.mask_truncated:
             cut = [e.turns[-1].stop_reason in CUT_OFF for e in episodes]
             batch.mask = batch.mask * torch.tensor([[not cut[episode]] for episode in padded.episode.tolist()])
+        batch.mask = batch.mask * torch.tensor([[episode not in left_out] for episode in padded.episode.tolist()])
         token = LOSSES[settings.type](batch, settings)
         rule, penalty = case.entropy.get("covariance", {}), torch.zeros(())
         if rule.get("type") == "clip_cov":
@@ -189,6 +196,8 @@ class Sides:
             estimate = kl_importance_weighted if case.kl.get("importance_weighted") else kl
             token = token + case.kl["coefficient"] * estimate(batch, case.kl["estimator"])
         token = token + penalty - case.entropy.get("coefficient", 0.0) * batch.entropy
+        if not batch.mask.any():
+            return (token * batch.mask).sum(), 1.0
         total = aggregate(token, batch, settings.aggregation, settings.constant)
         return total, float(aggregate(token.abs(), batch, settings.aggregation, settings.constant).detach()) or 1.0
 

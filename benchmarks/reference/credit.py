@@ -164,6 +164,36 @@ def optimal_token_baseline(plays: Sequence[Play], settings: Any) -> PerEpisode:
     return out
 
 
+IN_GROUP = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "maxrl",
+    "pass_at_k",
+    "gdpo",
+    "optimal_token_baseline",
+    "mt_grpo",
+    "gigpo",
+)
+"""Credits that compare an episode with the others of its group."""
+
+
+def uncompared(name: str, plays: Sequence[Play], settings: Any) -> set[int]:
+    """Positions of the episodes with nothing to be compared with, which are no part of the update, nor of its divisor."""
+    if name == "brpo":
+        return {0} if len(plays) == 1 else set()
+    if name not in (*IN_GROUP, "reinforce_pp_baseline") and not (
+        name == "turn_returns" and settings.baseline != "none"
+    ):
+        return set()
+    single = {members[0] for members in groups(plays) if len(members) == 1}
+    if name == "gigpo":
+        # Two visits to a state are compared with each other.
+        single = {i for i in single if len(set(plays[i].states)) == len(plays[i].states)}
+    return single
+
+
 def remax(plays: Sequence[Play], settings: Any) -> PerEpisode:
     """Li et al. 2023 (2310.10505) equation 5: the return of a greedy episode is the baseline."""
     return constant(plays, [play.total - play.greedy for play in plays])

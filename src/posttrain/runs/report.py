@@ -115,7 +115,7 @@ def changed_keys(part: BaseConfig, default: BaseConfig | None = None, prefix: st
     changed: dict[str, Any] = {}
     for name, about in type(part).model_fields.items():
         value, key = getattr(part, name), f"{prefix}{name}"
-        usual = about.get_default() if default is None else getattr(default, name)
+        usual = about.get_default(call_default_factory=True) if default is None else getattr(default, name)
         if not isinstance(value, BaseConfig):
             if value != usual:
                 changed[key] = value
