@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, cast
 
@@ -260,14 +261,21 @@ class _Part:
         self.kinds |= {flag: {kind: flag in section.get(name, ()) for name, kind in kinds.items()} for flag in rules}
 
 
+def read_file(file: Traversable) -> dict[str, Any]:
+    """A YAML file in which every value is text."""
+    return yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+
+
+def read_files() -> list[dict[str, Any]]:
+    """The files of `rules/`, in the order of their names."""
+    files = sorted((resources.files("posttrain_import") / "rules").iterdir(), key=lambda file: file.name)
+    return [read_file(file) for file in files if file.name.endswith(".yaml")]
+
+
 @cache
 def programs() -> dict[str, Program]:
     """Name of a program -> its rules, of all files."""
-    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-    folder = resources.files("posttrain_import") / "rules"
-    files = [
-        yaml.load(file.read_text(encoding="utf-8"), loader) for file in folder.iterdir() if file.name.endswith(".yaml")
-    ]
+    files = read_files()
     parts = {name: part for file in files for name, part in file.get("parts", {}).items()}
     return {name: _program(own, parts) for file in files for name, own in file["programs"].items()}
 
