@@ -6,7 +6,7 @@ A file has `programs`, and `parts` that programs share. In `rules`, a flag has
 - `{set: {KEY: VALUE}, note: SENTENCE}`: keys that are computed. `{{ EXPRESSION }}` in a value or sentence is evaluated by
   Jinja; its names are those of `_Scope`, and `names` of the program;
 - `{choice: {VALUE: OURS}, key: KEY}`: a table of values; `{switch: {KEY: VALUE}}`: a flag without a value;
-- `{no effect: WHY}`, `{not supported: REMEDY, off: [VALUE]}` (no effect at the values `off`), or `{remedy: REMEDY}`;
+- `{no effect: WHY}`, `{not supported: REMEDY, off: [VALUE]}` (no effect at `false` and the like, and at `off`), or `{remedy: REMEDY}`;
 - a list of such cases with `if: EXPRESSION`; the first that holds counts.
 
 `no effect` and `not supported` of a program list the flags of each sentence. `switches`, `several` and `secret` name flags
@@ -143,7 +143,7 @@ _UNITS: dict[str, Callable[[str], Any]] = {
 """`KEY as UNIT` -> the value of the key."""
 
 
-_OFF = ("false", "none", "null", "", "0")
+_OFF = ("false", "none", "null", "", "0", "0.0")
 """Values at which a flag without a counterpart is off."""
 _EXPRESSION = re.compile(r"\{\{((?:(?!\}\}).)*)\}\}")
 _environment = _Environment()
@@ -175,7 +175,7 @@ def _answer(case: Mapping[str, Any], scope: _Scope) -> Answer:
     if "no effect" in case:
         return Answer("no effect", {}, scope.note(case["no effect"]))
     if "not supported" in case:
-        if value.lower() in case.get("off", _OFF):
+        if value.lower() in (*_OFF, *case.get("off", ())):
             return Answer("no effect", {}, "off, as here")
         return Answer("not supported", {}, scope.note(case["not supported"]))
     if "remedy" in case:
