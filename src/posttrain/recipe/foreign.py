@@ -11,7 +11,7 @@ from typing import Any
 
 @cache
 def hints() -> dict[str, dict[str, Any]]:
-    """`keys`: name -> the keys here. `reasons`: name -> why there is none. `remarks`: key here -> its unit."""
+    """`keys`: name -> the keys here. `reasons`: name -> why there is none. `units`: key here -> its unit."""
     return json.loads((resources.files("posttrain.recipe") / "foreign.json").read_text(encoding="utf-8"))
 
 
@@ -27,8 +27,8 @@ def native_key(name: str, keys: list[str]) -> str | None:
         end = ".".join(parts[start:])
         for native in known["keys"].get(end, ()):
             if native in keys:
-                remark = known["remarks"].get(native)
-                return f"use {native} ({remark})" if remark else f"use {native}"
+                unit = known["units"].get(native)
+                return f"use {native} ({unit})" if unit else f"use {native}"
         if end in known["reasons"]:
             return f"it has no counterpart: {known['reasons'][end]}"
     return None

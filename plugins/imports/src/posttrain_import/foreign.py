@@ -27,7 +27,7 @@ def _keys(rule: Any) -> list[str]:
 
 
 def hints() -> dict[str, dict[str, Any]]:
-    """`keys`: name -> the keys here. `reasons`: name -> why there is none. `remarks`: key -> its unit."""
+    """`keys`: name -> the keys here. `reasons`: name -> why there is none. `units`: key -> its unit."""
     own = read_file(resources.files("posttrain_import") / "hints.yaml")
     keys: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
@@ -52,7 +52,7 @@ def hints() -> dict[str, dict[str, Any]]:
     return {
         "keys": dict(sorted(keys.items())),
         "reasons": dict(sorted(reasons.items())),
-        "remarks": own["remarks"],
+        "units": own["units"],
     }
 
 
