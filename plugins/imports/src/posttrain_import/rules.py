@@ -6,7 +6,8 @@ A file has `programs`, and `parts` that programs share. In `rules`, a flag has
 - `{set: {KEY: VALUE}, note: SENTENCE}`: keys that are computed. `{{ EXPRESSION }}` in a value or sentence is evaluated by
   Jinja; its names are those of `_Scope`, and `names` of the program;
 - `{choice: {VALUE: OURS}, key: KEY}`: a table of values; `{switch: {KEY: VALUE}}`: a flag without a value;
-- `{no effect: WHY}`, `{not supported: REMEDY, off: [VALUE]}` (no effect at `false` and the like, and at `off`), or `{remedy: REMEDY}`;
+- `{no effect: WHY}`, `{remedy: REMEDY}`, or `{not supported: REMEDY, off: [VALUE]}`, which has no effect at `false` and the
+  like, and at the values `off`;
 - a list of such cases with `if: EXPRESSION`; the first that holds counts.
 
 `no effect` and `not supported` of a program list the flags of each sentence. `switches`, `several` and `secret` name flags
