@@ -180,7 +180,7 @@ IN_GROUP = (
 
 
 def uncompared(name: str, plays: Sequence[Play], settings: Any) -> set[int]:
-    """Positions of the episodes with nothing to be compared with, which are no part of the update, nor of its divisor."""
+    """Positions of the episodes with nothing to be compared with, which are left out of the update and of its divisor."""
     if name == "brpo":
         return {0} if len(plays) == 1 else set()
     if name not in (*IN_GROUP, "reinforce_pp_baseline") and not (

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import yaml
-from posttrain_import import ragen, trl, verl
 from posttrain_import.commands import import_commands
-from posttrain_import.openrlhf import PROGRAMS
 from posttrain_import.rows import literal
+from posttrain_import.rules import programs
 from posttrain_import.shell import read_commands
 
 from posttrain.cli.main import main
@@ -94,7 +93,7 @@ def test_every_flag_of_the_installed_trl_has_a_rule(name):
         "rloo": "RLOOConfig",
     }
     fields = [*dataclasses.fields(getattr(library, kinds[name])), *dataclasses.fields(library.ModelConfig)]
-    assert {field.name for field in fields} - set(trl.PROGRAMS[name].rules) == set()
+    assert {field.name for field in fields} - set(programs()[name].rules) == set()
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo", "rloo"])
@@ -109,7 +108,7 @@ def test_defaults_are_those_of_the_installed_trl(name):
     }
     fields = {field.name: field.default for field in dataclasses.fields(getattr(library, kinds[name]))}
     fields |= {field.name: field.default for field in dataclasses.fields(library.ModelConfig)}
-    for flag, ours in trl.PROGRAMS[name].defaults.items():
+    for flag, ours in programs()[name].defaults.items():
         theirs = fields[flag]
         if theirs is dataclasses.MISSING:
             continue
@@ -119,20 +118,13 @@ def test_defaults_are_those_of_the_installed_trl(name):
         ), flag
 
 
-def programs():
-    for group in (PROGRAMS, trl.PROGRAMS):
-        yield from group.items()
-    yield from (
-        ("ragen", ragen.FIRST),
-        ("ragen sft", ragen.FIRST_SFT),
-        ("ragen later", ragen.LATER),
-        ("verl", verl.PPO),
-    )
+TRAINERS = {name: program for name, program in programs().items() if not program.command and not program.files}
 
 
-@pytest.mark.parametrize(("name", "program"), programs(), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_key_that_rules_set_exists(name, program):
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_key_that_rules_set_exists(name):
     """The keys that a program sets by its defaults and by plain values are keys of its stage."""
+    program = TRAINERS[name]
     known = {key.path for key in keys_of(STAGES[program.stage])} | {"seeds.start", "seeds.count"}
     rows = program.table([("env", "sokoban")] if "env" in program.rules else [], 1000)
     keys = {key for row in rows for key in row.answer.keys}

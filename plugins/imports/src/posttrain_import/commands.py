@@ -14,7 +14,7 @@ from posttrain.errors import InputError
 from posttrain.recipe.compose import typed_recipe
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file
 from posttrain.recipe.stages import Recipe
-from posttrain_import import openrlhf, ragen, scripts, trl, verl
+from posttrain_import.find import PROCESSES, find
 from posttrain_import.programs import Program, nested, values_of
 from posttrain_import.rows import HIDDEN, SET, Answer, Row, count_rows, data_path, literal
 from posttrain_import.shell import LONGEST, Command, read_commands
@@ -148,15 +148,15 @@ def import_command(command: Command, rows: int | None = None) -> Imported | None
     for position, word in enumerate(words):
         before, after = words[:position], words[position + 1 :]
         outside = [*_environment(command.assignments), *_launcher(before)]
-        if (script := scripts.find(word, after)) is not None:
-            flags = script.flags(after) if script.positions else _flags(after, script.program)
+        if (found := find(word, after, before)) is None:
+            continue
+        program, given = found.program, found.given
+        flags = program.positional(found.words) if program.positions else [*given, *_flags(found.words, program)]
+        if program.scripts and (program.command or program.files):
             outside = [replace(row, answer=_STARTS) if row.answer.keys else row for row in outside]
-            return _imported(text, script.program, flags, rows, outside, script)
-        if (found := _program(word, after, before)) is not None:
-            program, after, given = found
-            if any(name == "num_processes" for name, _ in given):  # it has a row already
-                outside = [row for row in outside if not row.answer.keys]
-            return _imported(text, program, [*given, *_flags(after, program)], rows, outside)
+        if any(name == "num_processes" for name, _ in given):  # it has a row already
+            outside = [row for row in outside if not row.answer.keys]
+        return _imported(text, program, flags, rows, outside)
     return None
 
 
@@ -200,7 +200,7 @@ def _launcher(before: list[str]) -> list[Row]:
             continue
         value = value if equals else following if not following.startswith("-") else SET
         remedy = _LAUNCHER.get(flag.replace("-", "_").replace("__", "--", 1))
-        if trl.PROCESSES.fullmatch(flag):
+        if PROCESSES.fullmatch(flag):
             answer = Answer("equal", {"hardware.processes": literal(value)})
         elif remedy is not None and value != "1":
             answer = Answer("not supported", {}, remedy)
@@ -208,21 +208,6 @@ def _launcher(before: list[str]) -> list[Row]:
             answer = _STARTS
         rows.append(Row(flag, value, answer))
     return rows
-
-
-def _program(word: str, after: list[str], before: list[str]) -> tuple[Program, list[str], list[tuple[str, str]]] | None:
-    """The program that `word` names, the words of its flags, and flags given in another form."""
-    if match := re.fullmatch(r"openrlhf\.cli\.(\w+)|.*openrlhf/cli/(\w+)\.py", word):
-        name = match[1] or match[2]
-        if name not in openrlhf.PROGRAMS:
-            raise InputError(
-                f"{word} has no importer; those of openrlhf.cli with one are {', '.join(openrlhf.PROGRAMS)}"
-            )
-        return openrlhf.PROGRAMS[name], after, []
-    for framework in (trl, ragen, verl):
-        if (found := framework.find(word, after, before)) is not None:
-            return found
-    return None
 
 
 def _flags(words: list[str], program: Program) -> list[tuple[str, str]]:
@@ -265,7 +250,6 @@ def _imported(
     flags: list[tuple[str, str]],
     rows: int | None,
     outside: Sequence[Row] = (),
-    script: scripts.Script | None = None,
 ) -> Imported:
     for value in (value for name, value in flags if program.is_secret(name, value)):
         text = text.replace(shlex.quote(value), HIDDEN)
@@ -273,14 +257,13 @@ def _imported(
     if rows is None and program.rows_of:
         rows = _rows_of(given, program)
     table = [*outside, *program.table(flags, rows)]
-    if script is not None and script.command:
-        return Imported(text, program.framework, program.stage, table, replacement=script.replacement(table))
+    if program.command:
+        return Imported(text, program.framework, program.stage, table, replacement=program.replacement(table))
     values = values_of(table)
-    files = script.files if script is not None else ()
-    if not files:
+    if not program.files:
         table += [row for key, row in _required(program.stage).items() if key not in values]
     values.setdefault("name", f"{program.framework.lower()}-{program.stage}")
-    return Imported(text, program.framework, program.stage, table, nested(values), files)
+    return Imported(text, program.framework, program.stage, table, nested(values), program.files)
 
 
 def _required(stage: str) -> dict[str, Row]:

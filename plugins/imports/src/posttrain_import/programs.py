@@ -1,8 +1,11 @@
 """One program of another framework: its flags, its defaults, and how they are converted to a recipe."""
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from jinja2 import TemplateError
 
 from posttrain.errors import InputError
 from posttrain.recipe.validation import nearest_type
@@ -29,6 +32,37 @@ class Program:
     prefix: str = "--"
     negation: bool = False
     """`--no_FLAG` turns off a switch, as with the parser of transformers."""
+
+    scripts: tuple[str, ...] = ()
+    """Names of the files that run it."""
+    arguments: tuple[tuple[int, str], ...] = ()
+    """Place of an argument and its value, where the arguments of a script choose the program."""
+    positions: tuple[str, ...] = ()
+    """Names of positional arguments."""
+    command: str = ""
+    """The command of this package that replaces a script; its options are keys of the rules."""
+    files: tuple[str, ...] = ()
+    """The recipes of this package that the arguments of a script change."""
+
+    def positional(self, words: list[str]) -> list[tuple[str, str]]:
+        """Positional words with their names."""
+        if len(words) > len(self.positions):
+            raise InputError(
+                f"the script has {len(self.positions)} arguments, and the command {len(words)}; remove the others"
+            )
+        return list(zip(self.positions, words, strict=False))
+
+    def replacement(self, rows: Iterable[Row]) -> str:
+        """The command with the options (`--workers`), arguments (`FILE`) and recipe keys of the rows."""
+        values = {key: value for row in rows for key, value in row.answer.keys.items()}
+        words = [self.command, *(shlex.quote(str(value)) for key, value in values.items() if key.isupper())]
+        for key, value in values.items():
+            text = value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+            if key.startswith("--"):
+                words += [key, shlex.quote(text)] if text else [key]
+            elif not key.isupper():
+                words.append(shlex.quote(f"{key}={text}"))
+        return " ".join(words)
 
     def name_of(self, flag: str) -> str:
         """The name of a flag in `rules`; flags of the command line may have `-` for `_`."""
@@ -88,7 +122,7 @@ class Program:
     def _answer(self, name: str, value: str, flags: Flags) -> Answer:
         try:
             return self.rules[name].apply(value, flags)
-        except (ArithmeticError, LookupError, ValueError) as error:
+        except (ArithmeticError, LookupError, TypeError, ValueError, TemplateError) as error:
             why = f"{type(error).__name__}: {str(error)[:100]}"
             raise InputError(
                 f"{self.prefix}{name} {value[:100]!r} cannot be converted ({why}); correct it, or the flags that it depends on"

@@ -1,10 +1,10 @@
-"""Rules for the flags of a command, and the rows that they give."""
+"""Flags of a command, the rows that rules make of them, and how values are read."""
 
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +19,6 @@ SET = "set"
 """The value recorded for a flag that takes no value."""
 HIDDEN = "..."
 """Shown instead of a secret value."""
-LONG = 1_000
-"""Steps between checkpoints of a command that writes checkpoints only at its end."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class Flags:
     given: dict[str, str]
     defaults: Mapping[str, str] = field(default_factory=dict)
     rows: int | None = None
-    repeated: frozenset[str] = frozenset()
 
     def __contains__(self, name: str) -> bool:
         return name in self.given
@@ -111,82 +108,11 @@ def literal(text: str) -> Any:
     return text if isinstance(value, dict) else {"True": True, "False": False}.get(str(text), value)
 
 
-def equal(*keys: str, note: str = "", words: bool = False) -> Rule:
-    """The same value under other names. `words`: it stays text."""
-    return Rule(lambda text, _: Answer("equal", dict.fromkeys(keys, text if words else literal(text)), note))
-
-
-def switch(key: str, value: Any = True, note: str = "") -> Rule:
-    """A flag without a value that sets `key`; with `false`, it does nothing."""
-
-    def apply(text: str, _: Flags) -> Answer:
-        off = text.lower() in ("false", "0", "no")
-        if off and isinstance(value, bool):
-            return Answer("equal", {key: not value}, note)
-        return Answer("no effect", {}, "off, as here without the key") if off else Answer("equal", {key: value}, note)
-
-    return Rule(apply, switch=True)
-
-
-def without_effect(reason: str, flag: bool = False) -> Rule:
-    """A flag that changes nothing here. `flag`: it takes no value."""
-    return Rule(lambda *_: Answer("no effect", {}, reason), switch=flag)
-
-
-def unsupported(remedy: str, flag: bool = False, off: tuple[str, ...] = ("false", "none", "null", "", "0")) -> Rule:
-    """A flag without a counterpart, with what to do instead; at one of the values `off` it changes nothing."""
-
-    def apply(text: str, _: Flags) -> Answer:
-        if text.lower() in off:
-            return Answer("no effect", {}, "off, as here")
-        return Answer("not supported", {}, remedy)
-
-    return Rule(apply, switch=flag)
-
-
-def choice(key: str, values: Mapping[str, Any], note: str = "", notes: Mapping[str, str] | None = None) -> Rule:
-    """A value that is translated by a table. If the translation is a mapping, its keys are set instead of `key`."""
-
-    def apply(text: str, _: Flags) -> Answer:
-        if text not in values:
-            return Answer(
-                "not supported", {}, f"the importer supports {', '.join(values)}; see `posttrain recipe {key}`"
-            )
-        value = values[text]
-        keys = value if isinstance(value, dict) else {key: value}
-        said = (notes or {}).get(text, note)
-        if not keys:
-            return Answer("no effect", {}, said or "as here")
-        return Answer("equal" if keys == {key: text} else "converted", keys, said)
-
-    return Rule(apply)
-
-
-def converted(make: Callable[[Flags], tuple[Mapping[str, Any], str]], flag: bool = False, many: bool = False) -> Rule:
-    """Keys and arithmetic that depend on several flags."""
-
-    def apply(_: str, flags: Flags) -> Answer:
-        keys, note = make(flags)
-        return Answer("converted" if keys else "no effect", keys, note)
-
-    return Rule(apply, switch=flag, many=many)
-
-
 def run_name(path: str, fallback: str) -> str:
     """A name for a run from the path at which a command saves its model."""
     parts = [part for part in Path(path).parts if part not in ("final", "ckpt", ".", "..", "/", "final_model")]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", parts[-1] if parts else "").strip("-.")
     return name or fallback
-
-
-def named(fallback: str) -> Rule:
-    """The name of the run from an output path."""
-
-    def apply(text: str, _: Flags) -> Answer:
-        name = run_name(text, fallback)
-        return Answer("converted", {"name": name}, f"the model is in `runs/{name}/model`")
-
-    return Rule(apply)
 
 
 def data_path(text: str) -> Any:
@@ -195,23 +121,14 @@ def data_path(text: str) -> Any:
     return paths[0] if len(paths) == 1 else paths
 
 
-def data(*keys: str, note: str = "") -> Rule:
-    """Data files, or a data set of the hub."""
-
-    def apply(text: str, _: Flags) -> Answer:
-        path = data_path(text)
-        outcome: Outcome = "equal" if path == text else "converted"
-        return Answer(outcome, dict.fromkeys(keys, path), note)
-
-    return Rule(apply)
+def warmup_note(updates: float, ratio: float) -> str:
+    """How updates of warm-up follow from a share of all updates."""
+    return f"{updates:g} updates x {ratio:g} = {updates * ratio:.4g}, rounded up"
 
 
-def warmup(
-    updates: float, ratio: float, keys: Iterable[str] = ("optimizer.warmup_updates",)
-) -> tuple[dict[str, Any], str]:
-    """Updates of warm-up as a share of all updates, rounded up."""
-    count = math.ceil(round(updates * ratio, 9))
-    return dict.fromkeys(keys, count), f"{updates:g} updates x {ratio:g} = {updates * ratio:.4g}, rounded up"
+def ceiling(number: float) -> int:
+    """The next whole number; rounding errors of a product do not count."""
+    return math.ceil(round(number, 9))
 
 
 _MOST_BYTES = 256 << 20
