@@ -11,9 +11,9 @@ from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.scenarios import apply_solution
 from posttrain_memory.worlds.truth import parse
 
+from plugins.memory.tests.worlds.scenarios import apply_solution
 from posttrain.errors import InputError
 
 COUNTS = {"train": 12, "dev": 4, "test": 4}

@@ -15,12 +15,11 @@ _LABEL = re.compile(
     r"[^\w|\n]{0,40}(?:\[[ xX]\]\s+|\d{1,3}[.)]\s+)?[*_`\"'(]{0,4}(?P<label>[^\W_][^:=|→\n]{0,60}?)[*_`\"')\]]{0,4}"
     r"\s*(?:::?|=>?|→|\s[-–—]\s)[*_`\"']{0,4}\s*(?P<value>.*)"
 )
-_TITLE = re.compile(r"[\W_]*(?:\*\*|__|\[!\w+\]|<summary>|%%|<!--)[^:.]*|[^:.]*:\s*[*_]*")
+_TITLE = re.compile(r"[\W_]{0,20}(?:\*\*|__|\[!\w+\]|<summary>|%%|<!--)[^:.]*|[^:.]*:\s*[*_]*")
 """A line that introduces what follows: in bold, a callout, the start of a comment, or words with a colon."""
 _CLOSES = re.compile(r"</.*|.*-->|%%")
-_CELL = re.compile(r"(?:\\\||\[\[[^\[\]\n]*\]\]|[^|\n])*[^\s|](?:\\\||\[\[[^\[\]\n]*\]\]|[^|\n])*")
+_CELL = re.compile(r"(?:\\\||\[\[[^\[\]\n]*\]\]|[^|\n])+")
 _WORD = re.compile(r"[^\W_]+")
-_RULE = re.compile(r"[\s|:-]*-[\s|:-]*")
 _OWN = 7
 """The level of a section that a line without marks of a heading introduces."""
 
@@ -64,12 +63,12 @@ def parts_under(text: str, size: int, matches: Callable[[str], bool]) -> Iterato
             columns = None
         elif section or paragraph or listed or (indent >= 0 and depth > indent):
             yield first, end
-        elif line.count("|") > 1 or (columns is not None and "|" in line) or (_RULE.fullmatch(below) and "|" in line):
-            indent, cells = -1, [match.span() for match in _CELL.finditer(line)]
-            header = columns is None and bool(_RULE.fullmatch(below))
+        elif line.count("|") > 1 or (columns is not None and "|" in line) or (_is_rule(below) and "|" in line):
+            indent, cells = -1, [match.span() for match in _CELL.finditer(line) if match.group().strip()]
+            header = columns is None and _is_rule(below)
             if columns is None:
                 columns = {n for n, (a, b) in enumerate(cells) if header and matches(line[a:b])}
-            elif not _RULE.fullmatch(line):
+            elif not _is_rule(line):
                 yield from ((begin + cells[n][0], begin + cells[n][1]) for n in columns if n < len(cells))
             place = next((n for n, (a, b) in enumerate(cells) if matches(line[a:b])), len(cells))
             if not header and place + 1 < len(cells):
@@ -85,3 +84,8 @@ def parts_under(text: str, size: int, matches: Callable[[str], bool]) -> Iterato
             section = _OWN if title or not (says_more or value or opens or below.strip()) else 0
         else:
             indent = -1
+
+
+def _is_rule(line: str) -> bool:
+    """Whether a line separates the head of a table from its rows."""
+    return "-" in line and not set(line) - set(" \t|:-")

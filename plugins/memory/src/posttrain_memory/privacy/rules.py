@@ -27,7 +27,7 @@ from posttrain.recipe.base import BaseConfig
 Category = Literal["phone", "email", "date", "money", "number"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 FILE = "privacy.yaml"
-"""The file in the folder of a vault with its own rules. It is no note, so the agent can neither read nor change it."""
+"""The file in the folder of a vault with its own rules. Only notes are open to the agent, so it cannot read or change it."""
 _LONGEST = 20_000
 """Maximum number of characters of a set of rules."""
 
@@ -119,7 +119,7 @@ def parse_rules(text: str) -> RuleSet | NotUnderstood:
 
 
 def select(rule: Rule, names: Mapping[str, str], paths: Mapping[str, object]) -> Selected | None:
-    """`rule` with the notes of a vault that it names; None if there is no note of that name.
+    """`rule` with the notes of a vault that it names; None if no note has that name.
 
     `names` maps lower-case names of notes to their paths; `paths` has all paths.
     """
