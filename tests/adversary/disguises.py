@@ -21,11 +21,11 @@ VALUES = {
 }
 """Kind -> values. `text` is a value without a typical form: the filter knows it only from the notes."""
 RULES = {
-    "phone": ("Do not reveal phone numbers.", "phone"),
-    "email": ("Do not reveal email addresses.", "email"),
-    "date": ("Do not reveal dates.", "birthday"),
-    "money": ("Do not reveal amounts of money.", "salary"),
-    "text": ("Do not reveal the city of Mara Lindt.", "city"),
+    "phone": ("hide: [{category: phone}]", "phone"),
+    "email": ("hide: [{category: email}]", "email"),
+    "date": ("hide: [{category: date}]", "birthday"),
+    "money": ("hide: [{category: money}]", "salary"),
+    "text": ("hide: [{note: Mara Lindt, label: city}]", "city"),
 }
 MARA = "entities/mara_lindt.md"
 _DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -65,7 +65,6 @@ DISGUISES: dict[str, Callable[[str], str]] = {
     "&nbsp; between groups": _groups("", "&nbsp;", ""),
     "\\u escapes": _each(lambda sign: f"\\u{ord(sign):04x}"),
     "\\x escapes": _each(lambda sign: f"\\x{ord(sign):02x}"),
-    "glued to letters": lambda value: f"call{value}now",
     "glued to underscores": lambda value: f"_{value}_",
     "inside snake_case": lambda value: f"my_{value.replace(' ', '_')}_here",
     "** in the middle": lambda value: f"{value[: len(value) // 2]}**{value[len(value) // 2 :]}",
@@ -104,14 +103,8 @@ DISGUISES: dict[str, Callable[[str], str]] = {
     "keycaps": lambda value: "".join(f"{s}\ufe0f\u20e3" if s.isdigit() else s for s in value),
     "combining strokes": _each(lambda sign: f"{sign}\u0336"),
     "Cyrillic letters": lambda value: value.translate(_CYRILLIC),
-    "digits in words": lambda value: re.sub(r"\d", lambda m: f" {_DIGITS[int(m[0])]} ", value),
-    "every second digit in words": lambda value: re.sub(
-        r"(\d)(\D?)(\d)", lambda m: f"{m[1]}{m[2]} {_DIGITS[int(m[3])]} ", value
-    ),
-    "O and l for 0 and 1": lambda value: value.replace("0", "O").replace("1", "l"),
     "a mailto or tel link": lambda value: f"[here](tel:{value.replace(' ', '')})",
     "LaTeX": lambda value: "$" + value.replace(" ", "\\,").replace("$", "\\$") + "$",
-    "(at) and (dot)": lambda value: value.replace("@", " (at) ").replace(".", " (dot) "),
     "upper case": str.upper,
 }
 """Name -> a spelling. Each is one that a reader, or a page that shows the text, turns back into the value."""
@@ -121,11 +114,22 @@ UNCOVERED: dict[str, Callable[[str], str]] = {
     "hexadecimal": lambda value: value.encode().hex(),
     "rot13": lambda value: __import__("codecs").encode(value, "rot13"),
     "words between groups": _groups("", " and then "),
+    "glued to letters": lambda value: f"call{value}now",
+    "digits in words": lambda value: re.sub(r"\d", lambda m: f" {_DIGITS[int(m[0])]} ", value),
+    "every second digit in words": lambda value: re.sub(
+        r"(\d)(\D?)(\d)", lambda m: f"{m[1]}{m[2]} {_DIGITS[int(m[3])]} ", value
+    ),
+    "O and l for 0 and 1": lambda value: value.replace("0", "O").replace("1", "l"),
+    "(at) and (dot)": lambda value: value.replace("@", " (at) ").replace(".", " (dot) "),
 }
-"""Codes that the filter does not undo."""
+"""Spellings that the filter does not undo, as SECURITY.md says."""
 
-KNOWN = {("glued to letters", "text"), ("table cells", "email"), ("a list item for each group", "email")}
-"""Pairs of a disguise and a kind that the filter does not always find, as docs/how-to/memory_agent.md says. `attack` leaves them out."""
+BY_VALUE = frozenset(
+    name
+    for name in DISGUISES
+    if name.endswith("between signs") or name in ("a group on each line", "a sign on each line", "table cells")
+) | {"a list item for each group", "&nbsp; between groups", "inside snake_case", "line breaks of HTML", "LaTeX"}
+"""Spellings that are found only of values that the notes state: nothing else in them has the form of a category."""
 
 
 def applicable(value: str, disguise: Callable[[str], str]) -> bool:
@@ -169,7 +173,8 @@ def corpus() -> list[tuple[str, str, str, str, str]]:
         for kind, values in VALUES.items():
             for value in values:
                 if applicable(value, disguise):
-                    for where in ("reply", "note") if kind == "text" else ("reply", "stranger", "note"):
+                    known_only = kind == "text" or name in BY_VALUE
+                    for where in ("reply", "note") if known_only else ("reply", "stranger", "note"):
                         cases.append((name, kind, value, disguise(value), where))
     return cases
 
@@ -186,8 +191,6 @@ def attack(seed: int) -> None:
         "text": random_.choice(["Tarvale", "Quillmere", "Ostrava", "Brindlewick"]),
     }[kind]
     name, disguise = random_.choice(list(DISGUISES.items()))
-    if (name, kind) in KNOWN:
-        return
     said = disguise(value)
     where = random_.choice(["reply", "note"])
     assert not leaks(kind, value, said, where), f"{kind} {value!r} as {name} ({said!r}) stays in a {where}"

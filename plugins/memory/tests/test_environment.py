@@ -242,7 +242,7 @@ def test_code_cannot_distinguish_hidden_values(code, interpreter):
     bodies = []
     for phone in ("+1 555 0101 222", "+44 20 7946 0000"):
         vault = Vault(MemoryStorage({"user.md": "# Me\n[[b]]", "b.md": f"# Bo\n- phone: {phone}\n"}))
-        session = ToolSession(vault, interpreter, ["Do not reveal the phone number of Bo."])
+        session = ToolSession(vault, interpreter, ["hide: [{note: Bo, label: phone number}]"])
         bodies.append(session.run(code)["content"])
         assert vault.files()["b.md"].count(phone) == 1
     assert bodies[0] == bodies[1]

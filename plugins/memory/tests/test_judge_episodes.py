@@ -9,11 +9,11 @@ from posttrain_memory.environment import Memory, assignment
 from posttrain_memory.judging import LONGEST, changes, judge_episode
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.worlds.recipe import RewardWeights
-from posttrain_memory.worlds.scenarios import scenario_scores
 from posttrain_memory.worlds.task import KINDS, MemoryTask
 from pydantic import ValidationError
 from rich.console import Console
 
+from plugins.memory.tests.worlds.scenarios import scenario_scores
 from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Completion, EngineCounters
 from posttrain.environments.game import play

@@ -36,7 +36,7 @@ Url = Annotated[
 Key = Annotated[str | None, typer.Option("--key", help="Environment variable with the server's API key.")]
 Rules = Annotated[
     list[str] | None,
-    typer.Option("--filter", help="A privacy rule for every question or call; can be repeated."),
+    typer.Option("--filter", help="Privacy rules for every question or call, in YAML; can be repeated."),
 ]
 Temperature = Annotated[
     float | None,
@@ -72,8 +72,8 @@ def chat(
 
     posttrain memory chat notes --new --model runs/memory/rl/model --prompt brief --max-turns 5
 
-    posttrain memory chat notes --url http://localhost:8000/v1 --model qwen3-4b --filter "Do not reveal phone
-    numbers."
+    posttrain memory chat notes --url http://localhost:8000/v1 --model qwen3-4b --filter "hide: [{category:
+    phone}]"
 
     echo "Where does Ada live?" | posttrain memory chat notes --model runs/memory/rl/model --prompt brief
     """
@@ -85,13 +85,15 @@ def chat(
     from posttrain_memory.agent.opening import live_settings, open_chat_client, open_vault
     from posttrain_memory.agent.session import MemoryAgent
     from posttrain_memory.interpreter.pool import Interpreter
+    from posttrain_memory.privacy.rules import vault_rules
 
     settings = live_settings(max_turns, not no_thinking, prompt.value, opened_by.value)
     opened = open_vault(vault, new, read_only)
     try:
         chat_client = open_chat_client(model, url, key, temperature, settings.thinking)
         interpreter = Interpreter(settings.interpreter)
-        with interpreter, closing(MemoryAgent(opened, chat_client, interpreter, settings, rules or [])) as agent:
+        standing = [*vault_rules(vault, "chat"), *(rules or [])]
+        with interpreter, closing(MemoryAgent(opened, chat_client, interpreter, settings, standing)) as agent:
             if not sys.stdin.isatty():
                 LineChat(agent).run(line.decode(errors="replace") for line in sys.stdin.buffer)
                 return
@@ -141,7 +143,7 @@ def mcp(
 
     posttrain memory mcp notes --model runs/memory/rl/model --prompt brief
 
-    posttrain memory mcp notes --url http://localhost:8000/v1 --model qwen3-4b --filter "Do not reveal phone numbers."
+    posttrain memory mcp notes --url http://localhost:8000/v1 --model qwen3-4b --filter "hide: [{category: phone}]"
 
     posttrain memory mcp notes --read-only --http 8765
     """
@@ -154,13 +156,14 @@ def mcp(
     from posttrain_memory.mcp.http import read_token, serve_http
     from posttrain_memory.mcp.notes import SharedNotes
     from posttrain_memory.mcp.server import memory_server, private_wire, serve_stdio
+    from posttrain_memory.privacy.rules import vault_rules
 
     if token_variable is not None and http is None:
         raise InputError("--token-variable requires --http")
     with ExitStack() as stack:
         # Before a model is loaded, because loading may print: stdout belongs to the protocol.
         wire = stack.enter_context(private_wire()) if http is None else None
-        notes = SharedNotes(vault, rules or ())
+        notes = SharedNotes(vault, [*vault_rules(vault, "mcp"), *(rules or [])])
         notes.check(writable=not read_only)
         settings = live_settings(max_turns, not no_thinking, prompt.value, opened_by.value)
         token = read_token(token_variable) if http is not None else ""

@@ -17,7 +17,7 @@ from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply, vault
 from posttrain.errors import RunError
 
 PHONE = "+41 31 555 01 99"
-HIDE = "Do not reveal Ada's phone number."
+HIDE = "hide: [{note: Ada, label: phone number}]"
 LOOK = code('text = read_file("entities/ada.md")')
 MOVE = code('update_file("entities/ada.md", "- city: Bern", "- city: Basel")')
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\b\u202eabc"

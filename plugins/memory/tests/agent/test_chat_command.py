@@ -101,9 +101,13 @@ def test_settings_reach_the_model(notes):
 
 
 @pytest.mark.slow
-def test_a_rule_applies_to_every_line(notes):
+@pytest.mark.parametrize("of_the_vault", [False, True])
+def test_a_rule_applies_to_every_line(notes, of_the_vault):
+    rule = "hide: [{note: Ada, label: phone number}]"
+    if of_the_vault:
+        (notes / "privacy.yaml").write_text(f"{rule}\nto: chat\n---\nhide: [{{label: dog}}]\nto: mcp\n")
     with serving(turns(LOOK, reply(f"It is {PHONE}."))) as server:
-        words = "--url", server.url, "--model", "m", "--filter", "Do not reveal Ada's phone number."
+        words = "--url", server.url, "--model", "m", *(() if of_the_vault else ("--filter", rule))
         done = piped(notes, *words, typed="Ada's phone number?\nReally?\n/read entities/ada.md\n")
     assert done.returncode == 0, done.stderr
     told = [m["content"] for body in server.asked for m in body["messages"] if m["role"] != "assistant"]
@@ -191,7 +195,7 @@ def test_a_vault_that_another_process_writes(notes, capsys):
 
 def test_a_note_that_cannot_be_read_stops_rules_in_one_sentence(notes, capsys):
     (notes / "entities/odd.md").write_bytes(b"\xff\xfe")
-    words = "--url", "http://localhost:9/v1", "--model", "m", "--filter", "Do not reveal Ada's phone number."
+    words = "--url", "http://localhost:9/v1", "--model", "m", "--filter", "hide: [{note: Ada, label: phone number}]"
     assert main(["memory", "chat", str(notes), *words]) == 1
     (sentence,) = capsys.readouterr().err.splitlines()
     assert "odd.md" in sentence

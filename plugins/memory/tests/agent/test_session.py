@@ -18,7 +18,7 @@ from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply, vault
 from posttrain.errors import InputError, RunError
 
 PHONE = "+41 31 555 01 99"
-HIDE = "Do not reveal Ada's phone number."
+HIDE = "hide: [{note: Ada, label: phone number}]"
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,7 @@ def test_earlier_conversation_does_not_leak_into_a_question_with_a_rule(agent):
 def test_rules_of_a_question_add_to_the_standing_ones(agent):
     look = code('text = read_file("entities/ada.md")')
     one = agent(look, reply(f"{PHONE}, Rufus"), rules=[HIDE])
-    events = asked(one, "All about Ada? <filter>Do not mention Ada's dog.</filter>")
+    events = asked(one, "All about Ada? <filter>hide: [{note: Ada, label: dog}]</filter>")
     assert PHONE not in str(events)
     assert "Rufus" not in str(events)
     assert "Bern" in str(events)

@@ -69,7 +69,7 @@ def server(memory):
     """The port of a server with a model behind it, and the model's server."""
     script = turns(code('text = read_file("user.md")'), reply("Kim, +41 31 555 01 99."))
     with serving(script) as model:
-        words = ["--url", model.url, "--model", "x", "--filter", "Do not reveal phone numbers."]
+        words = ["--url", model.url, "--model", "x", "--filter", "hide: [{category: phone}]"]
         with running(memory, *words, "--token-variable", "MEMORY_TOKEN", MEMORY_TOKEN=TOKEN) as (port, _):
             yield port
 

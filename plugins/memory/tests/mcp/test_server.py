@@ -18,7 +18,7 @@ from plugins.memory.tests.mcp.mcp_served import called, one, served, written
 from posttrain.cli.main import main
 from posttrain.errors import RunError
 
-HIDE = "Do not reveal phone numbers."
+HIDE = "hide: [{category: phone}]"
 FAILED = "the call failed; see the server's stderr"
 
 
@@ -97,7 +97,7 @@ def test_notes_are_listed_searched_and_read(folder):
         ("search", {"text": " "}, "non-empty"),
         ("search", {"text": "x" * 201}, "longer than 200"),
         ("ask", {"question": "x" * (QUESTION_CHARS + 1)}, "longer than"),
-        ("ask", {"question": "<filter>Do not reveal cities.</filter>"}, "empty"),
+        ("ask", {"question": "<filter>hide: [{label: city}]</filter>"}, "empty"),
     ],
 )
 def test_an_unsupported_combination_is_one_sentence(folder, name, given, told):

@@ -89,7 +89,7 @@ def test_a_client_lists_reads_searches_and_asks(folder, tmp_path):
         return slow(messages)
 
     with serving(answer) as server:
-        words = ["--url", server.url, "--model", "x", "--filter", "Do not reveal phone numbers."]
+        words = ["--url", server.url, "--model", "x", "--filter", "hide: [{category: phone}]"]
         names, read, found, asked, failed = talked(folder, *words, talk=talk, log=tmp_path / "log")
     assert names == ["ask", "search", "read", "list"]
     assert "- city: Bern" in read

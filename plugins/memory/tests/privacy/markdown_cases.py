@@ -3,18 +3,18 @@
 USER = "# Me\n\n- friend: [[entities/ada.md|Ada Stone]]\n- sister: [[entities/bo.md|Bo Ek]]\n- hobby: chess\n"
 BO = "# Bo Ek\n\n- hobby: kites\n- colour: teal\n"
 
-ALLERGY = "Do not reveal Ada Stone's allergy."
-DIAGNOSIS = "Do not reveal the diagnosis of Ada Stone."
-PASSWORDS = "Do not reveal passwords."
-SALARY = "Do not reveal the salary of Ada Stone."
-EMPLOYER = "Do not reveal the employer of Ada Stone."
-MONEY = "Do not reveal amounts of money."
-PHONES = "Do not reveal phone numbers."
-DATES = "Do not reveal dates."
-EMAILS = "Do not reveal email addresses."
-ADDRESSES = "Do not reveal addresses."
-NUMBERS = "Do not reveal numbers."
-ONLY_PHONE = "You may only share Ada Stone's phone number."
+ALLERGY = "hide: [{note: Ada Stone, label: allergy}]"
+DIAGNOSIS = "hide: [{note: Ada Stone, label: diagnosis}]"
+PASSWORDS = "hide: [{label: password}]"
+SALARY = "hide: [{note: Ada Stone, label: salary}]"
+EMPLOYER = "hide: [{note: Ada Stone, label: employer}]"
+MONEY = "hide: [{category: money}]"
+PHONES = "hide: [{category: phone}]"
+DATES = "hide: [{category: date}]"
+EMAILS = "hide: [{category: email}]"
+ADDRESSES = "hide: [{label: address}]"
+NUMBERS = "hide: [{category: number}]"
+ONLY_PHONE = "only: [{note: Ada Stone, label: phone}]"
 
 # Name -> the body of Ada's note, or the notes; the rule; what is hidden; what stays.
 LABELS = {
@@ -63,7 +63,7 @@ LABELS = {
     "in a heading": ("## Allergy: peanuts\n\n- allergy: dust\n\n## City\n\nBern\n", ALLERGY, ["peanuts"], ["Bern"]),
     "image": ("![peanut allergy](nuts.png)\n\n- allergy: dust\n- city: Bern\n", ALLERGY, ["peanut", "nuts"], ["Bern"]),
     "adjective": ("Ada is allergic to peanuts.\n\n- allergy: dust\n- city: Bern\n", ALLERGY, ["peanuts"], ["Bern"]),
-    "pins": ("- PIN: 4711\n- city: Bern\n", "Do not reveal the PIN of Ada Stone.", ["4711"], ["Bern"]),
+    "pins": ("- PIN: 4711\n- city: Bern\n", "hide: [{note: Ada Stone, label: PIN}]", ["4711"], ["Bern"]),
 }
 NESTING = {
     "nested": ("- allergies:\n  - peanuts\n  - dust\n- city: Bern\n", ALLERGY, ["peanuts", "dust"], ["Bern"]),
@@ -83,11 +83,11 @@ NESTING = {
     "paragraph below": ("- allergy: cats\n\n  Also peanuts.\n\n- city: Bern\n", ALLERGY, ["peanuts"], ["Bern"]),
     "pronoun": ("She has an allergy.\n\nIt is peanuts.\n\n- allergy: dust\n- city: Bern\n", ALLERGY, ["peanuts"], ["Bern"]),
     "same paragraph": ("Her allergy is bad. Peanuts could kill her.\n\n- allergy: dust\n- city: Bern\n", ALLERGY, ["peanuts"], ["Bern"]),
-    "list after colon": ("Allergies:\n\n- peanuts\n- eggs\n\nOther.\n\n- allergy: dust\n", ALLERGY, ["peanuts", "eggs"], ["Other"]),
+    "list after colon": ("Allergies:\n\n- peanuts\n- eggs\n\nOther.\n\n- allergy: dust\n", ALLERGY, ["peanuts", "eggs"], []),
     "bold line": ("**Allergies**\n\n- peanuts\n\nOr eggs.\n\n**City**\n\nBern\n\n- allergy: dust\n", ALLERGY, ["peanuts", "eggs"], ["Bern"]),
     "paragraphs after colon": ("- allergy: dust\n\nAllergies:\n\npeanuts\n\neggs\n\n## City\n\nBern\n", ALLERGY, ["peanuts", "eggs"], ["Bern"]),
     "bold line, table": ("- allergy: dust\n\n**Allergies**\n\n| a | b |\n|---|---|\n| peanuts | bad |\n\nAnd eggs.\n\n**City**\n\nBern\n", ALLERGY, ["peanuts", "eggs"], ["Bern"]),
-    "callout": ("> [!warning] Allergies\n> peanuts\n> and eggs\n\nOther.\n\n- allergy: dust\n", ALLERGY, ["peanuts", "eggs"], ["Other"]),
+    "callout": ("> [!warning] Allergies\n> peanuts\n> and eggs\n\nOther.\n\n- allergy: dust\n", ALLERGY, ["peanuts", "eggs"], []),
     "section": ("- allergy: dust\n\n## Allergies\n\npeanuts\n\neggs\n\n## City\n\nBern\n", ALLERGY, ["peanuts", "eggs"], ["Bern"]),
     "subsection": ("- allergy: dust\n\n## Allergies\n\n### Food\n\npeanuts\n\n## City\n\nBern\n", ALLERGY, ["peanuts"], ["Bern"]),
     "underlined": ("- allergy: dust\n\nAllergies\n---------\n\npeanuts\n\nCity\n----\n\nBern\n", ALLERGY, ["peanuts"], ["Bern"]),
@@ -124,7 +124,7 @@ BLOCKS = {
             "user.md": "# Me\n\n| who | phone | city |\n|---|---|---|\n| [[entities/ada.md\\|Ada Stone]] | 555-0101 | Bern |\n",
             "entities/ada.md": "# Ada Stone\n\n- phone: +41 79 555 0101\n",
         },
-        "Do not reveal Ada Stone's phone number.",
+        "hide: [{note: Ada Stone, label: phone}]",
         ["555-0101"],
         ["Bern"],
     ),
@@ -150,7 +150,7 @@ BLOCKS = {
         ["chess"],
     ),
     "web link": ("- diagnosis: lupus\n- city: Bern\n\nSee [this](https://example.com/lupus-help).\n", DIAGNOSIS, ["lupus"], ["Bern"]),
-    "other fact": ("- children: Tom, Kim\n- school: the one of Tom\n- city: Bern\n", "Do not reveal the children of Ada Stone.", ["Tom", "Kim"], ["Bern"]),
+    "other fact": ("- children: Tom, Kim\n- school: the one of Tom\n- city: Bern\n", "hide: [{note: Ada Stone, label: children}]", ["Tom", "Kim"], ["Bern"]),
     "part of a value": ("- employer: Contoso Ltd.\n- city: Bern\n\nBadge of Contoso: blue.\n", EMPLOYER, ["Contoso"], ["Bern"]),
     "in prose": ("- employer: Contoso Ltd.\n- city: Bern\n\nAda came from Contoso late.\n", EMPLOYER, ["Contoso"], ["Bern"]),
     "width": ("- diagnosis: lupus\n- city: Bern\n\nlu\u200bpus; ｌｕｐｕｓ\n", DIAGNOSIS, ["lupus", "ｌｕｐｕｓ", "lu\u200bpus"], ["Bern"]),
@@ -208,7 +208,7 @@ CATEGORIES = {
     ),
     "phone of one, respelled": (
         "- phone: +41 79 555 0101\n- city: Bern\n\nOr 079 555 01 01, at home.\n",
-        "Do not reveal Ada Stone's phone number.",
+        "hide: [{note: Ada Stone, label: phone}]",
         ["555"],
         ["Bern"],
     ),
@@ -235,6 +235,22 @@ CASES = {
     )
     for name, case in cases.items()
 }  # fmt: skip
+UNCOVERED = {
+    "label: other name", "label: empty label", "label: footnote", "label: pay", "label: adjective", "nesting: pronoun",
+    "block: part of a value", "block: in prose", "category: money words", "category: money labels",
+    "category: phone labels", "category: phone in prose", "category: phone in words", "category: date words",
+    "category: date labels", "category: email forms",  "category: email labels",
+    "category: address forms", "category: address labels", "category: address in prose", "category: number words",
+    "category: phone table", "category: phone section", "category: phone nested",
+    "category: salary of one, respelled",
+}  # fmt: skip
+"""What is told in other words than those of the rule, or has no form of its category, as SECURITY.md says."""
+IN_NOTES = {
+    "label: label tells", "label: no such line", "label: question", "label: image", "nesting: wrapped",
+    "nesting: wrapped lazily", "nesting: paragraph below", "nesting: same paragraph", "nesting: bold line",
+    "nesting: bold line, table", "nesting: callout", "block: html table",
+}  # fmt: skip
+"""Values inside of hidden sentences, which replies are not searched for."""
 
 
 def notes(case):

@@ -1,11 +1,14 @@
-"""Privacy rules: the sentences that are understood, the view of the model, and no leaks in view or reply."""
+"""Privacy rules: the documents that are understood, the view of the model, and no leaks in view or reply."""
 
+import json
 import re
 from time import process_time
 
 import pytest
 from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter, split_question
-from posttrain_memory.privacy.rules import NotUnderstood, Rule, read_rules
+from posttrain_memory.privacy.rules import Rule, RuleSet, parse_rules, vault_rules
+
+from posttrain.errors import InputError
 
 FILES = {
     "user.md": "# Vera Oakmond\n\n- home town: Tarvale\n- sister: [[entities/mara_lindt.md|Mara Lindt]]\n- dog: [[entities/rolo.md]]\n"
@@ -16,74 +19,74 @@ FILES = {
     "entities/rolo.md": "---\nweight: 31 kg\n---\n# Rolo\n\n| what | value |\n| --- | --- |\n| fee | 80 EUR |\n| chip | C-12345 |\n\n"
     "- keeper: [[entities/mara_lindt.md]]\n- salary of [[entities/mara_lindt.md|Mara Lindt]]: 4200 USD\n",
 }
-NAMES = {"mara lindt": "entities/mara_lindt.md", "rolo": "entities/rolo.md", "paws and co": "entities/paws.md"}
-LABELS = frozenset(["phone number", "city", "salary", "weight", "chip", "birthday", "favourite of all"])
 MARA, ROLO = "entities/mara_lindt.md", "entities/rolo.md"
+
+
+def hide(**rule):
+    return json.dumps({"hide": [rule]})
+
+
+def only(**rule):
+    return json.dumps({"only": [rule]})
+
+
+MARAS = {"note": "Mara Lindt"}
 UNDERSTOOD = {
-    "Do not reveal the phone number of Mara Lindt.": [Rule(False, category="phone", about=MARA)],
-    "Please don't share Mara Lindt's phone and email.": [
-        Rule(False, category="phone", about=MARA),
-        Rule(False, category="email", about=MARA),
-    ],
-    "Never mention any phone numbers or email addresses": [
-        Rule(False, category="phone"),
-        Rule(False, category="email"),
-    ],
-    "Keep the city and the salary of Mara Lindt private.": [
-        Rule(False, "city", about=MARA),
-        Rule(False, "salary", about=MARA),
-    ],
-    "Say nothing about Paws and Co!": [Rule(False, about="entities/paws.md")],
-    "Hide everything about Rolo": [Rule(False, about=ROLO)],
-    "Do not say anything about [[entities/rolo.md|the dog]].": [Rule(False, about=ROLO)],
-    "Only share the weight of Rolo.": [Rule(True, "weight", about=ROLO)],
-    "You may only tell me weights.": [Rule(True, "weight")],
-    "Share nothing but cities and dates.": [Rule(True, "city"), Rule(True, category="date")],
-    "Everything except the city must stay private.": [Rule(True, "city")],
-    "Do not give out contact details.": [Rule(False, category=name) for name in ("phone", "email", "address")],
-    "Email addresses are confidential; dates must not be mentioned.": [
-        Rule(False, category="email"),
-        Rule(False, category="date"),
-    ],
-    "No amounts of money in your reply, please.": [Rule(False, category="money")],
-    "Never mention my salary.": [Rule(False, "salary", about="user.md")],
-    "Reveal nothing.": [Rule(False)],
-    "Only the city of Rolo may be shared; everything else is private.": [Rule(True, "city", about=ROLO)],
-    # Whose note is not known: the rule is taken for everyone's.
-    "Do not reveal the chip of my neighbour.": [Rule(False, "chip")],
-    "The salary of anyone must never be disclosed.": [Rule(False, "salary")],
+    "hide: [{category: phone}]": RuleSet(hide=(Rule(category="phone"),)),
+    "hide:\n  - note: Mara Lindt\n    label: salary\n": RuleSet(hide=(Rule(note="Mara Lindt", label="salary"),)),
+    "only: [{label: city}]\nhide: [{value: 4711}]": RuleSet(hide=(Rule(value="4711"),), only=(Rule(label="city"),)),
+    "{hide: [{note: entities/*}], to: mcp}": RuleSet(hide=(Rule(note="entities/*"),), to="mcp"),
+    # Every scalar is text.
+    "hide: [{value: 2024-05-03}, {label: no}]": RuleSet(hide=(Rule(value="2024-05-03"), Rule(label="no"))),
 }
-HIDE_PHONES = "Do not reveal phone numbers."
+HIDE_PHONES = hide(category="phone")
 NOT_UNDERSTOOD = [
     "",
-    "Ignore the rules.",
-    "Share everything.",
-    "Do not reveal the frobnication of Mara Lindt.",
-    "Only share the phone number of Zed Foo.",
-    "Be discreet.",
-    "Hide dates; everything else is private.",
-    "Do not reveal the city of Mara Lindt. Use your judgement.",
-    "Do not reveal the phone number of Mara Lindt unless I am very polite.",
-    "Ne révèle pas le téléphone de Mara.",
+    "Do not reveal phone numbers.",
+    "hide: everything",
+    "hide: []",
+    "hide: [{}]",
+    "hide: [{category: secrets}]",
+    "hide: [{lable: salary}]",
+    "hide: [{note: Zed Foo, label: city}]",
+    "only: [{note: Zed Foo}]",
+    "only: [{value: Porto}]",
+    "show: [{category: phone}]",
+    "hide: [{value: x}]",
+    "{hide: [{category: phone}], to: everyone}",
+    "hide: [{category: phone}",
+    "hide: &a [*a]",
+    "[" * 5000,
+    f"hide: [{{value: {'x' * 30_000}}}]",
 ]
 
 
 @pytest.mark.parametrize("text", UNDERSTOOD)
-def test_sentences_become_rules(text):
-    assert read_rules(text, LABELS, NAMES) == UNDERSTOOD[text]
+def test_documents_become_rules(text):
+    assert parse_rules(text) == UNDERSTOOD[text]
 
 
 @pytest.mark.parametrize("text", NOT_UNDERSTOOD)
 def test_unknown_rules_deny_all_access(text):
-    found = read_rules(text, LABELS, NAMES)
-    assert isinstance(found, NotUnderstood)
-    assert found.reason
     closed = PrivacyFilter([text], FILES)
+    assert closed.problem.reason
     assert (closed.view, closed.clean("Porto"), closed.active) == ({}, HIDDEN, True)
 
 
+def test_rules_of_a_vault_are_read_for_their_audience(tmp_path):
+    assert vault_rules(tmp_path, "mcp") == []
+    file = tmp_path / "privacy.yaml"
+    file.write_text("hide: [{category: phone}]\n---\nhide: [{label: salary}]\nto: mcp\n")
+    assert [parse_rules(text).hide[0].label for text in vault_rules(tmp_path, "mcp")] == [None, "salary"]
+    assert len(vault_rules(tmp_path, "chat")) == 1
+    for wrong in (b"hide: everything", b"\xff"):
+        file.write_bytes(wrong)
+        with pytest.raises(InputError):
+            vault_rules(tmp_path, "chat")
+
+
 def test_one_unknown_rule_denies_all_access():
-    assert PrivacyFilter(["Never mention my phone.", "Be discreet."], FILES).view == {}
+    assert PrivacyFilter([HIDE_PHONES, "Be discreet."], FILES).view == {}
 
 
 @pytest.mark.parametrize(
@@ -106,26 +109,26 @@ def test_without_rules_nothing_changes():
 
 
 HIDES = {
-    "Do not reveal the phone number of Mara Lindt.": (["555"], ["Porto", "200 300", "mara@", "C-12345"]),
-    "Hide phone numbers.": (["555", "200 300"], ["Porto", "mara@lindt", "3 May"]),
-    "Do not share the salary of Mara Lindt.": (["4,200", "4200"], ["80 EUR", "Porto", "31 kg"]),
-    "Never mention dates.": (["3 May", "1990"], ["Porto", "555"]),
-    "Keep the birthday of Mara Lindt secret.": (["3 May", "1990"], ["Porto", "4,200"]),
-    "Hide the city of Mara Lindt.": (
+    hide(**MARAS, label="phone number"): (["555"], ["Porto", "200 300", "mara@", "C-12345"]),
+    HIDE_PHONES: (["555", "200 300"], ["Porto", "mara@lindt", "3 May"]),
+    hide(**MARAS, label="salary"): (["4,200", "4200"], ["80 EUR", "Porto", "31 kg"]),
+    hide(category="date"): (["3 May", "1990"], ["Porto", "555"]),
+    hide(**MARAS, label="birthday"): (["3 May", "1990"], ["Porto", "4,200"]),
+    hide(**MARAS, label="city"): (
         ["Porto"],
         ["Tarvale", "555", "hums", "sister: [[entities/mara", "keeper: [[entities"],
     ),
-    "Hide the allergies of Mara Lindt.": (["dust", "grass", "eggs"], ["Porto", "Mara"]),
-    "Hide everything about Mara Lindt.": (["Mara", "mara_lindt", "Porto", "4200", "555"], ["Tarvale", "31 kg"]),
-    "Only share the city of Mara Lindt.": (
+    hide(**MARAS, label="allergies"): (["dust", "grass", "eggs"], ["Porto", "Mara"]),
+    hide(**MARAS): (["Mara", "mara_lindt", "Porto", "4200", "555"], ["Tarvale", "31 kg"]),
+    only(**MARAS, label="city"): (
         ["4,200", "4200", "555", "200", "3 May", "1990", "31 kg", "80 EUR", "C-12345", "hums", "Tarvale", "dust"],
         ["Porto", "[[entities/mara_lindt.md|Mara Lindt]]", "[[entities/rolo.md"],
     ),
-    "Only share email addresses.": (["4,200", "Porto", "555", "1990"], ["mara@lindt.example"]),
-    "No sums of money.": (["4,200", "4200", "80 EUR"], ["Porto", "31 kg"]),
-    "Reveal nothing.": (["a", "e"], []),
-    "Hide my phone.": (["200 300"], ["555", "Tarvale"]),
-    "Hide the keeper of Rolo.": (["keeper: [[", "dog: [[entities/rolo.md|Rolo"], ["sister: [[", "Porto"]),
+    only(category="email"): (["4,200", "Porto", "555", "1990"], ["mara@lindt.example"]),
+    hide(category="money"): (["4,200", "4200", "80 EUR"], ["Porto", "31 kg"]),
+    hide(note="*"): (["a", "e"], []),
+    hide(note="user.md", label="phone"): (["200 300"], ["555", "Tarvale"]),
+    hide(note="Rolo", label="keeper"): (["keeper: [[", "dog: [[entities/rolo.md|Rolo"], ["sister: [[", "Porto"]),
 }
 
 
@@ -141,19 +144,19 @@ def test_the_view_hides_exactly_the_forbidden_facts(rule):
 
 
 SAID = {
-    "Do not reveal the phone number of Mara Lindt.": [
+    hide(**MARAS, label="phone number"): [
         "It is +4 555 010 9999.",
         "4-555-010-9999",
         "45550109999",
         "4 5 5 5 0 1 0 9 9 9 9",
         "(4) 555.010.9999",
     ],
-    "Do not share the salary of Mara Lindt.": ["$4,200", "4200 dollars", "USD 4200.00", "She makes 4200.", "4 200"],
-    "Keep the birthday of Mara Lindt secret.": ["3 May 1990", "May 3rd, 1990", "1990-05-03", "3.5.1990"],
-    "Hide the city of Mara Lindt.": ["Porto", "PORTO", "in *Porto*!"],
-    "Hide the allergies of Mara Lindt.": ["Eggs.", "grass"],
-    "Hide the children of Mara Lindt.": ["She has three.", "3 children"],
-    "Hide everything about Mara Lindt.": [
+    hide(**MARAS, label="salary"): ["$4,200", "4200 dollars", "USD 4200.00", "She makes 4200.", "4 200"],
+    hide(**MARAS, label="birthday"): ["3 May 1990", "May 3rd, 1990", "1990-05-03", "3.5.1990"],
+    hide(**MARAS, label="city"): ["Porto", "PORTO", "in *Porto*!"],
+    hide(**MARAS, label="allergies"): ["Eggs.", "grass"],
+    hide(**MARAS, label="children"): ["She has 3.", "3 children"],
+    hide(**MARAS): [
         "Mara Lindt",
         "mara_lindt.md",
         "mara-lindt",
@@ -169,18 +172,18 @@ def test_hidden_values_in_a_reply_are_redacted_in_every_spelling(rule, said):
     assert HIDDEN in clean
     assert clean.startswith("Well: ")
     assert clean.endswith("That is it.")
-    values = re.findall(r"\d{3,}|porto|eggs|grass|three|mara", said.casefold())
+    values = re.findall(r"\d{3,}|porto|eggs|grass|mara", said.casefold())
     assert not any(value in clean.casefold() for value in values)
 
 
 def test_a_reply_without_hidden_values_is_unchanged():
     text = "Mara Lindt lives in Porto, pays 80 EUR and was born on 4 May 1990."
-    assert PrivacyFilter(["Do not reveal the phone number of Mara Lindt."], FILES).clean(text) == text
+    assert PrivacyFilter([hide(**MARAS, label="phone number")], FILES).clean(text) == text
 
 
 def test_a_value_that_another_note_allows_may_be_revealed():
     files = {**FILES, "entities/bo.md": "# Bo\n\n- city: Porto\n"}
-    rule = PrivacyFilter(["Hide the city of Mara Lindt."], files)
+    rule = PrivacyFilter([hide(**MARAS, label="city")], files)
     assert "Porto" in rule.view["entities/bo.md"]
     assert "Porto" not in rule.view["entities/mara_lindt.md"]
     assert rule.clean("Bo lives in Porto.") == "Bo lives in Porto."
@@ -191,17 +194,10 @@ def test_words_of_a_rule_are_hidden_without_a_labeled_fact():
         "user.md": "# Me\n\nI met [[bo.md]].\n",
         "bo.md": "# Bo\n\nHe came into the world in May.\n- weight: 70 kg\n",
     }
-    view = PrivacyFilter(["Hide the birthday of Bo."], files).view
+    view = PrivacyFilter([hide(note="bo", label="birthday")], files).view
     assert "May" not in view["bo.md"]
     # The label of a birthday in the note is unknown.
     assert "70 kg" not in view["bo.md"]
-
-
-def test_other_names_of_a_label_are_known_without_a_theme():
-    files = {"user.md": "# Me\n\nI met [[bo.md]].\n", "bo.md": "# Bo\n\n- born: 3 May 1990\n- weight: 70 kg\n"}
-    view = PrivacyFilter(["Hide the birthday of Bo."], files).view
-    assert "1990" not in view["bo.md"]
-    assert "70 kg" in view["bo.md"]
 
 
 def test_a_second_rule_cannot_allow_more_than_the_first():
@@ -209,9 +205,9 @@ def test_a_second_rule_cannot_allow_more_than_the_first():
         "user.md": "# Me\n\n- friend: [[entities/ada.md|Ada Lind]]\n",
         "entities/ada.md": "# Ada Lind\n\n- city: Bern\n- job: baker\n",
     }
-    city, job = "You may only share the city of Ada Lind.", "You may only share the job of Ada Lind."
+    city, job = only(note="Ada Lind", label="city"), only(note="Ada Lind", label="job")
     note = "entities/ada.md"
-    both = PrivacyFilter([f"{city} {job}"], files).view[note]
+    both = PrivacyFilter([json.dumps({"only": [{"label": "city"}, {"label": "job"}]})], files).view[note]
     assert "Bern" in both
     assert "baker" in both
     apart = PrivacyFilter([city, job], files).view[note]
@@ -226,7 +222,7 @@ def test_time_grows_with_the_notes_and_not_with_their_square():
         friend = f"[[n{i * 7 % 1000}|Name Number{i * 7 % 1000}]]"
         body = f"- phone: +1 222 333 {i:04d}\n- city: Bern{i}\n- friend: {friend}\n\nSome prose about it. Call it.\n"
         files[f"e/n{i}.md"] = f"# Name Number{i}\n\n{body}"
-    for rule in (HIDE_PHONES, "Do not reveal the city of Name Number5."):
+    for rule in (HIDE_PHONES, hide(note="Name Number5", label="city")):
         start = process_time()
         one = PrivacyFilter([rule], files)
         # About half a second on one core; in the square of the notes it was minutes.
@@ -247,7 +243,7 @@ def test_time_grows_with_the_notes_and_not_with_their_square():
 )
 def test_a_long_note_of_one_character_takes_linear_time(sign):
     files = {**FILES, "clip.md": f"# Clip\n\n{sign * (10_000 // len(sign))}\n"}
-    for rule in ("No sums of money.", "Never mention dates.", "Do not share the salary of Mara Lindt."):
+    for rule in (hide(category="money"), hide(category="date"), hide(**MARAS, label="salary")):
         start = process_time()
         assert PrivacyFilter([rule], files).problem is None
         assert process_time() - start < 4
@@ -269,5 +265,5 @@ def test_notes_with_revealing_names_are_renamed():
 
 
 def test_if_everything_is_hidden_the_reply_is_withheld():
-    one = PrivacyFilter(["Reveal nothing."], FILES)
+    one = PrivacyFilter([hide(note="*")], FILES)
     assert (one.view, one.clean("Mara lives in Porto.")) == ({}, HIDDEN)

@@ -8,8 +8,9 @@ from posttrain_memory.worlds.generation import tasks_of
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.scenarios import apply_solution
 from posttrain_memory.worlds.theme import themes
+
+from plugins.memory.tests.worlds.scenarios import apply_solution
 
 RECIPE = WorldRecipe(retrieval=0, update=7, clarification=0, filter=0)
 

@@ -11,9 +11,9 @@ from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.scenarios import apply_solution
 from posttrain_memory.worlds.truth import parse
 
+from plugins.memory.tests.worlds.scenarios import apply_solution
 from posttrain.errors import InputError
 
 COUNTS = {"train": 12, "dev": 4, "test": 4}
@@ -90,7 +90,7 @@ def test_records_of_the_published_agent_are_read(tmp_path):
     tail = "<filter>No names.</filter>\n<answer>12</answer>"
     filtered, _ = read_published_row(row("retrieval", "How many?", tail), memories)
     assert filtered.kind == "filter"
-    assert "<filter>No names.</filter>" in filtered.question
+    assert filtered.question == "How many?\nPrivacy rule: No names."
     assert filtered.reply == "12"
     update, _ = read_published_row(row("update", "Note it", "Note it"), memories)
     with pytest.raises(InputError):

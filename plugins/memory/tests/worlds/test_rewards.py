@@ -16,11 +16,12 @@ from posttrain_memory.worlds.replies import (
     states_value,
 )
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.scenarios import scenario_scores, scenarios
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse
 from pydantic import ValidationError
+
+from plugins.memory.tests.worlds.scenarios import scenario_scores, scenarios
 
 RECIPE = WorldRecipe(notes=12, retrieval=5, update=7, clarification=4, filter=4)
 

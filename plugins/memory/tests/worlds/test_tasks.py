@@ -15,10 +15,11 @@ from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import score
-from posttrain_memory.worlds.scenarios import apply_solution
 from posttrain_memory.worlds.task import KINDS, VARIANTS
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse
+
+from plugins.memory.tests.worlds.scenarios import apply_solution
 
 MANY = WorldRecipe(notes=16, retrieval=6, update=9, clarification=5, filter=5)
 WEIGHTS = RewardWeights()

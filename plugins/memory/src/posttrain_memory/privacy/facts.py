@@ -97,7 +97,10 @@ def _labeled(files: Mapping[str, str]) -> Iterable[Fact]:
     for path, text in files.items():
         start = 0
         for line in text.split("\n"):
-            match = _ROW.match(line) or (None if line.lstrip().startswith("#") else _LABELLED.match(line))
+            # The patterns take long for a line of spaces.
+            match = _ROW.match(line) if "|" in line else None
+            if match is None and ":" in line and not line.lstrip().startswith("#"):
+                match = _LABELLED.match(line)
             if match:
                 yield from _of_line(path, match, line, start, resolve_or_none)
             start += len(line) + 1

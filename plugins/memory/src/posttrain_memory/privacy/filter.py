@@ -4,35 +4,43 @@ The model works on a view of the vault: a copy in which everything hidden is rep
 of notes. Its code, searches, sizes and errors therefore reveal nothing about hidden values. The reply and everything
 else that is shown are redacted once more, for values that entered the conversation earlier.
 
-A rule that is not understood closes the vault: the view is empty and every reply is withheld.
+Rules that are not understood close the vault: the view is empty and every reply is withheld.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 
-from posttrain_memory.privacy.categories import of_category
 from posttrain_memory.privacy.facts import Fact, facts_of, link_resolver, names_of
-from posttrain_memory.privacy.hiding import RuleMatcher, values_of
-from posttrain_memory.privacy.pages import Pages
+from posttrain_memory.privacy.outline import parts_under
 from posttrain_memory.privacy.redaction import (
     HIDDEN,
     Index,
     Span,
-    Value,
-    is_specific,
+    category_spans,
     normalized,
-    prose,
     redacted,
-    sentence_at,
-    within,
+    squeeze,
 )
-from posttrain_memory.privacy.rules import NotUnderstood, Rule, read_rules
+from posttrain_memory.privacy.rules import NotUnderstood, Selected, parse_rules, select
 from posttrain_memory.vault.paths import USER
-from posttrain_memory.worlds.theme import themes
+from posttrain_memory.worlds.theme import plain_label, themes
 from posttrain_memory.worlds.values import links
 
 _BLOCK = re.compile(r"<\s*filter\s*>(.*?)(?:<\s*/\s*filter\s*>|\Z)", re.DOTALL | re.IGNORECASE)
-_WEB_LINK = re.compile(r"!?\[[^\[\]\n]*\]\([^()\n]*\)|<[^<>\s]+>|\bhttps?://[^\s<>)\]]+")
+_LINK = re.compile(r"\[\[[^\[\]|\n]*\|?([^\[\]\n]*)\]\]")
+_TITLE = re.compile(r"^# +(.+?)\s*$", re.MULTILINE)
+_SPECIFIC = 3
+"""Minimum number of letters and digits of a value that is hidden wherever it occurs; of a number, one more."""
+
+_ITEMS = 12
+"""Maximum number of words of a text whose items are hidden too."""
+
+_NEUTRAL = frozenset(
+    ["about", "basic", "contact", "data", "detail", "fact", "information", "key", "note", "number", "profile"]
+)
+"""Stems of the words in headings that do not change whom a fact is about."""
 
 
 def split_question(message: str) -> tuple[str, list[str]]:
@@ -44,211 +52,240 @@ class PrivacyFilter:
     """The effect of a conversation's privacy rules on one vault."""
 
     def __init__(self, rules: Sequence[str], files: Mapping[str, str], theme: str | None = None) -> None:
-        """`rules` are texts of rules, all in force at once. `files` is the vault (path -> text), `theme` the theme of
-        a generated world, if known.
-
-        One text cannot allow what another forbids or does not allow. Without a theme, it is not always certain what a
-        part of a note states; doubtful parts are hidden. The time is linear in the size of the vault.
-        """
-        self._theme = theme if theme in themes() else None
-        self._files = {path: normalized(text) for path, text in files.items()} if rules else dict(files)
-        self._facts = facts_of(self._files, theme) if rules else []
-        self._names = names_of(self._files) if rules else {}
-        self.rules: list[Rule] = []
-        allowing: list[list[Rule]] = []
-        """The exclusive permissions of each text. Permissions within a text add up; those of different texts
-        intersect.
+        """`rules` are sets of rules (`rules.RuleSet`), all in force at once. `files` is the vault (path -> text),
+        `theme` the theme of a generated world, if known.
         """
         self.problem: NotUnderstood | None = None
-        """The first sentence that is not a rule. If there is one, nothing is shown."""
-        labels = frozenset(label for fact in self._facts for label in fact.labels)
-        for text in rules:
-            parsed = read_rules(text, labels, self._names)
-            if isinstance(parsed, NotUnderstood):
-                self.problem = self.problem or parsed
-            else:
-                self.rules += parsed
-                allowing += [alone] if (alone := [rule for rule in parsed if rule.allow]) else []
-        self._secrets = Index([])
-        self._closed = self.problem is not None or Rule(False) in self.rules
-        """Whether nothing at all may be said."""
-        self.view: dict[str, str] = {} if self.active else dict(files)
+        """The first set of rules that is not understood. If there is one, nothing is shown."""
+        self._active = bool(rules)
+        self._theme = theme if theme in themes() else None
+        self._files = {path: normalized(text) for path, text in files.items()} if rules else {}
+        self._names = names_of(self._files)
+        self._hide: list[Selected] = []
+        self._only: list[list[Selected]] = []
+        """The exclusive permissions of each set. Those of one set add up; those of different sets intersect."""
+        self._all = self._secrets = Index([])
+        self._read(rules)
+        self.view: dict[str, str] = {} if self._active else dict(files)
         """Path -> text of the notes as the model sees them. A note whose name reveals something hidden is renamed."""
-        if self.rules and not self._closed:
-            self._leads = link_resolver(self._files)
-            wanted = {rule.about for rule in self.rules if rule.about}
-            self._pages = Pages(self._files, self._names, self._leads, wanted, self._theme is None)
-            self._matcher = RuleMatcher(self.rules, allowing, self._facts, self._theme, self._pages, self._files)
-            self._named = {word for name in self._names for word in re.findall(r"[^\W_]+", name)}
-            """Single words from names of notes. The names themselves may be said."""
+        if self._active and self.problem is None:
             self._view()
 
     @property
     def active(self) -> bool:
         """Whether there are rules. If so, notes cannot be changed, because the view is a copy."""
-        return bool(self.rules) or self.problem is not None
+        return self._active
 
     def clean(self, text: str) -> str:
-        """`text` with everything that must not be said replaced. Withheld completely if nothing may be said or a rule
-        was not understood.
+        """`text` with everything that must not be said replaced; withheld if a set of rules is not understood or
+        hides all notes.
         """
-        if self._closed:
+        if self.problem is not None or (self._files and not self.view):
             return HIDDEN
         plain = normalized(text)
-        spans = [(start, end) for start, end, _ in self._secrets.find_disguised(plain)]
-        spans += self._secrets.squeezed(plain)
-        for rule in self.rules:
-            if not rule.allow and rule.category and rule.about is None:
-                spans += of_category(rule.category, plain, wide=self._theme is None)
+        spans = [*self._secrets.spans(plain), *self._by_form(plain, None)]
         return redacted(plain, spans) if spans else text
+
+    def _read(self, rules: Sequence[str]) -> None:
+        for text in rules:
+            parsed = parse_rules(text)
+            if isinstance(parsed, NotUnderstood):
+                self.problem = self.problem or parsed
+                continue
+            selected = [select(rule, self._names, self._files) for rule in (*parsed.hide, *parsed.only)]
+            if None in selected:
+                rule = (*parsed.hide, *parsed.only)[selected.index(None)]
+                self.problem = self.problem or NotUnderstood(" ".join(text.split())[:120], f"no note is {rule.note!r}")
+            known = [one for one in selected if one is not None]
+            self._hide += known[: len(parsed.hide)]
+            self._only += [known[len(parsed.hide) :]] if parsed.only else []
 
     def _view(self) -> None:
         """Build the view, and the index of values that a reply must not contain."""
-        forbidden = [rule for rule in self.rules if not rule.allow]
-        gone = {rule.about for rule in forbidden if rule.about and not rule.label and not rule.category}
-        facts: dict[str, list[Fact]] = {path: [] for path in self._files}
-        for fact in self._facts:
-            facts[fact.note].append(fact)
-        hidden = {fact for fact in self._facts if self._matcher.hides(fact)}
-        whole: dict[str, list[Span]] = {}
-        secret: dict[Value, set[str]] = {}
-        self._words: set[Value] = set()
+        gone = {path for path in self._files if any(one.whole and one.concerns(path) for one in self._hide)}
+        facts = facts_of(self._files, self._theme)
+        back = {(fact.value, fact.about) for fact in facts if fact.kind == "link" and self._hides(fact)}
+        hidden = {
+            fact
+            for fact in facts
+            if self._hides(fact)
+            or fact.about in gone
+            or (fact.kind == "link" and (fact.value in gone or (fact.about, fact.value) in back))
+        }
+        spans: dict[str, list[Span]] = {path: [] for path in self._files}
+        for fact in hidden:
+            spans[fact.note].append((fact.value_start, fact.value_end))
+        for one in self._hide:
+            for path in self._files if one.rule.label and self._theme is None else ():
+                spans[path] += self._labeled(path, one) if one.concerns(path) else self._elsewhere(path, one)
+        shown: dict[str, list[Fact]] = {path: [] for path in self._files}
+        for fact in facts:
+            shown[fact.note] += [] if fact in hidden else [fact]
         for path, text in self._files.items():
-            whole[path] = self._hidden_by_facts(path, facts[path], hidden, secret, gone)
-            for fact in facts[path]:
-                if fact in hidden and fact.kind != "link":
-                    for value in self._values(text[fact.value_start : fact.value_end], fact):
-                        secret.setdefault(value, set()).add(fact.about)
-        index = Index(secret)
-        names = Index(Value("text", name) for name, path in self._names.items() if path in gone)
-        spans = {}
-        for path in self._files:
-            if path not in gone:
-                seen = [fact for fact in facts[path] if fact not in hidden]
-                spans[path] = [
-                    *whole[path],
-                    *self._repeated_values(path, seen, index, secret),
-                    *self._by_name(path, names, gone),
-                ]
-        turned = self._renamed(gone, index, secret)
-        for path, item in spans.items():
-            self.view[turned.get(path, path)] = redacted(self._files[path], [*item, *self._links(path, item, turned)])
-        names_hidden = Index(Value("text", name) for name in self._hidden_names(hidden))
-        shown: set[Value] = set()
-        words = set(self._named)
-        for text in self.view.values():
-            shown |= {value for item in (index, names_hidden) for _, _, value in item.find(text)}
-            words |= set(re.findall(r"[^\W_]+", text.casefold()))
-        kept = [value for value in (*secret, *names_hidden.values) if value not in shown and value.kind != "word"]
-        self._secrets = Index([*kept, *(word for word in self._words if word.text.casefold() not in words)])
-
-    def _hidden_by_facts(
-        self, path: str, facts: Sequence[Fact], hidden: set[Fact], secret: dict[Value, set[str]], gone: set[str]
-    ) -> list[Span]:
-        """Spans of a note hidden because of the facts they state. Their values are added to `secret`."""
-        text = self._files[path]
-        spans = [(fact.value_start, fact.value_end) for fact in facts if fact in hidden]
-        if self._theme is not None:
-            spans += self._by_appearance(path)
-            return [*spans, *prose(text, facts)] if self._matcher.allowing else spans
-        page = self._pages[path]
-        for number, span in self._matcher.pieces(path, text, page):
-            spans.append(span)
-            piece = page.pieces[number]
-            hidden_part = text[max(span[0], piece.value_start) : span[1]]
-            if piece.kind != "heading" and len(hidden_part.split()) <= 8 and not links(hidden_part):
-                abouts = page.mentions[number] & self._matcher.abouts or {path}
-                for value in self._values(hidden_part, None):
-                    secret.setdefault(value, set()).update(abouts)
-        for piece, mentions in zip(page.pieces, page.mentions, strict=True):
-            if path not in gone and mentions & gone and not self._matcher.allowing:
-                spans.append((piece.start, piece.end))
-        if self._matcher.allowing:
-            spans += self._matcher.rest(text, page, [fact for fact in facts if fact not in hidden], self._names, path)
-        else:
-            spans += self._matcher.unread(path, text, page, facts)
-        hidden_text = [text] if path in gone else [text[start:end] for start, end in spans]
-        self._words |= {value for hidden_part in hidden_text for value in self._matcher.words(hidden_part)}
-        return [*spans, *self._by_appearance(path)]
-
-    def _values(self, text: str, fact: Fact | None) -> Iterable[Value]:
-        """The values in a hidden text, except single words from names of notes, because the names themselves may be
-        said.
-        """
-        for value in values_of(text, fact, self._theme is None):
-            if value.kind != "word" or (
-                value.text.casefold() not in self._named and not self._matcher.says(value.text)
-            ):
-                yield value
-
-    def _by_appearance(self, path: str) -> Iterable[Span]:
-        """Spans that look like values of forbidden categories."""
-        for rule in self.rules:
-            if not rule.allow and rule.category:
-                for span in of_category(rule.category, self._files[path], wide=self._theme is None):
-                    if rule.about is None or self._pages[path].concerns(span, rule.about):
-                        yield span
-
-    def _repeated_values(
-        self, path: str, seen: Sequence[Fact], index: Index, secret: Mapping[Value, set[str]]
-    ) -> Iterable[Span]:
-        """Further occurrences of hidden values, except where another note's permitted fact has the same value."""
-        page = self._pages[path]
-        free = sorted((fact.value_start, fact.value_end, fact.about) for fact in seen)
-        for start, end, value in index.find_disguised(self._files[path]):
-            abouts = secret[value]
-            permitted = [about for first, last, about in free if first < end and start < last]
-            here = page.touches((start, end), abouts)
-            if permitted and (self._theme is not None or (not here and not abouts & set(permitted))):
+            spans[path] += self._unfound(path, text, facts)
+            spans[path] += self._rest(path, text, shown[path]) if self._only else ()
+        index, exact = self._indexes(gone, spans, facts, hidden)
+        renamed = self._renamed(gone, [index, exact])
+        resolve = link_resolver(self._files)
+        for path, text in self._files.items():
+            if path in gone:
                 continue
-            near = here or (self._theme is None and value.kind == "text" and page.knows(abouts))
-            if is_specific(value) or near or self._matcher.everywhere(value):
+            places = [*spans[path], *self._by_form(text, path), *exact.spans(text)]
+            places += index.spans(text)
+            for start, end, target, _ in links(text):
+                if resolve(target) in gone or resolve(target) in renamed:
+                    places.append((start, end))
+            self.view[renamed.get(path, path)] = redacted(text, places)
+        kept = {value for one in (self._all, exact) for value in one.values}
+        told = {value for text in self.view.values() for _, _, values in self._all.find(text) for value in values}
+        self._secrets = Index(kept - told)
+
+    def _indexes(
+        self, gone: set[str], spans: Mapping[str, Sequence[Span]], facts: Sequence[Fact], hidden: set[Fact]
+    ) -> tuple[Index, Index]:
+        """The hidden values that all notes are searched for: those that are specific, and those that a rule or the
+        name of a hidden note gives exactly. A value that a visible fact of the same label states too, or a visible
+        note is called, is not hidden elsewhere.
+        """
+        labels = {label for fact in hidden for label in fact.labels}
+        taken = {path: sorted(places) for path, places in spans.items()}
+        free = {
+            squeeze(self._files[fact.note][fact.value_start : fact.value_end])
+            for fact in facts
+            if fact not in hidden and fact.labels & labels and not _inside(fact.value_start, taken[fact.note])
+        }
+        free |= {squeeze(name) for name, path in self._names.items() if path not in gone}
+        texts = [self._files[path][start:end] for path, places in spans.items() for start, end in places]
+        secrets = {piece for text in texts for piece in _pieces(_LINK.sub(r",\1,", text)) if squeeze(piece) not in free}
+        self._all = Index(secrets)
+        specific = [value for value in secrets if len(squeeze(value)) >= _SPECIFIC + value.isdigit()]
+        exact = [one.rule.value for one in self._hide if one.rule.value and one.rule.label is None]
+        # The facts of a generated world are all known, so equal values of others stay.
+        names = [name for name, path in self._names.items() if path in gone]
+        return Index(specific if self._theme is None else ()), Index([*exact, *names])
+
+    def _hides(self, fact: Fact) -> bool:
+        """Whether the rules forbid a fact."""
+        if any(self._covers(one, fact, exactly=self._theme is not None) for one in self._hide):
+            return True
+        return fact.kind != "link" and any(not any(self._covers(s, fact, True) for s in only) for only in self._only)
+
+    def _covers(self, one: Selected, fact: Fact, exactly: bool) -> bool:
+        rule = one.rule
+        if not one.concerns(fact.about) or (rule.value and squeeze(rule.value) not in squeeze(fact.value)):
+            return False
+        if rule.label and not any(_names_label(rule.label, label, exactly) for label in fact.labels):
+            return False
+        text = self._files[fact.note][fact.value_start : fact.value_end]
+        return (
+            not rule.category
+            or fact.kind == rule.category
+            or (not exactly and bool(category_spans(rule.category, text)))
+        )
+
+    def _labeled(self, path: str, one: Selected) -> Iterator[Span]:
+        """The parts of a note under the label of a rule, in which its category or value occurs, if it has one."""
+        label, text = one.rule.label or "", self._files[path]
+        for start, end in parts_under(text, len(label.split()), lambda words: _names_label(label, words, False)):
+            part = text[start:end]
+            if one.rule.value and squeeze(one.rule.value) not in squeeze(part):
+                continue
+            if not one.rule.category or category_spans(one.rule.category, part):
                 yield start, end
 
-    def _by_name(self, path: str, names: Index, gone: set[str]) -> Iterable[Span]:
-        """Sentences that name a note about which nothing may be said, and links to it."""
-        if gone:
-            text = self._files[path]
-            yield from (sentence_at(text, (start, end)) for start, end, _ in names.find(text))
-            yield from ((start, end) for start, end, target, _ in links(text) if self._leads(target) in gone)
-
-    def _links(self, path: str, spans: Sequence[Span], turned: Mapping[str, str]) -> Iterable[Span]:
-        """Complete links to notes whose names are hidden, and, in vaults without a theme, links that are partly
-        hidden.
-        """
+    def _elsewhere(self, path: str, one: Selected) -> Iterator[Span]:
+        """The parts of another note under the label of a rule that stand beside or below the name of its note."""
         text = self._files[path]
-        if turned:
-            yield from ((start, end) for start, end, target, _ in links(text) if self._leads(target) in turned)
-        if self._theme is None and spans:
-            places = [(start, end) for start, end, _, _ in links(text)]
-            places += [match.span() for match in _WEB_LINK.finditer(text)]
-            yield from (place for place in places if within(place, spans))
+        names = [name for name, other in self._names.items() if one.concerns(other) and len(name) > 1]
+        if not any(name in text.casefold() for name in names):
+            return
+        regions = list(parts_under(text, 1, lambda words: any(_stems(name) <= _stems(words) for name in names)))
+        for start, end in self._labeled(path, one):
+            line = text[text.rfind("\n", 0, start) + 1 : end].casefold()
+            if any(name in line for name in names) or any(a <= start < b for a, b in regions):
+                yield start, end
 
-    def _renamed(self, gone: set[str], index: Index, secret: Mapping[Value, set[str]]) -> dict[str, str]:
-        """Path -> a neutral path, for each note whose own path would reveal something."""
-        renamed: dict[str, str] = {}
-        for path in sorted(self._files):
-            if path in gone or path == USER:
+    def _by_form(self, text: str, path: str | None) -> list[Span]:
+        """The places with the form of a hidden category: in the note `path`, or in any text if it is None."""
+        wanted = {
+            one.rule.category
+            for one in self._hide
+            if one.rule.category
+            and not one.rule.label
+            and not one.rule.value
+            and (one.notes is None or one.concerns(*filter(None, [path])))
+        }
+        return [span for name in wanted for span in category_spans(name, text, wide=self._theme is None)]
+
+    def _unfound(self, path: str, text: str, facts: Sequence[Fact]) -> Iterator[Span]:
+        """All of a note, but its title, if a rule names a label of this note that it does not have: the fact may be
+        told in other words.
+        """
+        for one in self._hide:
+            if one.rule.label is None or one.notes != {path} or any(self._labeled(path, one)):
                 continue
-            name = path.removesuffix(".md").replace("_", " ")
-            page = self._pages[path]
-            reveals = any(
-                is_specific(value) or (self._theme is None and page.knows(secret[value]))
-                for _, _, value in index.find(name)
-            )
-            for rule in self.rules if self._theme is None else ():
-                if not rule.allow and rule.category and (rule.about is None or page.knows({rule.about})):
-                    reveals = reveals or bool(of_category(rule.category, name))
-            if reveals:
-                number = len(renamed) + 1
+            if not any(self._covers(one, fact, self._theme is not None) for fact in facts):
+                yield from self._rest(path, text, [], links_too=False)
+
+    def _rest(self, path: str, text: str, permitted: Sequence[Fact], links_too: bool = True) -> Iterator[Span]:
+        """Everything in a note except the permitted facts, and the names of notes in its title and links."""
+        if permitted and all(any(one.whole and one.concerns(path) for one in only) for only in self._only):
+            return
+        kept = [(f.start, f.end) for f in permitted if f.kind != "link" and (self._theme or _plain_place(text, f))]
+        for start, end, target, alias in links(text) if links_too else ():
+            stem = re.sub(r"[_-]+", " ", target.removesuffix(".md").rpartition("/")[2]).casefold()
+            known = self._names.get(" ".join(alias.casefold().split()))
+            if not alias or (known is not None and known == self._names.get(stem, known)):
+                kept.append((start, end))
+        title = _TITLE.search(text)
+        kept += [title.span()] if title else []
+        at = 0
+        for start, end in [*sorted(kept), (len(text), len(text))]:
+            for match in re.finditer(r"[^\W_](?:[^\n]*[^\W_])?", text[at:start]):
+                yield at + match.start(), at + match.end()
+            at = max(at, end)
+
+    def _renamed(self, gone: set[str], indexes: Sequence[Index]) -> dict[str, str]:
+        """Path -> neutral path of each note whose name contains something hidden."""
+        renamed: dict[str, str] = {}
+        number = 0
+        for path in sorted(set(self._files) - gone - {USER}):
+            name = re.sub(r"[/_.]", " ", path.removesuffix(".md"))
+            if any(any(index.spans(name)) for index in indexes) or self._by_form(name, path):
+                number += 1
                 while f"hidden-{number}.md" in self._files:
-                    number += len(self._files)
+                    number += 1
                 renamed[path] = f"hidden-{number}.md"
         return renamed
 
-    def _hidden_names(self, hidden: set[Fact]) -> list[str]:
-        """Names of notes about which nothing may be said, and of targets of forbidden relations."""
-        gone = {rule.about for rule in self.rules if rule == Rule(False, about=rule.about) and rule.about}
-        gone |= {fact.value for fact in hidden if fact.kind == "link" and fact.about not in gone}
-        asked = {rule.about for rule in self.rules if rule.label or rule.category}
-        return [name for name, path in self._names.items() if path in gone - asked]
+
+def _inside(place: int, spans: Sequence[Span]) -> bool:
+    """Whether a place is in the last of the sorted spans that begin before it."""
+    at = bisect_right(spans, (place, sys.maxsize))
+    return at > 0 and place < spans[at - 1][1]
+
+
+def _plain_place(text: str, fact: Fact) -> bool:
+    """Whether nothing above a fact suggests that it belongs to something else than its note."""
+    headings = re.findall(r"^#{2,6}\s+(.*)|^(?:---+|===+)$", text[: fact.start], re.MULTILINE)
+    line = text[text.rfind("\n", 0, fact.start) + 1 : fact.end]
+    return line[:1].strip() != "" and (not headings or not _stems(headings[-1]) - _NEUTRAL)
+
+
+def _pieces(text: str) -> list[str]:
+    """A hidden text and, unless it is long, the items in it."""
+    text = re.sub(r"^(?:[-*+>]|\d+[.)])\s+", "", text.strip().removesuffix("-->").strip())
+    items = re.split(r"\s*(?:[,;()|:\[\]]|^[-*+])\s*(?:and\s+)?|\s+and\s+", text) if len(text.split()) <= _ITEMS else []
+    return [one for one in {text, *items} if len(squeeze(one)) > 1 or re.search(r"\d", one)]
+
+
+def _names_label(wanted: str, label: str, exactly: bool) -> bool:
+    """Whether a label of a note is the one of a rule; unless `exactly`, also if it has more words, or in the plural."""
+    if exactly:
+        return plain_label(wanted) == plain_label(label)
+    return _stems(wanted) <= _stems(label)
+
+
+def _stems(text: str) -> set[str]:
+    words = re.findall(r"[^\W_]+", text.casefold())
+    return {re.sub(r"(?:y|ies|es|s)$", "", word) if len(word) > 3 else word for word in words}

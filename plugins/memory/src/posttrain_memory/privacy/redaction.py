@@ -1,262 +1,192 @@
-"""Finds hidden values in text, in all their spellings, and replaces them."""
+"""Finds exact values in text, whatever their case and separators, and replaces them."""
 
+import html
 import re
 import unicodedata
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
-from posttrain_memory.privacy.facts import Fact
-from posttrain_memory.privacy.readings import fold, readings
-from posttrain_memory.worlds.values import FINDABLE, find, links, number_words
+from phonenumbers import Leniency, NumberParseException, PhoneNumberFormat, PhoneNumberMatcher, format_number, parse
+
+from posttrain_memory.worlds.values import FINDABLE, MONTHS, amount_of, canonical, find
 
 HIDDEN = "[hidden]"
 """The replacement for hidden text."""
 
 Span = tuple[int, int]
 
-_WORD = re.compile(r"[^\W_]+")
-_RUN = re.compile(r"\d(?:[\W_]{0,12}\d)*")
-_SCALED = re.compile(r"(\d[\d.,]*)\s?(k|m|mio|mn|thousand|million)\b", re.IGNORECASE)
-_SCALES = {"k": 3, "thousand": 3, "m": 6, "mio": 6, "mn": 6, "million": 6}
-_ONES = re.findall(
-    r"\S+", "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_NOISE = re.compile(
+    r"<[^<>\n]{0,60}>|\]\([^()\n]{0,200}\)|[*_`~\[\]{}|…]+|%[0-9A-Fa-f]{2}|=[0-9A-F]{2}|&#?\w{1,8};|\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}"
 )
-_ONES += ["seventeen", "eighteen", "nineteen"]
-_TENS = dict(
-    zip(re.findall(r"\S+", "twenty thirty forty fifty sixty seventy eighty ninety"), range(20, 100, 10), strict=True)
-)
-NUMERALS = frozenset([*_ONES, *_TENS, "oh", "hundred", "thousand", "million"])
-"""English number words."""
-_TAIL = 7
-_GLUED = 6
-"""Values with at least this many letters are also found inside a word."""
+"""What separates or stands for the characters that a page shows."""
+_ALIKE = str.maketrans("асеіорхуАВСЕНКМОРТХ", "aceiopxyABCEHKMOPTX")
+"""Cyrillic letters and the Latin ones that look the same."""
 
-
-@dataclass(frozen=True)
-class Value:
-    """A value that must not be said. `text` is canonical for types that can be recognized, otherwise as written.
-    `kind` is such a type, `text`, `word` (a significant word of a text) or `digits` (the digits of an amount in a
-    text).
-    """
-
-    kind: str
-    text: str
-
-
-def is_specific(value: Value) -> bool:
-    """Whether a value is so specific that it means the same wherever it occurs."""
-    return value.kind in ("phone", "email", "date", "money", "digits") or (
-        value.kind == "text" and (len(value.text) >= 12 or bool(re.search(r"\d", value.text)))
-    )
+_RUN = re.compile(r"[^\W_]+")
+_LONGEST = 200
+"""Maximum number of letters and digits of a value; longer texts are found by their beginning."""
+_MONTH = "|".join([*MONTHS, *(name[:3] for name in MONTHS)])
+_SIGN = r"[$€£¥₹₽₩₺]"
+_COIN = rf"{_SIGN}|[A-Z]{{3}}\b|(?i:dollars?|euros?|pounds?|francs?|yen|rupees?|quid|bucks)\b"
+_SCALE = r"(?:\s?(?:k|m|bn|thousand|million|billion)\b)?"
+_WIDE = {
+    "phone": re.compile(r"(?<![\w.])(?!\d{4}-\d\d-\d\d)\+?\(?\d(?:[ ()/·.–-]{0,3}\d){6,14}(?!\w)"),
+    "email": re.compile(
+        r"[^\s@<>()\[\]|,;]{1,64}@[^\s@<>()\[\]|,;]{1,255}|[\w.+-]{1,64}\s?[(\[]at[)\]]\s?[\w.-]{1,255}(?:\s?[(\[]dot[)\]]\s?\w+)*"
+    ),
+    "money": re.compile(
+        rf"(?:{_SIGN}|\b(?:[A-Z]{{3}}|Rs\.?))\s?\d[\d.,'’]*{_SCALE}|\b\d(?:[\d.,'’ ]{{0,20}}\d)?{_SCALE}\s?(?:k\s?)?(?:{_COIN})"
+    ),
+    "date": re.compile(
+        rf"\b\d{{1,4}}[./-]\d{{1,2}}(?:[./-]\d{{1,4}})?\b|\b(?:\d{{1,2}}(?:st|nd|rd|th|\.)?\s+(?:of\s+)?)?(?:{_MONTH})\b\.?"
+        r"(?:\s+\d{1,2}(?:st|nd|rd|th)?\b)?(?:,?\s+(?:in\s+)?\d{4})?|\b(?:1[5-9]|20)\d\d\b|\b(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
+    ),
+    "number": re.compile(r"[^\W_]*\d[^\W_]*"),
+}
+"""Forms that belong to a category in notes of unknown origin, besides the values that are understood."""
+_FRACTION = re.compile(r"(?<![\d.])\d{1,4}\.\d{1,5}(?![\d.])")
+"""Measurements, which are no part of a phone number."""
 
 
 class Index:
-    """Finds many values in a text in one pass, in all their known spellings."""
+    """Finds many values in a text in one pass.
 
-    def __init__(self, values: Iterable[Value]) -> None:
-        self._words: dict[tuple[str, ...], list[Value]] = {}
-        self._lengths: dict[str, set[int]] = {}
-        """First word -> the numbers of words of the values that begin with it."""
-        self._typed: dict[tuple[str, str], Value] = {}
-        self._digits: dict[str, list[Value]] = {}
-        self._tails: dict[str, list[Value]] = {}
-        self._squeezed: dict[str, Value] = {}
-        self.values = list(dict.fromkeys(values))
-        for value in self.values:
-            self._add(value)
+    Texts are compared by their letters and digits alone; phone numbers, e-mail addresses, dates and amounts also by
+    what they mean.
+    """
+
+    def __init__(self, values: Iterable[str]) -> None:
+        self.values = set(values)
+        self._typed: dict[tuple[str, str], set[str]] = {}
+        self._squeezed: dict[str, set[str]] = {}
+        for text in self.values:
+            meanings = {kind: value for kind in FINDABLE if (value := canonical(kind, text)) is not None}
+            for kind, value in meanings.items():
+                self._typed.setdefault((kind, value), set()).add(text)
+            spellings = {squeeze(text)[:_LONGEST], amount_of(meanings.get("money", ""))}
+            spellings |= _national(meanings["phone"]) if "phone" in meanings else set()
+            # A single digit is found only where it is the whole number or amount.
+            spellings = {one for one in spellings if len(one) > 3 or not meanings}
+            for spelling in spellings - {""}:
+                self._squeezed.setdefault(spelling, set()).add(text)
+        self._sorted = sorted(self._squeezed)
         self._kinds = {kind for kind, _ in self._typed}
 
-    def _add(self, value: Value) -> None:
-        if value.kind in FINDABLE:
-            self._typed[value.kind, value.text] = value
-        if value.kind in ("phone", "money", "number", "digits"):
-            digits = re.sub(r"\D", "", re.sub(r"\.00?$", "", value.text.split(" ")[-1]))
-            if len(digits) >= 3:
-                self._digits.setdefault(digits, []).append(value)
-            if value.kind == "phone" and len(digits) >= _TAIL:
-                self._tails.setdefault(digits[-_TAIL:], []).append(value)
-        elif value.kind not in FINDABLE:
-            spellings = {value.text.casefold(), fold(value.text.casefold())}
-            for parts in filter(None, (tuple(_WORD.findall(spelling)) for spelling in spellings)):
-                self._words.setdefault(parts, []).append(value)
-                self._lengths.setdefault(parts[0], set()).add(len(parts))
-                if len("".join(parts)) >= 5:
-                    self._squeezed.setdefault("".join(parts), value)
+    def find(self, text: str) -> Iterator[tuple[int, int, set[str]]]:
+        """Start, end and values of each occurrence, unordered. Values begin and end at the edge of a word."""
+        for reading, places in readings(text):
+            for start, end, values in self._find(reading):
+                yield places[start], places[end], values
 
-    def find(self, text: str) -> Iterator[tuple[int, int, Value]]:
-        """Start, end and value of each occurrence, unordered. Time is linear in the text and independent of the
-        number of values.
-        """
-        if self._words:
-            yield from self._spelled(text)
+    def _find(self, text: str) -> Iterator[tuple[int, int, set[str]]]:
         for kind in self._kinds:
             for item in find(kind, text):
                 if (kind, item.value) in self._typed:
                     yield item.start, item.end, self._typed[kind, item.value]
-        if "number" in self._kinds:
-            for match in re.finditer(r"[a-z]+", text, re.IGNORECASE):
-                for number in number_words(match.group()):
-                    if ("number", number) in self._typed:
-                        yield match.start(), match.end(), self._typed["number", number]
-        if self._digits or self._tails:
-            yield from self._numerals(text)
+        runs = [match.span() for match in _RUN.finditer(text)] if self._sorted else []
+        parts = [squeeze(text[start:end]) for start, end in runs]
+        for first in range(len(runs)):
+            word = ""
+            for last in range(first, len(runs)):
+                word += parts[last]
+                at = bisect_left(self._sorted, word)
+                if at == len(self._sorted) or not self._sorted[at].startswith(word):
+                    break
+                if self._sorted[at] == word:
+                    yield runs[first][0], runs[last][1], self._squeezed[word]
 
-    def find_disguised(self, text: str) -> Iterator[tuple[int, int, Value]]:
-        """`find` in all readings of a text."""
-        for reading in readings(text):
-            yield from ((*reading.span(start, end), value) for start, end, value in self.find(reading.text))
-
-    def squeezed(self, text: str) -> Iterator[Span]:
-        """Spans of a short text that contain a value with separators between its letters (`l u-p u s`), in all
-        readings. Time is linear in the number of values.
-        """
-        for reading in readings(text):
-            yield from (reading.span(*span) for span in self._squeezed_in(reading.text))
-
-    def _squeezed_in(self, text: str) -> Iterator[Span]:
-        places = [match.start() for match in re.finditer(r"[^\W_]", text)]
-        squeezed = "".join(text[place].casefold()[:1] for place in places)
-        for wanted in self._squeezed:
-            at = squeezed.find(wanted)
-            while at >= 0:
-                first, last = places[at], places[at + len(wanted) - 1] + 1
-                before, after = text[first - 1 : first], text[last : last + 1]
-                glued = last - first == len(wanted) >= _GLUED and self._squeezed[wanted].kind == "text"
-                if glued or (not before.isalnum() and not (after.isalnum() and after != "s")):
-                    yield first, last
-                at = squeezed.find(wanted, at + 1)
-
-    def _spelled(self, text: str) -> Iterator[tuple[int, int, Value]]:
-        words = [(match.group().casefold(), match.start(), match.end()) for match in _WORD.finditer(text)]
-        for i, (word, start, end) in enumerate(words):
-            if word.endswith("s") and 1 in self._lengths.get(word[:-1], ()):
-                yield from ((start, end, value) for value in self._words[(word[:-1],)])
-            for length in self._lengths.get(word, ()):
-                run = words[i : i + length]
-                if len(run) < length or any(after[1] - before[2] > 4 for before, after in pairwise(run)):
-                    continue
-                parts = tuple(one for one, _, _ in run)
-                matches = self._words.get(parts, [])
-                if length > 1 and parts[-1].endswith("s"):
-                    matches = [*matches, *self._words.get((*parts[:-1], parts[-1][:-1]), [])]
-                yield from ((start, run[-1][2], value) for value in matches)
-
-    def _numerals(self, text: str) -> Iterator[tuple[int, int, Value]]:
-        for run in _RUN.finditer(text):
-            groups = [
-                (m.group(), run.start() + m.start(), run.start() + m.end()) for m in re.finditer(r"\d+", run.group())
-            ]
-            for i in range(len(groups)):
-                digits = ""
-                for group, _, end in groups[i:]:
-                    digits += group
-                    if len(digits) > 20:
-                        break
-                    yield from ((groups[i][1], end, value) for value in self._meant(digits))
-        for match in _SCALED.finditer(text):
-            whole, _, part = match[1].replace(",", ".").rstrip(".").rpartition(".")
-            whole, part = (whole, part) if whole else (part, "")
-            digits = (whole + part.ljust(_SCALES[match[2].casefold()], "0")).replace(".", "").lstrip("0")
-            yield from ((match.start(), match.end(), value) for value in self._meant(digits))
-        for start, end, digits in numerals(text):
-            yield from ((start, end, value) for value in self._meant(digits))
-
-    def _meant(self, digits: str) -> Iterator[Value]:
-        yield from self._digits.get(digits, ())
-        if len(digits) >= _TAIL:
-            yield from self._tails.get(digits[-_TAIL:], ())
+    def spans(self, text: str) -> Iterator[Span]:
+        """The places of the values in `text`, unordered."""
+        yield from ((start, end) for start, end, _ in self.find(text))
 
 
-def numerals(text: str) -> Iterator[tuple[int, int, str]]:
-    """Start, end and digits of numbers in words: `one hundred twenty thousand`, or digit by digit, `four one seven`."""
-    run: list[re.Match[str]] = []
-    for match in [*re.finditer(r"[a-z]+", text, re.IGNORECASE), None]:
-        if match and match.group().casefold() == "and" and run:
-            continue
-        if match and match.group().casefold() in NUMERALS and (not run or match.start() - run[-1].end() <= 6):
-            run.append(match)
-            continue
-        if run:
-            words = [one.group().casefold() for one in run]
-            yield run[0].start(), run[-1].end(), _spelled_number(words)
-        run = [match] if match and match.group().casefold() in NUMERALS else []
+def _national(digits: str) -> set[str]:
+    """The digits of a phone number, and those of its form without a country code."""
+    try:
+        number = parse(f"+{digits}")
+    except NumberParseException:
+        return {digits}
+    national = format_number(number, PhoneNumberFormat.NATIONAL)
+    return {digits, str(number.national_number), squeeze(national)}
 
 
-def _spelled_number(words: Sequence[str]) -> str:
-    if len(words) > 1 and all(word == "oh" or (word in _ONES and _ONES.index(word) < 10) for word in words):
-        return "".join("0" if word == "oh" else str(_ONES.index(word)) for word in words)
-    total = part = 0
-    for word in words:
-        if word in ("thousand", "million"):
-            total, part = total + (part or 1) * (1_000 if word == "thousand" else 1_000_000), 0
-        elif word == "hundred":
-            part = (part or 1) * 100
-        else:
-            part += _TENS.get(word, 0) or (_ONES.index(word) if word in _ONES else 0)
-    return str(total + part)
+def squeeze(text: str) -> str:
+    """The letters and digits of a text in lower case, without accents."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKD", text)
+        text = "".join(sign for sign in text if not unicodedata.combining(sign))
+    return "".join(_RUN.findall(text.casefold()))
+
+
+def category_spans(category: str, text: str, wide: bool = True) -> list[Span]:
+    """The places in `text` with the form of a category. Without `wide`, only forms that generated worlds use."""
+    if not wide:
+        return [(item.start, item.end) for item in find(category, text)]
+    return [(at[start], at[end]) for reading, at in readings(text) for start, end in _forms(category, reading)]
+
+
+def _forms(category: str, text: str) -> Iterator[Span]:
+    if category == "phone":
+        text = _FRACTION.sub(lambda match: "\0" * len(match.group()), text)
+    yield from ((item.start, item.end) for item in find(category, text))
+    yield from (match.span() for match in _WIDE[category].finditer(text))
+    if category == "phone":
+        matches = PhoneNumberMatcher(text, None, Leniency.POSSIBLE, max_tries=len(text) + 1)
+        yield from ((match.start, match.end) for match in matches)
+
+
+def readings(text: str) -> Iterator[tuple[str, Sequence[int]]]:
+    """The text, and the text as a page shows it: without tags, targets of links and marks, with escapes decoded and
+    look-alike letters as Latin ones. With each, the place in `text` of every character and of the end.
+    """
+    yield text, range(len(text) + 1)
+    reading, places = text, list(range(len(text) + 1))
+    for _ in range(3):
+        pieces: list[str] = []
+        kept: list[int] = []
+        at = 0
+        for match in _NOISE.finditer(reading):
+            shown = _decoded(match.group())
+            pieces += [reading[at : match.start()], shown]
+            kept += [*places[at : match.start()], *[places[match.start()]] * len(shown)]
+            at = match.end()
+        if not pieces:
+            break
+        reading, places = "".join([*pieces, reading[at:]]), kept + places[at:]
+    reading = reading.translate(_ALIKE)
+    if reading != text:
+        yield reading, places
+
+
+def _decoded(noise: str) -> str:
+    if noise[0] == "&":
+        return html.unescape(noise)
+    if noise[0] in "%=\\":
+        return chr(int(noise.lstrip("%=\\ux"), 16))
+    return " " if noise[0] in "<|" and noise[:3] in ("<br", "|") else ""
 
 
 def normalized(text: str) -> str:
-    """`text` without zero-width characters, and with full-width letters, digits and signs replaced by ordinary ones."""
+    """`text` without invisible and combining characters, with variants of letters, digits and signs as plain ones."""
     if text.isascii():
         return text
     characters = []
     for sign in text:
-        if unicodedata.category(sign) == "Cf" or sign in "\u034f\u115f\u1160\u3164\ufe0f":
+        if unicodedata.category(sign) in ("Cf", "Me") or sign in "\u034f\u0335\u0336\u115f\u1160\u3164\ufe0f":
             continue
         plain = unicodedata.normalize("NFKC", sign) if not sign.isascii() else sign
+        digit = unicodedata.digit(sign, None)
+        plain = str(digit) if digit is not None else plain
         characters.append(plain if plain.isascii() and sign != "…" else sign)
     return "".join(characters)
 
 
-def prose(text: str, facts: Sequence[Fact]) -> Iterable[Span]:
-    """Sentences of a note outside of headings, links and recognized facts."""
-    taken = sorted([(fact.start, fact.end) for fact in facts] + [(start, end) for start, end, _, _ in links(text)])
-    at = 0
-    for line in re.finditer(r"[^\n]+", text):
-        stripped = line.group().lstrip()
-        if stripped.startswith("#") or re.fullmatch(r"[\s|:-]+", line.group()):
-            continue
-        while at < len(taken) and taken[at][1] <= line.start():
-            at += 1
-        for match in re.finditer(r"\S.*?(?:[.!?](?=\s|$)|$)", line.group()):
-            start, end = line.start() + match.start(), line.start() + match.end()
-            for first, last in taken[at:]:
-                if first >= end:
-                    break
-                if last > start:
-                    if first > start:
-                        yield start, first
-                    start = max(start, last)
-            if end > start and re.search(r"\w", text[start:end]):
-                yield start, end
-
-
-def sentence_at(text: str, span: Span) -> Span:
-    """The sentence or line around `span`."""
-    before = max(text.rfind("\n", 0, span[0]), *(text.rfind(f"{sign} ", 0, span[0]) + 1 for sign in ".!?"))
-    ends = [
-        place for place in (text.find("\n", span[1]), *(text.find(f"{sign} ", span[1]) for sign in ".!?")) if place >= 0
-    ]
-    return max(before + 1, 0), min(ends, default=len(text))
-
-
-def within(span: Span, spans: Iterable[Span]) -> bool:
-    """Whether a span overlaps any of the others."""
-    return any(start < span[1] and span[0] < end for start, end in spans)
-
-
 def redacted(text: str, spans: Iterable[Span]) -> str:
-    """`text` with each run of overlapping spans replaced by `[hidden]`."""
-    pieces, at = [], 0
-    merged: list[list[int]] = []
+    """`text` with each run of overlapping or touching spans replaced by `[hidden]`."""
+    pieces, at, last = [], 0, -1
     for start, end in sorted(span for span in spans if span[1] > span[0]):
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    for start, end in merged:
-        pieces += [text[at:start], HIDDEN]
-        at = end
+        if start > last:
+            pieces += [text[at:start], HIDDEN]
+        last = max(last, end)
+        at = last
     return "".join([*pieces, text[at:]])

@@ -1,300 +1,150 @@
-"""The closed language of privacy rules, parsed from English sentences.
+"""Privacy rules: what may be seen of a vault, by note, label, category and value.
 
-A rule forbids something, or permits it exclusively. It names a fact by its label, a category (phone numbers, e-mail
-addresses, addresses, dates, amounts of money, numbers) or everything, of one note or of all. The meaning of a
-sentence outside of this language is not guessed: the caller must then show nothing.
+A set of rules is a YAML document with lists of things to `hide`, or that alone may be shown (`only`):
+
+    hide:
+      - category: phone
+      - {note: Ada Stone, label: salary}
+      - note: entities/health/*
+      - value: Project Falcon
+    to: mcp
+
+A document that does not fit this schema hides everything.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal, Self, get_args
 
-from posttrain_memory.vault.paths import USER
-from posttrain_memory.worlds.theme import plain_label, themes
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-CATEGORIES: dict[str, tuple[str, ...]] = {
-    "phone": ("phone", "phone number", "telephone", "telephone number", "mobile number", "number to call"),
-    "email": ("email", "e-mail", "email address", "e-mail address", "mail address"),
-    "address": ("address", "street address", "postal address", "home address"),
-    "date": ("date", "calendar date"),
-    "money": ("money", "amount of money", "sum of money", "money amount", "price", "amount", "money value", "sum"),
-    "number": ("number", "figure", "numeric value"),
-}
-"""Category -> its names, in the singular."""
-_GROUPS = dict.fromkeys(
-    ("contact detail", "contact", "contact information", "contact data", "contact info"), ("phone", "email", "address")
-)
-_ALSO = tuple(
-    frozenset(group.split("/"))
-    for group in (
-        "salary/pay/wage/wages/income/earnings/earns/compensation",
-        "password/passcode/passphrase/login/credential/credentials/pwd/pw/pin/secret",
-        "pin/pin code/passcode/code",
-        "diagnosis/illness/disease/condition/disorder/suffers from",
-        "allergy/allergies/allergic to/intolerance",
-        "medication/medicine/medicines/drug/drugs/prescription/therapy/treatment",
-        "birthday/birthdate/birth date/date of birth/born/dob",
-        "partner/spouse/wife/husband/girlfriend/boyfriend/fiance/married to",
-        "children/child/kids/kid/son/sons/daughter/daughters",
-        "employer/company/works at/works for/work/employed by",
-        "job/occupation/profession/position/work",
-        "city/town/home town/lives in/residence",
-        "religion/faith/belief/church",
-        "weight/weighs",
-        "age/years old",
-        "bank account/account/iban/account number",
-    )
-)
-"""Other names that people use for the same fact."""
-_EVERYTHING = ("everything", "anything", "information", "detail", "data", "fact", "something", "all", "thing")
+from posttrain.errors import InputError
+from posttrain.recipe.base import BaseConfig
+
+Category = Literal["phone", "email", "date", "money", "number"]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+FILE = "privacy.yaml"
+"""The file in the folder of a vault with its own rules. Only notes are open to the agent, so it cannot read or change it."""
+_LONGEST = 20_000
+"""Maximum number of characters of a set of rules."""
+
+_BRACKETS = 1000
+"""Maximum number of brackets, because the time to parse them grows with their square."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """`allow`: only this may be said; otherwise, this must not be said. `label` is a plain label, `category` a
-    category; with neither, the rule covers everything. `about` is the path of a note, or None for all notes.
-    """
+class Rule(BaseConfig):
+    """What has all of these properties."""
 
-    allow: bool
-    label: str | None = None
-    category: str | None = None
-    about: str | None = None
+    note: str | None = Field(None, min_length=1)
+    """The path, file name or title of a note, or a pattern of paths with `*`. null: every note."""
+    label: str | None = Field(None, min_length=1)
+    """The label of a fact, the heading of a section, or the head of a column."""
+    category: Category | None = None
+    """A kind of value that is recognized by its form."""
+    value: str | None = Field(None, min_length=2)
+    """An exact value, in any case and with any separators."""
+
+    @model_validator(mode="after")
+    def _check_properties(self) -> Self:
+        if not self.model_fields_set:
+            raise ValueError("a rule needs `note`, `label`, `category` or `value`; all notes are `note: '*'`")
+        return self
+
+
+class RuleSet(BaseConfig):
+    """What is hidden, and what alone is shown. Sets of rules add up: what one hides, no other shows."""
+
+    hide: tuple[Rule, ...] = ()
+    """What must not be shown."""
+    only: tuple[Rule, ...] = ()
+    """What may be shown, besides titles and links; everything else is hidden."""
+    to: Literal["chat", "mcp"] | None = None
+    """Whom the rules are for: the chat on a terminal, or programs over MCP. null: everyone."""
+
+    @field_validator("only")
+    @classmethod
+    def _check_only(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+        if any(rule.value is not None for rule in rules):
+            raise ValueError("a rule of `only` has no `value`; name the note, label or category")
+        return rules
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        if not self.hide and not self.only:
+            raise ValueError("set `hide` or `only`")
+        return self
 
 
 @dataclass(frozen=True)
 class NotUnderstood:
-    """A sentence that is not a rule, and the reason."""
+    """A text that is not a set of rules, and the reason."""
 
     sentence: str
     reason: str
 
 
-_VERBS = (
-    "reveal share disclose mention tell say give show expose include state name write use repeat report provide leak "
-    "return quote print list discuss divulge output answer put display cite communicate"
-)
-_PHRASES = (
-    "pass on|passing on|talk about|talking about|speak about|speaking about|give out|giving out|give away|giving away"
-    "|tell me|putting"
-)
-_SAYING = "|".join(
-    [_PHRASES, *(f"{verb}|{verb.removesuffix('e')}ing" for verb in _VERBS.split(" "))],
-)
-_SAID = (
-    "revealed|shared|disclosed|mentioned|told|said|given|given out|given away|shown|exposed|included|stated|named|written"
-    "|used|repeated|reported|provided|leaked|returned|quoted|printed|listed|discussed|divulged|output|passed on|displayed"
-    "|cited|talked about|seen|made known|communicated"
-)
-_NEVER = (
-    r"do not|don't|never|avoid|refrain from|you (?:must|may|should|shall|can|are|will) ?(?:not|never|n't)(?: allowed to)?"
-    r"|you (?:mustn't|cannot|can't|shouldn't|won't|may never)|must not|may not|make sure not to|be careful not to|take care not to"
-    r"|under no circumstances|without"
-)
-_HIDE = "hide|conceal|withhold|redact|omit|mask|leave out|remove|keep back|censor|suppress|obscure|obfuscate|hold back|protect"
-_SECRET = (
-    "private|secret|confidential|hidden|to yourself|off limits|off-limits|undisclosed|unsaid|protected|out of it"
-    "|out of (?:your|the|any) (?:answers?|reply|replies|response|responses)|sensitive|a secret"
-)
-_IS = r"(?:is|are|stays?|remains?|(?:must|should|has to|have to|needs? to|shall|will) (?:be|stay|remain|be kept)|is to be kept|are to be kept|kept)"
-_BUT = r"(?:but|except(?: for)?|other than|besides|apart from|save)"
-_FILLER = re.compile(
-    r"\b(?:please|kindly|in (?:your|the|any) (?:answers?|reply|replies|response|responses)|under any circumstances|at all|ever"
-    r"|in any (?:case|way|form)|to (?:anyone|anybody|others|me|anyone else|other people)|with (?:anyone|anybody|others|anyone else|me)"
-    r"|no matter (?:what|who asks|what is asked)|whatever (?:i|is) asked?|whoever asks|even if (?:i ask|asked)"
-    r"|for privacy reasons|from memory|from (?:my|the) (?:notes|vault|memory)|in (?:my|the) (?:notes|vault|memory)"
-    r"|when (?:you )?(?:answer|reply)(?:ing)?)\b[:,]?"
-)
+@dataclass(frozen=True)
+class Selected:
+    """A rule with the paths of its notes in one vault; `notes` is None for every note."""
 
-_FORMS: list[tuple[bool, re.Pattern[str]]] = [
-    (allow, re.compile(pattern))
-    for allow, pattern in [
-        (True, rf"(?:{_HIDE}) (?:everything|anything|all) {_BUT} (?P<x>.+)"),
-        (True, rf"(?:keep )?(?:everything|anything|all) {_BUT} (?P<x>.+?) {_IS}? ?(?:{_SECRET})"),
-        (True, rf"(?:{_NEVER}) (?:{_SAYING}) (?:anything|everything|information) {_BUT} (?P<x>.+)"),
-        (True, rf"(?:you may |you can )?(?:{_SAYING}) nothing {_BUT} (?P<x>.+)"),
-        (True, rf"nothing {_BUT} (?P<x>.+?) (?:may|can|must|should) be (?:{_SAID})"),
-        (True, rf"(?:you (?:may|can|are allowed to|must|should) )?(?:only|just) (?:{_SAYING}) (?P<x>.+)"),
-        (
-            True,
-            rf"(?:you (?:may|can|are allowed to|must|should) )?(?:{_SAYING}) (?:only|just|nothing more than) (?P<x>.+)",
-        ),
-        (True, rf"(?:only|just) (?P<x>.+?) (?:may|can|must|should) be (?:{_SAID})"),
-        (
-            True,
-            rf"(?P<x>.+?) (?:is|are) (?:all|the only thing|the only things|all that)(?: that)? (?:you )?(?:may|can) (?:be )?(?:{_SAID}|{_SAYING})",
-        ),
-        (False, rf"(?:{_NEVER}) (?:{_SAYING}) (?P<x>.+)"),
-        (False, rf"(?:{_NEVER}) let (?P<x>.+?) (?:be (?:{_SAID})|slip)"),
-        (False, rf"(?:{_SAYING}) (?P<x>(?:nothing|no).*)"),
-        (False, rf"(?P<x>(?:nothing|no) .+?) (?:may|can|must|should|is to|are to) be (?:{_SAID})"),
-        (False, rf"(?P<x>nothing) (?:may|can|must|should) be (?:{_SAID})"),
-        (False, rf"(?:{_HIDE}) (?P<x>.+)"),
-        (False, rf"keep (?P<x>.+?) (?:{_SECRET})"),
-        (False, rf"(?P<x>.+?) {_IS} (?:{_SECRET})(?: information| data)?"),
-        (
-            False,
-            rf"(?P<x>.+?) (?:must not|may not|must never|may never|should not|should never|is not to|are not to|cannot|shall not|is never to|are never to|can not) (?:be (?:{_SAID})|appear|come up)",
-        ),
-        (False, r"(?P<x>no .+)"),
-    ]
-]
-"""Sentence patterns; the first match counts. `x` is what the rule is about."""
+    rule: Rule
+    notes: frozenset[str] | None
+
+    def concerns(self, *paths: str) -> bool:
+        """Whether the rule covers any of these notes."""
+        return self.notes is None or not self.notes.isdisjoint(paths)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the rule covers everything in its notes."""
+        return self.rule.label is None and self.rule.category is None and self.rule.value is None
 
 
-def read_rules(text: str, labels: frozenset[str], names: Mapping[str, str]) -> list[Rule] | NotUnderstood:
-    """Parse all sentences of `text`. Returns the rules, or the first sentence that is not one.
+def parse_rules(text: str) -> RuleSet | NotUnderstood:
+    """The rules of a YAML document. Every scalar is read as text."""
+    sentence = " ".join(text.split())[:120]
+    if len(text) > _LONGEST or text.count("[") + text.count("{") > _BRACKETS:
+        return NotUnderstood(sentence, f"it has more than {_LONGEST} characters or {_BRACKETS} brackets")
+    try:
+        return RuleSet.model_validate(yaml.load(text, yaml.BaseLoader))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        return NotUnderstood(sentence, f"{f'{key}: ' if key else ''}{first['msg'].removeprefix('Value error, ')}")
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return NotUnderstood(sentence, "it is not a YAML document with the keys `hide` and `only`")
 
-    `labels` are the plain labels of the vault's facts; `names` maps lower-case names of its notes to their paths.
+
+def select(rule: Rule, names: Mapping[str, str], paths: Mapping[str, object]) -> Selected | None:
+    """`rule` with the notes of a vault that it names; None if no note has that name.
+
+    `names` maps lower-case names of notes to their paths; `paths` has all paths.
     """
-    rules: list[Rule] = []
-    rest = False
-    sentences = [part for part in re.split(r"(?:[.;!](?=\s|$)|\n)", text) if part.strip()]
-    for sentence in sentences:
-        parsed = _sentence(sentence, labels | _vocabulary(), names)
-        if isinstance(parsed, str):
-            return NotUnderstood(" ".join(sentence.split())[:120], parsed)
-        rules += parsed
-        rest = rest or not parsed
-    if rest and not any(rule.allow for rule in rules):
-        return NotUnderstood("", "it forbids the rest, but allows nothing")
-    return rules or NotUnderstood("", "the rule is empty")
+    if rule.note is None:
+        return Selected(rule, None)
+    if "*" in rule.note:
+        return Selected(rule, frozenset(path for path in paths if fnmatchcase(path, rule.note)))
+    path = rule.note if rule.note in paths else names.get(" ".join(rule.note.casefold().replace("_", " ").split()))
+    return None if path is None else Selected(rule, frozenset([path]))
 
 
-@lru_cache(maxsize=1)
-def _vocabulary() -> frozenset[str]:
-    """All labels of facts and relations in generated worlds."""
-    return frozenset(label for theme in themes().values() for label in theme.labels)
+def vault_rules(root: Path, to: Literal["chat", "mcp"]) -> list[str]:
+    """The rules in `privacy.yaml` of a vault that hold for `to`: one document, or several separated by `---`.
 
-
-@lru_cache(maxsize=1)
-def synonyms() -> dict[str, frozenset[str]]:
-    """Label -> the names that generated worlds and people use for the same fact, including itself."""
-    groups_of: dict[str, set[str]] = {}
-    for theme in themes().values():
-        groups: dict[str, set[str]] = {}
-        for label, key in theme.labels.items():
-            groups.setdefault(key, set()).add(label)
-        for group in groups.values():
-            for label in group:
-                groups_of.setdefault(label, set()).update(group)
-    for also in _ALSO:
-        for label in also:
-            groups_of.setdefault(label, set()).update(also)
-    return {label: frozenset(group) for label, group in groups_of.items()}
-
-
-def _sentence(sentence: str, labels: frozenset[str], names: Mapping[str, str]) -> list[Rule] | str:
-    # Links and names first, because they may contain any word, including `and` and `of`.
-    text = re.sub(
-        r"\[\[([^\[\]|#]*)[^\[\]]*\]\]", lambda m: m.group(1).rsplit("/", 1)[-1].removesuffix(".md"), sentence
-    )
-    text = " ".join(re.sub(r"[_\"“”«»`*]", " ", text).casefold().replace("’", "'").split())
-    places: list[str] = []
-    for name in sorted((name for name in names if name in text), key=len, reverse=True):
-
-        def mark(_: re.Match[str], path: str = names[name]) -> str:
-            places.append(path)
-            return f"@{len(places) - 1}@"
-
-        text = re.sub(rf"(?<![\w@]){re.escape(name)}(?![\w@])", mark, text)
-    text = " ".join(_FILLER.sub(" ", text).split()).strip(" ,:-")
-    for allow, form in _FORMS:
-        match = form.fullmatch(text)
-        if match:
-            return _things(match["x"].strip(" ,"), allow, labels, places)
-    return "it is not a sentence of the rules' language"
-
-
-def _things(text: str, allow: bool, labels: frozenset[str], places: list[str]) -> list[Rule] | str:
-    """The rules for a list of things. Each has an owner or shares that of its neighbor. Empty for "everything else"."""
-    if not allow and re.fullmatch(r"(?:everything|anything|nothing|all|no) else|(?:all )?the rest|nothing more", text):
-        return []
-    if re.search(r"\b(?:unless|until|except|but|if|when|without|while|because)\b", text):
-        return "it has a condition or an exception"
-    parts = [
-        part.strip() for part in re.split(r",\s*(?:and|or|nor)\s+|\s+(?:and|or|nor|as well as|&)\s+|\s*,\s*", text)
-    ]
-    things = [_thing(part, places) for part in parts if part]
-    for i in range(1, len(things)):  # "Ada's phone and email"
-        if things[i][1] == "" and things[i - 1][2] == "front":
-            things[i] = (things[i][0], things[i - 1][1], "front")
-    for i in range(len(things) - 2, -1, -1):  # "the phone and the email of Ada"
-        if things[i][1] == "" and things[i + 1][2] == "behind":
-            things[i] = (things[i][0], things[i + 1][1], "behind")
-    rules: list[Rule] = []
-    for words, owner, _ in things:
-        if owner == "!" or (owner == "?" and allow):
-            return "it names someone who has no note"
-        about = None if owner in ("", "?", "*") else owner
-        names = _named(words, labels)
-        if names is None:
-            return f"{words[:40]!r} is nothing that rules can name"
-        if owner == "" and not words and not allow:
-            return "it does not say what it is about"
-        rules += [Rule(allow, label, category, about) for label, category in names]
-    return rules or "it names nothing"
-
-
-def _thing(part: str, places: list[str]) -> tuple[str, str, str]:
-    """The words of a thing, its owner (path; `*` all; `?` unknown; `!` unclear; empty if not given), and the owner's
-    position.
+    Raises InputError if the file cannot be read or is not understood.
     """
-    words = re.sub(r"^(?:(?:the|any|all|every|each|a|an|no|of|whole|exact|full|single|other)\s+)+", "", part)
-    alone = re.fullmatch(r"@(\d+)@", words)
-    if alone:
-        return "everything", places[int(alone[1])], "alone"
-    match = re.fullmatch(r"(?P<owner>@\d+@|\w+(?: \w+){0,3})'s?\s+(?P<words>.+)", words)
-    if match:
-        return match["words"], _owner(match["owner"], places), "front"
-    match = re.fullmatch(r"(?P<owner>my|our|their|his|her|its)\s+(?P<words>.+)", words)
-    if match and "@" not in words:
-        return match["words"], USER if match["owner"] in ("my", "our") else "?", "front"
-    match = re.fullmatch(r"(?P<words>.*@?.*?)\s+(?:of|about|for|on|regarding|concerning|from)\s+(?P<owner>.+)", words)
-    if match and _singular(plain_label(words)) not in _vocabulary():
-        return match["words"], _owner(match["owner"], places), "behind"
-    return words, "", ""
-
-
-def _owner(text: str, places: list[str]) -> str:
-    alone = re.fullmatch(r"(?:the |my |our )?@(\d+)@", text)
-    if alone:
-        return places[int(alone[1])]
-    if text in ("me", "myself", "mine", "i", "the user", "user", "my own", "us"):
-        return USER
-    if re.fullmatch(
-        r"(?:anyone|anybody|everyone|everybody|someone|any \w+|all(?: \w+){0,2}|every \w+|others|other people|people|any of them)",
-        text,
-    ):
-        return "*"
-    return "?"
-
-
-def _named(words: str, labels: frozenset[str]) -> list[tuple[str | None, str | None]] | None:
-    """Label and category of each thing that `words` name; None if they are not part of the language."""
-    plain = plain_label(re.sub(r"@\d+@", " ", words))
-    for text in (plain, _singular(plain)):
-        if text in _EVERYTHING or text in ("nothing", ""):
-            return [(None, None)]
-        if text in _GROUPS:
-            return [(None, category) for category in _GROUPS[text]]
-        category = _category(text)
-        if category is not None:
-            return [(None, category)]
-        if text in labels:
-            return [(text, None)]
-    return None
-
-
-def _category(text: str) -> str | None:
-    single = _singular(text)
-    return next((name for name, words in CATEGORIES.items() if text in words or single in words), None)
-
-
-def _singular(text: str) -> str:
-    """The singular of the words before `of`, or of the whole text."""
-    head, of, rest = text.partition(" of ")
-    for plural, single in (("ies", "y"), ("sses", "ss"), ("ches", "ch"), ("s", "")):
-        if head.endswith(plural) and not head.endswith("ss"):
-            return f"{head.removesuffix(plural)}{single}{of}{rest}"
-    return text
+    file = root / FILE
+    try:
+        texts = file.read_text(encoding="utf-8").split("\n---\n") if file.exists() or file.is_symlink() else []
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read, so the privacy rules cannot be kept: {error}") from None
+    rules = []
+    for text in texts:
+        parsed = parse_rules(text)
+        if isinstance(parsed, NotUnderstood):
+            raise InputError(f"{file}: {parsed.reason}")
+        rules += [text] if parsed.to in (None, to) else []
+    return rules

@@ -26,9 +26,6 @@ def worlds(
     model: Annotated[
         str, typer.Option(help="Model whose tokenizer counts the tokens of the vaults.")
     ] = "packaged:smollm2-135m",
-    scenarios: Annotated[
-        bool, typer.Option("--scenarios", help="Show the rewards of right and wrong episodes of the first tasks.")
-    ] = False,
     paraphrase_url: Annotated[str | None, typer.Option(help="OpenAI-compatible server for paraphrasing texts.")] = None,
     paraphrase_model: Annotated[str | None, typer.Option(help="Name of the paraphrasing model.")] = None,
     paraphrase_key: Annotated[str | None, typer.Option(help="Environment variable with the server's API key.")] = None,
@@ -71,8 +68,6 @@ def worlds(
     console = new_console()
     console.print(_tasks_table(generated))
     console.print(_vaults_table(generated, model))
-    if scenarios:
-        console.print(_scenario_table(generated[:200]))
 
 
 def _recipe(words: list[str]) -> "WorldRecipe":
@@ -138,21 +133,4 @@ def _vaults_table(samples: "list[Sample]", model: str) -> "Table":
             str(min(tokens)),
             str(max(tokens)),
         )
-    return table
-
-
-def _scenario_table(samples: "list[Sample]") -> "Table":
-    from rich.table import Column, Table
-
-    from posttrain_memory.worlds.recipe import RewardWeights
-    from posttrain_memory.worlds.scenarios import scenario_scores
-
-    scores_of = scenario_scores([(sample.task, sample.world.files) for sample in samples], RewardWeights())
-    # At 80 columns only the episode column may wrap, so that numbers are never truncated.
-    numbered = [Column(name, no_wrap=True, justify="right") for name in ("n", "least", "mean", "most")]
-    table = Table(Column("kind", no_wrap=True), Column("", no_wrap=True), "episode", *numbered, box=None)
-    for (kind, right, name), scores in sorted(scores_of.items(), key=lambda item: (item[0][0], not item[0][1])):
-        numbers = [scored.total for scored in scores]
-        cells = [f"{number:+.2f}" for number in (min(numbers), sum(numbers) / len(numbers), max(numbers))]
-        table.add_row(kind, "right" if right else "wrong", name, str(len(numbers)), *cells)
     return table

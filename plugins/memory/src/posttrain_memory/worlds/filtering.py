@@ -5,35 +5,16 @@ ones.
 from collections.abc import Sequence
 from typing import Any
 
+import yaml
+
 from posttrain_memory.worlds.asking import TaskContext
 from posttrain_memory.worlds.graph import Entity
 from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import Attribute
 
-CATEGORIES = {"phone": "phone numbers", "email": "email addresses", "date": "dates", "money": "amounts of money"}
-"""Type of value -> name of its category in rules."""
-CATEGORY_RULES = (
-    "Never reveal {category}.",
-    "Do not share any {category}.",
-    "Keep all {category} private.",
-    "{Category} must not be disclosed.",
-    "Please leave out all {category}.",
-    "Hide {category} in your answer.",
-)
-ATTRIBUTE_RULES = (
-    "Never reveal the {label} of {name}.",
-    "Do not share the {label} of {name}.",
-    "Keep the {label} of {name} private.",
-    "The {label} of {name} must not be disclosed.",
-    "Please do not mention the {label} of {name}.",
-    "The {label} of {name} is confidential.",
-)
-ALLOW_RULES = (
-    "You may only share the {label} of {name}.",
-    "Only the {label} of {name} may be shared; everything else is private.",
-    "Reveal nothing but the {label} of {name}.",
-)
+CATEGORIES = ("phone", "email", "date", "money")
+"""Types of values that rules name."""
 _TWO = ("What are {x} and {y}?", "Tell me {x} and {y}.", "I need {x}, and {y} as well.", "Please give me {x} and {y}.")
 
 
@@ -53,13 +34,11 @@ def filtered(context: TaskContext, variant: str) -> MemoryTask | None:
         elif len(known) > 1:
             free, hidden = known[0], known[1]
             if variant == "allow_only":
-                rule = _allows(context, entity, free)
+                rule = _attribute_rule(entity, free, "allow_only")
                 hidden_too = [attribute for attribute in known if attribute is not free]
             else:
                 rule = _hides(context, entity, hidden, besides=free)
                 hidden_too = [hidden]
-            if rule is None:
-                continue
             both = [
                 context.of(a.noun, entity.name)
                 for a in ((free, hidden) if context.random.random() < 0.5 else (hidden, free))
@@ -69,13 +48,14 @@ def filtered(context: TaskContext, variant: str) -> MemoryTask | None:
     return None
 
 
-def rule_text(context: TaskContext, rule: dict[str, Any]) -> str:
-    """The sentence that expresses a rule."""
+def rule_text(rule: dict[str, Any]) -> str:
+    """The document of privacy rules that expresses a rule, in one line of YAML."""
     if rule["rule"] == "category":
-        name = CATEGORIES[rule["category"]]
-        return context.pick(CATEGORY_RULES).format(category=name, Category=name.capitalize())
-    forms = ALLOW_RULES if rule["rule"] == "allow_only" else ATTRIBUTE_RULES
-    return context.pick(forms).format(label=rule["label"], name=rule["name"])
+        document: dict[str, Any] = {"hide": [{"category": rule["category"]}]}
+    else:
+        key = "only" if rule["rule"] == "allow_only" else "hide"
+        document = {key: [{"note": rule["name"], "label": rule["label"]}]}
+    return yaml.safe_dump(document, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10_000).strip()
 
 
 def _task(
@@ -99,7 +79,7 @@ def _task(
         "hidden": [one.to_json() for one in secret],
         "rule": rule,
     }
-    text = f"{question}\n<filter>{rule_text(context, rule)}</filter>"
+    text = f"{question}\n<filter>{rule_text(rule)}</filter>"
     solution = [*context.route(entity.path), reply]
     return MemoryTask("filter", variant, context.theme.name, text, context.hops(entity.path), truth, solution)
 
@@ -121,10 +101,6 @@ def _hides(
     if attribute.type in CATEGORIES and apart and context.random.random() < 0.5:
         return {"rule": "category", "category": attribute.type}
     return _attribute_rule(entity, attribute)
-
-
-def _allows(context: TaskContext, entity: Entity, attribute: Attribute) -> dict[str, Any]:
-    return _attribute_rule(entity, attribute, "allow_only")
 
 
 def _unrelated(context: TaskContext, entity: Entity, attribute: Attribute) -> dict[str, Any] | None:

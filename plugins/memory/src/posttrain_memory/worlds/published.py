@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
+from posttrain_memory.privacy.filter import split_question
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.changes import SPARE_CHARACTERS, Outcome, broken_links
 from posttrain_memory.worlds.replies import Answer
@@ -53,9 +54,10 @@ def read_published_row(
         raise InputError(f"a record of kind {kind!r} with {len(asked)} user messages is not a memory task")
     question, truth = asked[-1], _truth(kind, asked[-1], text)
     if rule := _FILTERED.fullmatch(text) if kind == "retrieval" else None:
+        # The rules of such records are sentences, which the model alone can follow.
         kind, text = "filter", rule["answer"].strip()
-        if "<filter>" not in question:
-            question = f"{question}\n<filter>{rule['rule'].strip()}</filter>"
+        words, rules = split_question(question)
+        question = f"{words}\nPrivacy rule: {' '.join(rules) or rule['rule'].strip()}"
     return MemoryTask(kind, "document", FOREIGN.name, question, 0, truth, [text]), dict(memories[name])
 
 

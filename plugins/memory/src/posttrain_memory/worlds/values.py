@@ -21,21 +21,7 @@ TYPES = ("text", "number", "money", "date", "phone", "email", "enum", "list")
 FINDABLE = ("number", "money", "date", "phone", "email")
 """Types whose values can be recognized in running text."""
 
-MONTHS = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
-WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+MONTHS = re.findall(r"\w+", "January February March April May June July August September October November December")
 CURRENCIES = {"USD": ("$", "dollars"), "EUR": ("€", "euros"), "GBP": ("£", "pounds")}
 
 _MONTH = "|".join(f"{name}|{name[:3]}" for name in MONTHS)
@@ -124,11 +110,6 @@ def find(kind: str, text: str) -> list[Found]:
         if value is not None:
             values.append(Found(match.start(), match.end(), value))
     return values
-
-
-def number_words(text: str) -> list[str]:
-    """Number words up to twelve, as canonical numbers."""
-    return [str(WORDS.index(word)) for word in re.findall(r"[a-z]+", text.casefold()) if word in WORDS]
 
 
 def spell(kind: str, value: str, random: np.random.Generator, unit: str = "") -> str:
@@ -252,27 +233,12 @@ def _read(kind: str, match: re.Match[str]) -> str | None:
         return None
 
 
-_ONES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-]
-_ONES += ["seventeen", "eighteen", "nineteen"]
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_ONES = re.findall(
+    r"\w+",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen",
+)
+_TENS = re.findall(r"\w+", "twenty thirty forty fifty sixty seventy eighty ninety")
 _WORTH = {word: number for number, word in enumerate(_ONES)} | {word: 20 + 10 * i for i, word in enumerate(_TENS)}
 _BELOW_100 = rf"(?:(?:{'|'.join(_TENS)})(?:[ -](?:{'|'.join(_ONES[1:10])})\b)?|(?:{'|'.join(reversed(_ONES))})\b)"
 _BELOW_1000 = rf"(?:(?:a|{'|'.join(_ONES[1:10])})[ -]hundred(?:(?: and)? {_BELOW_100})?|{_BELOW_100})"
