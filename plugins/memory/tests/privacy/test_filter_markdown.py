@@ -32,7 +32,7 @@ def test_hidden_values_are_redacted_and_the_rest_is_unchanged(name):
     assert [text for text in hidden if one.clean(f"Well: {text}!") != f"Well: {HIDDEN}!"] == []
 
 
-@pytest.mark.parametrize("name", UNCOVERED)
+@pytest.mark.parametrize("name", sorted(UNCOVERED))
 def test_other_words_are_not_covered_as_the_documentation_says(name):
     shown = "\n".join(PrivacyFilter([CASES[name][1]], notes(CASES[name])).view.values())
     assert any(text.casefold() in shown.casefold() for text in CASES[name][2])
