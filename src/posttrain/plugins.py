@@ -29,6 +29,7 @@ Group = Literal[
     "posttrain.credits",
     "posttrain.models",
     "posttrain.recipes",
+    "posttrain.stages",
 ]
 """What entry points may add.
 
@@ -39,6 +40,7 @@ Group = Literal[
   `posttrain.register_loss` and `posttrain.register_credit`.
 - `posttrain.models`: NAME of `model.path=made:NAME` -> a function without arguments that creates the model if it does
   not exist yet, and returns its directory.
+- `posttrain.stages`: the name of a stage -> the class of its recipe, as for `posttrain.register_stage`. It is also a command.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
 

@@ -97,18 +97,18 @@ def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Con
     local engine if the engine depends on what is installed there.
     """
     from posttrain.errors import InputError
-    from posttrain.recipe.stages import DistillRecipe, GenerateRecipe, RlRecipe
     from posttrain.runs.tables import show_line
     from posttrain.training.stage import with_engine
 
-    if not isinstance(recipe, RlRecipe | DistillRecipe | GenerateRecipe) or recipe.remote is not None:
+    if not recipe.chooses_engine or recipe.remote is not None:
         return recipe
     chosen: Recipe = recipe
     with suppress(InputError):  # `model.device: cuda` without a GPU, in a plan for another machine
         chosen = with_engine(recipe, console)
-    if chosen is not recipe and isinstance(chosen, RlRecipe | DistillRecipe) and chosen.hardware.ray is None:
+    hardware = getattr(chosen, "hardware", None)
+    if chosen is not recipe and hardware is not None and hardware.ray is None:
         # The run starts a server for each of its processes, and this process is alone.
-        engine = chosen.engine.model_copy(update={"servers": chosen.hardware.processes})
+        engine = chosen.sampler.model_copy(update={"servers": hardware.processes})
         return chosen.model_copy(update={"engine": engine})
     if chosen is recipe and device is not None and "engine" not in recipe.model_fields_set:
         line = "engine.type is local in this plan; with vLLM installed, a run on a GPU uses vLLM, which engine.type=vllm plans"
@@ -127,13 +127,9 @@ def show_precision(recipe: "Recipe", console: "Console") -> None:
 
 def show_what_exists(recipe: "Recipe", console: "Console") -> None:
     """Print a note if a run of `recipe` cannot start without `--overwrite`, `--resume` or another name."""
-    from posttrain.recipe.stages import GenerateRecipe
     from posttrain.runs.tables import show_line
 
-    there = [Path(recipe.runs) / recipe.name]
-    if isinstance(recipe, GenerateRecipe) and recipe.out is not None:
-        there.append(recipe.predictions)
-    for path in there:
+    for path in recipe.outputs:
         if path.exists():
             line = f"note: {path} exists; to start, pass --overwrite or another name, or continue it with --resume"
             show_line(console, line)

@@ -53,3 +53,8 @@ class BaseConfig(BaseModel):
                 if isinstance(number, int) and not -(2**63) <= number < 2**63:
                     raise ValueError(f"`{name}` does not fit into 64 bits; use a smaller number")
         return self
+
+
+def is_given(section: BaseConfig, key: str) -> bool:
+    """Whether the key was given and differs from its default. A dumped recipe gives every key, which is valid."""
+    return key in section.model_fields_set and getattr(section, key) != type(section).model_fields[key].default

@@ -1,6 +1,6 @@
 """The data of a stage: sources, column names, and what happens to rows that do not fit."""
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -122,6 +122,9 @@ class DataRecipe(BaseConfig):
 
 class FixedRowsRecipe(BaseConfig):
     """Supervised rows that a stage with sampled episodes trains on as well."""
+
+    if TYPE_CHECKING:
+        loss_on: Literal["assistant", "last_assistant", "all"]
 
     data: DataRecipe
     """The rows: conversations in `data.train`. Nothing is evaluated on them."""

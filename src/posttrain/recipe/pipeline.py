@@ -183,7 +183,7 @@ def _resolved(
     layers = [common, *read, Layer(values, given_keys.origins)]
     where = entry.origin(("from",))
     layers.append(Layer(place, {("model", "path"): where} if where else {}))
-    stage = merge(layers).values.get("stage")
+    stage: Any = merge(layers).values.get("stage")
     for file, layer in zip(files if stage in STAGES else (), read, strict=False):
         require_trust_of_run(folder / file, layer.values, str(stage), stage_layers)
     given = merge_typed(layers, stage) if stage in STAGES else merge(layers)

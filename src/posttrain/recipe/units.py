@@ -81,6 +81,11 @@ class _Mixed(BaseConfig):
     beta: float = Field(0.8, ge=0, le=1)
     """Share of unit credit; 1 - beta is credit of the outcome. 0: unit credit is logged, and only the outcome trains the policy."""
 
+    @property
+    def cost(self) -> str:
+        """Work of the reward model for an answer of K units."""
+        return "no text for the reward model"
+
 
 class _Read(_Mixed):
     segmenter: UnitsRecipe = StepUnits(type="steps")
@@ -103,6 +108,11 @@ class _Probed(BaseConfig):
     probe: Literal["one_pass", "separate"] = "one_pass"
     """`one_pass`: compute the values after all units of an answer in one forward pass of the reward model. `separate`: one pass per unit; same values, for architectures where one pass is not supported."""
 
+    @property
+    def cost(self) -> str:
+        """Work of the reward model for an answer of K units."""
+        return "1 pass of the reward model" if self.probe == "one_pass" else "K texts for the reward model"
+
 
 class PrefixCredit(_Probed, _Placed, _Read):
     """Increase of the reward-model score with each unit. A reward stream; units sum to the outcome minus the value of an empty answer."""
@@ -116,6 +126,10 @@ class ShareCredit(_Placed, _Read):
 
     type: Literal["even", "outcome", "attention"]
     """`even`: equal shares. `outcome`: everything to the end of the answer. `attention`: in proportion to the attention of the reward model's last layer, at the position of the score, to each unit (ABC)."""
+
+    @property
+    def cost(self) -> str:
+        return "1 pass of the reward model" if self.type == "attention" else super().cost
 
 
 class LearnedCredit(_Placed, _Mixed):
@@ -155,6 +169,10 @@ class LeaveOneOutCredit(_Rendered, _Standardised, _Read):
     type: Literal["loo"]
     """`loo`: outcome - value of the answer without the unit."""
 
+    @property
+    def cost(self) -> str:
+        return "K + 1 texts for the reward model"
+
 
 class ShapleyCredit(_Rendered, _Standardised, _Read):
     """Mean marginal contribution of a unit over orders of all units. An advantage; units sum to the outcome minus the value of an empty answer."""
@@ -164,6 +182,10 @@ class ShapleyCredit(_Rendered, _Standardised, _Read):
     permutations: int = Field(8, ge=2)
     """Number of sampled orders (antithetic: half are the reverse of the other half)."""
 
+    @property
+    def cost(self) -> str:
+        return f"at most {self.permutations} x (K - 1) + 1 texts for the reward model"
+
 
 class CompatibleCredit(_Read):
     """The published DRCA, for comparison: `trunc` with blanks, used as a reward although it is an advantage, so later units are counted several times."""
@@ -172,6 +194,10 @@ class CompatibleCredit(_Read):
     """`drca_published`: the published DRCA."""
     beta: float = Field(0.8, ge=0, le=1)
     """Share of unit credit; 1 - beta is the outcome, at the last token."""
+
+    @property
+    def cost(self) -> str:
+        return "K texts for the reward model"
 
 
 CausalCredit = PrefixCredit | ShareCredit | LearnedCredit | CompatibleCredit

@@ -7,36 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain.recipe.base import BaseConfig
-from posttrain.recipe.components import EnvironmentRecipe, environment_class
+from posttrain.recipe.base import BaseConfig, is_given
+from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.credit import CriticRecipe, GdpoCredit
-from posttrain.recipe.engines import (
-    OpenAIEngineRecipe,
-    VllmEngineRecipe,
-    has_thinking,
-    has_truncated_logprobs,
-    no_primer,
-)
-from posttrain.recipe.loss import KL_STEP, GspoLoss, KlCovRecipe, PpoLoss
+from posttrain.recipe.distill import DistillRecipe
+from posttrain.recipe.engines import OpenAIEngineRecipe, VllmEngineRecipe, has_thinking
+from posttrain.recipe.evaluate import NOT_EVALUATED, EvaluateRecipe
+from posttrain.recipe.generate import GenerateRecipe
+from posttrain.recipe.loss import GspoLoss, KlCovRecipe, PpoLoss
 from posttrain.recipe.model import ModelRecipe, RewardSource, stored_thinking
+from posttrain.recipe.rl import RlRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe, evaluated_environment
+from posttrain.recipe.run import StageRecipe
 from posttrain.recipe.sources import read_file
-from posttrain.recipe.stages import (
-    NOT_EVALUATED,
-    DistillRecipe,
-    DpoRecipe,
-    EvaluateRecipe,
-    GenerateRecipe,
-    Recipe,
-    RewardRecipe,
-    RlRecipe,
-    SftRecipe,
-)
-from posttrain.recipe.units import CausalCredit
+from posttrain.recipe.supervised import DpoRecipe, RewardRecipe, SftRecipe
 
-_UPDATES = 32
-"""Maximum number of optimizer steps on the same episodes in published long runs."""
-_STEEP = 0.95
 _STARTED_WITH = (
     *("python", "tensor_parallel", "first_device", "threads", "gpu_memory_utilization", "cache_gigabytes"),
     *("max_model_len", "dtype", "tokens_per_forward", "prefix_caching", "enforce_eager"),
@@ -45,30 +30,35 @@ _STARTED_WITH = (
 _ASYNC_KEYS = ("async_rollouts", "on_new_weights", "max_staleness")
 
 
-def recipe_warnings(recipe: Recipe) -> list[str]:
+def recipe_warnings(recipe: StageRecipe) -> list[str]:
     """One sentence for each key without effect and each unusual value."""
-    warnings = [*_head(recipe), *_thinking(recipe), *_tracking(recipe)]
+    engine = getattr(recipe, "engine", None)
+    warnings = [*_thinking(recipe), *(engine.warnings(recipe.model) if engine is not None else [])]
+    return [*warnings, *_unused(recipe), *recipe.warnings()]
+
+
+def _unused(recipe: Any) -> list[str]:
+    """One sentence for each key without effect."""
+    warnings = [*_head(recipe), *_tracking(recipe)]
     if isinstance(recipe, GenerateRecipe | EvaluateRecipe) and recipe.plots is not None:
         warnings.append(_without_effect("plots", f"the {recipe.stage} stage draws no figures"))
     if isinstance(recipe, GenerateRecipe):
         return [*warnings, *_generation(recipe)]
-    optimizer = None if isinstance(recipe, EvaluateRecipe) else recipe.optimizer
-    if optimizer is not None and optimizer.schedule == "constant" and _given(optimizer, "final_fraction"):
+    optimizer = getattr(recipe, "optimizer", None)
+    if optimizer is not None and optimizer.schedule == "constant" and is_given(optimizer, "final_fraction"):
         warnings.append(_without_effect("optimizer.final_fraction", "optimizer.schedule is constant"))
     if isinstance(recipe, SftRecipe | RewardRecipe) and recipe.hardware.offload == "rollouts":
         warnings.append(_without_effect("hardware.offload: rollouts", f"the {recipe.stage} stage samples no episodes"))
     if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe):
         warnings += _rows(recipe)
-    if isinstance(recipe, DpoRecipe | RewardRecipe):
+    if not hasattr(recipe, "rollout"):
         return warnings
     if evaluated_environment(recipe) is None:
         parts = [key for key in ("engine", "rollout") if getattr(recipe, key) != type(getattr(recipe, key))()]
         return [*warnings, *(_without_effect(key, "the recipe has no environment") for key in parts)]
     warnings += [*_sampling("evaluation.sampling", recipe.evaluation.sampling), *_vllm(recipe.engine)]
-    if recipe.remote is None:
-        warnings += _limits(recipe)
     if isinstance(recipe, RlRecipe):
-        warnings += [*_rl_without_effect(recipe), *_rl_doubtful(recipe)]
+        warnings += [*_rl_without_effect(recipe), *_entropy(recipe)]
     elif isinstance(recipe, DistillRecipe):
         warnings += _distill(recipe)
     else:
@@ -78,9 +68,10 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
         warnings += [
             _without_effect(f"evaluation.{key}", "the evaluate stage runs one evaluation, on evaluation.final_seeds")
             for key in unused
-            if _given(recipe.evaluation, key)
+            if is_given(recipe.evaluation, key)
         ]
-        warnings += _remote(recipe)
+        if recipe.remote is not None:
+            warnings += _server(recipe, recipe.remote, recipe.evaluation.sampling)
     return warnings
 
 
@@ -89,28 +80,23 @@ def _generation(recipe: GenerateRecipe) -> list[str]:
     warnings = _sampling("sampling", recipe.sampling)
     if recipe.remote is None:
         return warnings
-    if _given(recipe, "window"):
+    if is_given(recipe, "window"):
         warnings.append(_without_effect("window", "engine.type is openai, so answers are independent"))
     return [*warnings, *_server(recipe, recipe.remote, recipe.sampling)]
 
 
-def _head(recipe: Recipe) -> list[str]:
-    """Warnings if `model.head_dtype` has no effect, or an effect only on the learner."""
+def _head(recipe: StageRecipe) -> list[str]:
+    """Warnings if `model.head_dtype` has no effect."""
     if recipe.model.head_dtype == "model":
         return []
-    if isinstance(recipe, RewardRecipe):
+    if recipe.scores:
         return [_without_effect("model.head_dtype", "rewards are computed in float32")]
     if recipe.model.dtype == "float32" or (recipe.model.dtype is None and recipe.model.device == "cpu"):
         return [_without_effect("model.head_dtype", "model.dtype is float32")]
-    if isinstance(getattr(recipe, "engine", None), VllmEngineRecipe):
-        return [
-            "model.head_dtype=float32 applies to the learner alone: vLLM computes the output projection in the model's dtype, "
-            "so policy/mismatch keeps the rounding of its logits"
-        ]
     return []
 
 
-def _thinking(recipe: Recipe) -> list[str]:
+def _thinking(recipe: StageRecipe) -> list[str]:
     """Warnings if the model, the reward model and the format of answers disagree about thinking."""
     if recipe.remote is not None:
         return []
@@ -139,7 +125,7 @@ def _origin(path: str) -> tuple[Mapping[str, Any], str]:
     return {}, "an earlier run"
 
 
-def thinking_differs(recipe: Recipe, path: str, origin: Mapping[str, Any], name: str) -> list[str]:
+def thinking_differs(recipe: StageRecipe, path: str, origin: Mapping[str, Any], name: str) -> list[str]:
     """Warnings if `recipe` uses the model at `path` but differs in thinking from the recipe that trained it.
 
     Args:
@@ -172,7 +158,7 @@ def _thinking_key(environment: EnvironmentRecipe) -> str | None:
     return "format.thinking" if hasattr(getattr(environment, "format", None), "thinking") else None
 
 
-def _tracking(recipe: Recipe) -> list[str]:
+def _tracking(recipe: StageRecipe) -> list[str]:
     """Keys of `tracking` that no sink reads."""
     used = {
         "wandb": ("project", "entity", "run_name", "group", "tags", "completions"),
@@ -180,7 +166,7 @@ def _tracking(recipe: Recipe) -> list[str]:
         "tensorboard": ("completions",),
     }
     read = {key for sink in recipe.sinks for key in used[sink]}
-    given = [key for key in used["wandb"] if _given(recipe.tracking, key)]
+    given = [key for key in used["wandb"] if is_given(recipe.tracking, key)]
     warnings = [
         _without_effect(f"tracking.{key}", f"sinks is {json.dumps(recipe.sinks)}") for key in given if key not in read
     ]
@@ -193,35 +179,26 @@ def _vllm(engine: BaseConfig) -> list[str]:
     """Keys without effect on external servers, whose settings are fixed at their start."""
     if not isinstance(engine, VllmEngineRecipe) or not engine.urls:
         return []
-    given = [key for key in _STARTED_WITH if _given(engine, key)]
+    given = [key for key in _STARTED_WITH if is_given(engine, key)]
     return [_without_effect(f"engine.{key}", "the servers at engine.urls are already running") for key in given]
-
-
-def _remote(recipe: EvaluateRecipe) -> list[str]:
-    """Keys without effect, and settings that a remote model rejects."""
-    if recipe.remote is None:
-        return []
-    warnings = _server(recipe, recipe.remote, recipe.evaluation.sampling)
-    primer = environment_class(recipe.environment.type)(recipe.environment).primer
-    return [*warnings, *([no_primer(recipe.environment, primer)] if primer else [])]
 
 
 def _server(recipe: EvaluateRecipe | GenerateRecipe, engine: OpenAIEngineRecipe, sampling: SamplingRecipe) -> list[str]:
     """Keys without effect with a remote model."""
     server, rollout = "engine.type is openai, and the server has the model", recipe.rollout
     warnings = [] if recipe.model == ModelRecipe() else [_without_effect("model", server)]
-    if _given(rollout, "tokens_per_episode"):
+    if is_given(rollout, "tokens_per_episode"):
         warnings.append(_without_effect("rollout.tokens_per_episode", f"{server} and limits its context"))
-    if sampling.temperature == 0 and _given(engine, "send_seed"):
+    if sampling.temperature == 0 and is_given(engine, "send_seed"):
         warnings.append(_without_effect("engine.send_seed", "temperature 0 is greedy, and no seed is sent"))
-    if not rollout.stop_strings and _given(engine, "stop_at"):
+    if not rollout.stop_strings and is_given(engine, "stop_at"):
         warnings.append(_without_effect("engine.stop_at", "rollout.stop_strings is empty"))
     return warnings
 
 
 def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
     """Keys without effect in stages that train on rows."""
-    unused = [key for key in ("updates_per_step", "epochs_per_step") if _given(recipe.learner, key)]
+    unused = [key for key in ("updates_per_step", "epochs_per_step") if is_given(recipe.learner, key)]
     warnings = [
         _without_effect(f"learner.{key}", f"the {recipe.stage} stage makes one update per step") for key in unused
     ]
@@ -230,20 +207,13 @@ def _rows(recipe: SftRecipe | DpoRecipe | RewardRecipe) -> list[str]:
         warnings.append(_without_effect("epochs", "steps determines the length of the run"))
     if data is None:
         return warnings
-    if not data.streaming and _given(data, "shuffle_buffer"):
+    if not data.streaming and is_given(data, "shuffle_buffer"):
         warnings.append(_without_effect("data.shuffle_buffer", "data.streaming is false"))
     if data.streaming and any(source.weight != 1 for source in data.train):
         warnings.append(_without_effect("data.train weight", "streamed rows are read once, in order"))
-    if not (data.validation or data.held_out) and evaluated_environment(recipe) is None:
-        warnings.append("there are no validation rows (data.validation, data.held_out), so the last checkpoint is kept")
     if isinstance(recipe, SftRecipe) and recipe.experts != type(recipe.experts)():
         warnings.append(_without_effect("experts", "the run trains on the rows in data"))
     return warnings
-
-
-def _given(part: BaseConfig, key: str) -> bool:
-    """Whether the key was given and differs from its default. A dumped recipe gives every key, which is valid."""
-    return key in part.model_fields_set and getattr(part, key) != type(part).model_fields[key].default
 
 
 def _without_effect(key: str, reason: str) -> str:
@@ -256,53 +226,27 @@ def _sampling(name: str, sampling: SamplingRecipe) -> list[str]:
     return [
         _without_effect(f"{name}.{key}", "temperature 0 is greedy")
         for key in ("top_p", "top_k", "min_p")
-        if _given(sampling, key)
+        if is_given(sampling, key)
     ]
 
 
 def _distill(recipe: DistillRecipe) -> list[str]:
     """Keys without effect in distillation, and questionable values."""
     rollout, learner, warnings = recipe.rollout, recipe.learner, _sampling("rollout.sampling", recipe.rollout.sampling)
-    unused = [key for key in ("overlong_penalty", "missing_eos_penalty", *_ASYNC_KEYS) if _given(rollout, key)]
+    unused = [key for key in ("overlong_penalty", "missing_eos_penalty", *_ASYNC_KEYS) if is_given(rollout, key)]
     warnings += [
         _without_effect(f"rollout.{key}", "the distill stage learns from the teacher, not from rewards")
         for key in unused
     ]
     once = learner.updates_per_step == 1 and learner.epochs_per_step == 1 and recipe.engine.type == "local"
-    if recipe.loss.type == "reverse_kl" and once and _given(recipe.loss, "cap"):
+    if recipe.loss.type == "reverse_kl" and once and is_given(recipe.loss, "cap"):
         warnings.append(_without_effect("loss.cap", "with one update per step the importance weight is always 1"))
-    if recipe.model.lora is None and recipe.optimizer.learning_rate > 1e-4:
-        warnings.append(
-            f"optimizer.learning_rate {recipe.optimizer.learning_rate:g} is high for full-parameter distillation"
-        )
-    environment = recipe.evaluation.environment or recipe.environment
-    if not environment_class(environment.type).has_reward(environment):
-        warnings.append("nothing scores the answers, so nothing is evaluated and the last checkpoint is kept")
-    if recipe.off_policy is not None and recipe.off_policy.share == 1:
-        warnings.append("off_policy.share is 1, so no step samples episodes and `rollout` and `seeds` have no effect")
-    return warnings
-
-
-def _limits(recipe: RlRecipe | DistillRecipe | SftRecipe | EvaluateRecipe) -> list[str]:
-    rollout, evaluated = recipe.rollout, evaluated_environment(recipe)
-    assert evaluated is not None
-    turns = (recipe.environment or evaluated).max_turns
-    warnings = [
-        f"{count} turns of rollout.tokens_per_turn {rollout.tokens_per_turn} exceed rollout.tokens_per_episode "
-        f"{rollout.tokens_per_episode} even without observations; long episodes will be cut"
-        for count in dict.fromkeys((turns, evaluated.max_turns))
-        if count * rollout.tokens_per_turn > rollout.tokens_per_episode
-    ]
-    if rollout.overlong_penalty is not None and rollout.overlong_penalty.limit > turns * rollout.tokens_per_turn:
-        warnings.append(
-            "rollout.overlong_penalty.limit is more than an episode can sample; the full penalty never applies"
-        )
     return warnings
 
 
 def _rollout_unused(rollout: RolloutRecipe, stage: str) -> list[str]:
     reason = f"the {stage} stage samples evaluation episodes only"
-    return [_without_effect(f"rollout.{key}", reason) for key in NOT_EVALUATED["rollout"] if _given(rollout, key)]
+    return [_without_effect(f"rollout.{key}", reason) for key in NOT_EVALUATED["rollout"] if is_given(rollout, key)]
 
 
 def _rl_without_effect(recipe: RlRecipe) -> list[str]:
@@ -310,23 +254,23 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     warnings += _sampling("rollout.sampling", rollout.sampling)
     if kl.coefficient == 0:
         keys = [
-            key for key in ("estimator", "apply_to", "importance_weighted", "horizon", "reference") if _given(kl, key)
+            key for key in ("estimator", "apply_to", "importance_weighted", "horizon", "reference") if is_given(kl, key)
         ]
         warnings += [_without_effect(f"kl.{key}", "kl.coefficient is 0") for key in keys]
-    elif kl.target is None and _given(kl, "horizon"):
+    elif kl.target is None and is_given(kl, "horizon"):
         warnings.append(_without_effect("kl.horizon", "the coefficient is fixed while kl.target is null"))
     for key, type_name in (("keep", "uncertainty"), ("max_rounds", "dynamic")):
-        if rollout.filter.type != type_name and _given(rollout.filter, key):
+        if rollout.filter.type != type_name and is_given(rollout.filter, key):
             warnings.append(_without_effect(f"rollout.filter.{key}", f"rollout.filter.type is {rollout.filter.type}"))
     for key, policy in (("retries", "retry"), ("reward", "score")):
-        if rollout.failures.action != policy and _given(rollout.failures, key):
+        if rollout.failures.action != policy and is_given(rollout.failures, key):
             reason = f"rollout.failures.action is {rollout.failures.action}"
             warnings.append(_without_effect(f"rollout.failures.{key}", reason))
     if rollout.async_rollouts == 0:
         warnings += [
             _without_effect(f"rollout.{key}", "rollout.async_rollouts is 0")
             for key in _ASYNC_KEYS[1:]
-            if _given(rollout, key)
+            if is_given(rollout, key)
         ]
     once = learner.updates_per_step == 1 and learner.epochs_per_step == 1 and rollout.async_rollouts == 0
     if recipe.has_critic:
@@ -338,14 +282,14 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
         reason = "credit.weights of gdpo has no weight for `return`"
         warnings += [_without_effect(key, reason) for key in recipe.rewards_beside_scores]
     loss = recipe.loss
-    if loss.ratio_to != "old" and loss.correction is None and _given(loss, "old"):
+    if loss.ratio_to != "old" and loss.correction is None and is_given(loss, "old"):
         warnings.append(_without_effect("loss.old", f"loss.type {loss.type} does not use old log-probabilities"))
     if (
         isinstance(loss, PpoLoss | GspoLoss)
         and loss.old != "rollout"
         and learner.updates_per_step * learner.epochs_per_step == 1
     ):
-        clips = [key for key in ("clip_low", "clip_high", "dual_clip") if _given(loss, key)]
+        clips = [key for key in ("clip_low", "clip_high", "dual_clip") if is_given(loss, key)]
         reason = "with one update per step the ratio is always 1"
         warnings += [_without_effect(f"loss.{key}", reason) for key in clips]
     if recipe.evaluation.every > recipe.steps:
@@ -355,131 +299,30 @@ def _rl_without_effect(recipe: RlRecipe) -> list[str]:
     return warnings
 
 
-def _rollout_ratio(recipe: RlRecipe) -> bool:
-    """Whether the loss uses the ratio to the sampling policy, which accounts for stale tokens."""
-    return recipe.loss.ratio_to == "rollout" or (recipe.loss.ratio_to == "old" and recipe.loss.old == "rollout")
-
-
 def _critic_without_effect(critic: CriticRecipe, once: bool) -> list[str]:
     """Keys without effect in `critic`. `once`: whether a step makes one update."""
     warnings: list[str] = []
-    if critic.optimizer.schedule == "constant" and _given(critic.optimizer, "final_fraction"):
+    if critic.optimizer.schedule == "constant" and is_given(critic.optimizer, "final_fraction"):
         warnings.append(_without_effect("critic.optimizer.final_fraction", "critic.optimizer.schedule is constant"))
-    if critic.lora is not None and _given(critic.lora, "export"):
+    if critic.lora is not None and is_given(critic.lora, "export"):
         warnings.append(_without_effect("critic.lora.export", "the critic is not exported"))
-    if once and _given(critic, "clip"):
+    if once and is_given(critic, "clip"):
         warnings.append(_without_effect("critic.clip", "with one update per step the values are unchanged"))
     return warnings
-
-
-def _many_updates(recipe: RlRecipe) -> list[str]:
-    learner = recipe.learner
-    count = learner.updates_per_step * learner.epochs_per_step
-    if count <= _UPDATES:
-        return []
-    return [
-        f"a step makes {count} updates on the same episodes (learner.updates_per_step {learner.updates_per_step} x "
-        f"learner.epochs_per_step {learner.epochs_per_step}). Late updates are far off-policy, which can make a run "
-        f"collapse; use {_UPDATES} or fewer"
-    ]
 
 
 def _entropy(recipe: RlRecipe) -> list[str]:
     entropy, learner = recipe.entropy, recipe.learner
     warnings = []
     for key in ("step", "max_coefficient"):
-        if entropy.target is None and _given(entropy, key):
+        if entropy.target is None and is_given(entropy, key):
             warnings.append(_without_effect(f"entropy.{key}", "there is no entropy.target"))
     if not entropy.has_bonus and entropy.tokens != "all":
         warnings.append(
             _without_effect("entropy.tokens", "there is no bonus; set entropy.coefficient or entropy.target")
         )
     once = learner.updates_per_step * learner.epochs_per_step == 1
-    if isinstance(entropy.covariance, KlCovRecipe) and once and not _rollout_ratio(recipe):
+    if isinstance(entropy.covariance, KlCovRecipe) and once and not recipe.ratio_to_rollout:
         reason = "the gradient of its penalty is 0 before the first update of a step, and a step makes one"
         warnings.append(_without_effect("entropy.covariance.type kl_cov", reason))
-    return warnings
-
-
-def _steep_kl(recipe: RlRecipe) -> list[str]:
-    """The adaptive coefficient moves by at most `KL_STEP` x episodes / horizon in a step (Ziegler et al. 2019)."""
-    kl, episodes = recipe.kl, recipe.rollout.groups_per_step * recipe.rollout.episodes_per_group
-    factor = 1 - KL_STEP * min(1, episodes / kl.horizon)
-    if kl.target is None or factor > _STEEP:
-        return []
-    return [
-        f"kl.horizon {kl.horizon:g} is short for {episodes} episodes per step: while the KL is below kl.target, the "
-        f"coefficient is multiplied by {factor:.2g} each step and quickly approaches 0; raise kl.horizon"
-    ]
-
-
-def _truncated(sampling: SamplingRecipe) -> list[str]:
-    keys = [f"rollout.sampling.{key}" for key in ("top_p", "top_k", "min_p") if _given(sampling, key)]
-    if not keys or sampling.temperature == 0:
-        return []
-    return [
-        f"{' and '.join(keys)} truncate the sampling distribution, but the log-probabilities in the loss "
-        "are those of the full vocabulary: the gradient also moves probability between kept and left-out tokens, and "
-        "policy/entropy and policy/kl are biased; sample from the full vocabulary (top_p 1, top_k 0, min_p 0)"
-    ]
-
-
-def _rl_doubtful(recipe: RlRecipe) -> list[str]:
-    loss, lora, optimizer, warnings = recipe.loss, recipe.model.lora, recipe.optimizer, []
-    if isinstance(recipe.unit_credit, CausalCredit) and getattr(recipe.credit, "discount", 1.0) < 1:
-        warnings.append(
-            f"with credit.discount below 1, unit_credit.type {recipe.unit_credit.type} changes the objective, because "
-            "earlier rewards count more"
-        )
-    if isinstance(loss, GspoLoss) and max(loss.clip_low, loss.clip_high) > 1e-2:
-        warnings.append(
-            f"loss.type {loss.type} clips the ratio of whole streams, which lies within about 1e-3 of 1; "
-            f"clip_low {loss.clip_low:g} and clip_high {loss.clip_high:g} never clip"
-        )
-    if isinstance(recipe.credit, GdpoCredit) and recipe.rollout.filter.type != "none":
-        warnings.append(
-            f"rollout.filter.type {recipe.rollout.filter.type} compares returns, so it drops groups with equal returns whose "
-            "scores differ, which credit.type gdpo learns from"
-        )
-    warnings += _many_updates(recipe) + _steep_kl(recipe) + _truncated(recipe.rollout.sampling) + _entropy(recipe)
-    if recipe.rollout.async_rollouts > 0 and loss.correction is None and not _rollout_ratio(recipe):
-        warnings.append(
-            f"with rollout.async_rollouts above 0, loss.type {loss.type} treats episodes of older weights as on-policy, because "
-            "it has no ratio to the policy that sampled; set loss.correction"
-        )
-    vllm = isinstance(recipe.engine, VllmEngineRecipe)
-    if vllm and loss.correction is None and loss.ratio_to != "rollout":
-        warnings.append(
-            "engine.type vllm computes log-probabilities differently from the learner (policy/mismatch measures the difference), "
-            "without a correction; set loss.correction.weights or loss.correction.reject"
-        )
-    if has_truncated_logprobs(recipe.engine, recipe.rollout.sampling):
-        warnings.append(
-            "engine.type vllm returns the log-probabilities of the truncated distribution at temperatures other than 1, so "
-            "policy/mismatch includes the negative logarithm of the probability that truncation keeps, at most -log(top_p) "
-            "with top_p alone"
-        )
-    if loss.ratio_to == "old" and loss.old == "rollout" and (vllm or recipe.model.dtype not in ("float32", None)):
-        warnings.append(
-            "loss.old rollout puts the difference between engine and learner into the ratio, about 0.04 nats per token in "
-            "bfloat16: gspo with its default clip loses most of its gradient before any update "
-            "(policy/clipped_before_update); use auto"
-        )
-    if lora is not None and lora.dropout > 0:
-        warnings.append("model.lora.dropout above 0 makes the policies of engine and learner differ")
-    if lora is None and optimizer.learning_rate > 1e-4:
-        warnings.append(f"optimizer.learning_rate {optimizer.learning_rate:g} is high for full-parameter rl")
-    updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
-    policy_updates = updates - (recipe.critic.updates_before_policy if recipe.has_critic else 0)
-    if optimizer.warmup_updates >= policy_updates:
-        warnings.append(
-            f"optimizer.warmup_updates {optimizer.warmup_updates} is not below the {policy_updates} updates of the run"
-        )
-    if recipe.has_critic and recipe.critic.optimizer.warmup_updates >= updates:
-        warnings.append(
-            f"critic.optimizer.warmup_updates {recipe.critic.optimizer.warmup_updates} is not below the {updates} "
-            "updates of the run"
-        )
-    if recipe.rollout.sampling.temperature == 0 and recipe.rollout.episodes_per_group > 1:
-        warnings.append("rollout.sampling.temperature 0 makes all episodes of a group identical")
     return warnings
