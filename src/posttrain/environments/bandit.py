@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from posttrain.environments.game import FormatRecipe, Game, GameRecipe, play, require, require_sound
 from posttrain.environments.protocol import Baseline
 from posttrain.recipe.base import BaseConfig, Text
-from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
 _NAME = r"^\w[\w -]*$"
@@ -110,9 +109,8 @@ class Bandit(Game):
         return self._rewards[name]
 
     @classmethod
-    def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
+    def negative_rewards(cls, recipe: BanditRecipe) -> str | None:
         """The penalty for a rejected answer, or an arm whose mean is less than four standard deviations above 0."""
-        assert isinstance(recipe, BanditRecipe)
         arms = (("low_risk", recipe.low_risk), ("high_risk", recipe.high_risk))
         below = [f"environment.{key}" for key, arm in arms if arm.mean < 4 * arm.std]
         return super().negative_rewards(recipe) or (below[0] if below else None)
@@ -128,17 +126,15 @@ class Bandit(Game):
         return [better], f"The {better} pays more on average."
 
     @classmethod
-    def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
+    def baselines(cls, recipe: BanditRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
         """Closed form: the random policy pulls the better arm half of the time. Returns are means over the arms' rewards."""
-        assert isinstance(recipe, BanditRecipe)
         means = (recipe.low_risk.expected, recipe.high_risk.expected)
         n = len(seeds)
         return {"random": Baseline(0.5, sum(means) / 2, n), "optimal": Baseline(1.0, max(means), n)}
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: BanditRecipe, seeds: Sequence[int]) -> None:
         """The better arm succeeds, the other does not, and a repeated pull of the same seed pays the same."""
-        assert isinstance(recipe, BanditRecipe)
         environment = cls(recipe)
         worse = ({recipe.low_risk.name, recipe.high_risk.name} - {_better(recipe)}).pop()
         wrong = recipe.format.render([worse], "A wrong guess.")

@@ -243,43 +243,41 @@ class Environment(ABC):
         return self.step(action) if isinstance(action, str) else self.act(action)
 
     @classmethod
-    def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow] | None:
+    def task_rows(cls, recipe: Any) -> Sequence[TaskRow] | None:
         """Return the rows of files that are the tasks of seeds 0, 1, ...; None if every seed is a task."""
         return None
 
     @classmethod
-    def check_tasks(
-        cls, recipe: EnvironmentRecipe, training: Sequence[int], held_out: Sequence[Sequence[int]]
-    ) -> list[str]:
+    def check_tasks(cls, recipe: Any, training: Sequence[int], held_out: Sequence[Sequence[int]]) -> list[str]:
         """Return warnings about the tasks of these seeds before a run; InputError if one cannot be played or scored."""
         return []
 
     @classmethod
-    def has_reward(cls, recipe: EnvironmentRecipe) -> bool:
+    def has_reward(cls, recipe: Any) -> bool:
         """Whether the environment computes rewards. Otherwise a recipe needs a reward model."""
         return True
 
     @classmethod
-    def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
+    def negative_rewards(cls, recipe: Any) -> str | None:
         """Return the dotted key that makes rewards below 0 possible, which `credit.type: maxrl` refuses; None if none
         is known.
         """
         return None
 
     @classmethod
-    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float] | None:
+    def return_range(cls, recipe: Any) -> tuple[float, float] | None:
         """Return the least and the greatest return of an episode; None if unknown. With it, the mean return of few tasks
         has an interval, which accounts for returns that none of them had.
         """
         return None
 
     @classmethod
-    def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:
+    def reports_scores(cls, recipe: Any) -> bool:
         """Whether episodes can report `info["scores"]`, from which `credit.type: gdpo` learns."""
         return True
 
     @classmethod
-    def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
+    def task_name(cls, recipe: Any, seed: int) -> str:
         """Return the name of the task of `seed` for messages."""
         return f"environment seed {seed}"
 
@@ -311,12 +309,12 @@ class Environment(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no random policy")
 
     @classmethod
-    def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
+    def baselines(cls, recipe: Any, seeds: Sequence[int]) -> dict[str, Baseline]:
         """Return `random`, `optimal` and the `scripted_baselines` on these seeds, where they can be computed."""
         return {}
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: Any, seeds: Sequence[int]) -> None:
         """Check without a model that a reference solution earns full reward and that a wrong answer does not.
 
         Raises:

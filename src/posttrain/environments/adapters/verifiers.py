@@ -62,15 +62,13 @@ class Verifiers(Environment):
         self._task: Any = None
 
     @classmethod
-    def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow]:
+    def task_rows(cls, recipe: VerifiersRecipe) -> Sequence[TaskRow]:
         """Return the prompts, which are read once per process."""
-        assert isinstance(recipe, VerifiersRecipe)
         return [TaskRow(json.dumps(_messages(task), sort_keys=True)) for task in _tasks(recipe)]
 
     @classmethod
-    def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
+    def task_name(cls, recipe: VerifiersRecipe, seed: int) -> str:
         """Return the taskset and the task's position or name."""
-        assert isinstance(recipe, VerifiersRecipe)
         return f"task {seed} of {recipe.taskset}"
 
     def reset(self, seed: int) -> Observation:
