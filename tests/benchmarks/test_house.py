@@ -32,7 +32,7 @@ def test_a_package_from_another_folder_is_refused(house, monkeypatch, tmp_path):
         house.check_source()
 
 
-@pytest.mark.parametrize(("stage", "most"), [("rl", 38), ("sft", 18), ("dpo", 18)])
+@pytest.mark.parametrize(("stage", "most"), [("rl", 35), ("sft", 17), ("dpo", 18)])
 def test_a_step_enters_few_files(house, stage, most):
     trace = house.traced_step(stage)
     assert {"training/trainer.py", "training/updater.py"} <= set(trace.files)

@@ -16,9 +16,8 @@ import pytest
 
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments import calls, rewards
-from posttrain.environments.calls import CallTimeout, ended_in, ended_within
 from posttrain.environments.make import make_env
-from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.environments.protocol import CallTimeout, Environment, Observation, Step, ended_in, ended_within
 from posttrain.episode import Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.rollout import RolloutRecipe

@@ -431,7 +431,7 @@ class RlRecipe(SampledRecipe):
         return warnings
 
     def _sampling_warnings(self) -> list[str]:
-        """Sampling from another distribution than the one in the loss, or the same answer every time."""
+        """Sampling from a distribution that differs from that in the loss, or the same answer every time."""
         sampling, warnings = self.rollout.sampling, []
         truncating = [key for key in ("top_p", "top_k", "min_p") if is_given(sampling, key)]
         if truncating and sampling.temperature > 0:
