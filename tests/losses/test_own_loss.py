@@ -81,7 +81,7 @@ def test_its_metric_is_written_and_drawn(toy, tiny_model, tmp_path):
     (panel,) = [panel for panel in panels_of("optimization", lines) if panel.title == "Toy loss"]
     assert [curve.label for curve in panel.curves] == ["tokens that the toy loss holds"]
     figure = dict(figures("toy", lines))["optimization"]
-    assert any("Toy loss" in axes.get_title() for axes in figure.axes)
+    assert any("Toy loss" in axes.get_title(loc="left") for axes in figure.axes)
 
 
 def test_it_is_gone_with_its_registration():
