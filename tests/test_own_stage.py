@@ -11,24 +11,31 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.planning.memory import memory_estimate
 from posttrain.recipe.plan import ModelSizes
+from posttrain.recipe.reference import metrics_of
 from posttrain.recipe.stages import STAGES, register_stage
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.metrics import read_metrics
+from posttrain.runs.panels import panels_of
 
 STAGE = '''
 """Scales the weights of a model."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from posttrain import StageRecipe, register_stage
 from posttrain.errors import InputError
+from posttrain.recipe.metrics import Metric, Panel
 
 
 @register_stage
 class ScaleRecipe(StageRecipe):
     """Scale the weights of a model."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("scale/largest", "largest weight", Panel("Weights", "absolute value", figure="optimization")),
+    )
 
     stage: Literal["scale"] = "scale"
     """Which stage the recipe is for."""
@@ -145,6 +152,13 @@ def test_its_keys_are_documented(scale, capsys):
     assert "Factor of every weight." in capsys.readouterr().out
     assert main(["recipe", "--markdown"]) == 0
     assert "Factor of every weight." in capsys.readouterr().out
+
+
+def test_its_metric_is_declared_and_drawn(scale):
+    assert "scale/largest" in [metric.name for metric in metrics_of(STAGES["scale"])]
+    lines = [{"kind": "train", "step": step, "scale/largest": float(step)} for step in (1, 2, 3)]
+    (panel,) = [panel for panel in panels_of("optimization", lines) if panel.title == "Weights"]
+    assert [curve.label for curve in panel.curves] == ["largest weight"]
 
 
 def test_planning_and_warnings_ask_the_stage(scale):
