@@ -96,7 +96,7 @@ class ModelRecipe(BaseConfig):
     """Precision of the forward and backward passes; bfloat16 trains float32 master weights. Null: bfloat16 on a GPU, float32 on a CPU. `auto`: bfloat16 if the device has instructions for it, else float32; the run and `--dry-run` print which. Where bfloat16 is emulated, it is slower than float32. Only float32 on a CPU resumes to identical bits."""
     head_dtype: Annotated[
         Literal["model", "float32"],
-        unless("stage", "reward", reason="rewards are computed in float32"),
+        unless("scores", reason="rewards are computed in float32", remedy=""),
         Needs(_rounds, "model.dtype is float32"),
     ] = "model"
     """Precision of the output projection of a bfloat16 model, in the learner and in the local engine. `model`: the model's dtype. `float32`: logits are not rounded to bfloat16, which brings the log-probabilities of engine and learner closer and costs time in large vocabularies."""
@@ -241,7 +241,7 @@ class OptimizerRecipe(BaseConfig):
         return items
 
 
-ONE_UPDATE = needs("stage", "rl", "distill", reason=lambda find: f"the {find('stage')} stage makes one update per step")
+ONE_UPDATE = needs("on_policy", reason=lambda find: f"the {find('stage')} stage makes one update per step", remedy="")
 """The need of keys of stages with several updates per step."""
 
 

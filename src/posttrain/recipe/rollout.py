@@ -91,7 +91,7 @@ class OverlongRecipe(BaseConfig):
 
 
 TRAINED = needs(
-    "stage", "rl", "distill", reason=lambda find: f"the {find('stage')} stage samples evaluation episodes only"
+    "on_policy", reason=lambda find: f"the {find('stage')} stage samples evaluation episodes only", remedy=""
 )
 REWARDED = unless("stage", "distill", reason="the distill stage learns from the teacher, not from rewards")
 OWN_CONTEXT = unless(

@@ -117,7 +117,7 @@ class TrackingRecipe(BaseConfig):
     completions: Annotated[
         int,
         Needs(lambda find: bool(find("sinks")), "sinks is []"),
-        needs("stage", "rl", "distill", reason=lambda find: f"{find('stage')} has no training episodes"),
+        needs("on_policy", reason=lambda find: f"{find('stage')} has no training episodes", remedy=""),
     ] = Field(0, ge=0)
     """Training episodes per step that the sinks show as a table, with their texts, from the first groups of the step. 0: none."""
     tags: Annotated[list[Text], _read_by("wandb")] = []
