@@ -72,8 +72,8 @@ def planned_bytes(shape: Shape, setting: Setting) -> float:
     """The peak that `--dry-run` plans for the update of a bfloat16 model."""
     from posttrain.planning.memory import peak_memory as planned
     from posttrain.planning.model_sizes import ModelSizes
-    from posttrain.planning.placement import ALONE
     from posttrain.recipe.model import ModelRecipe
+    from posttrain.recipe.plan import ALONE
     from posttrain.recipe.stages import SftRecipe
 
     sizes = ModelSizes(

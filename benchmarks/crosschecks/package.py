@@ -14,7 +14,7 @@ import posttrain
 from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.recipe.loss import KlRecipe
 from posttrain.recipe.rollout import RolloutRecipe
-from posttrain.training.reward_scorer import RewardShaping, RunningStatistics
+from posttrain.training.controllers import RewardShaping, RunningStatistics
 from posttrain.training.updater import samples_of_episodes
 
 NO_CLIP = 1e30

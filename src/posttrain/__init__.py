@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from posttrain.recipe.loss import EntropyRecipe as EntropyRecipe
     from posttrain.recipe.loss import KlRecipe as KlRecipe
     from posttrain.recipe.loss import register_loss as register_loss
+    from posttrain.recipe.run import StageRecipe as StageRecipe
+    from posttrain.recipe.run import TrainedRecipe as TrainedRecipe
+    from posttrain.recipe.stages import register_stage as register_stage
     from posttrain.result import Result as Result
     from posttrain.rollout.driver import rollout as rollout
     from posttrain.training.learner import Learner as Learner
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from posttrain.verbs import pipeline as pipeline
     from posttrain.verbs import reward as reward
     from posttrain.verbs import rl as rl
+    from posttrain.verbs import run as run
     from posttrain.verbs import sft as sft
 
 __version__ = "0.2.0"
@@ -84,8 +88,10 @@ _PUBLIC = {
     "Result": "posttrain.result",
     "RewardModel": "posttrain.models.reward",
     "SapoLoss": "posttrain.losses.surrogates",
+    "StageRecipe": "posttrain.recipe.run",
     "Step": "posttrain.environments.protocol",
     "TokenBatch": "posttrain.losses.policy",
+    "TrainedRecipe": "posttrain.recipe.run",
     "VllmEngine": "posttrain.engines.vllm.engine",
     "advantages": "posttrain.training.learner",
     "distill": "posttrain.verbs",
@@ -99,8 +105,10 @@ _PUBLIC = {
     "register_credit": "posttrain.recipe.credit",
     "register_environment": "posttrain.recipe.components",
     "register_loss": "posttrain.recipe.loss",
+    "register_stage": "posttrain.recipe.stages",
     "reward": "posttrain.verbs",
     "rl": "posttrain.verbs",
+    "run": "posttrain.verbs",
     "sft": "posttrain.verbs",
     "summarize": "posttrain.evaluation.summary",
 }

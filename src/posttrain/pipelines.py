@@ -81,7 +81,7 @@ def run_pipeline(
             run_stage(stage.recipe, resume=resume, overwrite=not resume and directory.exists(), console=console)
         record_finish(pipeline, stage, lineage)
     report_pipeline(pipeline, console)
-    return [pipeline.directory / stage.name for stage in selected if not isinstance(stage.recipe, ConvertRecipe)]
+    return [pipeline.directory / stage.name for stage in selected if not stage.files]
 
 
 def _convert(recipe: ConvertRecipe, directory: Path, console: Console) -> None:
@@ -204,8 +204,7 @@ def require_upstream(pipeline: PipelineRecipe, stage: PipelineStage) -> None:
 
 def _converted(pipeline: PipelineRecipe, name: str) -> list[str]:
     """Return the names of the files that the stage `name` writes; empty if it exports a model."""
-    recipe = next(stage.recipe for stage in pipeline.stages if stage.name == name)
-    return [f"{file}.jsonl" for file in recipe.files] if isinstance(recipe, ConvertRecipe) else []
+    return next(stage.files for stage in pipeline.stages if stage.name == name)
 
 
 def _made(pipeline: PipelineRecipe, name: str) -> str:
@@ -244,14 +243,13 @@ def reason_to_run(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Linea
     if not finished:
         started = _read(pipeline.directory / "started.json").get(stage.name, {})
         change = _change(started, lineage) if started else "it was not started by this pipeline"
-        converts = isinstance(stage.recipe, ConvertRecipe)
-        return (f"{change} after it was interrupted", False) if change else ("it was interrupted", not converts)
+        return (f"{change} after it was interrupted", False) if change else ("it was interrupted", not stage.files)
     if change := _change(finished, lineage):
         return change, False
     expected_sizes = {name: size for name, (size, _) in finished["outputs"].items()}
     sizes = {name: size for name, (size, _) in _outputs(directory, stage, digests=False).items()}
     if expected_sizes != sizes:
-        made = "its files were" if isinstance(stage.recipe, ConvertRecipe) else "its exported model was"
+        made = "its files were" if stage.files else "its exported model was"
         return f"{made} modified", False
     return None, False
 
@@ -309,10 +307,10 @@ def record_finish(pipeline: PipelineRecipe, stage: PipelineStage, lineage: Linea
 
 def _outputs(directory: Path, stage: PipelineStage, digests: bool) -> dict[str, list[Any]]:
     """Return the files of the stage's exported model, or its converted files, in the form of `_files`."""
-    if not isinstance(stage.recipe, ConvertRecipe):
+    if not stage.files:
         return _files(directory / "model", digests)
     made = _files(directory, digests)
-    return {name: made[name] for name in (f"{file}.jsonl" for file in stage.recipe.files) if name in made}
+    return {name: made[name] for name in stage.files if name in made}
 
 
 def _change(before: Lineage, now: Lineage) -> str | None:

@@ -28,6 +28,7 @@ Group = Literal[
     "posttrain.losses",
     "posttrain.credits",
     "posttrain.recipes",
+    "posttrain.stages",
 ]
 """What entry points may add.
 
@@ -36,6 +37,7 @@ Group = Literal[
   dotted name adds to a group of the command line: `data.mazes` becomes `posttrain data mazes`.
 - `posttrain.losses`, `posttrain.credits`: the `type` of a policy loss or credit -> its function, as for
   `posttrain.register_loss` and `posttrain.register_credit`.
+- `posttrain.stages`: the name of a stage -> the class of its recipe, as for `posttrain.register_stage`. It is also a command.
 - `posttrain.recipes`: the first part of the names of recipes -> the package whose folder holds their YAML files.
 """
 

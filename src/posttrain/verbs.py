@@ -235,16 +235,29 @@ def pipeline(
     return {path.name: Result.open(path) for path in runs}
 
 
-VERBS: dict[str, Callable[..., Result]] = {
-    "sft": sft,
-    "reward": reward,
-    "dpo": dpo,
-    "rl": rl,
-    "distill": distill,
-    "evaluate": evaluate,
-    "generate": generate,
+def run(
+    stage: str,
+    /,
+    *recipe: RecipeLike,
+    callbacks: Sequence["Callback"] = (),
+    resume: str | Path | None = None,
+    fall_back: bool = False,
+    overwrite: bool = False,
+    console: "Console | None" = None,
+    **overrides: Any,
+) -> Result:
+    """Run the stage named `stage`, such as one that `register_stage` added. Other arguments and errors as for `sft`.
+
+    posttrain.run("merge", model={"path": "runs/rl/model"}, name="merged")
+    """
+    if stage not in STAGES:
+        raise InputError(f"there is no stage {stage}; the stages are {', '.join(STAGES)}")
+    return _run(stage, recipe, overrides, callbacks, resume, overwrite, console, fall_back=fall_back)
+
+
+_VERBS: dict[str, Callable[..., Result]] = {
+    verb.__name__: verb for verb in (sft, reward, dpo, rl, distill, evaluate, generate)
 }
-"""Name of a stage -> the function that runs it."""
 
 
 _ROWS = (".jsonl", ".jsonl.gz", ".parquet", ".csv")
@@ -281,7 +294,9 @@ def _run(
     engine: "MakeEngine | Mapping[str, Any] | BaseConfig | None" = None,
 ) -> Result:
     known = STAGES[stage].model_fields
-    parameters = [name for name in inspect.signature(VERBS[stage]).parameters if name not in ("recipe", "overrides")]
+    parameters = [
+        name for name in inspect.signature(_VERBS.get(stage, run)).parameters if name not in ("recipe", "overrides")
+    ]
     for key in [key for key in overrides if key.partition(".")[0] not in known]:
         near = ["callbacks"] if key.startswith("on_") else difflib.get_close_matches(key, parameters, 1)
         if near and near[0] in parameters:
@@ -320,8 +335,8 @@ def _run(
     if resume is not None and fall_back:
         _fall_back(RunDirectory.open(resume), typed)
     with original_folder(resume), _engines_made_by(make_engine, typed):
-        run = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
-    return Result.open(run.path)
+        done = run_stage(typed, resume=resume is not None, overwrite=overwrite, console=console, callbacks=callbacks)
+    return Result.open(done.path)
 
 
 @contextmanager

@@ -70,8 +70,8 @@ def tool_calls(seed: int, folder: Path) -> None:
 
 def control_tokens(seed: int, folder: Path) -> None:
     """Messages, tools and observations with the text of control tokens: none ends a turn or starts one, in any use."""
-    from posttrain.data.encoding import MARK
     from posttrain.data.rendering import render_conversation
+    from posttrain.data.templates import MARK
     from posttrain.episode import StopReason
     from posttrain.rollout.transcript import TokenTranscript
     from tests.data.test_encoding import controls, subjects

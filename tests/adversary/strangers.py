@@ -300,8 +300,7 @@ def obedient_judge(prompt: list[dict[str, str]]) -> str:
 
 def environments(seed: int, folder: Path) -> None:
     """Environments and rewards that raise or return anything: an episode has a finite return, none, or fails by name."""
-    from posttrain.environments.calls import ended_in
-    from posttrain.environments.protocol import Environment, Observation, Step
+    from posttrain.environments.protocol import Environment, Observation, Step, ended_in
     from posttrain.environments.rewards import SCORE, RewardFailure, RewardFunction, WeightedRewards
     from posttrain.episode import Outcome
     from posttrain.rollout.store import write_episodes

@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from posttrain.distributed import world
 from posttrain.models.policy import Policy
-from posttrain.planning.memory import ModelSizes, kept_activations
 from posttrain.recipe.hardware import HardwareRecipe
+from posttrain.recipe.plan import ModelSizes
 from posttrain.training.objectives import SupervisedObjective, logprobs
 from posttrain.training.reference import move_towards
 from tests.cuda_fake import made
@@ -64,7 +64,7 @@ def test_activations_of_a_layer(device, thin_model, shape, lora):
     family, *numbers = SHAPES[shape]
     hidden, intermediate, heads, key_heads, size = numbers
     sizes = ModelSizes(1, 2, hidden, intermediate, heads, key_heads, size, 1000, head_norms=family == "qwen3")
-    assert counted == pytest.approx(2 * kept_activations(sizes), rel=0.05)
+    assert counted == pytest.approx(2 * sizes.kept_activations, rel=0.05)
 
 
 def test_an_offloaded_optimizer_leaves_weights_alone_on_the_device(device, thin_model, monkeypatch):

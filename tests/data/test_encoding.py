@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.encoding import MARK
 from posttrain.data.messages import ConversationExample
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer, render_conversation
+from posttrain.data.templates import MARK
 from posttrain.data.tokens import tokenize
 from posttrain.episode import StopReason
 from posttrain.errors import InputError

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from posttrain.data.held_out import TaskRow, divide, hash_order, split_tasks
 from posttrain.errors import InputError
+from posttrain.recipe.evaluate import FinalEvaluation
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
-from posttrain.recipe.stages import FinalEvaluation
 
 SIZES = st.integers(3, 800)
 QUICK = settings(max_examples=60, deadline=None)

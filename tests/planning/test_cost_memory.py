@@ -14,10 +14,9 @@ from posttrain.planning.memory import (
     engine_memory,
     memory_estimate,
     peak_memory,
-    trained_parameters,
 )
-from posttrain.planning.placement import ALONE, Placement
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.plan import ALONE, Placement
 
 SIZES = ModelSizes(1000, 2, 8, 16, 4, 2, 2, 100)
 QWEN3_4B = ModelSizes(4_022_000_000, 36, 2560, 9728, 32, 8, 128, 151_936)
@@ -129,7 +128,7 @@ def test_experts_take_memory_though_few_are_active():
     few, many = (sizes_of(memory_estimate(recipe_of(), sizes)) for sizes in (MIXTURE, more))
     assert many["weights"] - few["weights"] == 2 * 2 * 4 * 3 * 8 * 16
     assert many["activations, roughly"] == few["activations, roughly"]
-    assert trained_parameters(recipe_of("model.lora.rank=1").model, MIXTURE) == 2 * (
+    assert recipe_of("model.lora.rank=1").model.trained_parameters(MIXTURE) == 2 * (
         (16 + 12 + 12 + 16) + 4 * (2 * (8 + 2 * 16) + (16 + 8))
     )
 

@@ -9,7 +9,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.planning.devices import DEVICES, Device, device_of
 from posttrain.planning.dry_run import batch_arithmetic, show_plan
-from posttrain.planning.memory import ModelSizes, memory_estimate, trained_parameters
+from posttrain.planning.memory import ModelSizes, memory_estimate
 from posttrain.planning.model_sizes import model_sizes, published_sizes
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.credit import CREDITS
@@ -261,7 +261,7 @@ def test_activations_are_those_of_the_wider_of_policy_and_critic():
 
 def test_only_adapters_are_trained():
     lora = recipe_of("model.lora={rank: 2, targets: [q_proj, down_proj]}", "kl.coefficient=0.1")
-    assert trained_parameters(lora.model, SIZES) == 2 * 2 * ((8 + 8) + (16 + 8))
+    assert lora.model.trained_parameters(SIZES) == 2 * 2 * ((8 + 8) + (16 + 8))
     assert memory_estimate(lora, SIZES)["reference model"][0] == 0
 
 

@@ -5,8 +5,8 @@ import pytest
 from posttrain.errors import InputError
 from posttrain.planning.dry_run import batch_arithmetic
 from posttrain.planning.memory import ModelSizes, memory_estimate
-from posttrain.planning.placement import Placement
 from posttrain.recipe.compose import load_recipe
+from posttrain.recipe.plan import Placement
 from posttrain.recipe.rollout import updates_behind
 from posttrain.recipe.warnings import recipe_warnings
 

@@ -66,7 +66,8 @@ def test_every_declared_need_names_keys_that_exist():
 
 
 def _attributes(section):
-    return {*section.model_fields, *(name for name in dir(section) if isinstance(getattr(section, name), property))}
+    properties = (name for name in dir(section) if isinstance(getattr(section, name), property))
+    return {*section.model_fields, *section.__class_vars__, *properties}
 
 
 def _all(part):

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from posttrain.data.held_out import TaskSplit
-from posttrain.environments import calls, rewards
-from posttrain.environments.calls import CallTimeout, ended_in, ended_within
+from posttrain.environments import protocol, rewards
 from posttrain.environments.make import make_env
-from posttrain.environments.protocol import Environment, Observation, Step
+from posttrain.environments.protocol import CallTimeout, Environment, Observation, Step, ended_in, ended_within
 from posttrain.episode import Outcome
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.rollout import RolloutRecipe
@@ -96,7 +95,7 @@ def test_calls_of_an_environment_that_does_not_block_never_overlap():
 
 
 def test_too_many_calls_that_still_hang_end_the_run(monkeypatch):
-    monkeypatch.setattr(calls, "MOST_GIVEN_UP", sum(thread.is_alive() for thread in calls._given_up) + 2)
+    monkeypatch.setattr(protocol, "MOST_GIVEN_UP", sum(thread.is_alive() for thread in protocol._given_up) + 2)
     ends = [ended_in(FOREVER.wait, 0.01) for _ in range(2)]
     assert all(isinstance(error, CallTimeout) for _, error in ends)
     with pytest.raises(RunError, match=r"environment_timeout.*have not returned"):

@@ -158,8 +158,8 @@ def test_the_kl_penalty_is_measured_against_the_present_reference(tiny_model, tm
 def test_a_learner_in_a_custom_loop_updates_it_too(tiny_model):
     policy = Policy(ModelRecipe(path=str(tiny_model)))
     learner = Learner(policy, kl=KlRecipe(coefficient=0.1, reference=ReferenceRecipe(update_every=3)))
-    assert learner._reference is not None
-    assert learner._reference.every == 3
+    assert learner._learner.moving is not None
+    assert learner._learner.moving.every == 3
     adapted = Policy(ModelRecipe(path=str(tiny_model), lora=LoraRecipe(rank=2)))
     with pytest.raises(InputError, match="adapters off"):
         Learner(adapted, kl=KlRecipe(coefficient=0.1, reference=ReferenceRecipe(update_every=3)))

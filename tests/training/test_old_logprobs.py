@@ -232,11 +232,12 @@ def test_a_step_scores_before_its_updates_only_what_later_updates_learn_from(tin
     values["seeds"] = {"start": 0, "count": 12}
     seen = []
 
-    def update(self, episodes, samples, step, original=rl.Components.update):
-        before = logprobs(self.learner, samples)
-        totals = original(self, episodes, samples, step)
+    def update(self, batch, step, original=rl.Components.update):
+        samples = batch.samples
+        before = logprobs(self.learner.updater, samples)
+        totals = original(self, batch, step)
         signal = [bool(np.any(sample.advantages != 0)) for sample in samples]
-        seen.append((self.policy.version, samples, before, signal))
+        seen.append((self.learner.policy.version, samples, before, signal))
         return totals
 
     monkeypatch.setattr(rl.Components, "update", update)

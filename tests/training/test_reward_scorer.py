@@ -17,14 +17,8 @@ from posttrain.recipe.rollout import FailureRecipe
 from posttrain.recipe.stages import RlRecipe
 from posttrain.rollout.driver import without_failures
 from posttrain.rollout.transcript import TokenTranscript
-from posttrain.training.reward_scorer import (
-    RAW,
-    RewardScorer,
-    RewardShaping,
-    RunningStatistics,
-    open_scorer,
-    scaled,
-)
+from posttrain.training.controllers import RAW, RewardShaping, RunningStatistics, scaled
+from posttrain.training.reward_scorer import RewardScorer, open_scorer
 from posttrain.training.updater import samples_of_episodes
 from tests.conftest import CHATML, make_tokenizer
 

@@ -15,8 +15,7 @@ from posttrain.recipe.stages import DpoRecipe, RewardRecipe
 from posttrain.training.rows import (
     EpochRows,
     StreamedRows,
-    check_labels,
-    check_margins,
+    check_rows,
     hold_out,
     load_data,
     samples_of_row,
@@ -208,7 +207,7 @@ def test_margins_missing_in_all_rows_are_reported(tmp_path):
         path = write_jsonl(tmp_path / "m.jsonl", rows)
         data = {"train": path, "max_tokens": 60, "cache": str(tmp_path / "tokens"), "columns": {"margin": column}}
         recipe = RewardRecipe(data=data, loss={"margin": margin})
-        return check_margins(recipe, load(recipe.data, "pair"))
+        return check_rows(recipe, load(recipe.data, "pair"))
 
     rows = pair_rows(6)
     bare = [{key: value for key, value in row.items() if key != "margin"} for row in rows]
@@ -340,6 +339,6 @@ def test_labels_of_one_kind_are_refused_and_rare_ones_warned_of(labels, warned, 
     data = load(recipe.data, "unpaired")
     if warned is None:
         with pytest.raises(InputError, match="answers"):
-            check_labels(recipe, data)
+            check_rows(recipe, data)
     else:
-        assert len(check_labels(recipe, data)) == warned
+        assert len(check_rows(recipe, data)) == warned

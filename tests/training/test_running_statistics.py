@@ -7,7 +7,7 @@ import pytest
 
 from posttrain.episode import Episode
 from posttrain.recipe.model import RewardSource
-from posttrain.training.reward_scorer import RAW, RunningStatistics
+from posttrain.training.controllers import RAW, RunningStatistics
 from tests.rollout.episodes import played
 
 

@@ -233,9 +233,7 @@ def environment_of(type_name: str, overrides: list[str]) -> "EnvironmentRecipe":
 
     # Load a whole recipe, so that keys are validated as everywhere else.
     words = [f"environment.type={json.dumps(type_name)}", *(f"environment.{word}" for word in overrides)]
-    recipe = load_recipe([], words, "rl")
-    assert recipe.stage == "rl"
-    return recipe.environment
+    return load_recipe([], words, "rl").environment  # type: ignore[attr-defined]
 
 
 def _play(environment: "Environment", seed: int) -> None:

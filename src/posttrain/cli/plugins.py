@@ -3,6 +3,7 @@ commands and options that do not exist.
 """
 
 import difflib
+import inspect
 from typing import Any
 
 import typer
@@ -10,9 +11,10 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from posttrain.errors import InputError
-from posttrain.plugins import PluginError, entry_points, load
+from posttrain.plugins import Group, PluginError, entry_points, load
 
-_GROUP = "posttrain.commands"
+_GROUP: Group = "posttrain.commands"
+_STAGES: Group = "posttrain.stages"
 _OF_OTHERS = {
     "train": ("sft", "reward", "dpo", "rl", "distill"),
     "grpo": ("rl",),
@@ -37,15 +39,17 @@ class PluginGroup(TyperGroup):
         """Names of the built-in commands, then those of plug-ins."""
         place = _place(ctx)
         added = [name.removeprefix(place) for name in entry_points(_GROUP) if name.startswith(place)]
+        added += [] if place else entry_points(_STAGES)
         return [*super().list_commands(ctx), *(n for n in added if "." not in n and n not in self.commands)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command `cmd_name`. Built-in commands take precedence; None if there is no such command."""
         name = f"{_place(ctx)}{cmd_name}"
-        if cmd_name in self.commands or "." in cmd_name or name not in entry_points(_GROUP):
-            return super().get_command(ctx, cmd_name)
+        known = cmd_name in self.commands or "." in cmd_name
         try:
-            return _command(cmd_name, load(_GROUP, name))
+            if not known and name in entry_points(_GROUP):
+                return _command(cmd_name, load(_GROUP, name))
+            return super().get_command(ctx, cmd_name) if known or name != cmd_name else _stage(cmd_name)
         except PluginError as error:
             return _unavailable(cmd_name, error)
 
@@ -88,6 +92,18 @@ def _command(name: str, added: Any) -> Any:
         command = get_command(single)
     command.name = name
     return command
+
+
+def _stage(name: str) -> Any:
+    """The command of a stage that is not built in; None if there is no such stage."""
+    from posttrain.cli.stages import OPEN, stage_command
+    from posttrain.recipe.stages import STAGES
+
+    if name not in STAGES:
+        return None
+    single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    single.command(name, context_settings=OPEN)(stage_command(name, inspect.getdoc(STAGES[name]) or ""))
+    return get_command(single)
 
 
 def _unavailable(name: str, error: PluginError) -> Any:

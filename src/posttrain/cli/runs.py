@@ -124,7 +124,7 @@ def _show_rows(directory: "RunDirectory", console: "Console", limit: int) -> boo
     from posttrain.models.load import load_end_tokens, load_tokenizer
     from posttrain.verbs import original_folder
 
-    recipe = directory.load_recipe()
+    recipe: Any = directory.load_recipe()
     if recipe.stage not in ("sft", "reward", "dpo") or recipe.data is None:
         return False
     tokenizer = load_tokenizer(recipe.model)

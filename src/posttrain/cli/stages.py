@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -61,11 +61,12 @@ def run(
     on: str | None,
     resume: Path | None,
     overwrite: bool,
-    **more: bool,
+    **more: Any,
 ) -> None:
     """Run one stage of the recipe in `words`, show its plan, or continue the run `resume`."""
     from posttrain.recipe.sources import read_overrides
-    from posttrain.verbs import VERBS, read_recipe
+    from posttrain.verbs import read_recipe
+    from posttrain.verbs import run as run_stage
 
     device = planned_device(dry_run, on, full)
     sources, overrides = split_words(words)
@@ -89,7 +90,7 @@ def run(
         if not full:
             console.print("\nadd --full for the whole recipe and the parts of the estimate", highlight=False)
         return
-    VERBS[stage](*sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
+    run_stage(stage, *sources, *read_overrides(overrides), resume=resume, overwrite=overwrite, **more)
 
 
 def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Console") -> "Recipe":
@@ -97,18 +98,18 @@ def with_planned_engine(recipe: "Recipe", device: "Device | None", console: "Con
     local engine if the engine depends on what is installed there.
     """
     from posttrain.errors import InputError
-    from posttrain.recipe.stages import DistillRecipe, GenerateRecipe, RlRecipe
     from posttrain.runs.tables import show_line
     from posttrain.training.stage import with_engine
 
-    if not isinstance(recipe, RlRecipe | DistillRecipe | GenerateRecipe) or recipe.remote is not None:
+    if not recipe.chooses_engine or recipe.remote is not None:
         return recipe
     chosen: Recipe = recipe
     with suppress(InputError):  # `model.device: cuda` without a GPU, in a plan for another machine
         chosen = with_engine(recipe, console)
-    if chosen is not recipe and isinstance(chosen, RlRecipe | DistillRecipe) and chosen.hardware.ray is None:
+    hardware = getattr(chosen, "hardware", None)
+    if chosen is not recipe and hardware is not None and hardware.ray is None:
         # The run starts a server for each of its processes, and this process is alone.
-        engine = chosen.engine.model_copy(update={"servers": chosen.hardware.processes})
+        engine = chosen.sampler.model_copy(update={"servers": hardware.processes})
         return chosen.model_copy(update={"engine": engine})
     if chosen is recipe and device is not None and "engine" not in recipe.model_fields_set:
         line = "engine.type is local in this plan; with vLLM installed, a run on a GPU uses vLLM, which engine.type=vllm plans"
@@ -127,13 +128,9 @@ def show_precision(recipe: "Recipe", console: "Console") -> None:
 
 def show_what_exists(recipe: "Recipe", console: "Console") -> None:
     """Print a note if a run of `recipe` cannot start without `--overwrite`, `--resume` or another name."""
-    from posttrain.recipe.stages import GenerateRecipe
     from posttrain.runs.tables import show_line
 
-    there = [Path(recipe.runs) / recipe.name]
-    if isinstance(recipe, GenerateRecipe) and recipe.out is not None:
-        there.append(recipe.predictions)
-    for path in there:
+    for path in recipe.outputs:
         if path.exists():
             line = f"note: {path} exists; to start, pass --overwrite or another name, or continue it with --resume"
             show_line(console, line)
@@ -211,7 +208,7 @@ def split_words(words: list[str], *options: str) -> tuple[list[str], list[str]]:
     return sources, overrides
 
 
-def _stage_command(stage: str, description: str) -> Callable[..., None]:
+def stage_command(stage: str, description: str) -> Callable[..., None]:
     """The command that runs `stage`, with the options that all stages share."""
 
     def command(
@@ -229,7 +226,7 @@ def _stage_command(stage: str, description: str) -> Callable[..., None]:
     return command
 
 
-sft = _stage_command(
+sft = stage_command(
     "sft",
     """Train a policy on conversations, or on the traces of an environment's expert.
 
@@ -244,7 +241,7 @@ sft = _stage_command(
 )
 
 
-dpo = _stage_command(
+dpo = stage_command(
     "dpo",
     """Optimize a policy on preferences: dpo, ipo, cdpo, simpo, orpo, apo_zero, apo_down, bco on pairs, kto on judged answers.
 
@@ -257,7 +254,7 @@ dpo = _stage_command(
 )
 
 
-reward = _stage_command(
+reward = stage_command(
     "reward",
     """Train a reward model on pairs of answers.
 
@@ -270,7 +267,7 @@ reward = _stage_command(
 )
 
 
-rl = _stage_command(
+rl = stage_command(
     "rl",
     """Train a policy by reinforcement learning in an environment.
 
@@ -287,7 +284,7 @@ rl = _stage_command(
 )
 
 
-distill = _stage_command(
+distill = stage_command(
     "distill",
     """Train a policy towards a teacher on the policy's own episodes (on-policy distillation).
 

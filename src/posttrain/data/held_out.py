@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from posttrain.errors import InputError
-from posttrain.recipe.rollout import CURVE, FINAL, EvaluationRecipe, SeedRange, shown_seeds
+from posttrain.recipe.plan import TaskSplit
+from posttrain.recipe.rollout import CURVE, FINAL, EvaluationRecipe, SeedRange
 
 _CURVE, _FINAL = "evaluation.seeds", "evaluation.final_seeds"
 _MARKED = {_CURVE: "validation", _FINAL: "test"}
@@ -21,41 +22,6 @@ class TaskRow:
     """Text of the task. Tasks with the same text are never in different parts of a split."""
     use: Literal["training", "validation", "test"] = "training"
     """`use` of its source."""
-
-
-@dataclass(frozen=True)
-class TaskSplit:
-    """Environment seeds of a run. No seed is in two parts."""
-
-    training: Sequence[int]
-    validation: Sequence[int]
-    """Seeds of the learning curve."""
-    test: Sequence[int]
-    """Seeds of the final table."""
-    source: str | None = None
-    """The recipe key of the files whose rows are the training tasks; None if tasks are generated."""
-    held_out_source: str | None = None
-    """The same for the held-out seeds."""
-
-    @property
-    def held_out(self) -> list[Sequence[int]]:
-        """The seeds of the curve and those of the table."""
-        return [self.validation, self.test]
-
-    def __str__(self) -> str:
-        """The number of tasks in each part, and their source."""
-        apart = self.source != self.held_out_source
-        parts = [
-            f"{len(seeds):,} {what}"
-            + (f" (seeds {shown_seeds(seeds)})" if source is None else f" (rows of {source})" if apart else "")
-            for seeds, what, source in (
-                (self.training, "to train on", self.source),
-                (self.validation, "for the learning curve", self.held_out_source),
-                (self.test, "for the final table", self.held_out_source),
-            )
-            if seeds
-        ]
-        return f"tasks{f' of {self.source}' if self.source and not apart else ''}: {', '.join(parts)}"
 
 
 def hash_order(keys: Iterable[str]) -> list[str]:

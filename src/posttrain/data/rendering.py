@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from posttrain.data.encoding import TextEncoder, either
 from posttrain.data.messages import REASONING, in_form, reasoning_of
+from posttrain.data.templates import TextEncoder, either
 from posttrain.data.tools import (
     SYNTAXES,
     ParsedAnswer,

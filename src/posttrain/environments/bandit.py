@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 from posttrain.environments.game import FormatRecipe, Game, GameRecipe, play, require, require_sound
 from posttrain.environments.protocol import Baseline
 from posttrain.recipe.base import BaseConfig, Text
-from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.seeds import random_stream
 
 LOW_MEAN, HIGH_MEAN, STD = 0.2, 0.1, 0.1
@@ -85,7 +84,7 @@ class Bandit(Game):
         return self._rewards[name]
 
     @classmethod
-    def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
+    def negative_rewards(cls, recipe: BanditRecipe) -> str | None:
         """The penalty for a rejected answer, or the arms, whose means are less than four standard deviations above 0."""
         return super().negative_rewards(recipe) or "environment.low_risk"
 
@@ -100,16 +99,15 @@ class Bandit(Game):
         return [better], f"The {better} pays more on average."
 
     @classmethod
-    def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
+    def baselines(cls, recipe: BanditRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
         """Closed form: the random policy pulls the better arm half of the time. Returns are means over the arms' rewards."""
         n = len(seeds)
         random = Baseline(0.5, (LOW_MEAN + BETTER_MEAN) / 2, n)
         return {"random": random, "optimal": Baseline(1.0, BETTER_MEAN, n)}
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: BanditRecipe, seeds: Sequence[int]) -> None:
         """The better arm succeeds, the other does not, and a repeated pull of the same seed pays the same."""
-        assert isinstance(recipe, BanditRecipe)
         environment = cls(recipe)
         wrong = recipe.format.render([recipe.low_risk.name], "A wrong guess.")
         for seed in seeds:

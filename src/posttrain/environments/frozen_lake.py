@@ -76,9 +76,8 @@ class FrozenLake(Game):
         require_module("gymnasium", "environment.type: frozen_lake")
 
     @classmethod
-    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float]:
+    def return_range(cls, recipe: FrozenLakeRecipe) -> tuple[float, float]:
         """A penalty in every turn, or the goal in the first."""
-        assert isinstance(recipe, FrozenLakeRecipe)
         return recipe.max_turns * recipe.format.penalty, 1.0
 
     def _begin(self, seed: int) -> None:
@@ -149,13 +148,12 @@ class FrozenLake(Game):
         return names, f"The goal is {where}; {' then '.join(names)} is the best way there."
 
     @classmethod
-    def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
+    def baselines(cls, recipe: FrozenLakeRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
         """Exact expectations over slipping on the lakes of these seeds, by dynamic programming.
 
         The optimal policy uses the rules and the turns left, but not the slips of the seed. The random policy plays
         `actions_per_turn` uniformly random actions per answer.
         """
-        assert isinstance(recipe, FrozenLakeRecipe)
         turns, actions, n = recipe.max_turns, recipe.format.actions_per_turn, len(seeds)
         lakes = [_lake(recipe, seed) for seed in seeds]
         random = sum(random_success(lake, turns * actions) for lake in lakes) / n
@@ -166,9 +164,8 @@ class FrozenLake(Game):
         }
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: FrozenLakeRecipe, seeds: Sequence[int]) -> None:
         """The optimal policy reaches every reachable goal on firm ice, and episodes agree with a replay of their slips."""
-        assert isinstance(recipe, FrozenLakeRecipe)
         environment, firm_lake = cls(recipe), cls(recipe.model_copy(update={"slippery": False}))
         for seed in seeds:
             _require_replay(environment, seed)

@@ -172,9 +172,8 @@ class Game(Environment):
         return Step([_user(notice + self._state(first=False))], reward, terminated, truncated, info, self._key())
 
     @classmethod
-    def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
+    def negative_rewards(cls, recipe: Any) -> str | None:
         """The penalty for a rejected answer, unless it is 0."""
-        assert isinstance(recipe, GameRecipe)
         return "environment.format.penalty" if recipe.format.penalty < 0 else None
 
     @classmethod

@@ -1,21 +1,32 @@
-"""The environment protocol: the state machine of one task. It uses neither tokens nor models."""
+"""The environment protocol: the state machine of one task. It uses neither tokens nor models.
 
+Methods of environments and rewards are called in daemon threads, so that time-outs and signals hold also for a call that
+never returns. A thread cannot be ended from outside. A call that takes too long is given up: its result is ignored,
+SystemExit is raised in its thread the next time that it runs Python code, and neither the event loop nor the interpreter
+waits for it.
+"""
+
+import asyncio
+import ctypes
 import inspect
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
+from threading import Thread
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from posttrain.data.held_out import TaskRow, TaskSplit, split_tasks, training_tasks
 from posttrain.data.tools import ParsedAnswer
-from posttrain.environments.calls import completed, described
-from posttrain.errors import InputError
+from posttrain.errors import InputError, PosttrainError, RunError
 from posttrain.recipe.components import EnvironmentRecipe, Factory, environment_class
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange, same_tasks
 
@@ -243,43 +254,41 @@ class Environment(ABC):
         return self.step(action) if isinstance(action, str) else self.act(action)
 
     @classmethod
-    def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow] | None:
+    def task_rows(cls, recipe: Any) -> Sequence[TaskRow] | None:
         """Return the rows of files that are the tasks of seeds 0, 1, ...; None if every seed is a task."""
         return None
 
     @classmethod
-    def check_tasks(
-        cls, recipe: EnvironmentRecipe, training: Sequence[int], held_out: Sequence[Sequence[int]]
-    ) -> list[str]:
+    def check_tasks(cls, recipe: Any, training: Sequence[int], held_out: Sequence[Sequence[int]]) -> list[str]:
         """Return warnings about the tasks of these seeds before a run; InputError if one cannot be played or scored."""
         return []
 
     @classmethod
-    def has_reward(cls, recipe: EnvironmentRecipe) -> bool:
+    def has_reward(cls, recipe: Any) -> bool:
         """Whether the environment computes rewards. Otherwise a recipe needs a reward model."""
         return True
 
     @classmethod
-    def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
+    def negative_rewards(cls, recipe: Any) -> str | None:
         """Return the dotted key that makes rewards below 0 possible, which `credit.type: maxrl` refuses; None if none
         is known.
         """
         return None
 
     @classmethod
-    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float] | None:
+    def return_range(cls, recipe: Any) -> tuple[float, float] | None:
         """Return the least and the greatest return of an episode; None if unknown. With it, the mean return of few tasks
         has an interval, which accounts for returns that none of them had.
         """
         return None
 
     @classmethod
-    def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:
+    def reports_scores(cls, recipe: Any) -> bool:
         """Whether episodes can report `info["scores"]`, from which `credit.type: gdpo` learns."""
         return True
 
     @classmethod
-    def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
+    def task_name(cls, recipe: Any, seed: int) -> str:
         """Return the name of the task of `seed` for messages."""
         return f"environment seed {seed}"
 
@@ -311,12 +320,12 @@ class Environment(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no random policy")
 
     @classmethod
-    def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
+    def baselines(cls, recipe: Any, seeds: Sequence[int]) -> dict[str, Baseline]:
         """Return `random`, `optimal` and the `scripted_baselines` on these seeds, where they can be computed."""
         return {}
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: Any, seeds: Sequence[int]) -> None:
         """Check without a model that a reference solution earns full reward and that a wrong answer does not.
 
         Raises:
@@ -381,3 +390,128 @@ def task_split(
     left_out = {row.key for row in held_out_rows or ()}
     alone = () if training is None else training_tasks(rows, source, training, training_key, left_out)
     return replace(held_out, training=alone, source=environment.rows_key)
+
+
+# -- calls of environments and rewards ---------------------------------------------------------------------------------
+
+
+MOST_GIVEN_UP = 256
+"""Calls of a process that were given up and still run. One more ends the run."""
+_QUICK = 0.002
+"""Seconds for which the event loop itself waits for a call that others have to wait for, which saves switching."""
+_SLOW = 0.1
+"""Share of the time-out after which calls that are made one at a time no longer wait for each other."""
+
+Ended = tuple[Any, BaseException | None]
+"""How a call ended: its result, or what it raised."""
+
+
+class CallTimeout(Exception):
+    """A call took longer than its time-out."""
+
+
+class Call:
+    """A call that runs in its own daemon thread."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.future: Future[Ended] = Future()
+        """Its end. It never raises what the call raised: asyncio does not return from a SystemExit."""
+        self.future.set_running_or_notify_cancel()
+        self.thread = Thread(target=self._run, args=(function,), name="environment", daemon=True)
+        self.thread.start()
+
+    def _run(self, function: Callable[[], Any]) -> None:
+        try:
+            end: Ended = function(), None
+        except BaseException as error:
+            end = None, error
+        self.future.set_result(end)
+
+    def give_up(self) -> None:
+        """Ignore the call from now on. RunError if too many ignored calls still run."""
+        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        raise_in(ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(SystemExit))
+        _given_up.difference_update([thread for thread in _given_up if not thread.is_alive()])
+        _given_up.add(self.thread)
+        if len(_given_up) > MOST_GIVEN_UP:
+            raise RunError(
+                f"{len(_given_up)} calls of environments or rewards took longer than rollout.environment_timeout and have "
+                "not returned since; give them time-outs of their own, then resume the run"
+            )
+
+
+_given_up: set[Thread] = set()
+
+
+@dataclass
+class _Queue:
+    """The calls of an event loop that are made one at a time."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    overlap: bool = False
+    """Whether a slow call ended the order."""
+
+
+_queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue] = WeakKeyDictionary()
+
+
+def described(error: BaseException, where: str = "") -> str:
+    """Type and message of what a call raised, without lone surrogates, which cannot be printed."""
+    try:
+        return f"{type(error).__name__}{where}: {error}".encode("utf-8", "replace").decode()
+    except Exception:
+        return type(error).__name__
+
+
+def ended_in(function: Callable[[], Any], seconds: float | None) -> Ended:
+    """As `ended_within`, outside an event loop."""
+    call = Call(function)
+    try:
+        return call.future.result(seconds)
+    except TimeoutError:
+        call.give_up()
+        return None, CallTimeout(f"took longer than {seconds:g} s")
+
+
+def completed(function: Callable[[], Any], name: str, seconds: float | None = None) -> Any:
+    """The result of `ended_in`. InputError, which names the call, if it raised; CallTimeout."""
+    result, error = ended_in(function, seconds)
+    if isinstance(error, PosttrainError | CallTimeout):
+        raise error
+    if error is not None:
+        raise InputError(f"{name} raised {described(error)}; correct it") from error
+    return result
+
+
+async def ended_within(function: Callable[[], Any], seconds: float | None, one_at_a_time: bool) -> Ended:
+    """Call `function` in a daemon thread. The call ends with CallTimeout after `seconds`, although its thread may go on;
+    None: no limit.
+
+    Calls that are made `one_at_a_time` in an event loop do not overlap, until one of them takes longer than a tenth of
+    `seconds`. RunError if too many calls that were given up still run.
+    """
+    queue = _queues.setdefault(asyncio.get_running_loop(), _Queue())
+    call: Call | None = None
+    left = seconds
+    if one_at_a_time and not queue.overlap:
+        async with queue.turn:
+            if not queue.overlap:
+                call = Call(function)
+                with suppress(TimeoutError):
+                    return call.future.result(_QUICK if seconds is None else min(_QUICK, seconds))
+                if seconds is not None:
+                    left = (1 - _SLOW) * seconds
+                await _wait(call, None if seconds is None else _SLOW * seconds)
+                queue.overlap = not call.future.done()
+    call = call or Call(function)
+    await _wait(call, left)
+    if not call.future.done():
+        call.give_up()
+        return None, CallTimeout(f"took longer than {seconds:g} s")
+    return call.future.result()
+
+
+async def _wait(call: Call, seconds: float | None) -> None:
+    """Wait until a call ends, at most `seconds`."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.wrap_future(call.future), seconds)

@@ -23,8 +23,7 @@ from pathlib import Path
 from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
-from posttrain.environments.calls import Ended, described
-from posttrain.environments.protocol import LARGEST_REWARD, Message, number, short
+from posttrain.environments.protocol import LARGEST_REWARD, Ended, Message, described, number, short
 from posttrain.errors import InputError
 from posttrain.recipe.components import module_of_file, place_of
 

@@ -22,7 +22,6 @@ from posttrain.environments.game import (
 )
 from posttrain.environments.protocol import Baseline, Cells
 from posttrain.environments.sokoban_rooms import Room, State, random_player, room_of, shortest_solution
-from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.runs.intervals import success_rate
 from posttrain.seeds import random_stream
 
@@ -156,16 +155,14 @@ class Sokoban(Game):
         return self.recipe.step_reward
 
     @classmethod
-    def negative_rewards(cls, recipe: EnvironmentRecipe) -> str | None:
+    def negative_rewards(cls, recipe: SokobanRecipe) -> str | None:
         """A penalty for a rejected answer, a move, or a box pushed off its target."""
-        assert isinstance(recipe, SokobanRecipe)
         below = [key for key in ("step_reward", "box_off_reward") if getattr(recipe, key) < 0]
         return super().negative_rewards(recipe) or (f"environment.{below[0]}" if below else None)
 
     @classmethod
-    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float]:
+    def return_range(cls, recipe: SokobanRecipe) -> tuple[float, float]:
         """Every box pushed once, other boxes on and off again, and the extreme reward of each turn."""
-        assert isinstance(recipe, SokobanRecipe)
         moves = recipe.max_turns * recipe.format.actions_per_turn
         pairs = moves // 2 * (recipe.box_on_reward + recipe.box_off_reward)
         pushes = [0.0, recipe.num_boxes * recipe.box_on_reward, recipe.num_boxes * recipe.box_off_reward]
@@ -190,13 +187,12 @@ class Sokoban(Game):
         return names, f"The shortest solution takes {moves}, now {' then '.join(names)}."
 
     @classmethod
-    def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
+    def baselines(cls, recipe: SokobanRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
         """The policy that follows shortest solutions, and the policy of uniformly random moves.
 
         The random policy's values are exact for rooms with at most 4000 reachable states. Other rooms are played 256
         times each, and the interval is that of this sampling, with all of these episodes as one sample. "optimal" is missing if a room is too large to search.
         """
-        assert isinstance(recipe, SokobanRecipe)
         baselines = {"random": _random_baseline(recipe, seeds)}
         try:
             games = [play(cls(recipe), seed) for seed in seeds]
@@ -207,9 +203,8 @@ class Sokoban(Game):
         return baselines | {"optimal": Baseline(success, mean_return, len(seeds))}
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: SokobanRecipe, seeds: Sequence[int]) -> None:
         """The shortest solution of every room solves it, earns full reward, and no part of it does."""
-        assert isinstance(recipe, SokobanRecipe)
         for seed in seeds:
             room, start = _room(recipe, seed)
             way = shortest_solution(room, start)

@@ -183,13 +183,12 @@ class TextTask(Environment):
         self._calls: ToolCalls | None = None
         if self.recipe.mcp:
             self.blocking = True
-        self.task_rows(recipe)
+        self.task_rows(self.recipe)
         self._task: _Task | None = None
 
     @classmethod
-    def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow] | None:
+    def task_rows(cls, recipe: TextTaskRecipe) -> Sequence[TaskRow] | None:
         """Return the prompts, which are read once per process; None for generated tasks."""
-        assert isinstance(recipe, TextTaskRecipe)
         if recipe.reasoning_gym is None:
             return prompt_table(recipe).tasks
         _require_gym(recipe.reasoning_gym.model_dump_json())
@@ -197,10 +196,9 @@ class TextTask(Environment):
 
     @classmethod
     def check_tasks(
-        cls, recipe: EnvironmentRecipe, training: Sequence[int], held_out: Sequence[Sequence[int]]
+        cls, recipe: TextTaskRecipe, training: Sequence[int], held_out: Sequence[Sequence[int]]
     ) -> list[str]:
         """Return warnings about skipped rows and about held-out prompts that are also training prompts."""
-        assert isinstance(recipe, TextTaskRecipe)
         tasks = cls.task_rows(recipe)
         if tasks is None:
             return []
@@ -232,17 +230,15 @@ class TextTask(Environment):
         return try_reward(self._reward, messages, task.reference, task.row, task.origin)
 
     @classmethod
-    def has_reward(cls, recipe: EnvironmentRecipe) -> bool:
+    def has_reward(cls, recipe: TextTaskRecipe) -> bool:
         """Whether a reward function, a judge or a verifier scores answers with a weight above 0."""
-        assert isinstance(recipe, TextTaskRecipe)
         return recipe.score_weight > 0 and any(
             part is not None for part in (recipe.reward, recipe.judge, recipe.reasoning_gym)
         )
 
     @classmethod
-    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float] | None:
+    def return_range(cls, recipe: TextTaskRecipe) -> tuple[float, float] | None:
         """Built-in reward functions and judges score from 0 to 1, other functions and verifiers as they like."""
-        assert isinstance(recipe, TextTaskRecipe)
         parts = [(recipe.reward, 1.0)] if isinstance(recipe.reward, str) else []
         if isinstance(recipe.reward, list):
             parts = [(part.function, part.weight) for part in recipe.reward]
@@ -254,9 +250,8 @@ class TextTask(Environment):
         return math.fsum(min(weight, 0) for weight in weights), math.fsum(max(weight, 0) for weight in weights)
 
     @classmethod
-    def reports_scores(cls, recipe: EnvironmentRecipe) -> bool:
+    def reports_scores(cls, recipe: TextTaskRecipe) -> bool:
         """Whether a user's reward function scores answers, or the score is reported separately from the reward."""
-        assert isinstance(recipe, TextTaskRecipe)
         return (
             recipe.score_weight != 1
             or isinstance(recipe.reward, list)
@@ -264,9 +259,8 @@ class TextTask(Environment):
         )
 
     @classmethod
-    def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
+    def task_name(cls, recipe: TextTaskRecipe, seed: int) -> str:
         """Return the file and row of `seed`."""
-        assert isinstance(recipe, TextTaskRecipe)
         rows = prompt_table(recipe).rows if recipe.reasoning_gym is None else []
         return rows[seed].origin if seed < len(rows) else f"environment seed {seed}"
 
@@ -334,14 +328,13 @@ class TextTask(Environment):
         return self._current().row
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: TextTaskRecipe, seeds: Sequence[int]) -> None:
         """Check that seeds repeat their tasks and that episodes end after one step. With a reward function or verifier
         and a reference answer, also check that the reference earns full reward (`success_reward`, or 1) and a wrong
         answer does not. A judge is not called.
 
         Seeds beyond the last row are skipped; InputError if none is left.
         """
-        assert isinstance(recipe, TextTaskRecipe)
         environment = cls(recipe)
         tasks = cls.task_rows(recipe)
         full = 1.0 if recipe.success_reward is None else recipe.success_reward

@@ -1,19 +1,9 @@
 """The GPUs that `--on` names."""
 
 import math
-from dataclasses import dataclass
 
 from posttrain.errors import InputError
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU."""
-
-    name: str
-    memory: float
-    """Bytes of memory, by the vendor."""
-
+from posttrain.recipe.plan import Device
 
 DEVICES = {name: Device(name, gigabytes * 1e9) for name, gigabytes in (("h200", 141), ("h100", 80), ("a100", 80))}
 """Name -> GPU. `a100` is the module with 80 GB."""

@@ -5,7 +5,7 @@ Not covered: architectures other than plain decoders and decoders with experts i
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,73 +13,7 @@ from posttrain.errors import InputError
 from posttrain.models.files import check_files, tensors_of
 from posttrain.models.load import packaged_file
 from posttrain.plugins import require_module
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """Sizes of a decoder. `parameters` includes all experts and counts tied weights once."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    key_value_heads: int
-    head_size: int
-    vocabulary: int
-    experts: int = 0
-    """Experts per layer, each with `intermediate` hidden units. 0: a dense model."""
-    experts_per_token: int = 0
-    """Active experts per token."""
-    tied: bool = True
-    """Whether the output projection shares its weights with the embedding."""
-    head_norms: bool = False
-    """Whether each head's queries and keys are normalized, as in Qwen3."""
-
-    @property
-    def linear_sizes(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the matrices of one layer without experts: seven, or the four of attention if it has experts."""
-        queries, keys = self.heads * self.head_size, self.key_value_heads * self.head_size
-        attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
-        if self.experts:
-            return attention
-        return [*attention, *[(self.hidden, self.intermediate)] * 2, (self.intermediate, self.hidden)]
-
-    @property
-    def expert(self) -> int:
-        """Parameters of one expert's three matrices; 0 without experts."""
-        return 3 * self.hidden * self.intermediate if self.experts else 0
-
-    @property
-    def shared_layer(self) -> int:
-        """Matrix parameters of a layer used by every token: all except the experts, including the router."""
-        return sum(inputs * outputs for inputs, outputs in self.linear_sizes) + self.hidden * self.experts
-
-    @property
-    def layer(self) -> int:
-        """Parameters of the matrices of one layer."""
-        return self.shared_layer + self.experts * self.expert
-
-    @property
-    def active_layer(self) -> int:
-        """Matrix parameters of a layer used by one token."""
-        return self.shared_layer + self.experts_per_token * self.expert
-
-    @property
-    def head(self) -> int:
-        """Parameters of the output projection."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def scorer_parameters(self) -> int:
-        """Parameters of a reward model or critic of this size: its scalar head replaces the output projection."""
-        return self.parameters if self.tied else self.parameters - self.head
-
-    @property
-    def computed_parameters(self) -> int:
-        """Parameters by formula: matrices, two norms per layer, embedding and final norm. For files without a count."""
-        ends = self.head * (1 if self.tied else 2)
-        return ends + self.layers * (self.layer + 2 * self.hidden) + self.hidden
+from posttrain.recipe.plan import ModelSizes
 
 
 def model_sizes(path: str) -> ModelSizes | None:

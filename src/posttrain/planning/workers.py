@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain.planning.placement import ALONE, Placement
-from posttrain.recipe.engines import VllmEngineRecipe
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.stages import DpoRecipe, Recipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.plan import ALONE, Placement
+from posttrain.recipe.run import StageRecipe, TrainedRecipe
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,6 @@ def living(states: list[dict[str, Any]]) -> list[Node]:
         if state["Alive"]
     ]
 
-
-PlacedRecipe = RlRecipe | SftRecipe | RewardRecipe | DpoRecipe
 
 LEARNER, ENGINE, REWARD, ENVIRONMENTS = "learner", "engine", "reward model", "environments"
 CRITIC, REFERENCE = "critic", "reference model"
@@ -63,39 +60,38 @@ class Worker:
         return f"{self.role} {self.number}"
 
 
-def placed_recipe(recipe: Recipe) -> PlacedRecipe:
+def placed_recipe(recipe: StageRecipe) -> TrainedRecipe:
     """The recipe, if its stage can run on a cluster. Raises `InputError` if its stage cannot run on a cluster."""
-    if not isinstance(recipe, PlacedRecipe):
+    if not recipe.on_cluster:
         raise InputError(
             f"stage {recipe.stage} runs in one process; only the stages rl, sft, reward and dpo run on a cluster"
         )
-    return recipe
+    return recipe  # type: ignore[return-value]
 
 
-def refuse_placement(recipe: PlacedRecipe) -> None:
+def refuse_placement(recipe: TrainedRecipe) -> None:
     """Raise `InputError` for a placement without a model to place, and for engines that a cluster does not support."""
-    engine = getattr(recipe, "engine", None)
-    if isinstance(engine, VllmEngineRecipe) and engine.weight_transfer != "files":
+    transfer = getattr(getattr(recipe, "engine", None), "weight_transfer", "files")
+    if transfer != "files":
         raise InputError(
-            f"engine.weight_transfer: {engine.weight_transfer} does not work with hardware.ray; use files, or remove hardware.ray"
+            f"engine.weight_transfer: {transfer} does not work with hardware.ray; use files, or remove hardware.ray"
         )
     dedicated = recipe.hardware.dedicated
-    rl = recipe if isinstance(recipe, RlRecipe) else None
-    if dedicated.critic and not (rl and rl.has_critic and rl.critic.backbone == "separate"):
+    if dedicated.critic and "critic" not in recipe.separable:
         raise InputError(
             "hardware.dedicated.critic: there is no critic with weights of its own; set credit.type=gae and "
             "critic.backbone=separate, or hardware.dedicated.critic=0"
         )
-    if dedicated.reference and not (rl and rl.kl.coefficient > 0 and not rl.moves_reference):
+    if dedicated.reference and "reference" not in recipe.separable:
         raise InputError(
             "hardware.dedicated.reference: there is no KL penalty with a fixed reference model; set kl.coefficient above 0 "
             "without kl.reference.update_every, or hardware.dedicated.reference=0"
         )
 
 
-def engine_count(recipe: PlacedRecipe, devices: bool) -> int:
+def engine_count(recipe: TrainedRecipe, devices: bool) -> int:
     """Number of engine processes. `devices`: whether the cluster has GPUs."""
-    if isinstance(recipe, DpoRecipe | RewardRecipe) or recipe.environment is None:
+    if recipe.sampler is None:
         return 0
     wanted = recipe.hardware.engines
     if wanted.count is not None:
@@ -103,27 +99,25 @@ def engine_count(recipe: PlacedRecipe, devices: bool) -> int:
     return max(1, recipe.hardware.processes // wanted.devices) if devices and wanted.colocated else 1
 
 
-def placement_of(recipe: Recipe) -> Placement:
+def placement_of(recipe: StageRecipe) -> Placement:
     """Layout of a run on GPUs. Without Ray, the engine is in the learner's process."""
-    hardware = getattr(recipe, "hardware", None)
-    if not isinstance(hardware, HardwareRecipe):
+    hardware: HardwareRecipe | None = getattr(recipe, "hardware", None)
+    if hardware is None:
         return ALONE
     learners = hardware.processes
-    if hardware.ray is None or not isinstance(recipe, PlacedRecipe) or not engine_count(recipe, True):
+    if hardware.ray is None or not recipe.on_cluster or not engine_count(placed_recipe(recipe), True):
         return Placement(learners, learners)
     engines = hardware.engines
     tensor = min(engines.devices, learners) if engines.colocated else engines.devices
     return Placement(learners, learners, engines=1, tensor=tensor, colocated=engines.colocated)
 
 
-def reward_count(recipe: PlacedRecipe) -> int:
+def reward_count(recipe: TrainedRecipe) -> int:
     """Number of reward-model processes."""
-    if not isinstance(recipe, RlRecipe) or recipe.reward is None:
-        return 0
-    return recipe.hardware.rewards.count
+    return recipe.hardware.rewards.count if "reward" in recipe.models() else 0
 
 
-def workers_of(recipe: PlacedRecipe, nodes: list[Node]) -> list[Worker]:
+def workers_of(recipe: TrainedRecipe, nodes: list[Node]) -> list[Worker]:
     """The worker processes of the recipe on these nodes, before placement."""
     hardware: HardwareRecipe = recipe.hardware
     gpus = any(node.devices for node in nodes)
@@ -138,7 +132,7 @@ def workers_of(recipe: PlacedRecipe, nodes: list[Node]) -> list[Worker]:
     workers += [Worker(ENGINE, i, CORES[ENGINE], needed, together) for i in range(count)]
     rewards = hardware.rewards
     workers += [Worker(REWARD, i, CORES[REWARD], rewards.devices * per_worker) for i in range(reward_count(recipe))]
-    if isinstance(recipe, DpoRecipe | RewardRecipe) or recipe.environment is None:
+    if recipe.sampler is None:
         return workers
     wanted = hardware.environments.count
     if wanted is None:
@@ -147,7 +141,7 @@ def workers_of(recipe: PlacedRecipe, nodes: list[Node]) -> list[Worker]:
     return workers + [Worker(ENVIRONMENTS, i, CORES[ENVIRONMENTS], 0) for i in range(wanted)]
 
 
-def place(recipe: PlacedRecipe, nodes: list[Node]) -> tuple[list[Worker], float]:
+def place(recipe: TrainedRecipe, nodes: list[Node]) -> tuple[list[Worker], float]:
     """Place each worker on the first node with room.
 
     Returns the placed workers and the fraction of the requested cores that every worker gets. Raises `InputError` if there
@@ -180,7 +174,7 @@ def counted(workers: list[Worker]) -> str:
     return ", ".join(f"{count} x {role}" for role, count in counts.items())
 
 
-def _enough_devices(recipe: PlacedRecipe, workers: list[Worker], nodes: list[Node]) -> None:
+def _enough_devices(recipe: TrainedRecipe, workers: list[Worker], nodes: list[Node]) -> None:
     needed, there = sum(worker.gpus for worker in workers), sum(node.devices for node in nodes)
     if needed > there:
         raise InputError(
@@ -196,7 +190,7 @@ def _enough_devices(recipe: PlacedRecipe, workers: list[Worker], nodes: list[Nod
         )
 
 
-def _packed(recipe: PlacedRecipe, workers: list[Worker], nodes: list[Node]) -> list[Worker] | None:
+def _packed(recipe: TrainedRecipe, workers: list[Worker], nodes: list[Node]) -> list[Worker] | None:
     """Place the workers on nodes. None if one does not fit."""
     cores, devices = [node.cpus for node in nodes], [list(range(node.devices)) for node in nodes]
     learners: list[Worker] = []

@@ -12,10 +12,11 @@ from pydantic import ValidationError
 from posttrain.errors import InputError, require_type
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import environment_class, environment_names, register_environment
+from posttrain.recipe.evaluate import NOT_EVALUATED, EvaluateRecipe
 from posttrain.recipe.reference import sections_of, tags_of
 from posttrain.recipe.registry import REGISTRIES, Registry
 from posttrain.recipe.sources import KeyPath, Layer, dump_values, merge, read_file, read_overrides
-from posttrain.recipe.stages import NOT_EVALUATED, STAGES, EvaluateRecipe, Recipe
+from posttrain.recipe.stages import STAGES, Recipe
 from posttrain.recipe.validation import nearest_type, validation_errors
 
 P = TypeVar("P", bound=BaseConfig)

@@ -1,6 +1,6 @@
 """The data of a stage: sources, column names, and what happens to rows that do not fit."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -142,6 +142,9 @@ class DataRecipe(RowsRecipe):
 
 class FixedRowsRecipe(BaseConfig):
     """Supervised rows that a stage with sampled episodes trains on as well."""
+
+    if TYPE_CHECKING:
+        loss_on: Literal["assistant", "last_assistant", "all"]
 
     data: RowsRecipe
     """The rows: conversations in `data.train`. All are loaded at the start, and nothing is evaluated on them."""

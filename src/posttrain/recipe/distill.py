@@ -1,17 +1,18 @@
 """The recipe of on-policy distillation."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig
+from posttrain.recipe.components import environment_class
 from posttrain.recipe.data import FixedRowsRecipe
-from posttrain.recipe.engines import refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import MISMATCH, LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.needs import Around, Needs
-from posttrain.recipe.rollout import EvaluationRecipe, refuse_overlap
+from posttrain.recipe.plan import Items, Plan
+from posttrain.recipe.rollout import EvaluationRecipe, evaluated_environment, refuse_overlap
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
 from posttrain.recipe.teacher import TeacherRecipe, refuse_other_temperature
 
@@ -94,10 +95,69 @@ class DistillRecipe(SampledRecipe):
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     hardware: HardwareRecipe = HardwareRecipe()
 
+    run_by: ClassVar[str] = "posttrain.training.distill:train"
+    on_cluster: ClassVar[bool] = False
+
+    @property
+    def is_scored(self) -> bool:
+        return True  # by the teacher
+
+    @property
+    def logit_bytes(self) -> int:
+        # A divergence over the vocabulary also keeps the log-probabilities, their exponentials and the gradients of both.
+        return 24 if self.loss.type == "jsd" else 12
+
+    def models(self) -> dict[str, Any]:
+        return {"model": self.model, **({} if self.teacher.path is None else {"teacher": self.teacher})}
+
+    def model_items(self, plan: Plan) -> Items:
+        return self.teacher.memory_items(plan, self.model)
+
+    def pass_items(self, plan: Plan) -> Items:
+        items = super().pass_items(plan)
+        if not isinstance(self.loss, JsdLoss):
+            return items
+        rollout, sizes, top_k = self.rollout, plan.sizes, self.loss.top_k
+        answer = min(self.environment.max_turns * rollout.tokens_per_turn, rollout.tokens_per_episode)
+        tokens = rollout.groups_per_step * rollout.episodes_per_group * answer
+        size, what = (
+            (8 * top_k, f"loss.top_k {top_k} x 8") if top_k else (4 * sizes.vocabulary, f"{sizes.vocabulary:,} x 4")
+        )
+        how = f"{tokens:,} sampled tokens of a step x {what} bytes"
+        return {"teacher's distributions, at most": (tokens * size, how), **items}
+
+    def work_lines(self) -> list[str]:
+        """The teacher, and steps on fixed rows."""
+        teacher, off = self.teacher, self.off_policy
+        who = teacher.path or f"the policy with its {teacher.policy} weights and the text of teacher.context"
+        if teacher.urls:
+            model, urls = teacher.model or "the first model", ", ".join(teacher.urls)
+            who = f"{model} at {urls}, {teacher.max_concurrent} requests in flight"
+        if off is None:
+            return [f"teacher: {who}"]
+        paths = ", ".join(source.path for source in off.data.train)
+        return [
+            f"teacher: {who}",
+            f"each step trains on {off.rows_per_step} rows from {paths} with probability {off.share:g} in place of "
+            f"episodes: about {self.steps * off.share:,.0f} of {self.steps:,} steps",
+        ]
+
+    def warnings(self) -> list[str]:
+        """Nothing to evaluate, or no episodes to sample, besides those of all sampled stages."""
+        warnings, environment = super().warnings(), evaluated_environment(self)
+        assert environment is not None
+        if not environment_class(environment.type).has_reward(environment):
+            warnings.append("nothing scores the answers, so nothing is evaluated and the last checkpoint is kept")
+        if self.off_policy is not None and self.off_policy.share == 1:
+            warnings.append(
+                "off_policy.share is 1, so no step samples episodes and `rollout` and `seeds` have no effect"
+            )
+        return warnings
+
     @model_validator(mode="after")
     def _parts_fit(self):
         rollout, learner = self.rollout, self.learner
-        refuse_lone_adapters(self.engine, self.model)
+        self.engine.check(self.model)
         refuse_unfit_hardware(self.hardware, self.model, [self.optimizer], self.engine)
         refuse_overlap({"seeds": self.seeds}, self.environment, self.evaluation)
         refuse_other_temperature(self.teacher, rollout.sampling.temperature)

@@ -9,6 +9,7 @@ from posttrain.recipe.components import EnvironmentRecipe
 from posttrain.recipe.metrics import Metric
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.needs import unless
+from posttrain.recipe.plan import CACHE, Items, Plan
 from posttrain.recipe.rollout import SamplingRecipe
 
 WeightTransfer = Literal["files", "ipc", "nccl"]
@@ -57,6 +58,34 @@ class LocalEngineRecipe(BaseConfig):
     a GPU, only as many sequences are decoded at the same time as fit with `rollout.tokens_per_episode` tokens each.
     """
 
+    def check(self, model: ModelRecipe) -> None:
+        """ValueError if the engine cannot sample from `model`. This one samples from all."""
+
+    def warnings(self, model: ModelRecipe) -> list[str]:
+        """Sentences about settings that `model` makes unusual: none."""
+        return []
+
+    def truncated_logprobs(self, sampling: SamplingRecipe) -> bool:
+        """Whether log-probabilities are those of the distribution that `sampling` truncates: never."""
+        return False
+
+    def memory_items(self, plan: Plan, model: ModelRecipe, tokens: int) -> Items:
+        """The engine's weights, if it has its own, and its full KV cache, for contexts of `tokens` tokens."""
+        items, width = _own_weights(plan, model) if plan.placement.engines else {}, model.weight_bytes
+        each = plan.sizes.cache_bytes(width, plan.placement.tensor)
+        size = self.slots * tokens * each
+        if self.cache_bytes is not None and self.cache_bytes < size:
+            return items | {CACHE: (self.cache_bytes, f"engine.cache_bytes {self.cache_bytes:,}")}
+        how = f"engine.slots {self.slots} x rollout.tokens_per_episode {tokens} x {each:,} bytes"
+        return items | {CACHE: (size, how)}
+
+
+def _own_weights(plan: Plan, model: ModelRecipe) -> Items:
+    """The weights of an engine that does not use those of the learner."""
+    count = -(-model.weight_bytes * plan.sizes.parameters // plan.placement.tensor)
+    how = f"{model.weight_bytes} bytes a parameter over {plan.placement.tensor} devices"
+    return {"weights of the engine": (count, how)}
+
 
 class OpenAIEngineRecipe(BaseConfig):
     """A remote model behind the server at `url`; no model is loaded in this process."""
@@ -101,6 +130,17 @@ class OpenAIEngineRecipe(BaseConfig):
             if name in _OTHER_SHAPE:
                 raise ValueError(f"`{name}` is not supported: a response must be a single text; remove it")
         return value
+
+    def check(self, model: ModelRecipe) -> None:
+        """ValueError if the engine cannot sample from `model`. This one does not load it."""
+
+    def warnings(self, model: ModelRecipe) -> list[str]:
+        """Sentences about settings that `model` makes unusual: none."""
+        return []
+
+    def memory_items(self, plan: Plan, model: ModelRecipe, tokens: int) -> Items:
+        """Nothing: the model is behind the server."""
+        return {}
 
 
 def refuse_unknown_sampling(sampling: SamplingRecipe, key: str) -> None:
@@ -217,19 +257,48 @@ class VllmEngineRecipe(BaseConfig):
                 raise ValueError(f"`urls` contains {url}; it must begin with http:// or https://")
         return self
 
+    def check(self, model: ModelRecipe) -> None:
+        """ValueError if only adapters would be sent but `model` has none."""
+        if self.adapters == "adapter_only" and model.lora is None:
+            raise ValueError("`engine.adapters: adapter_only` needs adapters; set `model.lora`, or use merged")
+
+    def warnings(self, model: ModelRecipe) -> list[str]:
+        """A sentence if the engine does not support a setting of `model`."""
+        if model.head_dtype == "model" or model.dtype == "float32" or (model.dtype is None and model.device == "cpu"):
+            return []
+        return [
+            "model.head_dtype=float32 applies to the learner alone: vLLM computes the output projection in the model's "
+            "dtype, so policy/mismatch keeps the rounding of its logits"
+        ]
+
+    def truncated_logprobs(self, sampling: SamplingRecipe) -> bool:
+        """Whether log-probabilities are those of the distribution that `sampling` truncates: vLLM reports them either
+        before temperature and truncation or after both."""
+        truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+        return truncated and sampling.temperature not in (0, 1)
+
+    def memory_items(self, plan: Plan, model: ModelRecipe, tokens: int) -> Items:
+        """The engine's weights and its full KV cache, for contexts of `tokens` tokens; none for servers at `urls`.
+
+        vLLM takes its share of the memory of the device for both, and answers that do not fit are queued.
+        """
+        if self.urls:
+            return {}
+        items, device = _own_weights(plan, model), plan.device
+        if self.cache_gigabytes is not None:
+            size = int(self.cache_gigabytes * 2**30)
+            return items | {"key/value cache": (size, f"engine.cache_gigabytes {self.cache_gigabytes:g}")}
+        if device is not None:
+            share, (weights, _) = self.gpu_memory_utilization, items["weights of the engine"]
+            how = f"engine.gpu_memory_utilization {share:g} of {device.name}, less the weights of the engine"
+            return items | {"key/value cache": (max(0, round(share * device.memory) - weights), how)}
+        each = plan.sizes.cache_bytes(model.weight_bytes, plan.placement.tensor)
+        how = (
+            f"answers in flight {self.slots} x rollout.tokens_per_episode {tokens} x {each:,} bytes; less where "
+            "engine.gpu_memory_utilization, or 2 GiB, is less"
+        )
+        return items | {CACHE: (self.slots * tokens * each, how)}
+
 
 PolicyEngineRecipe = Annotated[LocalEngineRecipe | VllmEngineRecipe, Field(discriminator="type")]
 """An engine that samples with the weights of the policy in this process."""
-
-
-def has_truncated_logprobs(engine: LocalEngineRecipe | VllmEngineRecipe, sampling: SamplingRecipe) -> bool:
-    """Whether the rollout's log-probabilities are those of the truncated distribution: vLLM reports them either before
-    temperature and truncation or after both."""
-    truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-    return isinstance(engine, VllmEngineRecipe) and truncated and sampling.temperature not in (0, 1)
-
-
-def refuse_lone_adapters(engine: object, model: ModelRecipe) -> None:
-    """ValueError if only adapters would be sent but the model has none."""
-    if isinstance(engine, VllmEngineRecipe) and engine.adapters == "adapter_only" and model.lora is None:
-        raise ValueError("`engine.adapters: adapter_only` needs adapters; set `model.lora`, or use merged")

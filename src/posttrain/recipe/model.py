@@ -9,9 +9,15 @@ from pydantic import BeforeValidator, Field, model_validator
 from posttrain.recipe.base import BaseConfig, Loads, Mark, Reads, Text
 from posttrain.recipe.metrics import Metric, Panel
 from posttrain.recipe.needs import Around, Needs, needs, unless
+from posttrain.recipe.plan import MASTERS, Items, ModelSizes, Plan
 
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which chat templates turn thinking on and off (Qwen3, SmolLM3 and GLM; DeepSeek-V3.1 and Granite)."""
+_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Names of the matrices in the order of `ModelSizes.linear_sizes`."""
+_FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per weight of a 4-bit matrix: the number, a byte of scale for 64 of them, and 4 bytes for 256 scales."""
+IN_CPU_MEMORY = "in CPU memory (hardware.offload)"
 _DEFAULT = "{%- if NAME is not defined %}{%- set NAME = VALUE %}{%- endif %}"
 
 
@@ -76,6 +82,11 @@ def _rounds(find: Around) -> bool:
     return not (find("dtype") == "float32" or (find("dtype") is None and find("device") == "cpu"))
 
 
+def dtype_bytes(dtype: Dtype) -> int:
+    """Bytes of a weight. A precision that depends on the device counts as float32, the larger of the two."""
+    return 2 if dtype == "bfloat16" else 4
+
+
 class ModelRecipe(BaseConfig):
     """The model to train or evaluate."""
 
@@ -85,7 +96,7 @@ class ModelRecipe(BaseConfig):
     """Precision of the forward and backward passes; bfloat16 trains float32 master weights. Null: bfloat16 on a GPU, float32 on a CPU. `auto`: bfloat16 if the device has instructions for it, else float32; the run and `--dry-run` print which. Where bfloat16 is emulated, it is slower than float32. Only float32 on a CPU resumes to identical bits."""
     head_dtype: Annotated[
         Literal["model", "float32"],
-        unless("stage", "reward", reason="rewards are computed in float32"),
+        unless("scores", reason="rewards are computed in float32", remedy=""),
         Needs(_rounds, "model.dtype is float32"),
     ] = "model"
     """Precision of the output projection of a bfloat16 model, in the learner and in the local engine. `model`: the model's dtype. `float32`: logits are not rounded to bfloat16, which brings the log-probabilities of engine and learner closer and costs time in large vocabularies."""
@@ -118,6 +129,34 @@ class ModelRecipe(BaseConfig):
             raise ValueError("`load_in_4bit` computes in bfloat16; remove `model.dtype: float32`")
         return self
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes per weight. A `dtype` that depends on the device counts as float32."""
+        return 2 if self.load_in_4bit else dtype_bytes(self.dtype)
+
+    def trained_parameters(self, sizes: ModelSizes, scorer: bool = False) -> int:
+        """Number of trainable parameters: all, or those of the adapters. `scorer`: of a reward model or critic."""
+        if self.lora is None:
+            return sizes.scorer_parameters if scorer else sizes.parameters
+        wanted = self.lora.targets
+        adapted = [
+            inputs + outputs
+            for name, (inputs, outputs) in zip(_MATRICES, sizes.linear_sizes, strict=False)
+            if wanted == "all-linear" or name in ([wanted] if isinstance(wanted, str) else wanted)
+        ]
+        # Of each expert, gate and up are one matrix with adapters of twice the rank.
+        experts = sizes.experts * (3 * sizes.hidden + 5 * sizes.intermediate) if wanted == "all-linear" else 0
+        return sizes.layers * self.lora.rank * (sum(adapted) + experts)
+
+    def memory_items(self, sizes: ModelSizes, scorer: bool = False) -> Items:
+        """The weights. `scorer`: of a reward model."""
+        width, count = self.weight_bytes, sizes.scorer_parameters if scorer else sizes.parameters
+        if not self.load_in_4bit:
+            return {"weights": (width * count, f"{count:,} parameters of {width} bytes")}
+        packed = sizes.layers * sum(inputs * outputs for inputs, outputs in sizes.linear_sizes)
+        size = round(_FOUR_BITS * packed) + width * (count - packed)
+        return {"weights": (size, f"{packed:,} parameters of 4 bits, {count - packed:,} of {width} bytes")}
+
 
 class RewardSource(BaseConfig):
     """A reward model that scores each episode at its end. Its reward is added to that of the last turn."""
@@ -134,6 +173,11 @@ class RewardSource(BaseConfig):
     """Precision of the reward model's weights, as `model.dtype`. Null: bfloat16 on a GPU, float32 on a CPU."""
     tokens_per_batch: int = Field(4096, ge=16)
     """Maximum number of tokens in one forward pass of the reward model."""
+
+    def memory_items(self, plan: Plan) -> Items:
+        """Its weights."""
+        size = dtype_bytes(self.dtype) * plan.sizes.scorer_parameters
+        return {"reward model": (size, "assuming the size of the policy")}
 
 
 LOSS_TERMS = Panel("Loss and its terms", "loss", from_zero=False, figure="optimization")
@@ -180,8 +224,24 @@ class OptimizerRecipe(BaseConfig):
     max_skipped_updates: int = Field(3, ge=0)
     """Consecutive updates that may be skipped because of a non-finite loss or gradient; one more stops the run."""
 
+    def memory_items(self, trained: int, width: int, offloads: bool) -> Items:
+        """Gradients, float32 masters and moments of `trained` parameters of `width` bytes. `offloads`: masters and moments
+        are in CPU memory."""
+        items = {"gradients": (width * trained, f"{trained:,} trained parameters of {width} bytes")}
+        if offloads:
+            return items | {MASTERS: (0, IN_CPU_MEMORY), "AdamW state": (0, IN_CPU_MEMORY)}
+        if width == 2:
+            items[MASTERS] = (8 * trained, "trained parameters x 8 bytes")
+        # 8-bit AdamW: two one-byte numbers per parameter and one float32 scale each per 256 of them.
+        items["AdamW state"] = (
+            (2 * trained + 8 * trained // 256, "two 8-bit numbers for each trained parameter, and a scale for 256")
+            if self.type == "adamw_8bit"
+            else (8 * trained, "two float32 numbers for each trained parameter")
+        )
+        return items
 
-ONE_UPDATE = needs("stage", "rl", "distill", reason=lambda find: f"the {find('stage')} stage makes one update per step")
+
+ONE_UPDATE = needs("on_policy", reason=lambda find: f"the {find('stage')} stage makes one update per step", remedy="")
 """The need of keys of stages with several updates per step."""
 
 

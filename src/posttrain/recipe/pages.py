@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from posttrain.errors import InputError
+from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.catalogue import recipe_names, summary
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.pipeline import ConvertRecipe, load_pipeline
@@ -42,7 +43,7 @@ files from a data set, which later stages read as `stage:NAME/FILE`; `data` of t
 def markdown_reference() -> str:
     """The text of docs/reference/recipes.md: all keys of `rl`, then the additional keys of the other stages."""
     load_plugins()
-    schemas = {**STAGES, "convert": ConvertRecipe}
+    schemas: dict[str, type[BaseConfig]] = {**STAGES, "convert": ConvertRecipe}
     keys = {stage: list(keys_of(schema)) for stage, schema in schemas.items()}
     parts = [_INTRODUCTION]
     for stage, schema in schemas.items():

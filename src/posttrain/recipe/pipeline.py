@@ -69,6 +69,11 @@ class PipelineStage(BaseConfig):
     recipe: Recipe | ConvertRecipe
     """The settings of the stage, with its name, directory and model filled in."""
 
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that a stage that converts data writes; empty if it exports a model."""
+        return [f"{file}.jsonl" for file in self.recipe.files] if isinstance(self.recipe, ConvertRecipe) else []
+
 
 class PipelineRecipe(BaseConfig):
     """Stages chained with lineage; `load_pipeline` resolves every stage to a typed recipe."""
@@ -183,7 +188,7 @@ def _resolved(
     layers = [common, *read, Layer(values, given_keys.origins)]
     where = entry.origin(("from",))
     layers.append(Layer(place, {("model", "path"): where} if where else {}))
-    stage = merge(layers).values.get("stage")
+    stage: Any = merge(layers).values.get("stage")
     for file, layer in zip(files if stage in STAGES else (), read, strict=False):
         require_trust_of_run(folder / file, layer.values, str(stage), stage_layers)
     given = merge_typed(layers, stage) if stage in STAGES else merge(layers)
@@ -237,7 +242,7 @@ def _require_made(upstream: str, file: str, where: str, earlier: _Earlier, names
         raise InputError(
             f"{where}: there is no stage {upstream}{nearest_type(upstream, names)}; use {', '.join(names)}"
         )
-    made = list(source.recipe.files) if isinstance(source.recipe, ConvertRecipe) else []
+    made = [file.removesuffix(".jsonl") for file in source.files]
     if made and file not in made:
         hint = nearest_type(file, made)
         choices = either([f"{_STAGE}{upstream}/{name}" for name in made])

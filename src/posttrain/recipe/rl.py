@@ -1,6 +1,7 @@
 """The recipe of reinforcement learning."""
 
-from typing import Annotated, ClassVar, Literal
+import math
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -8,16 +9,25 @@ from posttrain.recipe.agent import AgentRecipe, refuse_with_agent
 from posttrain.recipe.components import environment_class
 from posttrain.recipe.credit import CREDITS, Credit, CreditRecipe, CriticRecipe
 from posttrain.recipe.data import PtxRecipe
-from posttrain.recipe.engines import has_truncated_logprobs, refuse_lone_adapters
 from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
-from posttrain.recipe.loss import ADAPTERS_OFF, LOSSES, EntropyRecipe, KlRecipe, LossRecipe, PolicyLoss
+from posttrain.recipe.loss import ADAPTERS_OFF, KL_STEP, LOSSES, EntropyRecipe, KlRecipe, LossRecipe, PolicyLoss
 from posttrain.recipe.metrics import Metric
-from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource
-from posttrain.recipe.needs import needs
-from posttrain.recipe.rollout import EvaluationRecipe, refuse_ahead, refuse_overlap
+from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe, RewardSource, dtype_bytes
+from posttrain.recipe.needs import is_given, needs
+from posttrain.recipe.plan import CACHE, Items, Plan, counted, plural
+from posttrain.recipe.rollout import EvaluationRecipe, refuse_ahead, refuse_overlap, updates_behind
 from posttrain.recipe.run import CheckpointRecipe, GuardRecipe, SampledRecipe
 from posttrain.recipe.teacher import RewardTeacherRecipe, refuse_other_temperature
-from posttrain.recipe.units import CausalCredit, EntropyUnits, UnitCreditRecipe
+from posttrain.recipe.units import CausalCredit, EntropyUnits, HindsightCredit, UnitCreditRecipe
+
+_MOST_UPDATES = 32
+"""Maximum number of optimizer steps on the same episodes in published long runs."""
+_STEEP = 0.95
+_NEW_WEIGHTS = {
+    "finish": "finish with the old weights",
+    "continue": "continue with the new weights from the next token",
+    "restart": "restart with the new weights",
+}
 
 
 def _default_credit() -> Credit:
@@ -71,10 +81,35 @@ class RlRecipe(SampledRecipe):
     checkpoint: CheckpointRecipe = CheckpointRecipe()
     hardware: HardwareRecipe = HardwareRecipe()
 
+    run_by: ClassVar[str] = "posttrain.training.rl:train"
+
     @property
     def has_critic(self) -> bool:
         """Whether the credit type needs a critic."""
         return "values" in self.credit.inputs
+
+    @property
+    def separate_critic(self) -> bool:
+        """Whether the run has a critic with weights of its own."""
+        return self.has_critic and self.critic.backbone == "separate"
+
+    @property
+    def ahead(self) -> int:
+        return self.rollout.async_rollouts
+
+    @property
+    def is_scored(self) -> bool:
+        return self.reward is not None or self.teacher is not None
+
+    @property
+    def separable(self) -> list[str]:
+        fixed = self.kl.coefficient > 0 and not self.moves_reference
+        return [*(["critic"] if self.separate_critic else []), *(["reference"] if fixed else [])]
+
+    def models(self) -> dict[str, Any]:
+        teacher = self.teacher if self.teacher is not None and self.teacher.path is not None else None
+        loaded = {"reward": self.reward, "critic": self.critic if self.separate_critic else None, "teacher": teacher}
+        return {"model": self.model, **{key: one for key, one in loaded.items() if one is not None}}
 
     @property
     def compares_groups(self) -> bool:
@@ -172,8 +207,8 @@ class RlRecipe(SampledRecipe):
 
     @model_validator(mode="after")
     def _engine_fits(self):
-        refuse_lone_adapters(self.engine, self.model)
-        if has_truncated_logprobs(self.engine, self.rollout.sampling) and (key := self.loss.compares_streams):
+        self.engine.check(self.model)
+        if self.engine.truncated_logprobs(self.rollout.sampling) and (key := self.loss.compares_streams):
             raise ValueError(
                 "with `rollout.sampling.temperature` other than 1 and top_p, top_k or min_p, `engine.type: vllm` returns the "
                 "log-probabilities of the truncated distribution, which are larger at every token, so "
@@ -227,7 +262,7 @@ class RlRecipe(SampledRecipe):
                 f"one episode may have `rollout.tokens_per_episode` = {self.rollout.tokens_per_episode} tokens, more than "
                 f"`learner.tokens_per_batch` = {self.learner.tokens_per_batch}; raise the latter or lower the former"
             )
-        updates = self.steps * self.learner.updates_per_step * self.learner.epochs_per_step
+        updates = self.steps * self.updates
         if self.has_critic and self.critic.updates_before_policy >= updates:
             raise ValueError(
                 f"`critic.updates_before_policy` ({self.critic.updates_before_policy}) leaves the policy none of the run's "
@@ -253,3 +288,174 @@ class RlRecipe(SampledRecipe):
                 f"`learner.tokens_per_batch` = {self.learner.tokens_per_batch}; raise the latter or lower the former"
             )
         return self
+
+    # -- batches and memory
+
+    def work_lines(self) -> list[str]:
+        """Limits of asynchronous rollouts, work of the optimizer steps besides the policy, and the cost of unit credit."""
+        lines, rollout, updates = [], self.rollout, self.steps * self.updates
+        if rollout.async_rollouts:
+            behind = updates_behind(rollout, self.learner)
+            lines.append(
+                f"episodes start at most {counted(rollout.async_rollouts, 'step')} ahead of the learner, with weights at "
+                f"most {behind} optimizer {plural('step', behind)} old; when new weights arrive, episodes in flight "
+                f"{_NEW_WEIGHTS[rollout.on_new_weights]}"
+            )
+            if (most := rollout.max_staleness) is not None:
+                lines.append(f"an episode with a token older than {most} optimizer {plural('step', most)} is dropped")
+        if self.has_critic:
+            alone = self.critic.updates_before_policy
+            first = f"; the first {alone} without the policy, which makes {updates - alone:,}" if alone else ""
+            who, how = (
+                ("the critic", "on the same episodes, in separate forward and backward passes")
+                if self.separate_critic
+                else ("the value head", "in the forward and backward passes of the policy")
+            )
+            lines.append(f"{who} makes {updates:,} optimizer {plural('step', updates)} {how}{first}")
+        if self.ptx is not None:
+            paths = ", ".join(source.path for source in self.ptx.data.train)
+            rows, longest = self.ptx.rows_per_update, self.ptx.data.max_tokens
+            more = math.ceil(rows / (self.learner.tokens_per_batch // longest))
+            lines.append(
+                f"each optimizer step of the policy also uses {counted(rows, 'row')} from {paths}, at most {more} "
+                f"additional forward {plural('pass', more)} with rows of {longest} tokens"
+            )
+        if (credit := self.unit_credit) is not None:
+            what = "advantages" if isinstance(credit, HindsightCredit) else "rewards"
+            lines.append(
+                f"{credit.type} {what} for K units per answer, weight {credit.beta:g}: {credit.cost} more per episode"
+            )
+        return lines
+
+    @property
+    def activation_bytes(self) -> int:
+        # Activations of policy and critic do not exist at the same time.
+        width = self.model.weight_bytes
+        return max(width, dtype_bytes(self.critic.dtype)) if self.separate_critic else width
+
+    def model_items(self, plan: Plan) -> Items:
+        items: Items = {}
+        if self.needs_reference:
+            items |= self.reference_items(plan, self.moves_reference, self.kl.reference.mix < 1)
+        if self.reward is not None:
+            items |= self.reward.memory_items(plan)
+        if self.teacher is not None:
+            items |= self.teacher.memory_items(plan, self.model)
+        return items | ({"critic": self._critic_item(plan)} if self.has_critic else {})
+
+    def _critic_item(self, plan: Plan) -> tuple[int, str]:
+        """Bytes of the critic without activations, and how they are counted."""
+        sizes, width = plan.sizes, dtype_bytes(self.critic.dtype)
+        if self.critic.backbone == "shared":
+            how = f"a head of {sizes.hidden:,} float32 weights, with gradients and AdamW state"
+            return 16 * sizes.hidden, how
+        trained = self.critic.model(self.model).trained_parameters(sizes, scorer=True)
+        if self.hardware.offload == "optimizer":
+            how = "weights and gradients, assuming the size of the policy; the rest is in CPU memory"
+            return width * (sizes.scorer_parameters + trained), how
+        count = width * sizes.scorer_parameters + (width + 8 + (8 if width == 2 else 0)) * trained
+        return count, "weights, gradients and AdamW state, assuming the size of the policy"
+
+    def memory_items(self, plan: Plan) -> Items:
+        items = super().memory_items(plan)
+        return items | self._ahead_items(plan) if self.rollout.async_rollouts else items
+
+    def _ahead_items(self, plan: Plan) -> Items:
+        """Memory of asynchronous rollouts in the first process: copies of the trained weights (in use and pending), and
+        the KV cache of the separate engine."""
+        rollout, width = self.rollout, self.model.weight_bytes
+        copies = 2 + (rollout.async_rollouts if rollout.on_new_weights == "finish" else 0)
+        count = copies * width * self.model.trained_parameters(plan.sizes)
+        how = f"{copies} copies of the trained weights: in use and pending"
+        if plan.placement.shard > 1 and self.model.lora is not None:
+            count, how = count + width * plan.sizes.parameters, f"{how}; frozen weights unsharded"
+        items = {"weights of asynchronous rollouts": (count, how)}
+        if self.engine.type == "local" and plan.placement.colocated and not plan.placement.engines:
+            cache, _ = self.engine_items(plan)[CACHE]
+            how = "as large as the evaluation cache, in addition to it"
+            items["key/value cache of asynchronous rollouts, at most"] = (cache, how)
+        return items
+
+    # -- warnings
+
+    def warnings(self) -> list[str]:
+        """Unusual values of the loss, the credit, the rollouts and the optimizers."""
+        warnings = [*super().warnings(), *self._sampling_warnings(), *self._update_warnings()]
+        loss, credit = self.loss, self.credit
+        if isinstance(self.unit_credit, CausalCredit) and getattr(credit, "discount", 1.0) < 1:
+            warnings.append(
+                f"with credit.discount below 1, unit_credit.type {self.unit_credit.type} changes the objective, because "
+                "earlier rewards count more"
+            )
+        warnings += [*loss.warnings(self), *credit.warnings(self)]
+        if self.evaluation.every > self.steps:
+            warnings.append(f"evaluation.every has no effect: the run ends after {counted(self.steps, 'step')}")
+        if self.rollout.async_rollouts > 0 and loss.correction is None and not loss.compares_with_rollout:
+            warnings.append(
+                f"with rollout.async_rollouts above 0, loss.type {loss.type} treats episodes of older weights as "
+                "on-policy, because it has no ratio to the policy that sampled; set loss.correction"
+            )
+        vllm = self.engine.type == "vllm"
+        if vllm and loss.correction is None and loss.ratio_to != "rollout":
+            warnings.append(
+                "engine.type vllm computes log-probabilities differently from the learner (policy/mismatch measures the "
+                "difference), without a correction; set loss.correction.weights or loss.correction.reject"
+            )
+        if loss.ratio_to == "old" and loss.old == "rollout" and (vllm or self.model.dtype not in ("float32", None)):
+            warnings.append(
+                "loss.old rollout puts the difference between engine and learner into the ratio, about 0.04 nats per "
+                "token in bfloat16: gspo with its default clip loses most of its gradient before any update "
+                "(policy/clipped_before_update); use auto"
+            )
+        return warnings
+
+    def _sampling_warnings(self) -> list[str]:
+        """Sampling from a distribution that differs from that in the loss, or the same answer every time."""
+        sampling, warnings = self.rollout.sampling, []
+        truncating = [key for key in ("top_p", "top_k", "min_p") if is_given(sampling, key)]
+        if truncating and sampling.temperature > 0:
+            warnings.append(
+                f"{' and '.join(f'rollout.sampling.{key}' for key in truncating)} truncate the sampling distribution, but "
+                "the log-probabilities in the loss are those of the full vocabulary: the gradient also moves probability "
+                "between kept and left-out tokens, and policy/entropy and policy/kl are biased; sample from the full "
+                "vocabulary (top_p 1, top_k 0, min_p 0)"
+            )
+        if self.engine.truncated_logprobs(sampling):
+            warnings.append(
+                "engine.type vllm returns the log-probabilities of the truncated distribution at temperatures other than "
+                "1, so policy/mismatch includes the negative logarithm of the probability that truncation keeps, at most "
+                "-log(top_p) with top_p alone"
+            )
+        if sampling.temperature == 0 and self.rollout.episodes_per_group > 1:
+            warnings.append("rollout.sampling.temperature 0 makes all episodes of a group identical")
+        return warnings
+
+    def _update_warnings(self) -> list[str]:
+        """Many updates per step, long warm-ups, and a KL coefficient that moves fast."""
+        kl, learner, warnings = self.kl, self.learner, []
+        if self.updates > _MOST_UPDATES:
+            warnings.append(
+                f"a step makes {self.updates} updates on the same episodes (learner.updates_per_step "
+                f"{learner.updates_per_step} x learner.epochs_per_step {learner.epochs_per_step}). Late updates are far "
+                f"off-policy, which can make a run collapse; use {_MOST_UPDATES} or fewer"
+            )
+        # The adaptive coefficient moves by at most KL_STEP x episodes / horizon in a step (Ziegler et al. 2019).
+        episodes = self.rollout.groups_per_step * self.rollout.episodes_per_group
+        factor = 1 - KL_STEP * min(1, episodes / kl.horizon)
+        if kl.target is not None and factor <= _STEEP:
+            warnings.append(
+                f"kl.horizon {kl.horizon:g} is short for {episodes} episodes per step: while the KL is below kl.target, "
+                f"the coefficient is multiplied by {factor:.2g} each step and quickly approaches 0; raise kl.horizon"
+            )
+        if self.model.lora is not None and self.model.lora.dropout > 0:
+            warnings.append("model.lora.dropout above 0 makes the policies of engine and learner differ")
+        updates = self.steps * self.updates
+        waits = self.critic.updates_before_policy if self.has_critic else 0
+        warmups = {"optimizer": (self.optimizer.warmup_updates, updates - waits)}
+        if self.has_critic:
+            warmups["critic.optimizer"] = (self.critic.optimizer.warmup_updates, updates)
+        return warnings + [
+            f"{key}.warmup_updates {warmup} is not below the {count} updates of the run"
+            for key, (warmup, count) in warmups.items()
+            if warmup >= count
+        ]

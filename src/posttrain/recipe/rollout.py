@@ -1,7 +1,7 @@
 """How episodes are sampled, in training and in evaluation."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, SerializeAsAny, field_validator, model_validator
@@ -11,6 +11,7 @@ from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.metrics import HELD_OUT, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe
 from posttrain.recipe.needs import Needs, needs, unless
+from posttrain.recipe.plan import TaskSplit, counted, named_tasks, plural, shown_seeds
 
 SCORES = "score/"
 """Prefix of environment scores in the evaluation lines of the metrics log."""
@@ -90,7 +91,7 @@ class OverlongRecipe(BaseConfig):
 
 
 TRAINED = needs(
-    "stage", "rl", "distill", reason=lambda find: f"the {find('stage')} stage samples evaluation episodes only"
+    "on_policy", reason=lambda find: f"the {find('stage')} stage samples evaluation episodes only", remedy=""
 )
 REWARDED = unless("stage", "distill", reason="the distill stage learns from the teacher, not from rewards")
 OWN_CONTEXT = unless(
@@ -133,6 +134,19 @@ class RolloutRecipe(BaseConfig):
         refuse_many(self.groups_per_step, self.episodes_per_group, "episodes_per_group")
         return self
 
+    def warnings(self, *max_turns: int) -> list[str]:
+        """Limits that episodes exceed or never reach. `max_turns`: of training, and of evaluation."""
+        warnings = [
+            f"{turns} turns of rollout.tokens_per_turn {self.tokens_per_turn} exceed rollout.tokens_per_episode "
+            f"{self.tokens_per_episode} even without observations; long episodes will be cut"
+            for turns in dict.fromkeys(max_turns)
+            if turns * self.tokens_per_turn > self.tokens_per_episode
+        ]
+        if self.overlong_penalty is not None and self.overlong_penalty.limit > max_turns[0] * self.tokens_per_turn:
+            limit = "rollout.overlong_penalty.limit"
+            warnings.append(f"{limit} is more than an episode can sample; the full penalty never applies")
+        return warnings
+
 
 def refuse_many(tasks: int, episodes: int, key: str) -> None:
     """Raise ValueError for more episodes than can be played at a time. `key`: that of the `episodes` of each task."""
@@ -162,11 +176,6 @@ USUAL_SEEDS = {
     "evaluation.final_seeds": (2_000_000, FINAL),
 }
 """Recipe key -> default first seed and number of seeds, for generated tasks."""
-
-
-def shown_seeds(seeds: Sequence[int]) -> str:
-    """`first..last` for a range of seeds."""
-    return f"{seeds[0]}..{seeds[-1]}"
 
 
 def evaluated_environment(recipe: BaseConfig) -> EnvironmentRecipe | None:
@@ -265,6 +274,32 @@ class EvaluationRecipe(BaseConfig):
         if self.sampling.temperature == 0 and self.episodes_per_seed > 1:
             raise ValueError("greedy episodes of one seed are identical; set `episodes_per_seed: 1` or a temperature")
         return self
+
+    def batch_lines(self, tasks: TaskSplit | None, steps: int) -> list[str]:
+        """Episodes of the learning curve and of the final table in a run of `steps` steps."""
+        final = f"final table, {self.played()}: {self.episodes(tasks, 2)}, "
+        if self.every == 0:
+            return [f"{final}after training"]
+        during = (steps - 1) // self.every
+        between = f"{counted(during, 'time')} during and after training"
+        first = ("before, ", "before and ") if self.start else ("", "")
+        return [
+            f"evaluation, {self.played()}: {self.episodes(tasks, 1)}, {first[0]}{between}",
+            f"{final}{first[1]}after training",
+        ]
+
+    def episodes(self, tasks: TaskSplit | None, part: int) -> str:
+        """The episodes on held-out tasks, 1 for those of the learning curve, 2 for those of the final table."""
+        count = len(tasks.held_out[part - 1]) if tasks is not None else 0
+        return f"{count * self.episodes_per_seed or 'one or more'} episodes on {named_tasks(tasks, part)}"
+
+    def played(self) -> str:
+        """How episodes are sampled and, if it differs, in which environment."""
+        greedy = self.sampling.temperature == 0
+        how = "greedy" if greedy else f"at temperature {self.sampling.temperature:g}"
+        if (other := self.environment) is None:
+            return how
+        return f"{how}, in {other.type} with at most {other.max_turns} {plural('turn', other.max_turns)}"
 
 
 def updates_behind(rollout: RolloutRecipe, learner: LearnerRecipe) -> int:

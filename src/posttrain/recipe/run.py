@@ -1,18 +1,44 @@
-"""Keys that every stage has: directories, checkpoints, collapse guards, and the environment of stages that use one."""
+"""What every stage has: keys of directories, checkpoints and collapse guards, the environment of stages that use one, and the
+methods by which a stage declares what it loads, its warnings, its batches and its memory.
+"""
 
 import json
+import math
 import os
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from posttrain.recipe.base import CONNECTS, BaseConfig, Connects, Text, Writes
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
+from posttrain.recipe.hardware import HardwareRecipe
 from posttrain.recipe.metrics import TRAINING, Metric, Panel
-from posttrain.recipe.model import ModelRecipe
+from posttrain.recipe.model import LearnerRecipe, ModelRecipe, OptimizerRecipe
 from posttrain.recipe.needs import Needs, needs, unless
-from posttrain.recipe.rollout import ANSWERS, REJECTED, RETURN, TURNS, RolloutRecipe, SeedRange
+from posttrain.recipe.plan import (
+    ACTIVATIONS,
+    GATHERED,
+    TWO_LAYERS,
+    Items,
+    Plan,
+    TaskSplit,
+    counted,
+    named_tasks,
+    plural,
+)
+from posttrain.recipe.rollout import (
+    ANSWERS,
+    REJECTED,
+    RETURN,
+    TURNS,
+    RolloutRecipe,
+    SeedRange,
+    evaluated_environment,
+)
 
 
 class CheckpointRecipe(BaseConfig):
@@ -91,7 +117,7 @@ class TrackingRecipe(BaseConfig):
     completions: Annotated[
         int,
         Needs(lambda find: bool(find("sinks")), "sinks is []"),
-        needs("stage", "rl", "distill", reason=lambda find: f"{find('stage')} has no training episodes"),
+        needs("on_policy", reason=lambda find: f"{find('stage')} has no training episodes", remedy=""),
     ] = Field(0, ge=0)
     """Training episodes per step that the sinks show as a table, with their texts, from the first groups of the step. 0: none."""
     tags: Annotated[list[Text], _read_by("wandb")] = []
@@ -102,7 +128,13 @@ ENTROPY = Panel("Entropy", "nats per token", figure="entropy")
 
 
 class StageRecipe(BaseConfig):
-    """A run of one stage."""
+    """A run of one stage. A stage is a subclass with the field `stage: Literal[NAME] = NAME`, see `register_stage`.
+
+    Planning, dry runs, warnings and reports call the methods of this class, and name no stage.
+    """
+
+    if TYPE_CHECKING:
+        stage: Any
 
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("time/run", "seconds since the run started"),
@@ -134,10 +166,186 @@ class StageRecipe(BaseConfig):
         """Whether a training run draws its figures: `plots`, else the environment variable."""
         return os.environ.get("POSTTRAIN_PLOTS") != "0" if self.plots is None else self.plots
 
+    scores: ClassVar[bool] = False
+    """Whether the trained model is a reward model."""
+    on_policy: ClassVar[bool] = False
+    """Whether the stage trains on episodes that it samples."""
+    on_cluster: ClassVar[bool] = False
+    """Whether the stage can run on a Ray cluster."""
+    chooses_engine: ClassVar[bool] = False
+    """Whether a recipe without `engine` gets the fastest engine of the machine."""
+
+    def run(self, directory: Any, *, resume: bool, overwrite: bool, console: Any, callbacks: Sequence[Any]) -> None:
+        """Run the stage in this process.
+
+        Args:
+            directory: the `RunDirectory` of the run, new or to be continued.
+            resume: continue from the newest checkpoint.
+            overwrite: files outside of the run directory may be replaced.
+            console: rich console for progress.
+            callbacks: objects of `Callback`.
+        """
+        raise NotImplementedError
+
+    def check(self) -> list[str]:
+        """Load what the run loads before its model, besides what the sections of the recipe name. Returns lines for
+        `--dry-run`; raises InputError as the run does.
+        """
+        return []
+
+    def warnings(self) -> list[str]:
+        """Sentences about unusual values. Keys without effect are found by `recipe_warnings`."""
+        return []
+
+    def batch_lines(self, tasks: TaskSplit | None) -> list[str]:
+        """Batch arithmetic, one line per part. `tasks`: the tasks of a stage with an environment; None: not known yet."""
+        return []
+
+    def memory_items(self, plan: Plan) -> Items:
+        """What is in the memory of one device, without the engine."""
+        return self.model.memory_items(plan.sizes)
+
+    def engine_items(self, plan: Plan) -> Items:
+        """What the engine has in the memory of one of its devices."""
+        if self.sampler is None:
+            return {}
+        return self.sampler.memory_items(plan, self.model, self.rollout.tokens_per_episode)  # type: ignore[attr-defined]
+
+    def models(self) -> dict[str, Any]:
+        """Key -> section of each model that the run loads from a `path`, the model itself first."""
+        return {"model": self.model}
+
     @property
-    def remote(self) -> BaseConfig | None:
-        """The engine if a remote model answers and no model is loaded; None here."""
+    def sampler(self) -> Any:
+        """The section of the engine if the run samples episodes or answers, else None."""
+        return getattr(self, "engine", None)
+
+    @property
+    def remote(self) -> Any:
+        """The section of the engine if a remote model answers and no model is loaded, else None."""
         return None
+
+    @property
+    def ahead(self) -> int:
+        """Steps by which sampling runs ahead of learning."""
+        return 0
+
+    @property
+    def training_seeds(self) -> tuple[SeedRange | None, str]:
+        """Seeds of the tasks to train on, and their key; None if the run trains on none."""
+        return None, "seeds"
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the run needs no reward of the environment."""
+        return getattr(self, "reward", None) is not None
+
+    @property
+    def outputs(self) -> list[Path]:
+        """Files and folders that must not exist when a run starts."""
+        return [Path(self.runs) / self.name]
+
+
+def imported(place: str) -> Any:
+    """The object at `module:name`. Recipes are read without torch, so what runs them is imported when it is used."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+class TrainedRecipe(StageRecipe):
+    """A stage that trains a model. Its subclasses declare the keys in the order in which they are shown."""
+
+    if TYPE_CHECKING:
+        optimizer: OptimizerRecipe
+        learner: LearnerRecipe
+        checkpoint: CheckpointRecipe
+        export: ExportedStep
+        hardware: HardwareRecipe
+        evaluation: Any
+
+    run_by: ClassVar[str]
+    """`module:function` with the loop of the stage."""
+    on_cluster: ClassVar[bool] = True
+
+    def run(self, directory: Any, *, resume: bool, overwrite: bool, console: Any, callbacks: Sequence[Any]) -> None:
+        imported(self.run_by)(self, directory, resume, console, callbacks)
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes that a logit of the loss takes in a forward and backward pass."""
+        return 12
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of a number that is kept for the backward pass."""
+        return self.model.weight_bytes
+
+    @property
+    def separable(self) -> list[str]:
+        """The keys of `hardware.dedicated` for which the run has a model."""
+        return []
+
+    def process_lines(self) -> list[str]:
+        """How several processes divide the work; empty for one process."""
+        if (count := self.hardware.processes) == 1:
+            return []
+        play = f" and the {self.rollout.groups_per_step} groups" if self.on_policy else ""  # type: ignore[attr-defined]
+        return [
+            f"{count} processes divide the forward passes of each update{play}; each holds 1/{count} of the model's state"
+        ]
+
+    def memory_items(self, plan: Plan) -> Items:
+        """What is in the memory of one learner device: `state_items`, which sharding divides, and `pass_items`."""
+        items, sizes, placement = (
+            plan.divided(self.state_items(plan)) | self.pass_items(plan),
+            plan.sizes,
+            plan.placement,
+        )
+        if placement.shard > 1:
+            layer = sizes.shared_layer + sizes.experts * sizes.expert // placement.expert_parallel
+            items[GATHERED] = (self.model.weight_bytes * (3 * layer + 2 * sizes.head), TWO_LAYERS)
+        return items
+
+    def state_items(self, plan: Plan) -> Items:
+        """The models of the run, and the state of the optimizers."""
+        trained, offloads = self.model.trained_parameters(plan.sizes, self.scores), self.hardware.offload == "optimizer"
+        return {
+            **self.model.memory_items(plan.sizes, self.scores),
+            **self.optimizer.memory_items(trained, self.model.weight_bytes, offloads),
+            **self.model_items(plan),
+        }
+
+    def model_items(self, plan: Plan) -> Items:
+        """The models besides the trained one."""
+        return {}
+
+    def pass_items(self, plan: Plan) -> Items:
+        """What a forward and backward pass keeps. Activations are a rough estimate."""
+        sizes, tokens, width = plan.sizes, self.learner.tokens_per_batch, self.activation_bytes
+        per_token, how = width * sizes.layers * sizes.kept_activations, "every layer"
+        if self.model.gradient_checkpointing:
+            per_token = width * (sizes.layers * sizes.hidden + sizes.kept_activations)
+            how = "all of one layer, inputs of the others"
+        items = {ACTIVATIONS: (tokens * per_token, f"learner.tokens_per_batch {tokens}, {how}")}
+        if self.scores:
+            return items
+        chunk, each = self.learner.logits_per_chunk, self.logit_bytes
+        how = f"learner.logits_per_chunk {chunk} x {sizes.vocabulary:,} x {each} bytes"
+        return items | {"logits": (each * chunk * sizes.vocabulary, how)}
+
+    def reference_items(self, plan: Plan, moves: bool, averages: bool) -> Items:
+        """A reference model. `moves`: it is updated during training; `averages`: as a moving average."""
+        if self.model.lora is not None:
+            return {"reference model": (0, "the policy with adapters disabled")}
+        # Sharded models are moved by FSDP alone, with `all`; see `planning.memory.process_memory`.
+        if self.hardware.offload in ("optimizer", "rollouts") and plan.placement.shard == 1:
+            return {"reference model": (0, "in CPU memory, and on the device when there are no gradients")}
+        width, count = self.model.weight_bytes, plan.sizes.parameters
+        if moves and averages and width == 2:
+            how = "a copy of the model, and its moving average in float32"
+            return {"reference model": (width * count + 4 * self.model.trained_parameters(plan.sizes), how)}
+        how = "a copy of the model, updated during training" if moves else "a copy of the initial model"
+        return {"reference model": (width * count, how)}
 
 
 class PlayedRecipe(StageRecipe):
@@ -154,7 +362,7 @@ class PlayedRecipe(StageRecipe):
         return environment_recipe(value) if isinstance(value, dict) else value
 
 
-class SampledRecipe(PlayedRecipe):
+class SampledRecipe(PlayedRecipe, TrainedRecipe):
     """A stage that trains on the episodes that the policy samples."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -204,3 +412,53 @@ class SampledRecipe(PlayedRecipe):
     rollout: RolloutRecipe = RolloutRecipe()
     export: ExportedStep = "best"
     """Which checkpoint becomes `model/`, and is measured for the final table: the best one of the evaluations, or the last one."""
+
+    on_policy: ClassVar[bool] = True
+    chooses_engine: ClassVar[bool] = True
+
+    @property
+    def training_seeds(self) -> tuple[SeedRange | None, str]:
+        return self.seeds, "seeds"
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a step."""
+        return self.learner.updates_per_step * self.learner.epochs_per_step
+
+    def warnings(self) -> list[str]:
+        """Limits of episodes, and values of the optimizer, that are unusual."""
+        evaluated = evaluated_environment(self)
+        assert evaluated is not None
+        warnings = self.rollout.warnings(self.environment.max_turns, evaluated.max_turns)
+        if self.model.lora is None and self.optimizer.learning_rate > 1e-4:
+            stage = "distillation" if self.stage == "distill" else self.stage
+            rate = f"{self.optimizer.learning_rate:g}"
+            warnings.append(f"optimizer.learning_rate {rate} is high for full-parameter {stage}")
+        return warnings
+
+    def batch_lines(self, tasks: TaskSplit | None) -> list[str]:
+        """Episodes, updates and forward passes of a step and of the run, and its tasks and evaluations."""
+        rollout, learner, updates = self.rollout, self.learner, self.updates
+        groups, size = rollout.groups_per_step, rollout.episodes_per_group
+        episodes, taken = groups * size, self.steps * groups
+        per_update = math.ceil(groups / learner.updates_per_step) * size
+        passes = math.ceil(per_update / (learner.tokens_per_batch // rollout.tokens_per_episode))
+        count = len(tasks.training) if tasks is not None else 0
+        used = f"each used about {taken / count:.1f} times" if 0 < count < taken else f"{taken:,} of them used"
+        return [
+            f"{counted(groups, 'group')} x {counted(size, 'episode')} = {episodes} episodes per step",
+            f"{counted(learner.updates_per_step, 'update')} per step x {counted(learner.epochs_per_step, 'epoch')} = "
+            f"{updates} optimizer {plural('step', updates)} per step, each on about {per_update} episodes",
+            f"forward passes of at most {learner.tokens_per_batch} tokens; at most {passes} per optimizer step, with "
+            f"episodes of {rollout.tokens_per_episode} tokens",
+            f"{counted(self.steps, 'step')}: {self.steps * episodes:,} episodes and {self.steps * updates:,} optimizer "
+            f"{plural('step', self.steps * updates)}",
+            *self.work_lines(),
+            f"training on {named_tasks(tasks, 0)}, {used}",
+            *self.evaluation.batch_lines(tasks, self.steps),
+            *self.process_lines(),
+        ]
+
+    def work_lines(self) -> list[str]:
+        """Work of a step besides the episodes and the updates of the policy."""
+        return []

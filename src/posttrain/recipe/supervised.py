@@ -1,13 +1,14 @@
 """The recipes of the supervised stages: sft, dpo and reward."""
 
-from typing import Annotated, Any, ClassVar, Literal
+import math
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from posttrain.recipe.base import BaseConfig
 from posttrain.recipe.components import EnvironmentRecipe, environment_recipe
 from posttrain.recipe.data import DataRecipe
-from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe, refuse_lone_adapters
+from posttrain.recipe.engines import LocalEngineRecipe, PolicyEngineRecipe
 from posttrain.recipe.hardware import HardwareRecipe, refuse_unfit_hardware
 from posttrain.recipe.loss import (
     ADAPTERS_OFF,
@@ -21,6 +22,7 @@ from posttrain.recipe.loss import (
 from posttrain.recipe.metrics import BETTER, HELD_OUT, TRAINING, WORSE, Metric, Panel
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
 from posttrain.recipe.needs import Needs, unless
+from posttrain.recipe.plan import Items, Plan, TaskSplit, counted, named_tasks
 from posttrain.recipe.rollout import (
     MOST_EPISODES,
     EvaluationRecipe,
@@ -29,8 +31,11 @@ from posttrain.recipe.rollout import (
     evaluated_environment,
     refuse_overlap,
 )
-from posttrain.recipe.run import ENTROPY, CheckpointRecipe, ExportedStep, StageRecipe
-from posttrain.recipe.units import UnitRewardsRecipe
+from posttrain.recipe.run import ENTROPY, CheckpointRecipe, ExportedStep, TrainedRecipe
+from posttrain.recipe.units import EntropyUnits, UnitRewardsRecipe
+
+RowsKind = Literal["conversation", "pair", "unpaired"]
+"""What the rows of a stage are."""
 
 ACCURACY = Panel(
     "Accuracy",
@@ -111,7 +116,9 @@ class PreferenceEvaluation(BaseConfig):
     """Metric that selects the best checkpoint: the share of correctly ranked pairs, or the loss."""
 
 
-class _Rows(StageRecipe):
+class SupervisedRecipe(TrainedRecipe):
+    """A stage that trains on rows of files."""
+
     epochs: Annotated[int, unless("steps", reason="steps determines the length of the run")] = Field(1, ge=1)
     """Passes over the rows."""
     steps: int | None = Field(None, ge=1)
@@ -130,13 +137,68 @@ class _Rows(StageRecipe):
         refuse_unfit_hardware(self.hardware, self.model, [self.optimizer], getattr(self, "engine", None))
         return self
 
+    if TYPE_CHECKING:
+        data: Any
+        loss: Any
+
+    what: ClassVar[str] = "pairs"
+    """The rows in messages."""
+
+    @property
+    def kind(self) -> RowsKind:
+        """What the rows are."""
+        return "pair"
+
+    @property
+    def row_loss(self) -> Literal["assistant", "last_assistant", "all"]:
+        """Which tokens of a row carry loss."""
+        return "assistant"
+
+    def warnings(self) -> list[str]:
+        """Weights of streamed rows, and a sentence if nothing selects the best checkpoint."""
+        data, warnings = self.data, list[str]()
+        if data is None:
+            return warnings
+        if data.streaming and any(source.weight != 1 for source in data.train):
+            warnings.append("data.train weight has no effect: streamed rows are read once, in order")
+        if not measured(data) and evaluated_environment(self) is None:
+            warnings.append(
+                "there are no validation rows (data.validation, data.held_out), so the last checkpoint is kept"
+            )
+        return warnings
+
+    def batch_lines(self, tasks: TaskSplit | None) -> list[str]:
+        """Rows, updates and forward passes."""
+        return [*self.row_lines(tasks), *self.pass_lines(), *self.process_lines()]
+
+    def row_lines(self, tasks: TaskSplit | None) -> list[str]:
+        """The rows in training and in evaluations."""
+        paths = ", ".join(source.path for source in self.data.train)
+        end = counted(self.steps, "update") if self.steps else counted(self.epochs, "epoch")
+        lines = [
+            f"{self.what} from {paths}, {self.rows_per_update} per update, {end}",
+            f"rows of at most {self.data.max_tokens} tokens",
+        ]
+        for name in ("validation", "test"):
+            paths = ", ".join(source.path for source in getattr(self.data, name))
+            lines += [f"{name} on {paths}"] if paths else []
+        if held := self.data.held_out:
+            share = f"{100 * held:g}% of the" if isinstance(held, float) else str(held)
+            use = "for validation" if self.data.test or held == 1 else "half for validation, half for the final table"
+            lines.append(f"{share} rows held out of the training rows, {use}")
+        return lines
+
+    def pass_lines(self) -> list[str]:
+        """The size of forward passes."""
+        return [f"forward passes of at most {self.learner.tokens_per_batch} tokens, without padding"]
+
 
 PLAYED = Needs(
     lambda find: bool(find("environment") or find("evaluation.environment")), "the recipe has no environment"
 )
 
 
-class SftRecipe(_Rows):
+class SftRecipe(SupervisedRecipe):
     """Supervised fine-tuning on rows, or on expert traces of an environment."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -170,7 +232,7 @@ class SftRecipe(_Rows):
 
     @model_validator(mode="after")
     def _parts_fit(self):
-        refuse_lone_adapters(self.engine, self.model)
+        self.engine.check(self.model)
         if self.data is None and self.environment is None:
             raise ValueError("no training data; set `data.train`, or set `environment.type` to train on expert traces")
         if (held_out := evaluated_environment(self)) is not None:
@@ -179,7 +241,7 @@ class SftRecipe(_Rows):
         if self.data is not None:
             _check_rows(self, self.data, 1)
         traces = self.data is None and self.experts.held_out > 0
-        if self.evaluation.metric == "loss" and not (_measured(self.data) or traces):
+        if self.evaluation.metric == "loss" and not (measured(self.data) or traces):
             raise ValueError(
                 "`evaluation.metric: loss` needs validation rows; set `data.validation` or `data.held_out`, or "
                 "`experts.held_out` for expert traces"
@@ -193,10 +255,68 @@ class SftRecipe(_Rows):
     @property
     def chosen_by_loss(self) -> bool:
         """Whether the loss on validation rows selects the best checkpoint."""
-        return self.evaluation.metric == "loss" or (self.evaluation.metric is None and _measured(self.data))
+        return self.evaluation.metric == "loss" or (self.evaluation.metric is None and measured(self.data))
+
+    run_by: ClassVar[str] = "posttrain.training.sft:train"
+    what: ClassVar[str] = "rows"
+
+    @property
+    def kind(self) -> RowsKind:
+        return "conversation"
+
+    @property
+    def row_loss(self) -> Literal["assistant", "last_assistant", "all"]:
+        return self.loss_on
+
+    @property
+    def sampler(self) -> Any:
+        return self.engine if self.environment is not None else None
+
+    @property
+    def training_seeds(self) -> tuple[SeedRange | None, str]:
+        return self.experts.seeds, "experts.seeds"
+
+    @property
+    def is_scored(self) -> bool:
+        return True  # learns from the rows or traces
+
+    def warnings(self) -> list[str]:
+        """Limits of evaluation episodes, besides the sentences of all stages with rows."""
+        warnings, evaluated = super().warnings(), evaluated_environment(self)
+        if evaluated is not None:
+            warnings += self.rollout.warnings((self.environment or evaluated).max_turns, evaluated.max_turns)
+        return warnings
+
+    def row_lines(self, tasks: TaskSplit | None) -> list[str]:
+        if self.data is not None:
+            return super().row_lines(tasks)
+        experts, held_out = self.experts, self.experts.held_out
+        updates = self._updates(tasks)
+        return [
+            f"{self._traces(tasks)} traces of the {experts.expert} policy, {counted(self.epochs, 'epoch')}, "
+            f"{self.rows_per_update} traces per update: {updates} updates",
+            f"traces on {named_tasks(tasks, 0)}" + (f", the last {held_out} for their loss alone" if held_out else ""),
+        ]
+
+    def batch_lines(self, tasks: TaskSplit | None) -> list[str]:
+        if evaluated_environment(self) is None:
+            return super().batch_lines(tasks)
+        evaluated = self.evaluation.batch_lines(tasks, self._updates(tasks))
+        return [*self.row_lines(tasks), *self.pass_lines(), *evaluated, *self.process_lines()]
+
+    def _traces(self, tasks: TaskSplit | None) -> int:
+        """Number of traces to train on."""
+        seeds = tasks.training if tasks is not None else self.experts.seeds.of_generated("experts.seeds")
+        return (len(seeds) - self.experts.held_out) * self.experts.per_seed
+
+    def _updates(self, tasks: TaskSplit | None) -> int:
+        """Number of updates; 0 if it depends on the number of rows."""
+        if self.steps or self.data is not None:
+            return self.steps or 0
+        return self.epochs * math.ceil(self._traces(tasks) / self.rows_per_update)
 
 
-class DpoRecipe(_Rows):
+class DpoRecipe(SupervisedRecipe):
     """Preference optimization on pairs of answers, or on labeled answers (KTO)."""
 
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -225,6 +345,17 @@ class DpoRecipe(_Rows):
     """Cache the initial model's log-probabilities on disk for later runs on the same rows. With `reference.update_every`, those of held-out rows alone."""
     optimizer: OptimizerRecipe = OptimizerRecipe(learning_rate=1e-6)
     evaluation: PreferenceEvaluation = PreferenceEvaluation()
+
+    run_by: ClassVar[str] = "posttrain.training.dpo:train"
+
+    @property
+    def kind(self) -> RowsKind:
+        return "unpaired" if self.loss.type == "kto" else "pair"
+
+    def model_items(self, plan: Plan) -> Items:
+        if not self.keeps_reference:
+            return {}
+        return self.reference_items(plan, self.moves_reference, self.reference.mix < 1)
 
     @property
     def keeps_reference(self) -> bool:
@@ -256,7 +387,7 @@ class DpoRecipe(_Rows):
         return self
 
 
-class RewardRecipe(_Rows):
+class RewardRecipe(SupervisedRecipe):
     """Reward model training on pairs of answers."""
 
     metrics: ClassVar[tuple[Metric, ...]] = PREFERENCES
@@ -269,17 +400,26 @@ class RewardRecipe(_Rows):
     """Unit-level rewards. Null: one reward at the end of the answer."""
     evaluation: PreferenceEvaluation = PreferenceEvaluation()
 
+    run_by: ClassVar[str] = "posttrain.training.reward:train"
+    scores: ClassVar[bool] = True
+
     @model_validator(mode="after")
     def _parts_fit(self):
         _check_rows(self, self.data, 2)
         return self
 
+    def model_items(self, plan: Plan) -> Items:
+        if self.units is None or not isinstance(self.units.segmenter, EntropyUnits):
+            return {}
+        size = self.model.weight_bytes * plan.sizes.parameters
+        return {"language model for entropies": (size, "the model at model.path, used to segment answers")}
 
-def _measured(data: DataRecipe | None) -> bool:
+
+def measured(data: DataRecipe | None) -> bool:
     return data is not None and bool(data.validation or data.held_out)
 
 
-def _check_rows(recipe: _Rows, data: DataRecipe, answers: int) -> None:
+def _check_rows(recipe: SupervisedRecipe, data: DataRecipe, answers: int) -> None:
     """`answers`: streams of a row that stay in one forward pass."""
     most = answers * data.max_tokens
     if most > recipe.learner.tokens_per_batch:

@@ -7,8 +7,9 @@ from pydantic import Field, model_validator
 
 from posttrain.recipe.base import BaseConfig, Connects, Mark, Reads, Text
 from posttrain.recipe.metrics import Metric
-from posttrain.recipe.model import Dtype
+from posttrain.recipe.model import Dtype, ModelRecipe, dtype_bytes
 from posttrain.recipe.needs import needs
+from posttrain.recipe.plan import Items, Plan
 
 CONTEXT_FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 """A field in `teacher.context`; other braces are text."""
@@ -67,6 +68,17 @@ class TeacherRecipe(BaseConfig):
     def fields(self) -> list[str]:
         """Names of the fields in `context`, each once."""
         return list(dict.fromkeys(CONTEXT_FIELD.findall(self.context or "")))
+
+    def memory_items(self, plan: Plan, policy: ModelRecipe) -> Items:
+        """The weights of the teacher of `policy` in this process."""
+        if self.path is not None:
+            width, known = dtype_bytes(self.dtype), plan.sizes_at(self.path)
+            count = (known or plan.sizes).parameters
+            how = f"{count:,} parameters of {width} bytes" if known else "assuming the size of the policy"
+            return {"teacher": (width * count, how)}
+        if self.policy == "initial" and policy.lora is None:
+            return {"teacher": (policy.weight_bytes * plan.sizes.parameters, "a copy of the initial model")}
+        return {"teacher": (0, "on its servers" if self.urls else "the policy itself")}
 
 
 class RewardTeacherRecipe(TeacherRecipe):

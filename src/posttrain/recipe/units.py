@@ -95,6 +95,11 @@ class _Mixed(BaseConfig):
     beta: float = Field(0.8, ge=0, le=1)
     """Share of unit credit; 1 - beta is credit of the outcome. 0: unit credit is logged, and only the outcome trains the policy."""
 
+    @property
+    def cost(self) -> str:
+        """Work of the reward model for an answer of K units."""
+        return "no text for the reward model"
+
 
 class _Read(_Mixed):
     segmenter: UnitsRecipe = StepUnits(type="steps")
@@ -109,6 +114,11 @@ class _Placed(BaseConfig):
 class _Probed(BaseConfig):
     probe: Literal["one_pass", "separate"] = "one_pass"
     """`one_pass`: compute the values after all units of an answer in one forward pass of the reward model. `separate`: one pass per unit; same values, for architectures where one pass is not supported."""
+
+    @property
+    def cost(self) -> str:
+        """Work of the reward model for an answer of K units."""
+        return "1 pass of the reward model" if self.probe == "one_pass" else "K texts for the reward model"
 
 
 class PrefixCredit(_Probed, _Placed, _Read):
@@ -157,6 +167,10 @@ class LeaveOneOutCredit(_Read):
     type: Literal["loo"]
     """`loo`: outcome - value of the answer without the unit."""
 
+    @property
+    def cost(self) -> str:
+        return "K + 1 texts for the reward model"
+
 
 class CompatibleCredit(_Read):
     """The published DRCA, for comparison: `trunc` with blanks, used as a reward although it is an advantage, so later units are counted several times."""
@@ -165,6 +179,10 @@ class CompatibleCredit(_Read):
     """`drca_published`: the published DRCA."""
     beta: float = Field(0.8, ge=0, le=1)
     """Share of unit credit; 1 - beta is the outcome, at the last token."""
+
+    @property
+    def cost(self) -> str:
+        return "K texts for the reward model"
 
 
 CausalCredit = PrefixCredit | ShareCredit | LearnedCredit | CompatibleCredit

@@ -22,15 +22,17 @@ from posttrain.data.rendering import Renderer
 from posttrain.distributed.world import current_world
 from posttrain.engines.openai import ChatRequestError
 from posttrain.engines.protocol import Engine, Request
-from posttrain.environments.calls import CallTimeout, described, ended_within
 from posttrain.environments.protocol import (
     LARGEST_REWARD,
     Action,
+    CallTimeout,
     Environment,
     EnvironmentFactory,
     Observation,
     ProtocolError,
     Step,
+    described,
+    ended_within,
     require_observation,
     require_step,
 )

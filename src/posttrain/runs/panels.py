@@ -80,12 +80,13 @@ TITLES = {
 
 def all_metrics() -> dict[str, Metric]:
     """Name -> every declared metric, in the order of the stages and of their sections. Of equal names, the first counts."""
-    return _metrics(tuple(section for registry in REGISTRIES.values() for section in registry.sections()))
+    sections = (section for registry in REGISTRIES.values() for section in registry.sections())
+    return _metrics((*sections, *STAGES.values()))
 
 
 @cache
 def _metrics(kinds: tuple[type, ...]) -> dict[str, Metric]:
-    """`kinds`: those of the registries, which a new one changes."""
+    """`kinds`: those of the registries and the stages, which a new one changes."""
     found: dict[str, Metric] = {}
     for schema in STAGES.values():
         for metric in metrics_of(schema):

@@ -160,29 +160,26 @@ def _of(done: int, recipe: object) -> str:
     return str(done) if steps is None else f"{done} of {steps}"
 
 
-def _data(recipe: "Recipe") -> list[tuple[str, str]]:
-    if recipe.stage == "generate":
-        return [("test rows", ", ".join(f"`{source.path}`" for source in recipe.data.test))]
+def _data(recipe: Any) -> list[tuple[str, str]]:
     rows = []
     data = getattr(recipe, "data", None)
     if data is not None:
         for name in ("train", "validation", "test"):
-            paths = ", ".join(f"`{source.path}`" for source in getattr(data, name))
+            paths = ", ".join(f"`{source.path}`" for source in getattr(data, name, ()))
             rows += [(f"{name} rows", paths)] if paths else []
-        if data.held_out:
+        if getattr(data, "held_out", None):
             names = "validation rows" if data.test or data.held_out == 1 else "validation and test rows"
             share = f"{100 * data.held_out:g}%" if isinstance(data.held_out, float) else str(data.held_out)
             rows.append((names, f"{share} held out of the training rows"))
     environment = evaluated_environment(recipe)
-    if recipe.stage == "reward" or recipe.stage == "dpo" or environment is None:
+    if environment is None:
         return rows
     ranges = {"held-out seeds of the table": ("evaluation.final_seeds", recipe.evaluation.final_seeds)}
     if recipe.stage != "evaluate":
         ranges["held-out seeds of the curve"] = ("evaluation.seeds", recipe.evaluation.seeds)
-    if recipe.stage == "rl" or recipe.stage == "distill":
-        ranges["training seeds"] = ("seeds", recipe.seeds)
-    if recipe.stage == "sft" and data is None:
-        ranges["training seeds"] = ("experts.seeds", recipe.experts.seeds)
+    training, key = recipe.training_seeds
+    if training is not None and data is None:
+        ranges["training seeds"] = (key, training)
     trained = recipe.environment or environment
     keys = {"training seeds": trained.rows_key}
     seeds = [(name, _seeds(key, part, keys.get(name, environment.rows_key))) for name, (key, part) in ranges.items()]

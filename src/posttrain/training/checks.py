@@ -1,44 +1,33 @@
 """Checks of `--dry-run`: load everything that a run loads before its model (placement, rows, tasks, scorers)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from posttrain.data.examples import read_examples
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
-from posttrain.data.tokens import Kind
 from posttrain.engines.openai import chat_client, require_reachable
 from posttrain.errors import InputError
 from posttrain.models.adapters import check_targets
 from posttrain.models.load import load_end_tokens, load_tokenizer, on_disk, require_reward_model
-from posttrain.planning.dry_run import Played, tasks_of
+from posttrain.planning.dry_run import tasks_of
 from posttrain.planning.workers import placed_recipe, refuse_placement
 from posttrain.recipe.components import EnvironmentRecipe, environment_class
-from posttrain.recipe.data import DataRecipe, PtxRecipe, SourceRecipe
-from posttrain.recipe.distill import OffPolicyRecipe
+from posttrain.recipe.data import FixedRowsRecipe
 from posttrain.recipe.engines import OpenAIEngineRecipe
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import evaluated_environment
-from posttrain.recipe.stages import (
-    DistillRecipe,
-    DpoRecipe,
-    EvaluateRecipe,
-    GenerateRecipe,
-    Recipe,
-    RewardRecipe,
-    RlRecipe,
-    SftRecipe,
-)
-from posttrain.training.completers import read_prompts
-from posttrain.training.rows import FixedRows, check_labels, check_margins, load_data
+from posttrain.recipe.run import StageRecipe
+from posttrain.recipe.supervised import SupervisedRecipe
+from posttrain.training.rows import FixedRows, check_rows, load_data
 from posttrain.training.tasks import check_tasks, parts_of, too_long
 
 Result = TypeVar("Result")
 
 
-def check_recipe(recipe: Recipe, made: Sequence[Path] = ()) -> list[str]:
+def check_recipe(recipe: StageRecipe, made: Sequence[Path] = ()) -> list[str]:
     """Load everything that a run of `recipe` loads before its model. Returns one line per part.
 
     A line also names each part that cannot be checked yet: a model that has to be downloaded or converted, and files in
@@ -48,35 +37,23 @@ def check_recipe(recipe: Recipe, made: Sequence[Path] = ()) -> list[str]:
         InputError: the run would stop. One sentence per problem, the same as in the run.
     """
     checks = _Checks(made)
-    if getattr(recipe, "hardware", None) is not None and recipe.hardware.ray is not None:  # type: ignore[union-attr]
+    if getattr(recipe, "hardware", None) is not None and recipe.hardware.ray is not None:  # type: ignore[attr-defined]
         checks.run(lambda: refuse_placement(placed_recipe(recipe)))
-    if isinstance(recipe, GenerateRecipe | EvaluateRecipe) and recipe.remote is not None:
+    if recipe.remote is not None:
         checks.server(recipe.remote)
-    there = [checks.model_is_there(key, path) for key, path in _models(recipe)]
+    paths = {f"{key}.path": section.path for key, section in recipe.models().items() if section.path is not None}
+    there = [checks.model_is_there(key, path) for key, path in paths.items()]
     if there and there[0] and recipe.model.lora is not None:
-        checks.lines += checks.run(lambda: check_targets(recipe.model, isinstance(recipe, RewardRecipe))) or []
+        checks.lines += checks.run(lambda: check_targets(recipe.model, recipe.scores)) or []
     renderer = checks.run(lambda: _renderer(recipe.model)) if there and there[0] else None
     if renderer is not None:
         checks.lines += renderer.warnings()
     checks.rows(recipe, renderer)
-    if isinstance(recipe, Played) and (environment := recipe.environment or evaluated_environment(recipe)) is not None:
-        checks.tasks(recipe, environment, renderer)
+    if (evaluated := evaluated_environment(recipe)) is not None:
+        checks.tasks(recipe, getattr(recipe, "environment", None) or evaluated, renderer)
     if checks.problems:
         raise InputError("\n".join(dict.fromkeys(checks.problems)))
     return checks.lines
-
-
-def _models(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Keys and paths of the models that a run loads, `model.path` first; none if the model is behind a server."""
-    if recipe.remote is not None:
-        return
-    yield "model.path", recipe.model.path
-    if isinstance(recipe, RlRecipe | EvaluateRecipe) and recipe.reward is not None:
-        yield "reward.path", recipe.reward.path
-    if isinstance(recipe, RlRecipe) and recipe.has_critic and recipe.critic.path is not None:
-        yield "critic.path", recipe.critic.path
-    if isinstance(recipe, RlRecipe | DistillRecipe) and recipe.teacher is not None and recipe.teacher.path is not None:
-        yield "teacher.path", recipe.teacher.path
 
 
 def _renderer(model: ModelRecipe) -> Renderer:
@@ -131,35 +108,26 @@ class _Checks:
             self.lines.append(f"not checked: the tokenizer of {path}, which is not on this machine yet")
         return bool(there)
 
-    def rows(self, recipe: Recipe, renderer: Renderer | None) -> None:
-        """Rows of files that are not tasks."""
-        if isinstance(recipe, SftRecipe | DpoRecipe | RewardRecipe) and recipe.data is not None:
-            data = recipe.data
-            if not self._later_rows([*data.train, *data.validation, *data.test]):
-                self.run(lambda: self._supervised(recipe, data, renderer))
-        if isinstance(recipe, RlRecipe) and recipe.ptx is not None:
-            self._fixed(recipe.ptx, renderer)
-        if isinstance(recipe, DistillRecipe) and recipe.off_policy is not None:
-            self._fixed(recipe.off_policy, renderer)
-        if isinstance(recipe, GenerateRecipe) and not any(self.is_later(source.path) for source in recipe.data.test):
-            prompts = self.run(lambda: read_prompts(recipe))
-            if prompts is not None:
-                self.lines += [f"{len(prompts[0]):,} rows to answer", *prompts[1].summary()]
+    def rows(self, recipe: StageRecipe, renderer: Renderer | None) -> None:
+        """Rows of files that are not tasks, in the sections of the recipe, and the checks of the stage."""
+        later = False
+        for section in (recipe, *(value for _, value in recipe)):
+            data = getattr(section, "data", None)
+            if data is None or not isinstance(section, StageRecipe | FixedRowsRecipe):
+                continue
+            parts = [getattr(data, part, []) for part in ("train", "validation", "test")]
+            if any(self.is_later(source.path) for part in parts for source in part):
+                later = later or section is recipe
+            elif isinstance(section, SupervisedRecipe):
+                self.run(partial(self._supervised, section, renderer))
+            elif isinstance(section, FixedRowsRecipe) and renderer is not None:
+                read = self.run(partial(FixedRows, data, section.loss_on, 1, renderer, 0))
+                self.lines += read.warnings if read is not None else []
+        if not later:
+            self.lines += self.run(recipe.check) or []
 
-    def _fixed(self, rows: PtxRecipe | OffPolicyRecipe, renderer: Renderer | None) -> None:
-        if renderer is not None and not self._later_rows(rows.data.train):
-            read = self.run(lambda: FixedRows(rows.data, rows.loss_on, 1, renderer, 0))
-            self.lines += read.warnings if read is not None else []
-
-    def _later_rows(self, sources: Sequence[SourceRecipe]) -> bool:
-        return any(self.is_later(source.path) for source in sources)
-
-    def _supervised(
-        self, recipe: SftRecipe | DpoRecipe | RewardRecipe, data: DataRecipe, renderer: Renderer | None
-    ) -> None:
-        kind: Kind = "conversation" if isinstance(recipe, SftRecipe) else "pair"
-        if isinstance(recipe, DpoRecipe) and recipe.loss.type == "kto":
-            kind = "unpaired"
+    def _supervised(self, recipe: SupervisedRecipe, renderer: Renderer | None) -> None:
+        data, kind = recipe.data, recipe.kind
         if renderer is None:
             problems = Problems()
             for sources in (data.train, data.validation, data.test):
@@ -168,20 +136,15 @@ class _Checks:
             problems.raise_if(data.strict)
             self.lines += problems.summary()
             return
-        loss_on = recipe.loss_on if isinstance(recipe, SftRecipe) else "assistant"
-        rows = load_data(kind, data, renderer, loss_on, recipe.rows_per_update, recipe.seed)
+        rows = load_data(kind, data, renderer, recipe.row_loss, recipe.rows_per_update, recipe.seed)
         if not data.streaming:
             self.lines.append(
                 f"{len(rows.stored):,} rows to train on, {rows.updates_per_epoch:,} updates an epoch; {len(rows.validation):,} for "
                 f"validation, {len(rows.test):,} for the final table"
             )
-        self.lines += rows.problems.summary()
-        if isinstance(recipe, RewardRecipe):
-            self.lines += check_margins(recipe, rows)
-        if isinstance(recipe, DpoRecipe):
-            self.lines += check_labels(recipe, rows)
+        self.lines += [*rows.problems.summary(), *check_rows(recipe, rows)]
 
-    def tasks(self, recipe: Played, environment: EnvironmentRecipe, renderer: Renderer | None) -> None:
+    def tasks(self, recipe: Any, environment: EnvironmentRecipe, renderer: Renderer | None) -> None:
         """Tasks, the functions and judges that score them, and how the chat template renders the first."""
         evaluated = recipe.evaluation.environment
         key = (environment.rows_key or "").removeprefix("environment.")
@@ -191,14 +154,13 @@ class _Checks:
         if tasks is None:
             return
         self.lines.append(str(tasks))
-        other_reward = isinstance(recipe, DistillRecipe | SftRecipe) or recipe.reward is not None
-        other_reward = other_reward or (isinstance(recipe, RlRecipe) and recipe.teacher is not None)
-        self.lines += self.run(lambda: check_tasks(environment, tasks, recipe.rollout, other_reward, evaluated)) or []
+        checked = partial(check_tasks, environment, tasks, recipe.rollout, recipe.is_scored, evaluated)
+        self.lines += self.run(checked) or []
         if renderer is not None:
             for one, _, training, held_out in parts_of(environment, tasks, evaluated):
                 first = next(seed for seeds in (training, *held_out) for seed in seeds)
                 self.run(partial(_render, one, first, renderer))
-            if not isinstance(recipe, SftRecipe):
+            if not isinstance(recipe, SupervisedRecipe):
                 left_out = self.run(lambda: too_long(environment, recipe.rollout, renderer, tasks, evaluated))
                 self.lines += left_out[1] if left_out is not None else []
 

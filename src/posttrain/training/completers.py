@@ -21,7 +21,6 @@ from posttrain.environments.text_task import TextTask, TextTaskRecipe, prompt_ta
 from posttrain.episode import CUT_OFF, Episode, Outcome, Turn
 from posttrain.errors import InputError, RunError
 from posttrain.recipe.data import TaskSourceRecipe
-from posttrain.recipe.engines import LocalEngineRecipe, OpenAIEngineRecipe
 from posttrain.recipe.rollout import RolloutRecipe
 from posttrain.recipe.stages import GenerateRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker
@@ -111,6 +110,12 @@ def read_prompts(recipe: GenerateRecipe) -> tuple[list[PromptRow], Problems]:
         messages = list(environment.reset(number).messages)
         rows.append(PromptRow(number, row_id, messages, reference, _kept(recipe, row), row.origin))
     return rows, table.problems
+
+
+def check_prompts(recipe: GenerateRecipe) -> list[str]:
+    """Read the rows. Returns lines for `--dry-run`; errors as for `read_prompts`."""
+    rows, problems = read_prompts(recipe)
+    return [f"{len(rows):,} rows to answer", *problems.summary()]
 
 
 def _id(recipe: GenerateRecipe, row: PromptExample, number: int) -> int | str:
@@ -225,8 +230,8 @@ class LocalCompleter:
         from posttrain.engines.factory import open_engine
 
         recipe = self.recipe
-        assert not isinstance(recipe.engine, OpenAIEngineRecipe)
-        if self._engine is None or isinstance(recipe.engine, LocalEngineRecipe):
+        assert recipe.engine.type != "openai"
+        if self._engine is None or recipe.engine.type == "local":
             logs = Path(recipe.runs) / recipe.name / "logs"
             self._engine = open_engine(self.policy, recipe.engine, self.max_tokens, recipe.sampling, logs, False)
             self._engine.load_weights(0)

@@ -1,20 +1,128 @@
-"""Controllers of the KL and entropy coefficients, and guards against collapse: what follows the metrics of a step.
+"""What an optimizer step of the policy depends on besides its loss: the shaping of rewards, the coefficients of KL penalty
+and entropy bonus, the old log-probabilities, and a reference model that follows. Guards notice when training collapses.
 
-Guards notice early when training collapses, and say what to change.
+`PolicyLearner` makes the optimizer steps of `rl` and of the public `Learner`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
+from posttrain.credit.assign import reward_streams
+from posttrain.episode import CUT_OFF, Advantages, Episode, PerToken, RewardStreams
 from posttrain.errors import RunError
+from posttrain.losses.kl import apply_kl_penalty, estimate_kl
+from posttrain.models.forward import TokenScores
 from posttrain.models.gate import tolerance
 from posttrain.models.load import resolve_dtype
-from posttrain.recipe.loss import KL_STEP, EntropyRecipe, KlRecipe
+from posttrain.models.policy import Policy
+from posttrain.recipe.loss import KL_STEP, EntropyRecipe, KlRecipe, PolicyLoss
+from posttrain.recipe.model import ModelRecipe, RewardSource
+from posttrain.recipe.rollout import RolloutRecipe
 from posttrain.recipe.run import Guard, GuardRecipe, SampledRecipe
+from posttrain.rollout.filters import overlong_penalty
+from posttrain.seeds import random_stream
+from posttrain.training.objectives import PolicyObjective, metrics_without_pass
+from posttrain.training.reference import MovingReference
+from posttrain.training.updater import Objective, Sample, Totals, Updater, add_totals
+
+RAW = "reward_model"
+"""Key of the reward model's unscaled reward in a turn's info."""
+
+# -- optimizer steps of the policy ------------------------------------------------------------------------------------
+
+
+def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
+    """Set `advantages` and `has_baseline` of each sample."""
+    streams = [
+        (stream, position not in credit.without_baseline)
+        for position, episode in enumerate(credit.values)
+        for stream in episode
+    ]
+    for sample, (advantages, has_baseline) in zip(samples, streams, strict=True):
+        sample.advantages, sample.has_baseline = advantages[sample.stream.sampled], has_baseline
+
+
+def rounds_or_drops(model: ModelRecipe, device: torch.device) -> bool:
+    """Whether the learner's log-probabilities have a precision below float32, or are affected by adapter dropout."""
+    rounded = resolve_dtype(model.dtype, device) != torch.float32
+    return rounded or (model.lora is not None and model.lora.dropout > 0)
+
+
+class PolicyLearner:
+    """Makes the optimizer steps of a policy: its loss with the KL penalty and the entropy bonus.
+
+    Attributes:
+        updater: makes the optimizer steps.
+        kl, entropy: the coefficients, which belong in a checkpoint.
+        moving: moves the reference model of the KL penalty; None if it stays the initial model.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        updater: Updater[TokenScores],
+        loss: PolicyLoss,
+        kl: KlRecipe,
+        entropy: EntropyRecipe,
+        extend: Callable[[PolicyObjective], Objective[TokenScores]] = lambda objective: objective,
+    ) -> None:
+        """`extend`: adds further terms to the objective of an update."""
+        self.policy, self.updater, self.loss, self.extend = policy, updater, loss, extend
+        self.kl, self.entropy = KlController(kl), EntropyController(entropy)
+        moves = kl.coefficient > 0 and kl.reference.update_every is not None
+        self.moving = MovingReference(kl.reference, policy, updater.optimizer) if moves else None
+
+    def objective(self, old: Literal["learner", "rollout"], first: bool) -> Objective[TokenScores]:
+        """The objective of an update.
+
+        Args:
+            old: whose log-probabilities are the old ones.
+            first: whether no update on these samples came before.
+        """
+        return self.extend(
+            PolicyObjective(
+                self.loss,
+                self.kl.recipe,
+                self.kl.coefficient,
+                self.entropy.recipe,
+                self.entropy.coefficient,
+                old,
+                first,
+                random_stream(self.policy.seed, "clip_cov", self.policy.version),
+            )
+        )
+
+    def step(
+        self, samples: Sequence[Sample], old: Literal["learner", "rollout"], first: bool, rows: Sequence[Sample] = ()
+    ) -> Totals:
+        """Make one optimizer step on the samples of episodes, and on supervised `rows`. Other arguments as for
+        `objective`."""
+        objective = self.objective(old, first)
+        totals = self.updater.update([*samples, *rows], objective)
+        if self.moving is not None:
+            self.moving.follow()
+        if not totals["optimizer/skipped"][0]:
+            add_totals(totals, metrics_without_pass(objective, samples))
+        return totals
+
+    def observe(self, metrics: dict[str, float], episodes: int) -> None:
+        """Add the coefficients of a step to its metrics, and adapt them to what it measured on so many `episodes`."""
+        if self.kl.recipe.coefficient > 0:
+            metrics["kl/coefficient"] = self.kl.coefficient
+        if self.moving is not None:
+            metrics["reference/updates"] = float(self.moving.updates)
+        self.kl.update(metrics.get("policy/kl"), episodes)
+        if self.entropy.used:
+            metrics["entropy/coefficient"] = self.entropy.coefficient
+        self.entropy.update_from(metrics)
+
+
+# -- coefficients -----------------------------------------------------------------------------------------------------
 
 
 class KlController:
@@ -90,6 +198,119 @@ class EntropyController:
         """Restore what `state_dict` returned."""
         self._adapted, self._below = state["coefficient"], state["below"]
 
+
+# -- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def scaled(raw: float, mean: float, std: float, clip: float | None) -> float:
+    """(raw - mean) / std, clipped to [-clip, clip]."""
+    value = (raw - mean) / std
+    return value if clip is None else min(max(value, -clip), clip)
+
+
+class RunningStatistics:
+    """Mean and standard deviation of the reward model's rewards in training so far (Welford 1962)."""
+
+    def __init__(self, source: RewardSource | None) -> None:
+        self.source = source
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+
+    @property
+    def active(self) -> bool:
+        return self.source is not None and self.source.normalize == "running"
+
+    def include(self, episodes: Sequence[Episode]) -> None:
+        """Count the rewards of a step's episodes."""
+        for episode in episodes if self.active else []:
+            raw = episode.turns[-1].info.get(RAW)
+            if raw is not None:
+                self.count += 1
+                shift = raw - self.mean
+                self.mean += shift / self.count
+                self.squares += shift * (raw - self.mean)
+
+    def correction(self, info: dict[str, Any]) -> float:
+        """The value to add to the raw reward of a turn with `info` to get the scaled reward."""
+        return self.scaled(info[RAW]) - info[RAW] if self.active and RAW in info else 0.0
+
+    def scaled(self, raw: float) -> float:
+        """`raw` normalized by the mean and standard deviation so far."""
+        assert self.source is not None
+        if self.count < 2 or self.squares <= 0:
+            return 0.0  # all rewards so far are equal
+        return scaled(raw, self.mean, math.sqrt(self.squares / (self.count - 1)), self.source.clip)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+
+@dataclass(frozen=True)
+class RewardShaping:
+    """Turns the rewards of episodes into reward streams: normalization, penalties for length, KL."""
+
+    rollout: RolloutRecipe
+    kl: KlRecipe
+    running: RunningStatistics
+    """Statistics of the reward model's rewards, for `reward.normalize: running`."""
+    teacher_coefficient: float = 0.0
+    """Reward per nat of log teacher - log policy at each sampled token; 0 without a teacher."""
+
+    def shape(self, episodes: Sequence[Episode], samples: Sequence[Sample], kl_coefficient: float) -> RewardStreams:
+        """Reward streams of `episodes`. The `samples` need `ref_logprobs` if the KL penalty is in the reward, and the
+        teacher's scores if a teacher is.
+        """
+        rewards = reward_streams(episodes)
+        for episode, streams in zip(episodes, rewards.values, strict=True):
+            last = episode.turns[-1]
+            end = streams[last.stream][last.stop - 1 : last.stop]
+            end += self.running.correction(last.info)
+            if last.stop_reason in CUT_OFF:
+                end -= self.rollout.missing_eos_penalty
+            if self.rollout.overlong_penalty is not None:
+                end += overlong_penalty(episode.sampled_tokens, self.rollout.overlong_penalty)
+        if kl_coefficient > 0 and self.kl.apply_to == "reward":
+            references = [sample.ref_logprobs for sample in samples]
+            kl = _per_token(episodes, references, lambda difference: estimate_kl(self.kl.estimator_in_use, difference))
+            rewards = apply_kl_penalty(rewards, kl, kl_coefficient)
+        if self.teacher_coefficient > 0:
+            teacher_logprobs = [None if sample.teacher is None else sample.teacher.logprobs for sample in samples]
+            # In the reward, only k1 has the gradient of the divergence as its expected gradient.
+            rewards = apply_kl_penalty(
+                rewards, _per_token(episodes, teacher_logprobs, lambda d: d), self.teacher_coefficient
+            )
+        return rewards
+
+    def of_greedy(self, greedy: Mapping[int, Episode]) -> dict[int, float]:
+        """Group -> return of its greedy episode, in the units of the shaped rewards."""
+        return {
+            group: episode.total_reward + self.running.correction(episode.turns[-1].info)
+            for group, episode in greedy.items()
+        }
+
+
+def _per_token(
+    episodes: Sequence[Episode],
+    others: Sequence[np.ndarray | None],
+    estimate: Callable[[np.ndarray], np.ndarray],
+) -> PerToken:
+    """`estimate` of log policy - log other at each sampled token, zero elsewhere. `others`: [n] per stream, in
+    order.
+    """
+    remaining = iter(others)
+    estimates: PerToken = []
+    for episode in episodes:
+        estimates.append([np.zeros(len(stream), dtype=np.float32) for stream in episode.streams])
+        for stream, values in zip(episode.streams, estimates[-1], strict=True):
+            other = next(remaining)
+            assert other is not None
+            values[stream.sampled] = estimate(stream.rollout_logprobs[stream.sampled] - other)
+    return estimates
+
+
+# -- guards -----------------------------------------------------------------------------------------------------------
 
 SOLVED = 0.9
 """Share of a step's episodes. If as many succeed, groups without signal show that the tasks are learned."""

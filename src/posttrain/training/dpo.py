@@ -29,7 +29,7 @@ from posttrain.training.objectives import PairObjective, UnpairedObjective, logp
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.reference import MovingReference
 from posttrain.training.row_evaluators import PreferenceEvaluator, choice_of
-from posttrain.training.rows import Batches, check_labels, load_data, samples_of_row, stream_of, train_on
+from posttrain.training.rows import Batches, check_rows, load_data, samples_of_row, stream_of, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
 from posttrain.training.updater import Sample, Totals, Updater
 
@@ -166,7 +166,7 @@ def train(
     learner = Updater(policy, optimizer, recipe.learner, token_forward(policy, recipe.learner))
     reference = ReferenceLogprobs(recipe, policy, learner)
     pool = data.stored if isinstance(recipe.loss, KtoLoss) else []
-    warnings = [*_one_prompt(pool), *check_labels(recipe, data)]
+    warnings = [*_one_prompt(pool), *check_rows(recipe, data)]
     shift = RewardShift() if isinstance(recipe.loss, BcoLoss) and recipe.loss.shift else None
     held_out = partial(_objective, recipe, learner, reference, pool, shift)
     evaluator = PreferenceEvaluator(learner, data, recipe.name, held_out, unpaired=kind == "unpaired")

@@ -12,8 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from posttrain.engines.openai import chat_client
-from posttrain.environments.calls import completed
-from posttrain.environments.protocol import EnvironmentFactory, task_split
+from posttrain.environments.protocol import EnvironmentFactory, completed, task_split
 from posttrain.errors import InputError
 from posttrain.recipe.agent import AgentRecipe
 from posttrain.recipe.components import EnvironmentRecipe, environment_class

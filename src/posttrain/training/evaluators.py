@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from posttrain.data.held_out import TaskSplit
-from posttrain.environments.calls import completed
-from posttrain.environments.protocol import EnvironmentFactory, return_range
+from posttrain.environments.protocol import EnvironmentFactory, completed, return_range
 from posttrain.episode import Episode, Outcome, StopReason
 from posttrain.errors import RunError
 from posttrain.evaluation.summary import MEAN, PASS, evaluate

@@ -17,22 +17,11 @@ from posttrain.recipe.compose import chosen, section
 from posttrain.recipe.credit import CREDITS, CreditRecipe
 from posttrain.recipe.loss import LOSSES, EntropyRecipe, KlRecipe, PolicyLoss
 from posttrain.recipe.model import LearnerRecipe, OptimizerRecipe
-from posttrain.seeds import random_stream
-from posttrain.training.controllers import EntropyController, KlController
-from posttrain.training.objectives import (
-    PolicyObjective,
-    energy_forward,
-    logprobs,
-    metrics_without_pass,
-    scores,
-    token_energies,
-    token_forward,
-)
+from posttrain.training.controllers import PolicyLearner, rounds_or_drops, set_advantages
+from posttrain.training.objectives import energy_forward, logprobs, scores, token_energies, token_forward
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.reference import MovingReference
-from posttrain.training.rl import rounds_or_drops, set_advantages
 from posttrain.training.token_rules import set_bonus_tokens
-from posttrain.training.updater import Sample, Updater, add_totals, means, samples_of_episodes
+from posttrain.training.updater import Sample, Updater, means, samples_of_episodes
 
 
 def advantages(
@@ -140,13 +129,10 @@ class Learner:
             self.entropy = section(EntropyRecipe, entropy)
         for message in policy.warnings:
             warnings.warn(message, stacklevel=2)
-        self._entropy_controller = EntropyController(self.entropy)
         self.optimizer = Optimizer(policy.trainable(), section(OptimizerRecipe, **optimizer), updates)
         batches = section(LearnerRecipe, tokens_per_batch=tokens_per_batch)
-        self._controller = KlController(self.kl)
-        moves = self.kl.coefficient > 0 and self.kl.reference.update_every is not None
-        self._reference = MovingReference(self.kl.reference, policy, self.optimizer) if moves else None
         self._updater = Updater(policy, self.optimizer, batches, token_forward(policy, batches, temperature))
+        self._learner = PolicyLearner(policy, self._updater, self.loss, self.kl, self.entropy)
         self._energies = Updater(policy, self.optimizer, batches, energy_forward(policy, batches, temperature))
         self._old: dict[int, tuple[weakref.ref[Stream], np.ndarray | None]] = {}
         """Streams that were already trained on, by `id`, with their old log-probabilities; None means the rollout's."""
@@ -182,8 +168,7 @@ class Learner:
             raise ValueError("`credit` belongs to other episodes; compute it for these with `advantages`")
         samples = samples_of_episodes(episodes, self.policy.version)
         set_advantages(samples, credit)
-        coefficient = self._controller.coefficient
-        if coefficient > 0:
+        if self._learner.kl.coefficient > 0:
             with self.policy.as_reference():
                 for sample, reference in zip(samples, self._logprobs(samples), strict=True):
                     sample.ref_logprobs = reference
@@ -194,23 +179,7 @@ class Learner:
                 sample.entropies = entropies
         if self.entropy.tokens != "all":
             set_bonus_tokens(episodes, samples, self.entropy.tokens, self.policy)
-        objective = PolicyObjective(
-            self.loss,
-            self.kl,
-            coefficient,
-            self.entropy,
-            self._entropy_controller.coefficient,
-            "learner" if learner_old else "rollout",
-            first,
-            random_stream(self.policy.seed, "clip_cov", self.policy.version),
-        )
-        totals = self._updater.update(samples, objective)
-        if self._reference is not None:
-            self._reference.follow()
-            totals["reference/updates"] = (float(self._reference.updates), 1.0)
-        if not totals["optimizer/skipped"][0]:
-            add_totals(totals, metrics_without_pass(objective, samples))
-        metrics = means(totals)
+        metrics = means(self._learner.step(samples, "learner" if learner_old else "rollout", first))
         mismatch = metrics.get("policy/mismatch", 0.0)
         if (
             first
@@ -227,8 +196,7 @@ class Learner:
             )
         for message in self._updater.take_warnings():
             warnings.warn(message, stacklevel=2)
-        self._controller.update(metrics.get("policy/kl"), len(episodes))
-        self._entropy_controller.update_from(metrics)
+        self._learner.observe(metrics, len(episodes))
         return metrics
 
     def _set_old_logprobs(self, samples: Sequence[Sample]) -> bool:

@@ -18,7 +18,6 @@ from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
 from posttrain.recipe.loss import (
     EntropyRecipe,
-    KlCovRecipe,
     KlRecipe,
     KtoLoss,
     LossRecipe,
@@ -443,7 +442,7 @@ class PolicyObjective:
             penalty = kl_loss(self.kl.estimator_in_use, output.logprobs, batch, self.kl.importance_weighted)
             loss = loss + self.kl_coefficient * penalty
             metrics["loss/kl"] = (number(penalty), weighted)
-        if isinstance(self.entropy.covariance, KlCovRecipe):
+        if self.entropy.covariance is not None and self.entropy.covariance.type == "kl_cov":
             held = _flat([s.held for s in samples], batch.weights.device)
             if held is not None:
                 penalty = (batch.weights * held * (output.logprobs - old_logprobs(batch)).abs()).sum()

@@ -17,7 +17,7 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.training.objectives import RewardObjective, reward_forward
 from posttrain.training.optimizer import Optimizer
 from posttrain.training.row_evaluators import PreferenceEvaluator, choice_of
-from posttrain.training.rows import Batches, check_margins, load_data, samples_of_row, train_on
+from posttrain.training.rows import Batches, check_rows, load_data, samples_of_row, train_on
 from posttrain.training.trainer import Callback, LoopSettings, Trainer
 from posttrain.training.unit_normalizer import fit_run
 from posttrain.training.unit_rewards import UnitReader, UnitRewardObjective, unit_reward_forward
@@ -49,7 +49,7 @@ def train(
         learner,
         evaluators=[evaluator] if data.validation or data.test else [],
         best_by=choice_of(recipe.evaluation.metric) if data.validation else None,
-        warnings=[*warnings, *check_margins(recipe, data)],
+        warnings=[*warnings, *check_rows(recipe, data)],
         callbacks=callbacks,
     )
     train_on(trainer, batches, lambda samples: objective, resume, console)

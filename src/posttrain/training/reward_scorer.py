@@ -1,36 +1,30 @@
-"""Rewards of episodes: from a reward model on the sampled tokens, and their shaping before credit."""
+"""Rewards of episodes from a reward model, which reads the sampled tokens."""
 
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from posttrain.credit.assign import reward_streams
 from posttrain.data.messages import Message
 from posttrain.data.rendering import LossOn, Renderer, render_conversation
-from posttrain.episode import CUT_OFF, Episode, Outcome, PerToken, RewardStreams, StopReason, Stream, Turn
+from posttrain.episode import CUT_OFF, Episode, Outcome, StopReason, Stream, Turn
 from posttrain.errors import InputError
-from posttrain.losses.kl import apply_kl_penalty, estimate_kl
 from posttrain.models.load import load_tokenizer
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel, vocabulary
 from posttrain.recipe.components import Factory
-from posttrain.recipe.loss import KlRecipe
 from posttrain.recipe.model import ModelRecipe, RewardSource
-from posttrain.recipe.rollout import RolloutRecipe
-from posttrain.rollout.filters import overlong_penalty
+from posttrain.training.controllers import RAW, scaled
 from posttrain.training.objectives import reward_forward
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_rewards import UnitReader, unit_rewards
 from posttrain.training.updater import Sample, pack
 
-RAW = "reward_model"
-"""Key of the reward model's unscaled reward in a turn's info."""
 OF_UNITS = "unit_rewards"
 """Key of the rewards of units in a turn's info, as (position of the unit's last token in the stream, reward)."""
 
@@ -140,114 +134,6 @@ def _until_last_answer(episode: Episode) -> Stream:
 def open_scorer(source: RewardSource | None, policy: Policy) -> RewardScorer | None:
     """The scorer of `reward`; None without a reward model."""
     return RewardScorer(source, policy, policy.recipe.device) if source is not None else None
-
-
-def scaled(raw: float, mean: float, std: float, clip: float | None) -> float:
-    """(raw - mean) / std, clipped to [-clip, clip]."""
-    value = (raw - mean) / std
-    return value if clip is None else min(max(value, -clip), clip)
-
-
-class RunningStatistics:
-    """Mean and standard deviation of the reward model's rewards in training so far (Welford 1962)."""
-
-    def __init__(self, source: RewardSource | None) -> None:
-        self.source = source
-        self.count, self.mean, self.squares = 0, 0.0, 0.0
-
-    @property
-    def active(self) -> bool:
-        return self.source is not None and self.source.normalize == "running"
-
-    def include(self, episodes: Sequence[Episode]) -> None:
-        """Count the rewards of a step's episodes."""
-        for episode in episodes if self.active else []:
-            raw = episode.turns[-1].info.get(RAW)
-            if raw is not None:
-                self.count += 1
-                shift = raw - self.mean
-                self.mean += shift / self.count
-                self.squares += shift * (raw - self.mean)
-
-    def correction(self, info: dict[str, Any]) -> float:
-        """The value to add to the raw reward of a turn with `info` to get the scaled reward."""
-        return self.scaled(info[RAW]) - info[RAW] if self.active and RAW in info else 0.0
-
-    def scaled(self, raw: float) -> float:
-        """`raw` normalized by the mean and standard deviation so far."""
-        assert self.source is not None
-        if self.count < 2 or self.squares <= 0:
-            return 0.0  # all rewards so far are equal
-        return scaled(raw, self.mean, math.sqrt(self.squares / (self.count - 1)), self.source.clip)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
-
-
-@dataclass(frozen=True)
-class RewardShaping:
-    """Turns the rewards of episodes into reward streams: normalization, penalties for length, KL."""
-
-    rollout: RolloutRecipe
-    kl: KlRecipe
-    running: RunningStatistics
-    """Statistics of the reward model's rewards, for `reward.normalize: running`."""
-    teacher_coefficient: float = 0.0
-    """Reward per nat of log teacher - log policy at each sampled token; 0 without a teacher."""
-
-    def shape(self, episodes: Sequence[Episode], samples: Sequence[Sample], kl_coefficient: float) -> RewardStreams:
-        """Reward streams of `episodes`. The `samples` need `ref_logprobs` if the KL penalty is in the reward, and the
-        teacher's scores if a teacher is.
-        """
-        rewards = reward_streams(episodes)
-        for episode, streams in zip(episodes, rewards.values, strict=True):
-            last = episode.turns[-1]
-            end = streams[last.stream][last.stop - 1 : last.stop]
-            end += self.running.correction(last.info)
-            if last.stop_reason in CUT_OFF:
-                end -= self.rollout.missing_eos_penalty
-            if self.rollout.overlong_penalty is not None:
-                end += overlong_penalty(episode.sampled_tokens, self.rollout.overlong_penalty)
-        if kl_coefficient > 0 and self.kl.apply_to == "reward":
-            references = [sample.ref_logprobs for sample in samples]
-            kl = _per_token(episodes, references, lambda difference: estimate_kl(self.kl.estimator_in_use, difference))
-            rewards = apply_kl_penalty(rewards, kl, kl_coefficient)
-        if self.teacher_coefficient > 0:
-            teacher_logprobs = [None if sample.teacher is None else sample.teacher.logprobs for sample in samples]
-            # In the reward, only k1 has the gradient of the divergence as its expected gradient.
-            rewards = apply_kl_penalty(
-                rewards, _per_token(episodes, teacher_logprobs, lambda d: d), self.teacher_coefficient
-            )
-        return rewards
-
-    def of_greedy(self, greedy: Mapping[int, Episode]) -> dict[int, float]:
-        """Group -> return of its greedy episode, in the units of the shaped rewards."""
-        return {
-            group: episode.total_reward + self.running.correction(episode.turns[-1].info)
-            for group, episode in greedy.items()
-        }
-
-
-def _per_token(
-    episodes: Sequence[Episode],
-    others: Sequence[np.ndarray | None],
-    estimate: Callable[[np.ndarray], np.ndarray],
-) -> PerToken:
-    """`estimate` of log policy - log other at each sampled token, zero elsewhere. `others`: [n] per stream, in
-    order.
-    """
-    remaining = iter(others)
-    estimates: PerToken = []
-    for episode in episodes:
-        estimates.append([np.zeros(len(stream), dtype=np.float32) for stream in episode.streams])
-        for stream, values in zip(episode.streams, estimates[-1], strict=True):
-            other = next(remaining)
-            assert other is not None
-            values[stream.sampled] = estimate(stream.rollout_logprobs[stream.sampled] - other)
-    return estimates
 
 
 @dataclass(frozen=True)

@@ -2,37 +2,43 @@
 
     tasks -> [engine <-> environment]* -> episodes -> rewards -> credit -> updates -> weights to the engine
 
-`train` is the algorithm. `make_components` reads the recipe; nothing below this file does.
+`train` is the algorithm: `run_steps`, which distillation shares, with the `Components` of `rl`. The functions `make_*` read
+the recipe and return a component with its warnings; nothing below this file reads it as a whole.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from rich.console import Console
 
 from posttrain.credit.assign import compute_advantages, mean_advantage, zero_groups
 from posttrain.credit.critic import CriticCredit
+from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import task_split
 from posttrain.episode import Advantages, Episode, RewardStreams
 from posttrain.models.forward import TokenScores
-from posttrain.models.load import resolve_dtype
 from posttrain.models.policy import Policy
 from posttrain.recipe.credit import CreditRecipe
-from posttrain.recipe.model import LearnerRecipe, ModelRecipe
-from posttrain.recipe.stages import RlRecipe
+from posttrain.recipe.data import FixedRowsRecipe
+from posttrain.recipe.model import LearnerRecipe
+from posttrain.recipe.rl import RlRecipe
+from posttrain.recipe.run import SampledRecipe
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.rollout.store import write_episodes
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.evaluated import start_values
-from posttrain.seeds import random_stream
 from posttrain.training.async_rollouts import AsyncRollouts
 from posttrain.training.controllers import (
-    EntropyController,
     Guards,
-    KlController,
+    PolicyLearner,
+    RewardShaping,
+    RunningStatistics,
     check_mismatch,
     mismatch_limit,
+    rounds_or_drops,
+    set_advantages,
 )
 from posttrain.training.critic import CriticLearner
 from posttrain.training.evaluators import EpisodeEvaluator
@@ -42,14 +48,13 @@ from posttrain.training.objectives import (
     SharedObjective,
     energy_forward,
     logprobs,
-    metrics_without_pass,
     scores,
     token_energies,
     token_forward,
 )
 from posttrain.training.optimizer import Optimizer
-from posttrain.training.reference import MovingReference, ReferenceModel, open_reference
-from posttrain.training.reward_scorer import RewardShaping, RunningStatistics, open_scorer
+from posttrain.training.reference import ReferenceModel, open_reference
+from posttrain.training.reward_scorer import RewardScorer, open_scorer
 from posttrain.training.rollouts import (
     RolloutBatch,
     RolloutManager,
@@ -59,7 +64,7 @@ from posttrain.training.rollouts import (
     rollout_metrics,
 )
 from posttrain.training.rows import FixedRows
-from posttrain.training.tasks import check_tasks, too_long
+from posttrain.training.tasks import LeftOut, check_tasks, too_long
 from posttrain.training.teacher import Teacher, open_teacher, reverse_kl
 from posttrain.training.token_rules import set_bonus_tokens
 from posttrain.training.trainer import Callback, Checkpointable, LoopSettings, Trainer
@@ -86,8 +91,62 @@ def train(
     make_rollouts: MakeRollouts = make_rollouts,
 ) -> None:
     """Train a policy in an environment. All results are in `run`."""
-    c = make_components(recipe, run, callbacks, make_rollouts)
-    trainer, learner, rollouts = c.trainer, c.learner, c.rollouts
+    run_steps(make_components(recipe, run, callbacks, make_rollouts), recipe, resume, console)
+
+
+# -- the loop ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StepBatch:
+    """What a step learns from."""
+
+    samples: list[Sample]
+    groups: list[Hashable]
+    """The group or row of each sample. Samples with the same value stay in one update."""
+    metrics: dict[str, float]
+    warnings: list[str]
+    episodes: int = 0
+    """Number of episodes that the samples are from."""
+
+    def parts(self, settings: LearnerRecipe) -> list[list[Sample]]:
+        """The samples of each update: `epochs_per_step` passes, each divided among `updates_per_step` updates."""
+        order = sorted(set(self.groups))  # type: ignore[type-var]
+        count = min(settings.updates_per_step, len(order))
+        chosen = [set(order[number::count]) for number in range(count)]
+        parts = [[s for s, group in zip(self.samples, self.groups, strict=True) if group in part] for part in chosen]
+        return parts * settings.epochs_per_step
+
+
+class StepComponents(Protocol):
+    """What the loop uses of the components of a stage."""
+
+    @property
+    def trainer(self) -> Trainer[TokenScores]: ...
+
+    @property
+    def rollouts(self) -> Rollouts: ...
+
+    @property
+    def guards(self) -> Guards: ...
+
+    def batch(self, step: int) -> StepBatch:
+        """What `step` learns from: sampled, scored and with credit."""
+        ...
+
+    def update(self, batch: StepBatch, step: int) -> Totals:
+        """Make the optimizer steps of `step`."""
+        ...
+
+    def observe(self, metrics: dict[str, float], batch: StepBatch) -> list[str]:
+        """Add to the metrics of a step and adapt coefficients to them. Returns warnings about its updates."""
+        ...
+
+
+def run_steps(c: StepComponents, recipe: SampledRecipe, resume: bool, console: Console) -> None:
+    """Make the steps of the run, evaluate and save on schedule, and finish."""
+    trainer, rollouts, learner = c.trainer, c.rollouts, c.trainer.learner
+    limit = mismatch_limit(recipe, trainer.model.device)
     if resume:
         trainer.resume()
     rollouts.learned(trainer.step)
@@ -97,79 +156,113 @@ def train(
         with rollouts.running(trainer.step + 1):
             while trainer.step < recipe.steps and not c.guards.stopped and not trainer.out_of_time(recipe.max_minutes):
                 step, tokens = trainer.step + 1, learner.trained_tokens
-                with trainer.phase(rollouts.phase):
-                    batch = rollouts.take(step)
-                trainer.sampled(step, batch.sampled)
-                with trainer.phase("credit"):
-                    samples = c.samples(batch, step)
-                    c.score(batch.episodes, samples)
-                    credit = c.credit(batch, samples, step)
-                    set_advantages(samples, credit.advantages)
-                write_episodes(run.episodes, step, "train", batch.episodes, credit.advantages, credit.units)
-                trainer.show_completions(step, batch.episodes, credit.advantages)
+                batch = c.batch(step)
                 with trainer.interrupts.critical():
                     with trainer.phase("update"):
-                        totals = c.update(batch.episodes, samples, step)
-                    metrics = rollout_metrics(batch) | means(totals) | credit.metrics
-                    if recipe.credit.compared_with is not None:
-                        metrics["credit/without_baseline"] = float(len(credit.advantages.without_baseline))
-                    if (zero := zero_groups(batch.episodes, credit.advantages)) is not None:
-                        metrics["credit/zero_groups"] = zero
-                    by_episode = recipe.loss.aggregation == "sequence_mean"
-                    metrics["credit/mean_advantage"] = mean_advantage(batch.episodes, credit.advantages, by_episode)
+                        totals = c.update(batch, step)
+                    metrics = batch.metrics | means(totals)
                     metrics["tokens/trained"] = float(learner.trained_tokens - tokens)
                     metrics["optimizer/learning_rate"] = learner.optimizer.learning_rate
-                    if recipe.kl.coefficient > 0:
-                        metrics["kl/coefficient"] = c.kl.coefficient
-                    if c.reference is not None:
-                        metrics["reference/updates"] = float(c.reference.updates)
-                    c.kl.update(metrics.get("policy/kl"), len(batch.episodes))
-                    if c.entropy.used:
-                        metrics["entropy/coefficient"] = c.entropy.coefficient
-                    c.entropy.update_from(metrics)
+                    warnings = c.observe(metrics, batch)
                     fired = c.guards.check(metrics, step)
                     trainer.finish_step(metrics)
                     rollouts.learned(step)
-                    trainer.warn([*batch.warnings, *credit.warnings, *c.take_warnings(), *fired])
-                check_mismatch(metrics, c.mismatch_limit, step)
+                    trainer.warn([*batch.warnings, *warnings, *fired])
+                check_mismatch(metrics, limit, step)
                 trainer.evaluate_and_save(metrics)
         if c.guards.stopped:
             trainer.warn(["stopped by a guard; the best checkpoint is kept"])
         trainer.finish()
 
 
-@dataclass(frozen=True)
-class Components:
-    """The components of a run, and its settings. Components that the recipe does not use are None."""
+# -- the credit of a step and its updates ------------------------------------------------------------------------------
 
-    policy: Policy
-    learner: Updater[TokenScores]
-    critic: CriticLearner | None
+
+@dataclass(frozen=True)
+class CreditMaker:
+    """Computes the advantages of a step from its rewards."""
+
+    settings: CreditRecipe
+    rewards: RewardShaping
     energies: Updater[torch.Tensor] | None
     """Computes the energies of tokens, for `optimal_token_baseline`."""
+    units: UnitCreditor | None
+    critic: CriticLearner | None
+    by_episode: bool
+    """Whether the loss is a mean over episodes, for the mean of advantages."""
+
+    def credit(self, batch: RolloutBatch, samples: Sequence[Sample], step: int, kl_coefficient: float) -> StepCredit:
+        """One advantage per sampled token: rewards, including those of units, go through the baseline or the critic."""
+        episodes = batch.episodes
+        self.rewards.running.include(episodes)
+        energies = token_energies(self.energies, episodes, samples) if self.energies is not None else None
+
+        def advantages(rewards: RewardStreams) -> Advantages:
+            values = self.critic.estimate_values(episodes, samples, rewards) if self.critic is not None else None
+            greedy = self.rewards.of_greedy(batch.greedy)
+            return compute_advantages(episodes, self.settings, rewards, greedy, values, energies)
+
+        rewards = self.rewards.shape(episodes, samples, kl_coefficient)
+        if self.units is None:
+            return StepCredit(advantages(rewards))
+        return self.units.credit(episodes, samples, step, rewards, advantages)
+
+    def metrics(self, episodes: Sequence[Episode], credit: StepCredit) -> dict[str, float]:
+        """Metrics of the credit of a step."""
+        metrics = dict(credit.metrics)
+        if self.settings.compared_with is not None:
+            metrics["credit/without_baseline"] = float(len(credit.advantages.without_baseline))
+        if (zero := zero_groups(episodes, credit.advantages)) is not None:
+            metrics["credit/zero_groups"] = zero
+        metrics["credit/mean_advantage"] = mean_advantage(episodes, credit.advantages, self.by_episode)
+        return metrics
+
+
+@dataclass(frozen=True)
+class Components:
+    """The components of a run. Those that the recipe does not use are None."""
+
+    trainer: Trainer[TokenScores]
     rollouts: Rollouts
-    rewards: RewardShaping
-    unit_credit: UnitCreditor | None
+    guards: Guards
+    learner: PolicyLearner
+    credit: CreditMaker
+    critic: CriticLearner | None
     teacher: Teacher | None
-    ptx: FixedRows | None
-    kl: KlController
     reference_model: ReferenceModel | None
     """Of the KL penalty."""
-    reference: MovingReference | None
-    """Moves the reference model of the KL penalty."""
-    entropy: EntropyController
-    guards: Guards
-    trainer: Trainer[TokenScores]
-    credit_settings: CreditRecipe
-    updates: LearnerRecipe
-    objective: Callable[[bool], Objective[TokenScores]]
-    """The objective of an update, given whether no update of the step came before it."""
-    mismatch_limit: float
-    """Largest `policy/mismatch`, in nats, that the precision of engine and learner explains."""
-    needs_old_logprobs: bool
-    """Whether old log-probabilities need an additional forward pass. The first update of a step uses its own pass."""
-    scores_all: bool
-    """Whether a pass before the updates scores every sample, or only those that need old log-probabilities."""
+    ptx: FixedRows | None
+    old: Literal["learner", "rollout"]
+    """Whose log-probabilities are the old ones."""
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether old log-probabilities need an additional forward pass. The first update of a step uses its own pass."""
+        settings = self.learner.updater.settings
+        return self.old == "learner" and settings.updates_per_step * settings.epochs_per_step > 1
+
+    @property
+    def scores_all(self) -> bool:
+        """Whether a pass before the updates scores every sample, or only those that need old log-probabilities."""
+        entropy, shared = self.learner.entropy.recipe, self.critic is not None and self.critic.head is not None
+        return entropy.top_share < 1 or (self.needs_old_logprobs and (shared or entropy.covariance is not None))
+
+    def batch(self, step: int) -> StepBatch:
+        """Sample the episodes of `step`, and compute the credit of their tokens."""
+        trainer = self.trainer
+        with trainer.phase(self.rollouts.phase):
+            batch = self.rollouts.take(step)
+        trainer.sampled(step, batch.sampled)
+        with trainer.phase("credit"):
+            samples = self.samples(batch, step)
+            self.score(batch.episodes, samples)
+            credit = self.credit.credit(batch, samples, step, self.learner.kl.coefficient)
+            set_advantages(samples, credit.advantages)
+        write_episodes(trainer.run.episodes, step, "train", batch.episodes, credit.advantages, credit.units)
+        trainer.show_completions(step, batch.episodes, credit.advantages)
+        groups = [episode.group for episode in batch.episodes for _ in episode.streams]
+        metrics = rollout_metrics(batch) | self.credit.metrics(batch.episodes, credit)
+        return StepBatch(samples, [*groups], metrics, [*batch.warnings, *credit.warnings], len(batch.episodes))
 
     def samples(self, batch: RolloutBatch, step: int) -> list[Sample]:
         """One sample per stream. A teacher scores them, and episodes that it cannot score leave the batch."""
@@ -188,50 +281,27 @@ class Components:
             self.critic.begin_values(samples)
         references = None if self.reference_model is None else self.reference_model.begin(samples)
         if self.scores_all:
-            for sample, (old, entropies, values) in zip(samples, scores(self.learner, samples), strict=True):
+            for sample, (old, entropies, values) in zip(samples, scores(self.learner.updater, samples), strict=True):
                 sample.old_logprobs = old if self.needs_old_logprobs else None
                 sample.entropies, sample.values = entropies, values
         if references is not None:
             for sample, reference in zip(samples, references(), strict=True):
                 sample.ref_logprobs = reference
-        if self.entropy.recipe.tokens != "all":
-            set_bonus_tokens(episodes, samples, self.entropy.recipe.tokens, self.policy)
+        if (tokens := self.learner.entropy.recipe.tokens) != "all":
+            set_bonus_tokens(episodes, samples, tokens, self.learner.policy)
 
-    def credit(self, batch: RolloutBatch, samples: Sequence[Sample], step: int) -> StepCredit:
-        """One advantage per sampled token: rewards, including those of units, go through the baseline or the critic."""
-        episodes = batch.episodes
-        self.rewards.running.include(episodes)
-        energies = token_energies(self.energies, episodes, samples) if self.energies is not None else None
-
-        def advantages(rewards: RewardStreams) -> Advantages:
-            values = self.critic.estimate_values(episodes, samples, rewards) if self.critic is not None else None
-            return compute_advantages(
-                episodes, self.credit_settings, rewards, self.rewards.of_greedy(batch.greedy), values, energies
-            )
-
-        rewards = self.rewards.shape(episodes, samples, self.kl.coefficient)
-        if self.unit_credit is None:
-            return StepCredit(advantages(rewards))
-        return self.unit_credit.credit(episodes, samples, step, rewards, advantages)
-
-    def update(self, episodes: Sequence[Episode], samples: Sequence[Sample], step: int) -> Totals:
-        """`epochs_per_step` passes over the episodes. Each divides the groups among `updates_per_step` optimizer
-        steps.
-        """
-        epochs, per_epoch = self.updates.epochs_per_step, self.updates.updates_per_step
-        critic, version = self.critic, self.policy.version
-        groups = [episode.group for episode in episodes for _ in episode.streams]
-        order = sorted(set(groups))
-        count = min(per_epoch, len(order))
-        if self.needs_old_logprobs and not self.scores_all:
-            first_part = set(order[::count]) if epochs == 1 else set()
-            self._set_old_logprobs([s for s, group in zip(samples, groups, strict=True) if group not in first_part])
+    def update(self, batch: StepBatch, step: int) -> Totals:
+        """Make the updates of the policy, the critic or both on each part of the batch."""
+        learner, critic, version = self.learner, self.critic, self.learner.policy.version
+        settings = learner.updater.settings
+        parts = batch.parts(settings)
+        if parts and self.needs_old_logprobs and not self.scores_all:
+            first_part = {id(sample) for sample in parts[0]} if settings.epochs_per_step == 1 else set()
+            self._set_old_logprobs([sample for sample in batch.samples if id(sample) not in first_part])
         totals: Totals = {}
-        for number in range(epochs * count):
+        for number, chosen in enumerate(parts):
             if number > 0:
-                self.trainer.progress.updated(number, epochs * count)
-            part = set(order[number % count :: count])
-            chosen = [sample for sample, group in zip(samples, groups, strict=True) if group in part]
+                self.trainer.progress.updated(number, len(parts))
             warm_up = critic is not None and critic.policy_waits
             if critic is not None:
                 learns_here = warm_up or critic.head is None
@@ -239,16 +309,12 @@ class Components:
             if warm_up:
                 add_totals(totals, values_step())
                 continue
-            rows = self.ptx.batch((step - 1) * epochs * per_epoch + number) if self.ptx is not None else []
-            first = self.policy.version == version
-            objective = self.objective(first)
-            update = self.learner.update([*chosen, *rows], objective)
+            update_number = (step - 1) * settings.epochs_per_step * settings.updates_per_step + number
+            rows = self.ptx.batch(update_number) if self.ptx is not None else []
+            first = learner.policy.version == version
+            update = learner.step(chosen, self.old, first, rows)
             if critic is not None:
                 add_totals(totals, values_step())
-            if self.reference is not None:
-                self.reference.follow()
-            if not update["optimizer/skipped"][0]:
-                add_totals(update, metrics_without_pass(objective, chosen))
             if not first:  # the weights have changed since sampling
                 update.pop("policy/mismatch", None)
             if critic is not None and critic.head is not None:
@@ -257,25 +323,19 @@ class Components:
         return totals
 
     def _set_old_logprobs(self, samples: Sequence[Sample]) -> None:
-        objective = self.objective(False)
+        objective = self.learner.objective(self.old, False)
         trained = [sample for sample in samples if objective.has_signal(sample)]
-        for sample, old in zip(trained, logprobs(self.learner, trained), strict=True):
+        for sample, old in zip(trained, logprobs(self.learner.updater, trained), strict=True):
             sample.old_logprobs = old
 
-    def take_warnings(self) -> list[str]:
-        """Warnings about updates since the last call."""
-        return [*self.learner.take_warnings(), *(self.critic.take_warnings() if self.critic is not None else [])]
+    def observe(self, metrics: dict[str, float], batch: StepBatch) -> list[str]:
+        """Adapt the coefficients of KL and entropy. Returns warnings about updates."""
+        self.learner.observe(metrics, batch.episodes)
+        critic = self.critic.take_warnings() if self.critic is not None else []
+        return [*self.learner.updater.take_warnings(), *critic]
 
 
-def set_advantages(samples: Sequence[Sample], credit: Advantages) -> None:
-    """Set `advantages` and `has_baseline` of each sample."""
-    streams = [
-        (stream, position not in credit.without_baseline)
-        for position, episode in enumerate(credit.values)
-        for stream in episode
-    ]
-    for sample, (advantages, has_baseline) in zip(samples, streams, strict=True):
-        sample.advantages, sample.has_baseline = advantages[sample.stream.sampled], has_baseline
+# -- the components ----------------------------------------------------------------------------------------------------
 
 
 def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:
@@ -287,148 +347,167 @@ def rollouts_may_differ(recipe: RlRecipe, policy: Policy) -> bool:
     )
 
 
-def rounds_or_drops(model: ModelRecipe, device: torch.device) -> bool:
-    """Whether the learner's log-probabilities have a precision below float32, or are affected by adapter dropout."""
-    rounded = resolve_dtype(model.dtype, device) != torch.float32
-    return rounded or (model.lora is not None and model.lora.dropout > 0)
+def make_tasks(recipe: SampledRecipe) -> tuple[TaskSplit, list[str]]:
+    """The tasks of the run, and all warnings about the recipe. InputError for tasks that cannot be played."""
+    tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
+    evaluated, agent = recipe.evaluation.environment, getattr(recipe, "agent", None)
+    checked = check_tasks(recipe.environment, tasks, recipe.rollout, recipe.is_scored, evaluated, agent)
+    return tasks, [*recipe_warnings(recipe), *checked]
+
+
+def make_order(
+    recipe: SampledRecipe, manager: RolloutManager, tasks: TaskSplit
+) -> tuple[TaskOrder, LeftOut, list[str]]:
+    """The order of the training tasks, and the tasks that are left out because their prompts are too long."""
+    evaluated = recipe.evaluation.environment
+    left_out, summary = too_long(recipe.environment, recipe.rollout, manager.renderer, tasks, evaluated)
+    return TaskOrder(tasks.training, recipe.seed, left_out=left_out.training), left_out, summary
+
+
+def make_critic(recipe: RlRecipe, policy: Policy) -> CriticLearner | None:
+    """The critic of credit types that use one."""
+    if not isinstance(recipe.credit, CriticCredit):
+        return None
+    stored = recipe.reward is not None and recipe.reward.normalize == "stored"
+    updates = recipe.steps * recipe.updates
+    return CriticLearner(recipe.critic, recipe.credit, policy, recipe.learner, updates, recipe.seed, stored)
+
+
+def make_learner(recipe: RlRecipe, policy: Policy, critic: CriticLearner | None) -> PolicyLearner:
+    """The optimizer of the policy and its objective, with the values of a critic on the policy's trunk, and `ptx`."""
+    waits = recipe.critic.updates_before_policy if critic is not None else 0
+    optimizer = Optimizer(policy.trainable(), recipe.optimizer, recipe.steps * recipe.updates - waits)
+    head = critic.head if critic is not None else None
+    forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature, head)
+    joint = {"critic": critic.updater.optimizer} if critic is not None and head is not None else {}
+
+    def extend(objective: PolicyObjective) -> Objective[TokenScores]:
+        with_values = SharedObjective(objective, recipe.critic.coefficient, recipe.critic.clip)
+        of_episodes = objective if head is None else with_values
+        return of_episodes if recipe.ptx is None else MixedObjective(of_episodes, recipe.ptx.coefficient)
+
+    updater = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
+    return PolicyLearner(policy, updater, recipe.loss, recipe.kl, recipe.entropy, extend)
+
+
+def make_credit(
+    recipe: RlRecipe, learner: PolicyLearner, critic: CriticLearner | None, scorer: RewardScorer | None
+) -> tuple[CreditMaker, list[str]]:
+    """The shaping of rewards and the credit, and warnings about units."""
+    policy, budget = learner.policy, recipe.learner.tokens_per_batch
+    running, energies, units = RunningStatistics(recipe.reward), None, None
+    if "energies" in recipe.credit.inputs:
+        forward = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
+        energies = Updater(policy, learner.updater.optimizer, recipe.learner, forward)
+    if recipe.unit_credit is not None and scorer is not None:
+        turns = recipe.environment.max_turns
+        units = UnitCreditor(recipe.unit_credit, scorer, policy, running, budget, turns)
+    coefficient = recipe.teacher.coefficient if recipe.teacher is not None else 0.0
+    shaping = RewardShaping(recipe.rollout, recipe.kl, running, coefficient)
+    by_episode = recipe.loss.aggregation == "sequence_mean"
+    maker = CreditMaker(recipe.credit, shaping, energies, units, critic, by_episode)
+    return maker, units.warnings if units is not None else []
+
+
+def make_teacher(
+    recipe: SampledRecipe, manager: RolloutManager, order: TaskOrder, top_k: int | None = None
+) -> tuple[Teacher | None, list[str]]:
+    """The teacher, and warnings about it. `top_k`: as for `open_teacher`."""
+    settings = recipe.teacher  # type: ignore[attr-defined]
+    if settings is None:
+        return None, []
+    return open_teacher(
+        settings,
+        manager.policy,
+        manager.renderer,
+        recipe.environment,
+        recipe.rollout.sampling.temperature,
+        recipe.learner.logits_per_chunk,
+        recipe.rollout.failures.max_share,
+        order.seeds[0],
+        top_k,
+    )
+
+
+def make_rows(
+    section: FixedRowsRecipe | None, rows: int, manager: RolloutManager, seed: int
+) -> tuple[FixedRows | None, list[str]]:
+    """Supervised rows in batches of `rows`, and a summary of those that cannot be used."""
+    if section is None:
+        return None, []
+    fixed = FixedRows(section.data, section.loss_on, rows, manager.renderer, seed)
+    return fixed, fixed.warnings
+
+
+def make_trainer(
+    recipe: SampledRecipe,
+    run: RunDirectory,
+    learner: Updater[TokenScores],
+    manager: RolloutManager,
+    tasks: TaskSplit,
+    left_out: LeftOut,
+    rewarded: bool = True,
+    **parts: Any,
+) -> Trainer[TokenScores]:
+    """The trainer, with the evaluation on held-out tasks if episodes are `rewarded`. `parts`: arguments of `Trainer`."""
+    evaluator = EpisodeEvaluator(
+        manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out.held_out
+    )
+    return Trainer(
+        LoopSettings.of(recipe, recipe.steps),
+        run,
+        manager.policy,
+        learner,
+        # Without rewards, all checkpoints have the same return, so the last checkpoint is kept.
+        evaluators=[evaluator] if rewarded else [],
+        best_by=evaluator.choice(recipe.evaluation.metric) if rewarded else None,
+        start=start_values(recipe) if rewarded else None,
+        **parts,
+    )
 
 
 def make_components(
     recipe: RlRecipe, run: RunDirectory, callbacks: Sequence[Callback], make_rollouts: MakeRollouts
 ) -> Components:
     """Create the components of `recipe`. InputError for settings that conflict with each other or with the model."""
-    tasks = task_split(recipe.environment, recipe.evaluation, recipe.seeds)
-    warnings = [
-        *recipe_warnings(recipe),
-        *check_tasks(
-            recipe.environment,
-            tasks,
-            recipe.rollout,
-            recipe.reward is not None or recipe.teacher is not None,
-            recipe.evaluation.environment,
-            recipe.agent,
-        ),
-    ]
-    updates = recipe.steps * recipe.learner.updates_per_step * recipe.learner.epochs_per_step
-
+    tasks, warnings = make_tasks(recipe)
     policy = Policy(recipe.model, recipe.seed)
     # An engine on the same GPU starts before the optimizers' state takes its memory.
     scorer = open_scorer(recipe.reward, policy)
     manager = RolloutManager(
         policy, recipe.engine, recipe.environment, recipe.rollout, scorer, logs=run.logs, agent=recipe.agent
     )
-    critic = None
-    if isinstance(recipe.credit, CriticCredit):
-        stored = recipe.reward is not None and recipe.reward.normalize == "stored"
-        critic = CriticLearner(
-            recipe.critic, recipe.credit, policy, recipe.learner, updates, recipe.seed, stored_statistics=stored
-        )
-        updates -= recipe.critic.updates_before_policy
-    head = critic.head if critic is not None else None
-    optimizer = Optimizer(policy.trainable(), recipe.optimizer, updates)
-    forward = token_forward(policy, recipe.learner, recipe.rollout.sampling.temperature, head)
-    energies = None
-    if "energies" in recipe.credit.inputs:
-        of_energies = energy_forward(policy, recipe.learner, recipe.rollout.sampling.temperature)
-        energies = Updater(policy, optimizer, recipe.learner, of_energies)
-    manager.sleepers = [optimizer, *([] if critic is None else [critic.updater])]
-    joint = {"critic": critic.updater.optimizer} if critic is not None and head is not None else {}
-    learner = Updater(policy, optimizer, recipe.learner, forward, joint=joint)
-    left_out, summary = too_long(
-        recipe.environment, recipe.rollout, manager.renderer, tasks, recipe.evaluation.environment
-    )
-    running = RunningStatistics(recipe.reward)
-    unit_credit = None
-    if recipe.unit_credit is not None and scorer is not None:
-        turns, budget = recipe.environment.max_turns, recipe.learner.tokens_per_batch
-        unit_credit = UnitCreditor(recipe.unit_credit, scorer, policy, running, budget, turns)
-    teacher = None
-    if (settings := recipe.teacher) is not None:
-        teacher, more = open_teacher(
-            settings,
-            policy,
-            manager.renderer,
-            recipe.environment,
-            recipe.rollout.sampling.temperature,
-            recipe.learner.logits_per_chunk,
-            recipe.rollout.failures.max_share,
-            next(seed for seed in tasks.training if seed not in left_out.training),
-        )
-        warnings += more
-    ptx = None
-    if (mixed := recipe.ptx) is not None:
-        ptx = FixedRows(mixed.data, mixed.loss_on, mixed.rows_per_update, manager.renderer, recipe.seed)
-    warnings += [*summary, *(ptx.warnings if ptx is not None else [])]
-    warnings += [*(unit_credit.warnings if unit_credit is not None else []), *manager.template_warnings()]
-
-    old = recipe.loss.old_source(rollouts_may_differ(recipe, policy))
-    needs_old_logprobs = old == "learner" and recipe.learner.updates_per_step * recipe.learner.epochs_per_step > 1
-
-    kl, entropy, guards = KlController(recipe.kl), EntropyController(recipe.entropy), Guards(recipe.guards)
-
-    def objective(first_update: bool) -> Objective[TokenScores]:
-        random = random_stream(recipe.seed, "clip_cov", policy.version)
-        policy_objective = PolicyObjective(
-            recipe.loss, recipe.kl, kl.coefficient, recipe.entropy, entropy.coefficient, old, first_update, random
-        )
-        with_values = SharedObjective(policy_objective, recipe.critic.coefficient, recipe.critic.clip)
-        of_episodes = policy_objective if head is None else with_values
-        return of_episodes if recipe.ptx is None else MixedObjective(of_episodes, recipe.ptx.coefficient)
-
-    order = TaskOrder(tasks.training, recipe.seed, left_out=left_out.training)
-    rollouts = make_rollouts(recipe, manager, order, run)
-    evaluator = EpisodeEvaluator(
-        manager, recipe.evaluation, tasks, recipe.seed, run.episodes, recipe.name, left_out.held_out
-    )
-    checkpointables: dict[str, Checkpointable] = {"critic": critic} if critic is not None else {}
-    reference_model = open_reference(policy, learner) if recipe.kl.coefficient > 0 else None
-    reference = MovingReference(recipe.kl.reference, policy, optimizer) if recipe.moves_reference else None
-    if reference is not None:
-        checkpointables["reference"] = reference
+    critic = make_critic(recipe, policy)
+    learner = make_learner(recipe, policy, critic)
+    manager.sleepers = [learner.updater.optimizer, *([] if critic is None else [critic.updater])]
+    order, left_out, too_long_tasks = make_order(recipe, manager, tasks)
+    credit, credit_warnings = make_credit(recipe, learner, critic, scorer)
+    teacher, teacher_warnings = make_teacher(recipe, manager, order)
+    ptx, row_warnings = make_rows(recipe.ptx, recipe.ptx.rows_per_update if recipe.ptx else 0, manager, recipe.seed)
+    warnings += [*teacher_warnings, *too_long_tasks, *row_warnings, *credit_warnings, *manager.template_warnings()]
+    rollouts, guards = make_rollouts(recipe, manager, order, run), Guards(recipe.guards)
+    reference_model = open_reference(policy, learner.updater) if recipe.kl.coefficient > 0 else None
+    checkpointables: dict[str, Checkpointable | None] = {"critic": critic, "reference": learner.moving}
     if isinstance(rollouts, AsyncRollouts):
         checkpointables["async_rollouts"] = rollouts
         # Load the reference model now: while transformers loads a model, torch's default dtype changes in all threads.
         if reference_model is not None:
             reference_model.load()
         if recipe.teacher is not None and recipe.teacher.policy == "initial":
-            ReferenceModel(policy, learner).load()
-    trainer = Trainer(
-        LoopSettings.of(recipe, recipe.steps),
+            ReferenceModel(policy, learner.updater).load()
+    state = {"tasks": order, "kl": learner.kl, "entropy": learner.entropy, "guards": guards}
+    trainer = make_trainer(
+        recipe,
         run,
-        policy,
-        learner,
-        evaluators=[evaluator],
-        best_by=evaluator.choice(recipe.evaluation.metric),
-        stateful={"tasks": order, "kl": kl, "entropy": entropy, "guards": guards, "reward": running},
-        checkpointables=checkpointables,
+        learner.updater,
+        manager,
+        tasks,
+        left_out,
+        stateful=state | {"reward": credit.rewards.running},
+        checkpointables={name: part for name, part in checkpointables.items() if part is not None},
         remote={} if critic is None or critic.updater.remote_state is None else {"critic": critic.updater.remote_state},
         warnings=warnings,
         callbacks=callbacks,
-        start=start_values(recipe),
     )
-    return Components(
-        policy=policy,
-        learner=learner,
-        critic=critic,
-        energies=energies,
-        rollouts=rollouts,
-        rewards=RewardShaping(
-            recipe.rollout, recipe.kl, running, recipe.teacher.coefficient if recipe.teacher is not None else 0.0
-        ),
-        unit_credit=unit_credit,
-        teacher=teacher,
-        ptx=ptx,
-        kl=kl,
-        reference_model=reference_model,
-        reference=reference,
-        entropy=entropy,
-        guards=guards,
-        trainer=trainer,
-        credit_settings=recipe.credit,
-        updates=recipe.learner,
-        objective=objective,
-        mismatch_limit=mismatch_limit(recipe, policy.device),
-        needs_old_logprobs=needs_old_logprobs,
-        scores_all=recipe.entropy.top_share < 1
-        or (needs_old_logprobs and (head is not None or recipe.entropy.covariance is not None)),
-    )
+    old = recipe.loss.old_source(rollouts_may_differ(recipe, policy))
+    return Components(trainer, rollouts, guards, learner, credit, critic, teacher, reference_model, ptx, old)

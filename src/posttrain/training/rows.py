@@ -20,8 +20,7 @@ from posttrain.data.tokens import Kind, TokenRow, load_rows, tokenize
 from posttrain.episode import Stream
 from posttrain.errors import InputError
 from posttrain.recipe.data import DataRecipe, RowsRecipe
-from posttrain.recipe.loss import KtoLoss
-from posttrain.recipe.stages import DpoRecipe, RewardRecipe
+from posttrain.recipe.supervised import SupervisedRecipe
 from posttrain.seeds import random_stream
 from posttrain.training.trainer import Trainer
 from posttrain.training.updater import Objective, PreferenceSide, Sample, Totals, means
@@ -99,12 +98,19 @@ def load_data(
     return DataSet(order, order.updates_per_epoch, order.rows, validation, test, problems)
 
 
-def check_margins(recipe: RewardRecipe, data: DataSet) -> list[str]:
-    """Return a warning if the loss uses margins and no training row has a margin above 0.
+def check_rows(recipe: SupervisedRecipe, data: DataSet) -> list[str]:
+    """Return warnings about rows that the loss of the recipe cannot use well. InputError if it cannot be computed."""
+    if recipe.kind == "unpaired":
+        return _check_labels(recipe, data)
+    return _check_margins(recipe, data) if getattr(recipe.loss, "margin", False) else []
+
+
+def _check_margins(recipe: SupervisedRecipe, data: DataSet) -> list[str]:
+    """Return a warning if no training row has a margin above 0.
 
     Raises InputError instead if the recipe names the column of margins. Streamed rows are not checked.
     """
-    if not recipe.loss.margin or not data.stored or any(row.margin for row in data.stored):
+    if not data.stored or any(row.margin for row in data.stored):
         return []
     column = recipe.data.columns.margin
     problem = f"no training row has a number above 0 in the column `{column}`"
@@ -113,13 +119,11 @@ def check_margins(recipe: RewardRecipe, data: DataSet) -> list[str]:
     return [f"loss.margin has no effect: {problem} (data.columns.margin)"]
 
 
-def check_labels(recipe: DpoRecipe, data: DataSet) -> list[str]:
-    """Return a warning if few training rows of `kto` have one of the labels; InputError if none has it.
+def _check_labels(recipe: SupervisedRecipe, data: DataSet) -> list[str]:
+    """Return a warning if few training rows have one of the labels; InputError if none has it.
 
     Streamed rows are those that the first steps are drawn from, and only warned of.
     """
-    if not isinstance(recipe.loss, KtoLoss):
-        return []
     if recipe.data.streaming:
         read = read_examples("unpaired", recipe.data.train, recipe.data.columns, Problems())
         labels = [one.label for one in islice(read, recipe.data.shuffle_buffer) if isinstance(one, UnpairedExample)]

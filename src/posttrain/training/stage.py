@@ -12,17 +12,8 @@ from rich.console import Console
 
 from posttrain.distributed.world import current_world, join_world
 from posttrain.errors import InputError
-from posttrain.recipe.engines import LocalEngineRecipe
 from posttrain.recipe.hardware import HardwareRecipe
-from posttrain.recipe.stages import (
-    DistillRecipe,
-    DpoRecipe,
-    GenerateRecipe,
-    Recipe,
-    RewardRecipe,
-    RlRecipe,
-    SftRecipe,
-)
+from posttrain.recipe.run import StageRecipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.storage import free_space, has_state
 from posttrain.runs.tables import show_line
@@ -34,7 +25,7 @@ if TYPE_CHECKING:
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def precision_notes(recipe: Recipe) -> list[str]:
+def precision_notes(recipe: StageRecipe) -> list[str]:
     """One sentence for each model of `recipe` whose precision depends on this machine, with the selected dtype and the
     reason,
     and for each model whose bfloat16 is emulated. The first sentence is about `device: auto` if torch cannot use the
@@ -43,12 +34,7 @@ def precision_notes(recipe: Recipe) -> list[str]:
     if recipe.remote is not None:
         return []
     notes = unused_gpu(recipe.model.device)
-    dtypes: dict[str, str | None] = {"model": recipe.model.dtype}
-    if isinstance(recipe, RlRecipe):
-        if recipe.reward is not None:
-            dtypes["reward"] = recipe.reward.dtype
-        if recipe.has_critic and recipe.critic.backbone == "separate":
-            dtypes["critic"] = recipe.critic.dtype
+    dtypes = {key: section.dtype for key, section in recipe.models().items() if hasattr(section, "dtype")}
     open_ones = {name: dtype for name, dtype in dtypes.items() if dtype != "float32"}
     if not open_ones or (recipe.model.device == "cpu" and set(open_ones.values()) == {None}):
         return notes
@@ -98,10 +84,10 @@ def unused_gpu(device: str) -> list[str]:
     ]
 
 
-def _finish_ended(recipe: Recipe, run: RunDirectory, console: Console) -> None:
+def _finish_ended(recipe: StageRecipe, run: RunDirectory, console: Console) -> None:
     """Report that the run has ended. InputError if the recipe has more steps than the run was started with."""
     steps = getattr(recipe, "steps", None)
-    if steps is not None and steps > run.saved_step() and steps != run.load_recipe().steps:  # type: ignore[union-attr]
+    if steps is not None and steps > run.saved_step() and steps != run.load_recipe().steps:  # type: ignore[attr-defined]
         raise InputError(
             f"{run.path} has ended at step {run.saved_step()} and its training state is deleted (checkpoint.keep_state), so "
             f"it cannot be continued; start a run from {run.path / 'model'} as `model.path`, or run it again with "
@@ -111,7 +97,7 @@ def _finish_ended(recipe: Recipe, run: RunDirectory, console: Console) -> None:
     console.print(f"{run.path} has ended; its report is {run.report}", highlight=False, markup=False, soft_wrap=True)
 
 
-def with_threads(recipe: Recipe, resume: bool, console: Console) -> Recipe:
+def with_threads(recipe: StageRecipe, resume: bool, console: Console) -> StageRecipe:
     """The recipe with the fastest number of threads, given the other processes of this machine. Decided once per run.
 
     The number is stored with the run, because results on another number of threads differ in their last bits.
@@ -126,7 +112,7 @@ def with_threads(recipe: Recipe, resume: bool, console: Console) -> Recipe:
     return recipe if threads is None else recipe.model_copy(update={"model": model})
 
 
-def _threads_of(recipe: Recipe, console: Console) -> int | None:
+def _threads_of(recipe: StageRecipe, console: Console) -> int | None:
     from posttrain.models.cpu.threads import busy_processors, threads_beside
     from posttrain.models.load import resolve_device
 
@@ -143,18 +129,17 @@ def _threads_of(recipe: Recipe, console: Console) -> int | None:
     return threads
 
 
-def with_engine(recipe: Recipe, console: Console) -> Recipe:
+def with_engine(recipe: StageRecipe, console: Console) -> StageRecipe:
     """The recipe with the engine of this machine's device, if it names none; prints which and why on a GPU.
 
     On a GPU that is vLLM, which fuses more of a decoding step than the local engine does.
     """
-    if not isinstance(recipe, RlRecipe | DistillRecipe | GenerateRecipe):
+    if not recipe.chooses_engine:
         return recipe
     settings: list[str] = []
     if "engine" in recipe.model_fields_set:
-        if isinstance(recipe.engine, LocalEngineRecipe):
-            default = LocalEngineRecipe()
-            settings = [f"engine.{key}" for key, value in recipe.engine if value != getattr(default, key)]
+        if (engine := recipe.sampler).type == "local":
+            settings = [f"engine.{key}" for key, value in engine if value != getattr(type(engine)(), key)]
         if not settings:
             return recipe
     from posttrain.models.load import resolve_device
@@ -172,9 +157,9 @@ def with_engine(recipe: Recipe, console: Console) -> Recipe:
     elif (Path(recipe.model.path).expanduser() / "adapter_config.json").is_file():
         reason = f"{recipe.model.path} is an adapter, and vLLM needs a whole model"
     else:
-        engine = {"type": "vllm", "servers": world.size}
+        vllm = {"type": "vllm", "servers": world.size}
         try:
-            chosen = type(recipe).model_validate(recipe.model_dump(exclude_unset=True) | {"engine": engine})
+            chosen = type(recipe).model_validate(recipe.model_dump(exclude_unset=True) | {"engine": vllm})
         except ValidationError as error:
             reason = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     kind = "local" if reason else "vllm"
@@ -185,7 +170,7 @@ def with_engine(recipe: Recipe, console: Console) -> Recipe:
 
 
 def run_in_process(
-    recipe: Recipe,
+    recipe: StageRecipe,
     resume: bool = False,
     overwrite: bool = False,
     console: Console | None = None,
@@ -209,7 +194,6 @@ def run_in_process(
         held.enter_context(run.recording_failure())
         return run
 
-    # Each stage is imported when it runs, to start quickly.
     with join_world(hardware, recipe.model.device) as world, ExitStack() as held:
         if not resume:
             recipe = with_engine(recipe, console)
@@ -221,32 +205,5 @@ def run_in_process(
             return run
         for note in precision_notes(recipe) if world.is_rank0 else ():
             show_line(console, note)
-        if isinstance(recipe, RlRecipe):
-            from posttrain.training import rl
-
-            rl.train(recipe, run, resume, console, callbacks)
-        elif isinstance(recipe, DistillRecipe):
-            from posttrain.training import distill
-
-            distill.train(recipe, run, resume, console, callbacks)
-        elif isinstance(recipe, SftRecipe):
-            from posttrain.training import sft
-
-            sft.train(recipe, run, resume, console, callbacks)
-        elif isinstance(recipe, DpoRecipe):
-            from posttrain.training import dpo
-
-            dpo.train(recipe, run, resume, console, callbacks)
-        elif isinstance(recipe, RewardRecipe):
-            from posttrain.training import reward
-
-            reward.train(recipe, run, resume, console, callbacks)
-        elif isinstance(recipe, GenerateRecipe):
-            from posttrain.training import generate
-
-            generate.run(recipe, run, resume, overwrite, console)
-        else:
-            from posttrain.training import evaluate
-
-            evaluate.run(recipe, run, console)
+        recipe.run(run, resume=resume, overwrite=overwrite, console=console, callbacks=callbacks)
     return run

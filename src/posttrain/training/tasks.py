@@ -7,8 +7,7 @@ from functools import partial
 from posttrain.data.held_out import TaskSplit
 from posttrain.data.problems import Problems
 from posttrain.data.rendering import Renderer
-from posttrain.environments.calls import CallTimeout, completed
-from posttrain.environments.protocol import return_range
+from posttrain.environments.protocol import CallTimeout, completed, return_range
 from posttrain.environments.rewards import load_reward
 from posttrain.errors import InputError
 from posttrain.recipe.agent import AgentRecipe

@@ -11,7 +11,7 @@ from posttrain.episode import Episode, StopReason
 from posttrain.losses.entropy import clip_cov, covariances, kl_cov, top_entropy
 from posttrain.losses.policy import gpg_factor
 from posttrain.models.policy import Policy
-from posttrain.recipe.loss import EntropyRecipe, KlCovRecipe, PolicyLoss
+from posttrain.recipe.loss import EntropyRecipe, PolicyLoss
 from posttrain.training.updater import Sample, Totals, computed
 
 
@@ -40,7 +40,7 @@ def set_factors(
     if rule is not None:
         values = covariances(_joined([logprobs_before(s) for s in trained]), _joined([s.advantages for s in trained]))
         metrics["policy/covariance"] = (float(values.sum()), float(len(values)))
-        if isinstance(rule, KlCovRecipe):
+        if rule.type == "kl_cov":
             held = kl_cov(rule, values)
             metrics["policy/kl_cov_held"] = _counted(held)
         else:

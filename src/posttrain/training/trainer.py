@@ -24,8 +24,7 @@ from posttrain.episode import Advantages, Episode
 from posttrain.errors import InputError
 from posttrain.models.policy import TrainedModel
 from posttrain.plugins import pip_command
-from posttrain.recipe.run import CheckpointRecipe, ExportedStep, SinkName
-from posttrain.recipe.stages import DistillRecipe, DpoRecipe, RewardRecipe, RlRecipe, SftRecipe
+from posttrain.recipe.run import CheckpointRecipe, ExportedStep, SinkName, TrainedRecipe
 from posttrain.rollout.store import episodes_file, read_episodes, remove_episodes_after, write_episodes
 from posttrain.runs.directory import RunDirectory, partial_path, storage_errors
 from posttrain.runs.evaluated import StartValues
@@ -102,7 +101,7 @@ class LoopSettings:
     """Episodes per step in the sinks' tables of completions."""
 
     @classmethod
-    def of(cls, recipe: RlRecipe | DistillRecipe | SftRecipe | RewardRecipe | DpoRecipe, steps: int) -> "LoopSettings":
+    def of(cls, recipe: TrainedRecipe, steps: int) -> "LoopSettings":
         """The settings of `recipe`, for a run of `steps` steps."""
         return cls(
             recipe.stage,

@@ -39,7 +39,8 @@ from posttrain.recipe.units import (
     TruncationCredit,
     UnitCreditRecipe,
 )
-from posttrain.training.reward_scorer import OF_UNITS, RAW, RewardScorer, RunningStatistics, scaled
+from posttrain.training.controllers import RAW, RunningStatistics, scaled
+from posttrain.training.reward_scorer import OF_UNITS, RewardScorer
 from posttrain.training.rows import stream_of
 from posttrain.training.unit_normalizer import open_normalizer
 from posttrain.training.unit_rewards import entropies_under

@@ -271,11 +271,10 @@ class JsonAnswer(Environment):
         return {"optimal": Baseline(1.0, 1.0, len(seeds))}
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: JsonAnswerRecipe, seeds: Sequence[int]) -> None:
         """The right object gets 1, a wrong fact does not count as right, and other keys or types do not count as the
         form.
         """
-        assert isinstance(recipe, JsonAnswerRecipe)
         environment = cls(recipe)
         for seed in seeds:
             best = play(environment, seed)[-1]

@@ -144,9 +144,8 @@ class TextWorld(Adapter):
         return str(commands[min(int(draw * len(commands)), len(commands) - 1)])
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: TextWorldRecipe, seeds: Sequence[int]) -> None:
         """The winning policy earns the whole score, and waiting earns nothing."""
-        assert isinstance(recipe, TextWorldRecipe)
         for seed in sorted({seed % recipe.games for seed in seeds}):
             won = play(cls(recipe), seed)
             require(won[-1].info["success"], seed, f"the winning policy does not win within {recipe.max_turns} turns")

@@ -39,9 +39,8 @@ class ToolUse(ToolEnvironment):
     Recipe = ToolUseRecipe
 
     @classmethod
-    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float]:
+    def return_range(cls, recipe: ToolUseRecipe) -> tuple[float, float]:
         """A penalty in every turn, or the right number in the first."""
-        assert isinstance(recipe, ToolUseRecipe)
         return recipe.max_turns * recipe.penalty, 1.0
 
     def begin(self, seed: int) -> list[Message]:
@@ -110,9 +109,8 @@ class ToolUse(ToolEnvironment):
         return {"random": Baseline(0.0, 0.0, len(seeds)), "optimal": Baseline(1.0, 1.0, len(seeds))}
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: ToolUseRecipe, seeds: Sequence[int]) -> None:
         """The expert earns 1 and a wrong number 0; failed and malformed calls have the penalty."""
-        assert isinstance(recipe, ToolUseRecipe)
         environment = cls(recipe)
         for seed in seeds:
             best = play(environment, seed)

@@ -72,18 +72,16 @@ class Verifiers(Environment):
         self._exchange: _Exchange | None = None
 
     @classmethod
-    def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow]:
+    def task_rows(cls, recipe: VerifiersRecipe) -> Sequence[TaskRow]:
         """Return the prompts, or the data of tasks that an `Env` plays, which are read once per process."""
-        assert isinstance(recipe, VerifiersRecipe)
         tasks = _tasks(recipe)
         if list(_env(recipe)._agent_specs) == ["agent"]:
             return [TaskRow(json.dumps(_messages(task), sort_keys=True)) for task in tasks]
         return [TaskRow(task.data.model_dump_json(exclude={"idx", "name"})) for task in tasks]
 
     @classmethod
-    def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
+    def task_name(cls, recipe: VerifiersRecipe, seed: int) -> str:
         """Return the taskset and the task's position or name."""
-        assert isinstance(recipe, VerifiersRecipe)
         return f"task {seed} of {recipe.taskset}"
 
     def reset(self, seed: int) -> Observation:

@@ -51,9 +51,8 @@ class WordSort(Game):
     actions = _BOXES
 
     @classmethod
-    def return_range(cls, recipe: EnvironmentRecipe) -> tuple[float, float]:
+    def return_range(cls, recipe: WordSortRecipe) -> tuple[float, float]:
         """A penalty in every turn, or the right box in the first."""
-        assert isinstance(recipe, WordSortRecipe)
         return recipe.max_turns * recipe.format.penalty, 1.0
 
     def _begin(self, seed: int) -> None:
@@ -93,9 +92,8 @@ class WordSort(Game):
         return {"random": Baseline(0.25, 0.25, len(seeds)), "optimal": Baseline(1.0, 1.0, len(seeds))}
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: WordSortRecipe, seeds: Sequence[int]) -> None:
         """Exactly one of the four boxes succeeds, and it is the expert's."""
-        assert isinstance(recipe, WordSortRecipe)
         environment = cls(recipe)
         for seed in seeds:
             best = play(environment, seed)[-1]

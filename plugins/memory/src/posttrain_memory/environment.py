@@ -191,17 +191,13 @@ class Memory(Environment):
         return self._message("I guess.", f"<reply>It is {value}.</reply>")
 
     @classmethod
-    def task_rows(cls, recipe: EnvironmentRecipe) -> Sequence[TaskRow] | None:
+    def task_rows(cls, recipe: MemoryRecipe) -> Sequence[TaskRow] | None:
         """The rows of `tasks`; None if tasks are generated."""
-        assert isinstance(recipe, MemoryRecipe)
         return task_table(recipe.tasks, recipe.memories, recipe.judge is not None).tasks if recipe.tasks else None
 
     @classmethod
-    def check_tasks(
-        cls, recipe: EnvironmentRecipe, training: Sequence[int], held_out: Sequence[Sequence[int]]
-    ) -> list[str]:
+    def check_tasks(cls, recipe: MemoryRecipe, training: Sequence[int], held_out: Sequence[Sequence[int]]) -> list[str]:
         """Warnings about skipped rows and about vaults that are both trained on and held out."""
-        assert isinstance(recipe, MemoryRecipe)
         if recipe.judge is not None:
             require_judge(recipe.judge)
         if not recipe.tasks:
@@ -213,19 +209,17 @@ class Memory(Environment):
         return [*table.problems.summary(), *([shared] if known else [])]
 
     @classmethod
-    def task_name(cls, recipe: EnvironmentRecipe, seed: int) -> str:
+    def task_name(cls, recipe: MemoryRecipe, seed: int) -> str:
         """The kind of the task and its seed."""
-        assert isinstance(recipe, MemoryRecipe)
         return f"{assignment(recipe, seed).task.variant} task of environment seed {seed}"
 
     @classmethod
-    def baselines(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
+    def baselines(cls, recipe: MemoryRecipe, seeds: Sequence[int]) -> dict[str, Baseline]:
         """Success of the baseline policies: `random` replies with a random fact, `optimal` is the scripted solution,
         the others are described in `baselines.py`.
 
         The judge is not called. There is no `optimal` if only the judge can score a task.
         """
-        assert isinstance(recipe, MemoryRecipe)
         given = [assignment(recipe, seed) for seed in seeds]
         players = measure_baselines(recipe, given)
         if any("judge" in one.task.truth for one in given):
@@ -240,14 +234,13 @@ class Memory(Environment):
         return {**players, "optimal": summary(solved)}
 
     @classmethod
-    def validate(cls, recipe: EnvironmentRecipe, seeds: Sequence[int]) -> None:
+    def validate(cls, recipe: MemoryRecipe, seeds: Sequence[int]) -> None:
         """Check that the scripted solution succeeds with full reward, also after the same instance has changed its
         vault, and that a wrong reply, no reply and unparsable messages fail and earn less.
 
         Seeds beyond the last row are skipped; raises InputError if none is left. The judge is not called: for tasks
         that only it can score, only two resets are compared.
         """
-        assert isinstance(recipe, MemoryRecipe)
         environment, weights = cls._without_judge(recipe), recipe.weights
         if recipe.tasks:
             count = len(task_table(recipe.tasks, recipe.memories, recipe.judge is not None).rows)

@@ -25,7 +25,6 @@ from posttrain.planning.workers import (
     LEARNER,
     REFERENCE,
     REWARD,
-    PlacedRecipe,
     Worker,
     counted,
     living,
@@ -34,6 +33,7 @@ from posttrain.planning.workers import (
     refuse_placement,
 )
 from posttrain.recipe.engines import LocalEngineRecipe
+from posttrain.recipe.run import TrainedRecipe
 from posttrain.recipe.stages import Recipe
 from posttrain.runs.directory import RunDirectory
 from posttrain.runs.tables import show_line
@@ -73,7 +73,7 @@ def launch(recipe: Recipe, resume: bool, overwrite: bool, console: Console) -> N
 class ClusterRun:
     """One run on a cluster."""
 
-    def __init__(self, recipe: PlacedRecipe, resume: bool, overwrite: bool, console: Console, ray: Any) -> None:
+    def __init__(self, recipe: TrainedRecipe, resume: bool, overwrite: bool, console: Console, ray: Any) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.recipe, self.console, self.ray = recipe, console, ray
