@@ -25,7 +25,7 @@ _MALFORMED = (ValueError, TypeError, AttributeError, RecursionError)
 _REJECTS_FIELDS = (400, 422)
 """Status codes of a server that rejects the fields of a request."""
 _ANSWERING: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
-"""Client -> model that is asked for -> the name that its first response has."""
+"""Client -> model that requests name -> the name that its first response has."""
 
 
 class RequestRate:
@@ -156,7 +156,7 @@ def complete(
 
 
 def require_same_model(client: Any, asked: str, response: Any, where: str) -> None:
-    """ChatRequestError if the response names another model than the first response of `client` to `asked` in this process.
+    """ChatRequestError if the response names a different model from that of the first response of `client` to `asked` in this process.
 
     The first name may differ from `asked`, which may be an alias.
     """

@@ -114,7 +114,7 @@ class _Connection:
         self.name = command or str(url)
         self.tools: list[Any] = []
         self.broken = False
-        """Whether a call failed by another reason than its tool or its time."""
+        """Whether a call failed, but not because of its tool or its time."""
         self._mcp = require_module("mcp", f"mcp ({self.name})")
         logging.getLogger("mcp").setLevel(
             logging.CRITICAL

@@ -446,7 +446,7 @@ def _load(recipe: ModelRecipe, auto_class: Any, device_override: torch.device | 
             remedy = f"transformers has no {auto_class.__name__} for this type of model; choose another model"
         if "ignore_mismatched_sizes" in str(error):
             raise InputError(
-                f"model.path: the weights of {recipe.path} have other shapes than its config.json gives; restore both files "
+                f"model.path: the weights of {recipe.path} do not have the shapes that its config.json gives; restore both files "
                 "from the same model"
             ) from error
         raise InputError(f"model.path: {recipe.path} could not be loaded ({_reason(error)}); {remedy}") from error
