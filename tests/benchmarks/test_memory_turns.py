@@ -1,4 +1,4 @@
-"""The benchmark of the memory agent's turns runs, plays the turns it counts, and is listed."""
+"""The benchmark of the memory agent's turns runs and plays the turns it counts."""
 
 import json
 import os
@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from posttrain.cli.main import main
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -40,8 +38,3 @@ def test_the_table_of_turns(tmp_path):
         assert row["calls/turn"] == 2.25
         assert row["calls/s"] == pytest.approx(2.25 * row["turns/s"])
         assert 0 < row["median ms"] <= row["99% ms"]
-
-
-def test_it_is_listed(capsys):
-    assert main(["benchmark"]) == 0
-    assert "memory_turns" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from posttrain_memory.baselines import BASELINE_POLICIES, bm25
 from posttrain_memory.environment import Memory, assignment
 from posttrain_memory.interpreter.pool import Interpreter, InterpreterFault, RunResult
 from posttrain_memory.interpreter.session import ToolSession
-from posttrain_memory.privacy.filter import PrivacyFilter, split_question
+from posttrain_memory.privacy.filter import PrivacyFilter
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
@@ -16,7 +16,7 @@ from posttrain_memory.worlds.dataset import row_of, samples
 from posttrain_memory.worlds.replies import answer, contains_value
 from posttrain_memory.worlds.task import KINDS
 from posttrain_memory.worlds.truth import parse
-from posttrain_memory.worlds.values import find, spell
+from posttrain_memory.worlds.values import find, spell, split_question
 from pydantic import ValidationError
 
 from posttrain.environments.game import play

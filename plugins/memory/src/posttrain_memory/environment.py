@@ -24,7 +24,6 @@ from posttrain_memory.interpreter.session import ToolSession
 from posttrain_memory.judging import judge_episode
 from posttrain_memory.parser import Reply, parse
 from posttrain_memory.privacy.facts import facts_of
-from posttrain_memory.privacy.filter import split_question
 from posttrain_memory.prompts import first_messages, refusal, system_prompt, with_last_turn_notice
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.task_source import Assignment, generated_task, task_table
@@ -34,6 +33,7 @@ from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import Scored, score
 from posttrain_memory.worlds.task import KINDS
 from posttrain_memory.worlds.updates import is_forgotten
+from posttrain_memory.worlds.values import split_question
 
 JUDGE = "judge"
 """Key of the judge's score. With a follow-up it is the mean of both halves."""

@@ -8,9 +8,9 @@ from posttrain_memory.agent.session import Answered, MemoryAgent
 from posttrain_memory.environment import assignment
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.privacy.facts import facts_of
-from posttrain_memory.privacy.filter import split_question
 from posttrain_memory.recipe import AgentRecipe, MemoryRecipe
 from posttrain_memory.worlds.replies import answer, contains_value
+from posttrain_memory.worlds.values import split_question
 
 from plugins.memory.tests.agent.scripts import code, vault
 

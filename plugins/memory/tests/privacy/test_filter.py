@@ -5,8 +5,9 @@ import re
 from time import process_time
 
 import pytest
-from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter, split_question
+from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter
 from posttrain_memory.privacy.rules import Rule, RuleSet, parse_rules, vault_rules
+from posttrain_memory.worlds.values import split_question
 
 from posttrain.errors import InputError
 

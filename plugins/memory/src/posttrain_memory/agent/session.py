@@ -12,12 +12,13 @@ from posttrain_memory.agent.clients import ChatClient, ContextFull
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.interpreter.session import ToolSession
 from posttrain_memory.parser import Reply, parse
-from posttrain_memory.privacy.filter import PrivacyFilter, split_question
+from posttrain_memory.privacy.filter import PrivacyFilter
 from posttrain_memory.prompts import first_messages, refusal, system_prompt, with_last_turn_notice
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
+from posttrain_memory.worlds.values import split_question
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.theme import plain_label, themes
 from posttrain_memory.worlds.values import links
 
-_BLOCK = re.compile(r"<\s*filter\s*>(.*?)(?:<\s*/\s*filter\s*>|\Z)", re.DOTALL | re.IGNORECASE)
 _LINK = re.compile(r"\[\[[^\[\]|\n]*\|?([^\[\]\n]*)\]\]")
 _TITLE = re.compile(r"^# +(.+?)\s*$", re.MULTILINE)
 _SPECIFIC = 3
@@ -41,11 +40,6 @@ _NEUTRAL = frozenset(
     ["about", "basic", "contact", "data", "detail", "fact", "information", "key", "note", "number", "profile"]
 )
 """Stems of the words in headings that do not change whom a fact is about."""
-
-
-def split_question(message: str) -> tuple[str, list[str]]:
-    """The user's message without its `<filter>` blocks, and the rules in them. An unclosed block extends to the end."""
-    return _BLOCK.sub(" ", message).strip(), [match.group(1).strip() for match in _BLOCK.finditer(message)]
 
 
 class PrivacyFilter:
