@@ -17,6 +17,7 @@ from typing import Any
 from harness.options import named_sides, numbers
 from harness.table import show
 from harness.timing import in_turn, middle
+
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
 from posttrain_memory.vault.tools import tools

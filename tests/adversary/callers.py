@@ -278,9 +278,8 @@ def requests(seed: int, folder: Path) -> None:
 
 def answers(seed: int, folder: Path) -> None:
     """Any text as the answer in a game or in an adapter: a step with a finite reward, and text that can be stored."""
-    from posttrain_environments.openenv import _action
-
     from posttrain.environments.make import make_env
+    from posttrain_environments.openenv import _action
 
     draw = random.Random(seed)
     pieces = [
@@ -342,11 +341,11 @@ def answers(seed: int, folder: Path) -> None:
 def commands(seed: int, folder: Path) -> None:
     """A changed command of another framework: one sentence, or a recipe whose keys and values are those of its table."""
     import yaml
+    from plugins.imports.tests import test_documents as documents
+
+    from posttrain.errors import InputError
     from posttrain_import.commands import import_commands
     from posttrain_import.tables import markdown_table
-
-    from plugins.imports.tests import test_documents as documents
-    from posttrain.errors import InputError
 
     draw = random.Random(seed)
     texts = [part for name in documents.NUMBERS for part in documents.text_of(name).split("\n\n") if part.strip()]

@@ -200,13 +200,12 @@ def clock(seed: int, folder: Path) -> None:
 
 
 def _under_a_jumping_clock(draw: random.Random, folder: Path) -> None:
-    from posttrain_memory.vault.limits import VaultLimits
-    from posttrain_memory.vault.storage import DiskStorage
-    from posttrain_memory.vault.vault import Vault
-
     from posttrain.engines.openai import ChatRequestError
     from posttrain.runs.directory import RunDirectory
     from posttrain.runs.metrics import MetricsLog, read_metrics
+    from posttrain_memory.vault.limits import VaultLimits
+    from posttrain_memory.vault.storage import DiskStorage
+    from posttrain_memory.vault.vault import Vault
     from tests.engines import test_openai_client as client
 
     run = RunDirectory(folder / "run")

@@ -85,11 +85,10 @@ def interpreter(seed: int, folder: Path) -> None:
 
 def journal(seed: int, folder: Path) -> None:
     """A changed journal: opening and undoing touch nothing outside, and leave the notes or undo them exactly."""
+    from posttrain.errors import InputError
     from posttrain_memory.vault.limits import VaultError, VaultLimits
     from posttrain_memory.vault.storage import DiskStorage
     from posttrain_memory.vault.vault import Vault
-
-    from posttrain.errors import InputError
 
     draw = random.Random(seed)
     root = folder / "vault"

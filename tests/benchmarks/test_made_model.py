@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks.harness import made_model
 
 import posttrain
-from benchmarks.harness import made_model
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 from typing import Annotated, Literal
 
 import pytest
-from posttrain_environments.tool_use import ToolUse, calculate
 
 from posttrain.data.rendering import Renderer
 from posttrain.data.tools import parse_hermes
@@ -17,6 +16,7 @@ from posttrain.recipe.components import environment_recipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 from posttrain.training.rollouts import RolloutBatch, rollout_metrics
+from posttrain_environments.tool_use import ToolUse, calculate
 
 from ..conftest import make_tokenizer
 

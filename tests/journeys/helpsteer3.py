@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from benchmarks.helpsteer3_rows import preference_row, write_split
+
 from posttrain.runs.metrics import read_metrics
 from tests.conftest import save_tiny_model
 from tests.journeys import commands, dry, place_model, place_recipes, run, with_values

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from posttrain_environments.rationales.dataset import write_dataset
 from pyarrow import Table, parquet
 
 from posttrain.cli.main import main
@@ -20,6 +19,7 @@ from posttrain.recipe.pipeline import load_pipeline
 from posttrain.recipe.sources import RecipeLoader
 from posttrain.recipe.warnings import recipe_warnings
 from posttrain.runs.metrics import read_metrics
+from posttrain_environments.rationales.dataset import write_dataset
 from tests.docs.test_site import module
 
 ROOT = Path(__file__).parents[2]

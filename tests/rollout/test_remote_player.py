@@ -5,8 +5,6 @@ import re
 from typing import ClassVar
 
 import pytest
-from posttrain_memory.environment import Memory
-from posttrain_memory.recipe import MemoryRecipe
 from pydantic import ValidationError
 
 from posttrain.engines.openai import chat_client
@@ -21,6 +19,8 @@ from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, collect_episodes
 from posttrain.rollout.remote_worker import THOUGHTS, FailureLimit, RemoteRolloutWorker
 from posttrain.rollout.store import read_episodes, write_episodes
+from posttrain_memory.environment import Memory
+from posttrain_memory.recipe import MemoryRecipe
 
 from .chat_server import Reply, scripted, serving
 

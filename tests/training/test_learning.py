@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.harness import made_model
 
 import posttrain
-from benchmarks.harness import made_model
 from posttrain.losses.surrogates import PpoLoss
 from posttrain.recipe.loss import LOSSES
 

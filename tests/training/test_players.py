@@ -2,14 +2,13 @@
 
 from types import SimpleNamespace
 
-from posttrain_memory.environment import Memory
-from posttrain_memory.recipe import MemoryRecipe
-
 from posttrain.data.held_out import TaskSplit
 from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.recipe.rollout import EvaluationRecipe
 from posttrain.runs.tables import START
 from posttrain.training.evaluators import EpisodeEvaluator
+from posttrain_memory.environment import Memory
+from posttrain_memory.recipe import MemoryRecipe
 
 
 def test_baseline_policies_are_rows_of_the_final_table(tmp_path):

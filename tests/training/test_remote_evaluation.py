@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from posttrain_memory.environment import Memory
-from posttrain_memory.recipe import MemoryRecipe
 
 from posttrain.cli.main import main
 from posttrain.rollout.store import read_episodes
 from posttrain.runs.intervals import success_rate
+from posttrain_memory.environment import Memory
+from posttrain_memory.recipe import MemoryRecipe
 from tests.rollout.chat_server import Reply, scripted, serving
 
 WORLDS = {"notes": 4, "filler": (0, 0), "retrieval": 1, "update": 1, "clarification": 1, "filter": 1}

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness import made_model
+
 from tests.view.browsing import browsed, command, served, trained
 
 ROOT = Path(__file__).parents[2]

@@ -5,9 +5,9 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from posttrain_environments.json_answer import TOPICS, JsonAnswer, JsonAnswerRecipe
 
 from posttrain.environments.make import make_env
+from posttrain_environments.json_answer import TOPICS, JsonAnswer, JsonAnswerRecipe
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),

@@ -3,9 +3,9 @@
 import time
 
 import pytest
-from posttrain_environments import openenv
 
 from posttrain.errors import InputError
+from posttrain_environments import openenv
 from tests.engines.test_openai_client import body, drip_body, drip_headers, server
 
 

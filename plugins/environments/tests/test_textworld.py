@@ -1,11 +1,11 @@
 """The adapter of TextWorld: generated games, the winning policy, rewards and the cache."""
 
 import pytest
-from posttrain_environments.textworld import TextWorld
 
 from posttrain.environments.check import check_environment
 from posttrain.environments.game import play
 from posttrain.environments.make import make_env
+from posttrain_environments.textworld import TextWorld
 
 pytest.importorskip("textworld", reason="needs the extra textworld")
 

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+
 from posttrain_import.commands import Imported, import_commands
 from posttrain_import.rows import Answer, Row
 

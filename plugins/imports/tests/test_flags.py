@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 import yaml
-from posttrain_import.commands import import_commands
-from posttrain_import.rows import literal
-from posttrain_import.rules import programs
-from posttrain_import.shell import read_commands
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.reference import keys_of
 from posttrain.recipe.stages import STAGES
+from posttrain_import.commands import import_commands
+from posttrain_import.rows import literal
+from posttrain_import.rules import programs
+from posttrain_import.shell import read_commands
 
 TRAIN_ALL = """
 USE_PPO="algorithm.adv_estimator=gae" # by default.

@@ -3,11 +3,11 @@
 import os
 
 import pytest
+
+from posttrain.errors import InputError
 from posttrain_import.commands import import_commands
 from posttrain_import.rows import count_rows
 from posttrain_import.shell import LONGEST, read_commands
-
-from posttrain.errors import InputError
 
 TRAINING = "python -m openrlhf.cli.train_sft --pretrain m --dataset d.jsonl\n"
 

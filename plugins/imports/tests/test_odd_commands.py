@@ -1,12 +1,12 @@
 """Odd command lines: each word has its row, an error, or the meaning that the shell gives it. Secrets are not stored."""
 
 import pytest
-from posttrain_import.commands import import_commands
-from posttrain_import.shell import read_commands
-from posttrain_import.tables import markdown_table
 
 from posttrain.cli.main import main
 from posttrain.errors import InputError
+from posttrain_import.commands import import_commands
+from posttrain_import.shell import read_commands
+from posttrain_import.tables import markdown_table
 
 SFT = "trl sft --model_name_or_path m --dataset_name d.jsonl"
 

@@ -1,10 +1,10 @@
 """The recipes of this package are what the importer makes of the documents' commands, except for keys that are listed here."""
 
 import pytest
-from posttrain_import.commands import import_commands
-
 from plugins.imports.tests.test_documents import VARIABLES, imported, text_of
+
 from posttrain.recipe.compose import load_recipe
+from posttrain_import.commands import import_commands
 
 PLACES = {"name", "model.path", "reward.path", "critic.path", "data.train", "data.validation", "data.test"}
 """Where files, models and runs are."""

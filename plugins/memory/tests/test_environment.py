@@ -3,20 +3,6 @@
 import json
 
 import pytest
-from posttrain_memory import environment as module
-from posttrain_memory.baselines import BASELINE_POLICIES, bm25
-from posttrain_memory.environment import Memory, assignment
-from posttrain_memory.interpreter.pool import Interpreter, InterpreterFault, RunResult
-from posttrain_memory.interpreter.session import ToolSession
-from posttrain_memory.privacy.filter import PrivacyFilter
-from posttrain_memory.recipe import MemoryRecipe
-from posttrain_memory.vault.storage import MemoryStorage
-from posttrain_memory.vault.vault import Vault
-from posttrain_memory.worlds.dataset import row_of, samples
-from posttrain_memory.worlds.replies import answer, contains_value
-from posttrain_memory.worlds.task import KINDS
-from posttrain_memory.worlds.truth import parse
-from posttrain_memory.worlds.values import find, spell, split_question
 from pydantic import ValidationError
 
 from posttrain.environments.game import play
@@ -26,6 +12,21 @@ from posttrain.recipe.components import environment_class, environment_recipe
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.rollout import EvaluationRecipe, SeedRange
 from posttrain.seeds import random_stream
+from posttrain_memory import environment as module
+from posttrain_memory.baselines import BASELINE_POLICIES, bm25
+from posttrain_memory.environment import Memory, assignment
+from posttrain_memory.interpreter.pool import Interpreter, InterpreterFault, RunResult
+from posttrain_memory.interpreter.session import ToolSession
+from posttrain_memory.privacy.filter import PrivacyFilter
+from posttrain_memory.recipe import MemoryRecipe
+from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.text import split_question
+from posttrain_memory.vault.vault import Vault
+from posttrain_memory.worlds.dataset import row_of, samples
+from posttrain_memory.worlds.replies import answer, contains_value
+from posttrain_memory.worlds.task import KINDS
+from posttrain_memory.worlds.truth import parse
+from posttrain_memory.worlds.values import find, spell
 
 SMALL = {"notes": 6, "filler": (0, 1), "retrieval": 1, "update": 1, "clarification": 1, "filter": 1}
 PUBLISHED = "memory/gspo_published"

@@ -3,6 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
+
+from posttrain.environments.game import play
 from posttrain_memory.baselines import ASKED_AFTER, NOTES
 from posttrain_memory.environment import Memory, assignment
 from posttrain_memory.recipe import MemoryRecipe
@@ -11,9 +14,6 @@ from posttrain_memory.worlds.generation import tasks_of
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.task import VARIANTS
-from pydantic import ValidationError
-
-from posttrain.environments.game import play
 
 UPDATES = {"retrieval": 0, "update": 1, "clarification": 0, "filter": 0}
 

@@ -5,15 +5,10 @@ import json
 from contextlib import nullcontext
 
 import pytest
-from posttrain_memory.environment import Memory, assignment
-from posttrain_memory.judging import LONGEST, changes, judge_episode
-from posttrain_memory.recipe import MemoryRecipe
-from posttrain_memory.worlds.recipe import RewardWeights
-from posttrain_memory.worlds.task import KINDS, MemoryTask
+from plugins.memory.tests.worlds.scenarios import scenario_scores
 from pydantic import ValidationError
 from rich.console import Console
 
-from plugins.memory.tests.worlds.scenarios import scenario_scores
 from posttrain.data.rendering import Renderer
 from posttrain.engines.protocol import Completion, EngineCounters
 from posttrain.environments.game import play
@@ -27,6 +22,11 @@ from posttrain.recipe.judge import JudgeServerRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
 from posttrain.rollout.view import view_episode
+from posttrain_memory.environment import Memory, assignment
+from posttrain_memory.judging import LONGEST, changes, judge_episode
+from posttrain_memory.recipe import MemoryRecipe
+from posttrain_memory.worlds.recipe import RewardWeights
+from posttrain_memory.worlds.task import KINDS, MemoryTask
 from tests.conftest import make_tokenizer
 
 from .judges import frames, judge, points

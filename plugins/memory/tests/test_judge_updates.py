@@ -5,16 +5,16 @@ import json
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
+from posttrain.cli.main import main
+from posttrain.environments.game import play
+from posttrain.errors import InputError
 from posttrain_memory.environment import Memory, assignment
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.worlds.published import named_notes, published_outcome
 from posttrain_memory.worlds.recipe import RewardWeights
 from posttrain_memory.worlds.rewards import score
 from posttrain_memory.worlds.task import MemoryTask
-
-from posttrain.cli.main import main
-from posttrain.environments.game import play
-from posttrain.errors import InputError
 
 from .judges import frames, judge, points
 

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from posttrain_memory.parser import Act, Parser, Reply, parse
 
 from posttrain.environments.game import Rejected
+from posttrain_memory.parser import Act, Parser, Reply, parse
 
 ACCEPTED = {
     "code": ("<think>look</think><python>a = 1</python>", Act("look", "a = 1")),

@@ -5,10 +5,10 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from posttrain_memory.parser import Act, Reply, parse
-from posttrain_memory.prompts import first_messages, refusal, result, system_prompt, with_last_turn_notice
 
 from posttrain.environments.untrusted import sanitize
+from posttrain_memory.parser import Act, Reply, parse
+from posttrain_memory.prompts import first_messages, refusal, result, system_prompt, with_last_turn_notice
 
 TEMPLATES = {
     "chatml": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from posttrain_memory.interpreter.worker import JsonConverter
 from posttrain_memory.vault.limits import VaultError, VaultLimits
 from posttrain_memory.vault.links import Link, Notes, parse_link, rewrite_links, section, targets

@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 import numpy as np
-from posttrain_environments.rationales.dataset import samples
-from posttrain_environments.rationales.procedures import write
 
 from posttrain.credit.units.offsets import align
 from posttrain.credit.units.segment import Answer, segment
 from posttrain.recipe.units import EntropyUnits, StepUnits, TextUnits
+from posttrain_environments.rationales.dataset import samples
+from posttrain_environments.rationales.procedures import write
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "concepts" / "units.md").read_text(encoding="utf-8")
 

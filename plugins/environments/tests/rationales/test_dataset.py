@@ -5,6 +5,11 @@ from dataclasses import replace
 
 import pytest
 import typer
+from plugins.environments.tests.rationales.made import BEST, USED
+from typer.testing import CliRunner
+
+from posttrain.errors import RunError
+from posttrain.seeds import random_stream
 from posttrain_environments.rationales import dataset
 from posttrain_environments.rationales.cli import rationales
 from posttrain_environments.rationales.corruption import KINDS, corrupt
@@ -13,11 +18,6 @@ from posttrain_environments.rationales.domains import draw_policy
 from posttrain_environments.rationales.policies import Policy
 from posttrain_environments.rationales.procedures import LABELS, Procedure, Step, parse, write
 from posttrain_environments.rationales.verifier import reward, verify
-from typer.testing import CliRunner
-
-from plugins.environments.tests.rationales.made import BEST, USED
-from posttrain.errors import RunError
-from posttrain.seeds import random_stream
 
 COUNTS = {"train": 60, "val": 8, "test": 8}
 

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from posttrain_environments.rationales.domains import DOMAINS, describe, draw_policy
-from posttrain_environments.rationales.policies import DECISIONS, Policy, Rule, plain
-
 from plugins.environments.tests.rationales.made import OLD, USED, fact
+
 from posttrain.errors import InputError
 from posttrain.seeds import random_stream
+from posttrain_environments.rationales.domains import DOMAINS, describe, draw_policy
+from posttrain_environments.rationales.policies import DECISIONS, Policy, Rule, plain
 
 
 def test_the_first_matching_rule_decides_every_case():

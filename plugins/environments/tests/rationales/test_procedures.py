@@ -5,6 +5,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plugins.environments.tests.rationales.made import BEST, OLD, USED
+
+from posttrain.seeds import random_stream
 from posttrain_environments.rationales.domains import draw_policy
 from posttrain_environments.rationales.policies import DECISIONS
 from posttrain_environments.rationales.procedures import (
@@ -17,9 +20,6 @@ from posttrain_environments.rationales.procedures import (
     write,
 )
 from posttrain_environments.rationales.verifier import verify
-
-from plugins.environments.tests.rationales.made import BEST, OLD, USED
-from posttrain.seeds import random_stream
 
 lines = st.text(min_size=1).map(lambda text: " ".join(text.split())).filter(bool)
 questions = lines.map(lambda text: " ".join(text.replace("?", " ").split())).filter(bool).map(lambda text: f"{text}?")

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plugins.environments.tests.rationales.made import BEST, OLD, USED, text
+
+from posttrain.environments.rewards import load_reward
+from posttrain.errors import InputError
 from posttrain_environments.rationales.policies import DECISIONS, Attribute, Policy, Question, Rule
 from posttrain_environments.rationales.procedures import Procedure, Step, best_procedure, fewest_questions, parse, write
 from posttrain_environments.rationales.verifier import OTHER_FAULTS, UNSOUND, reward, verify
-
-from plugins.environments.tests.rationales.made import BEST, OLD, USED, text
-from posttrain.environments.rewards import load_reward
-from posttrain.errors import InputError
 
 
 def numbers(verdict):

@@ -24,11 +24,11 @@ from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.task_source import Assignment
 from posttrain_memory.vault.paths import USER
+from posttrain_memory.vault.text import split_question
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import Scored, score
 from posttrain_memory.worlds.truth import title
 from posttrain_memory.worlds.updates import is_forgotten
-from posttrain_memory.worlds.values import split_question
 
 _DELETES = re.compile(r"\b(?:forget|delete|remove|take out|do not want|no longer need)\b", re.IGNORECASE)
 _SETS = re.compile(

@@ -28,12 +28,12 @@ from posttrain_memory.prompts import first_messages, refusal, system_prompt, wit
 from posttrain_memory.recipe import MemoryRecipe
 from posttrain_memory.task_source import Assignment, generated_task, task_table
 from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.text import split_question
 from posttrain_memory.vault.vault import Vault
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import Scored, score
 from posttrain_memory.worlds.task import KINDS
 from posttrain_memory.worlds.updates import is_forgotten
-from posttrain_memory.worlds.values import split_question
 
 JUDGE = "judge"
 """Key of the judge's score. With a follow-up it is the mean of both halves."""

@@ -7,14 +7,14 @@ import unicodedata
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply, vault
+from rich.console import Console
+
+from posttrain.errors import RunError
 from posttrain_memory.agent.chat import LineChat, TerminalChat, lines, panel, printable
 from posttrain_memory.agent.session import Answered, Code, GaveUp, MemoryAgent, Refused, Result, Thought
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.recipe import AgentRecipe
-from rich.console import Console
-
-from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply, vault
-from posttrain.errors import RunError
 
 PHONE = "+41 31 555 01 99"
 HIDE = "hide: [{note: Ada, label: phone number}]"

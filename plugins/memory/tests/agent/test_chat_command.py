@@ -11,12 +11,12 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from posttrain_memory.agent.opening import open_vault
-from posttrain_memory.vault.storage import DiskStorage
-
 from plugins.memory.tests.agent.scripts import NOTES, code, reply
 from plugins.memory.tests.agent.servers import serving, turns
+
 from posttrain.cli.main import main
+from posttrain_memory.agent.opening import open_vault
+from posttrain_memory.vault.storage import DiskStorage
 
 START = [sys.executable, "-c", "import sys; from posttrain.cli.main import main; sys.exit(main())", "memory", "chat"]
 LOOK = code('text = read_file("entities/ada.md")')

@@ -5,16 +5,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from posttrain_memory.agent.clients import STOPS, ContextFull, LocalChatClient, RemoteChatClient
-from posttrain_memory.agent.session import Answered, GaveUp, MemoryAgent, Refused
-from posttrain_memory.environment import Memory, assignment
-from posttrain_memory.interpreter.pool import Interpreter
-from posttrain_memory.recipe import AgentRecipe, MemoryRecipe
-from posttrain_memory.vault.storage import MemoryStorage
-from posttrain_memory.vault.vault import Vault
-
 from plugins.memory.tests.agent.scripts import code, reply, vault
 from plugins.memory.tests.agent.servers import serving, turns
+
 from posttrain.engines.protocol import Completion, EngineCounters
 from posttrain.environments.protocol import EnvironmentFactory
 from posttrain.episode import StopReason
@@ -22,6 +15,13 @@ from posttrain.errors import InputError, RunError
 from posttrain.recipe.model import ModelRecipe
 from posttrain.recipe.rollout import RolloutRecipe, SamplingRecipe
 from posttrain.rollout.driver import EpisodeRequest, RolloutWorker, collect_episodes
+from posttrain_memory.agent.clients import STOPS, ContextFull, LocalChatClient, RemoteChatClient
+from posttrain_memory.agent.session import Answered, GaveUp, MemoryAgent, Refused
+from posttrain_memory.environment import Memory, assignment
+from posttrain_memory.interpreter.pool import Interpreter
+from posttrain_memory.recipe import AgentRecipe, MemoryRecipe
+from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.vault import Vault
 
 GREEDY = SamplingRecipe(temperature=0.0)
 SMALL = {"notes": 5, "filler": (0, 1), "retrieval": 1, "update": 1, "clarification": 1, "filter": 0}

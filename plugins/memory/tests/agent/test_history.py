@@ -4,13 +4,13 @@ import re
 from contextlib import closing
 
 import pytest
-from posttrain_memory.agent.history import last_operations, undo
-from posttrain_memory.vault.storage import RESERVED, DiskStorage
-from posttrain_memory.vault.vault import Vault
 from typer.testing import CliRunner
 
 from posttrain.cli.main import app
 from posttrain.errors import InputError
+from posttrain_memory.agent.history import last_operations, undo
+from posttrain_memory.vault.storage import RESERVED, DiskStorage
+from posttrain_memory.vault.vault import Vault
 
 NOTES = {"user.md": "# Me\n\n- city: Bern\n- cat: Tom\n", "entities/ada.md": "# Ada\n"}
 

@@ -3,16 +3,16 @@
 import json
 
 import pytest
+from plugins.memory.tests.agent.scripts import code, vault
+
 from posttrain_memory.agent.chat import lines
 from posttrain_memory.agent.session import Answered, MemoryAgent
 from posttrain_memory.environment import assignment
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.privacy.facts import facts_of
 from posttrain_memory.recipe import AgentRecipe, MemoryRecipe
+from posttrain_memory.vault.text import split_question
 from posttrain_memory.worlds.replies import answer, contains_value
-from posttrain_memory.worlds.values import split_question
-
-from plugins.memory.tests.agent.scripts import code, vault
 
 ONLY_FILTERS = {"notes": 6, "filler": (0, 2), "retrieval": 0, "update": 0, "clarification": 0, "filter": 1}
 DUMP = """

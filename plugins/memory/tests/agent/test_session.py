@@ -6,6 +6,9 @@ from contextlib import closing, suppress
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply, vault
+
+from posttrain.errors import InputError, RunError
 from posttrain_memory.agent.clients import ContextFull
 from posttrain_memory.agent.session import Answered, Code, GaveUp, MemoryAgent, Refused, Result, Thought
 from posttrain_memory.interpreter.pool import Interpreter, InterpreterFault
@@ -13,9 +16,6 @@ from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.limits import VaultLimits
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
 from posttrain_memory.vault.vault import Vault
-
-from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply, vault
-from posttrain.errors import InputError, RunError
 
 PHONE = "+41 31 555 01 99"
 HIDE = "hide: [{note: Ada, label: phone number}]"

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+
 from posttrain_memory.interpreter.pool import Interpreter, InterpreterLimits
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.tools import tools

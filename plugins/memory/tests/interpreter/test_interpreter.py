@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+
 from posttrain_memory.interpreter.pool import Interpreter, InterpreterFault, InterpreterLimits
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.tools import tools

@@ -2,12 +2,12 @@
 
 import anyio
 from mcp import Client
+from plugins.memory.tests.agent.scripts import NOTES, Script
+
 from posttrain_memory.mcp.answers import Answers
 from posttrain_memory.mcp.notes import SharedNotes
 from posttrain_memory.mcp.server import memory_server
 from posttrain_memory.recipe import AgentRecipe
-
-from plugins.memory.tests.agent.scripts import NOTES, Script
 
 
 def written(root):

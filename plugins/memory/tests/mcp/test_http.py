@@ -17,13 +17,13 @@ import httpx2
 import pytest
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
-from posttrain_memory.mcp.http import guarded, read_token
-
 from plugins.memory.tests.agent.scripts import NOTES, code, reply
 from plugins.memory.tests.agent.servers import serving, turns
 from plugins.memory.tests.mcp.mcp_served import written
+
 from posttrain.errors import InputError
 from posttrain.loopback import open_listener
+from posttrain_memory.mcp.http import guarded, read_token
 
 MAIN = "import sys; from posttrain.cli.main import main; sys.exit(main())"
 TOKEN = "a-token-of-the-test-0123456789"

@@ -1,13 +1,13 @@
 """Privacy rules of the MCP server in every tool."""
 
 import pytest
+from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply
+from plugins.memory.tests.mcp.mcp_served import called, one, served, written
+
 from posttrain_memory.mcp.answers import Answers
 from posttrain_memory.mcp.notes import SharedNotes
 from posttrain_memory.mcp.server import memory_server
 from posttrain_memory.recipe import AgentRecipe
-
-from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply
-from plugins.memory.tests.mcp.mcp_served import called, one, served, written
 
 PHONE = "+41 31 555 01 99"
 HIDE = "hide: [{category: phone}]"

@@ -7,16 +7,16 @@ import anyio
 import pytest
 from mcp import Client
 from mcp.shared.exceptions import MCPError
+from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply
+from plugins.memory.tests.mcp.mcp_served import called, one, served, written
+
+from posttrain.cli.main import main
+from posttrain.errors import RunError
 from posttrain_memory.mcp.answers import Answers
 from posttrain_memory.mcp.notes import PIECE, SharedNotes
 from posttrain_memory.mcp.server import QUESTION_CHARS, memory_server
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.storage import DiskStorage
-
-from plugins.memory.tests.agent.scripts import NOTES, Script, code, reply
-from plugins.memory.tests.mcp.mcp_served import called, one, served, written
-from posttrain.cli.main import main
-from posttrain.errors import RunError
 
 HIDE = "hide: [{category: phone}]"
 FAILED = "the call failed; see the server's stderr"

@@ -12,11 +12,11 @@ import anyio
 import pytest
 from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
-from posttrain_memory.vault.storage import DiskStorage
-
 from plugins.memory.tests.agent.scripts import NOTES, code, reply
 from plugins.memory.tests.agent.servers import serving, turns
 from plugins.memory.tests.mcp.mcp_served import written
+
+from posttrain_memory.vault.storage import DiskStorage
 
 MAIN = "import sys; from posttrain.cli.main import main; sys.exit(main())"
 LOOK = code('text = read_file("entities/ada.md")')

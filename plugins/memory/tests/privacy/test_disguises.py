@@ -1,9 +1,9 @@
 """Values in disguise: percent-encoded, in entities, split by Markdown, glued to letters. docs/how-to/memory_agent.md has the rates."""
 
 import pytest
+
 from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter
 from posttrain_memory.privacy.redaction import readings
-
 from tests.adversary.disguises import BY_VALUE, DISGUISES, UNCOVERED, VALUES, corpus, leaks, notes, rate
 
 PHONE = "+41 79 555 01 01"

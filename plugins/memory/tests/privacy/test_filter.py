@@ -5,11 +5,11 @@ import re
 from time import process_time
 
 import pytest
-from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter
-from posttrain_memory.privacy.rules import Rule, RuleSet, parse_rules, vault_rules
-from posttrain_memory.worlds.values import split_question
 
 from posttrain.errors import InputError
+from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter
+from posttrain_memory.privacy.rules import Rule, RuleSet, parse_rules, vault_rules
+from posttrain_memory.vault.text import split_question
 
 FILES = {
     "user.md": "# Vera Oakmond\n\n- home town: Tarvale\n- sister: [[entities/mara_lindt.md|Mara Lindt]]\n- dog: [[entities/rolo.md]]\n"

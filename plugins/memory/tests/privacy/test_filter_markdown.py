@@ -1,9 +1,9 @@
 """Privacy rules over Markdown as people write it: nothing hidden is in the view or let through in a reply."""
 
 import pytest
-from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter
-
 from plugins.memory.tests.privacy.markdown_cases import CASES, IN_NOTES, UNCOVERED, notes
+
+from posttrain_memory.privacy.filter import HIDDEN, PrivacyFilter
 
 
 def test_cases_of_every_kind_exist():

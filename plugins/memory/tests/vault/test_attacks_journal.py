@@ -4,6 +4,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import DiskStorage
 from posttrain_memory.vault.vault import Vault

@@ -6,12 +6,12 @@ import sys
 import time
 
 import pytest
+
+from posttrain.errors import InputError
 from posttrain_memory.vault import journal as journal_module
 from posttrain_memory.vault.limits import VaultError, VaultLimits
 from posttrain_memory.vault.storage import RESERVED, DiskStorage
 from posttrain_memory.vault.vault import Vault
-
-from posttrain.errors import InputError
 
 
 def opened(root, **options):

@@ -1,6 +1,7 @@
 """The tools of a vault and their error messages."""
 
 import pytest
+
 from posttrain_memory.vault.limits import VaultError, VaultLimits
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
 from posttrain_memory.vault.tools import NAMES, call, tools

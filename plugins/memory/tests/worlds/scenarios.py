@@ -4,6 +4,7 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from posttrain.seeds import random_stream
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.tools import tools
@@ -19,8 +20,6 @@ from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import canonical, mentions, plain
-
-from posttrain.seeds import random_stream
 
 _MANY = 60
 """Number of turns of an episode that reads everything."""

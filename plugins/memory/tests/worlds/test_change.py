@@ -3,14 +3,14 @@
 import re
 
 import pytest
+from plugins.memory.tests.worlds.scenarios import apply_solution
+
 from posttrain_memory.worlds.changes import update_outcome
 from posttrain_memory.worlds.generation import tasks_of
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.rewards import score
 from posttrain_memory.worlds.theme import themes
-
-from plugins.memory.tests.worlds.scenarios import apply_solution
 
 RECIPE = WorldRecipe(retrieval=0, update=7, clarification=0, filter=0)
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from posttrain_memory.worlds.dataset import read_row
 
 from posttrain.cli.main import main
+from posttrain_memory.worlds.dataset import read_row
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,9 @@
 import json
 
 import pytest
+from plugins.memory.tests.worlds.scenarios import apply_solution
+
+from posttrain.errors import InputError
 from posttrain_memory.worlds.dataset import SPLITS, read_row, row_of, samples
 from posttrain_memory.worlds.generation import question_key, tasks_of
 from posttrain_memory.worlds.paraphrase import Rewording, filler_lines
@@ -12,9 +15,6 @@ from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import score
 from posttrain_memory.worlds.truth import parse
-
-from plugins.memory.tests.worlds.scenarios import apply_solution
-from posttrain.errors import InputError
 
 COUNTS = {"train": 12, "dev": 4, "test": 4}
 RECIPE = WorldRecipe(notes=8)

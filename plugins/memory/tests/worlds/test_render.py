@@ -3,6 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
+
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.vault.storage import MemoryStorage
 from posttrain_memory.vault.vault import Vault
@@ -11,7 +13,6 @@ from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse, resolve
-from pydantic import ValidationError
 
 RECIPES = st.builds(
     WorldRecipe,

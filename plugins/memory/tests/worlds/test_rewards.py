@@ -3,6 +3,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plugins.memory.tests.worlds.scenarios import scenario_scores, scenarios
+from pydantic import ValidationError
+
 from posttrain_memory.worlds.generation import tasks_of
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
 from posttrain_memory.worlds.render import make_world
@@ -19,9 +22,6 @@ from posttrain_memory.worlds.rewards import score
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse
-from pydantic import ValidationError
-
-from plugins.memory.tests.worlds.scenarios import scenario_scores, scenarios
 
 RECIPE = WorldRecipe(notes=12, retrieval=5, update=7, clarification=4, filter=4)
 

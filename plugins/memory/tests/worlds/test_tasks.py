@@ -5,6 +5,8 @@ import ast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plugins.memory.tests.worlds.scenarios import apply_solution
+
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import MemoryStorage
@@ -18,8 +20,6 @@ from posttrain_memory.worlds.rewards import score
 from posttrain_memory.worlds.task import KINDS, VARIANTS
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.truth import parse
-
-from plugins.memory.tests.worlds.scenarios import apply_solution
 
 MANY = WorldRecipe(notes=16, retrieval=6, update=9, clarification=5, filter=5)
 WEIGHTS = RewardWeights()

@@ -5,9 +5,9 @@ import json
 import re
 
 import pytest
-from posttrain_memory.worlds.theme import FOLDER, read_theme, themes
 
 from posttrain.errors import InputError
+from posttrain_memory.worlds.theme import FOLDER, read_theme, themes
 
 PETS = read_theme(FOLDER / "pets.yaml").model_dump(mode="json")
 

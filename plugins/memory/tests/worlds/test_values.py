@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from posttrain.seeds import random_stream
 from posttrain_memory.worlds.graph import ValueSampler
 from posttrain_memory.worlds.naming import Namer, fill, matcher, slug
 from posttrain_memory.worlds.theme import themes
 from posttrain_memory.worlds.values import TYPES, canonical, find, mentions, plain, spell
-
-from posttrain.seeds import random_stream
 
 
 @pytest.mark.parametrize(

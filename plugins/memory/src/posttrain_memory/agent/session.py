@@ -17,8 +17,8 @@ from posttrain_memory.prompts import first_messages, refusal, system_prompt, wit
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.text import split_question
 from posttrain_memory.vault.vault import Vault
-from posttrain_memory.worlds.values import split_question
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.mcp.notes import SharedNotes
 from posttrain_memory.recipe import AgentRecipe
 from posttrain_memory.vault.storage import DiskStorage, MemoryStorage
+from posttrain_memory.vault.text import split_question
 from posttrain_memory.vault.vault import Vault
-from posttrain_memory.worlds.values import split_question
 
 _PATIENCE = 10.0
 """Seconds to wait for another program that holds the vault's lock."""

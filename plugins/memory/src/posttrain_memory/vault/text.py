@@ -91,3 +91,11 @@ def replace_span(note: str, start: int, end: int, new: str) -> str:
     wanted = with_line_feeds(head) + with_line_feeds(plain) + with_line_feeds(tail)
     # A lone carriage return must not merge with a line feed that now follows it.
     return result if with_line_feeds(result) == wanted else wanted
+
+
+_BLOCK = re.compile(r"<\s*filter\s*>(.*?)(?:<\s*/\s*filter\s*>|\Z)", re.DOTALL | re.IGNORECASE)
+
+
+def split_question(message: str) -> tuple[str, list[str]]:
+    """The user's message without its `<filter>` blocks, and the rules in them. An unclosed block extends to the end."""
+    return _BLOCK.sub(" ", message).strip(), [match.group(1).strip() for match in _BLOCK.finditer(message)]

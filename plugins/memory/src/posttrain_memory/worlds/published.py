@@ -17,12 +17,13 @@ from typing import Any
 
 from posttrain.errors import InputError
 from posttrain_memory.vault.paths import USER
+from posttrain_memory.vault.text import split_question
 from posttrain_memory.worlds.changes import SPARE_CHARACTERS, Outcome, broken_links
 from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import FOREIGN
 from posttrain_memory.worlds.truth import Parsed, parse, resolve
-from posttrain_memory.worlds.values import FINDABLE, canonical, links, mentions, plain, split_question
+from posttrain_memory.worlds.values import FINDABLE, canonical, links, mentions, plain
 
 _SEPARATOR = re.compile(r"\s*\n*(?:~/){3,}~\n*\s*")
 _FILTERED = re.compile(r"\s*<filter>(?P<rule>.*?)</filter>\s*<answer>(?P<answer>.*)</answer>\s*", re.DOTALL)

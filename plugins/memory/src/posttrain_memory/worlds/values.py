@@ -42,7 +42,6 @@ _MONEY = re.compile(
 _PHONE = re.compile(r"(?<![\w.@])\+?\(?\d[\d ()./-]{6,18}\d(?!\w)")
 _DOMAIN = re.compile(r"[\w-]+(?:\.[\w-]+)+\b")
 _NUMBER = re.compile(r"(?<![\w@.,/-])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d|st\b|nd\b|rd\b|th\b)")
-_BLOCK = re.compile(r"<\s*filter\s*>(.*?)(?:<\s*/\s*filter\s*>|\Z)", re.DOTALL | re.IGNORECASE)
 _LINK = re.compile(r"\[\[([^\[\]|#\n]*)(?:#[^\[\]|\n]*)?(?:\|([^\[\]\n]*))?\]\]")
 _BETWEEN = re.compile(r"(?:(?<!\s)\s+)?[,;]\s*(?:and\s+)?|(?<!\s)\s+(?:and|&)\s+")
 """Separators between list items. The pattern starts at the first of several spaces, so that it stays linear."""
@@ -58,11 +57,6 @@ class Found:
     start: int
     end: int
     value: str
-
-
-def split_question(message: str) -> tuple[str, list[str]]:
-    """The user's message without its `<filter>` blocks, and the rules in them. An unclosed block extends to the end."""
-    return _BLOCK.sub(" ", message).strip(), [match.group(1).strip() for match in _BLOCK.finditer(message)]
 
 
 def pick(random: np.random.Generator, items: Sequence[Item]) -> Item:
