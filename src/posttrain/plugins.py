@@ -168,6 +168,15 @@ def missing_extras(distribution: str = "posttrain") -> list[str]:
     return sorted({extra for extra, required in _extras(distribution) if required not in installed})
 
 
+def more() -> str:
+    """The end of a sentence about a name that does not exist: which of posttrain's plug-ins could bring it. Empty if all
+    of them are installed."""
+    absent = {extra for extra, required in _extras("posttrain") if required.startswith("posttrain-")} & set(
+        missing_extras()
+    )
+    return f"; `pip install 'posttrain[{','.join(sorted(absent))}]'` adds more" if absent else ""
+
+
 def _extras(distribution: str) -> Iterator[tuple[str, str]]:
     """The extras that `distribution` declares, each with the normalized name of one of its requirements."""
     try:

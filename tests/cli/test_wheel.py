@@ -72,6 +72,29 @@ def test_the_wheel_contains_the_recipes_and_its_extras(installed, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_core_names_the_extras_of_what_it_lacks(installed, tmp_path):
+    """In an environment with the core's wheel and other packages, but none of the plug-ins."""
+    alone = tmp_path / "alone"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    done(sys.executable, "-m", "venv", "--without-pip", alone, folder=tmp_path)
+    (wheel,) = installed.parents[2].glob("posttrain-*.whl")
+    done(*pip, "--python", alone / "bin/python", "install", "--no-deps", "--no-index", wheel, folder=tmp_path)
+    (packages,) = (alone / "lib").glob("python*/site-packages")
+    others = tmp_path / "others"
+    others.mkdir()
+    for place in Path(sysconfig.get_path("purelib")).iterdir():
+        if "posttrain" not in place.name:
+            (others / place.name).symlink_to(place)
+    (packages / "others.pth").write_text(f"{others}\n")
+    for words in (["env", "validate", "memory"], ["import", "trl sft"], ["pipeline", "memory/board"]):
+        run = subprocess.run(
+            [alone / "bin" / "posttrain", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == 2
+        assert "pip install 'posttrain[environments,imports,memory]'" in run.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_of_the_wheel_run(example, installed, tmp_path):
     if not (ROOT / "examples" / example).is_file():

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from posttrain.errors import InputError
-from posttrain.plugins import Group, PluginError, entry_points, load
+from posttrain.plugins import Group, PluginError, entry_points, load, more
 
 _GROUP: Group = "posttrain.commands"
 _STAGES: Group = "posttrain.stages"
@@ -63,7 +63,7 @@ class PluginGroup(TyperGroup):
         hint = (
             f"the nearest is {' or '.join(f'`{other}`' for other in near)}" if near else f"`{place} --help` lists them"
         )
-        raise InputError(f"there is no command `{place} {name}`; {hint}")
+        raise InputError(f"there is no command `{place} {name}`; {hint}{more()}")
 
 
 def usage_message(error: Any) -> str:

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from posttrain.errors import InputError
-from posttrain.plugins import entry_points
+from posttrain.plugins import entry_points, more
 
 _PACKAGE = Path(__file__).parents[1]
 _SUFFIXES = (".yaml", ".yml")
@@ -68,7 +68,7 @@ def recipe_file(name: str) -> Path:
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise InputError(
         f"there is no recipe file {name}; {hint}name a YAML file or a recipe of `posttrain recipe list`, or write overrides "
-        "as `key=value`"
+        f"as `key=value`{more()}"
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from pydantic import Field
 
 from posttrain.errors import InputError
-from posttrain.plugins import Group, PluginError, entry_points, load, require_trust
+from posttrain.plugins import Group, PluginError, entry_points, load, more, require_trust
 from posttrain.recipe.base import BaseConfig, Executes
 
 _GROUP: Group = "posttrain.environments"
@@ -141,7 +141,7 @@ def environment_class(type_name: str) -> Any:
             raise InputError(f"environment.type: {where} is not a built-in environment; write {where}.py for that file")
         raise InputError(
             f"environment.type: there is no environment {type_name!r}; use one of {', '.join(environment_names())}, "
-            "`module:Class`, or the path of a .py file"
+            f"`module:Class`, or the path of a .py file{more()}"
         )
     module_name, _, class_name = where.partition(":")
     try:
