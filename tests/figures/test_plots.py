@@ -95,6 +95,13 @@ def test_every_plot_is_a_png_of_something(run: RunDirectory) -> None:
     assert sorted(run.plots.iterdir()) == sorted(drawn)
 
 
+def test_a_run_that_never_succeeds_has_a_learning_curve(run: RunDirectory) -> None:
+    lines = logged(run, [(step, "evaluation", evaluation(0.0)) for step in (0, 3)])
+    figure = draw_figure("learning_curve", lines)
+    assert figure is not None
+    assert max(line.get_ydata().max() for line in lines_of(figure).values() if len(line.get_xdata()) == 2) == 0.0
+
+
 def test_held_out_rows_have_a_band_and_domains_a_separate_figure(run: RunDirectory) -> None:
     lines = logged(
         run,

@@ -198,9 +198,10 @@ def _panels(log: Log) -> Iterator[tuple[str, str, Panel]]:
 
 
 def _chart(figure: str, section: str, panel: Panel, log: Log) -> Chart | None:
-    """The chart of a panel; None for metrics that are 0 at every step, such as skipped updates."""
+    """The chart of a panel; None without data, and for metrics that are 0 at every step, such as skipped updates. Results
+    are shown also where they are 0."""
     traces = [trace for curve in panel.curves if (trace := _trace(curve, log)) is not None]
-    if not any(trace.y.any() or trace.nonfinite for trace in traces):
+    if not traces or (section != "Results" and not any(trace.y.any() or trace.nonfinite for trace in traces)):
         return None
     levels = levels_of(log, panel.curves[-1].key) if section == "Results" else []
     results = [result for curve in panel.curves for result in _results(log, curve.key)]
