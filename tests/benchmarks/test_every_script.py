@@ -55,7 +55,7 @@ PRINTED = {
     "house": "training/updater.py",
     "intervals": "mean of paired differences",
     "learning_trl": "posttrain",
-    "long_logs": "| report a ",
+    "long_logs": "report a ",
     "prefixes": "times as fast",
     "processes": "processes",
     "tiny_families": "| llama | ",
