@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from posttrain.models.forward import states_at, transformer, upload
+from posttrain.errors import InputError
+from posttrain.models.forward import path_of, states_at, transformer, upload
 from posttrain.models.load import load_reward_model
 from posttrain.models.policy import Policy
 from posttrain.models.reward import RewardModel
@@ -63,6 +64,11 @@ class SharedCritic:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        if not path_of(policy.model).projects:
+            raise InputError(
+                f"critic.backbone: the logits of {transformer(policy.model).config.model_type} models are not a projection of "
+                "hidden states that a value head could read; set `critic.backbone: separate`"
+            )
         hidden = transformer(policy.model).get_output_embeddings().weight.shape[1]
         self.head = ValueHead(hidden, policy.device)
         self.version = 0
