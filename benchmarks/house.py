@@ -166,14 +166,10 @@ def distribution_counts() -> list[dict[str, Any]]:
     """Files and lines of the source and lines of the tests of each distribution, and the lines of the benchmarks."""
     plugins = sorted(folder for folder in ROOT.glob("plugins/*") if (folder / "pyproject.toml").is_file())
     folders = {"posttrain": (CORE, ROOT / "tests")} | {p.name: (p / "src", p / "tests") for p in plugins}
-    if (memory := SOURCE / "posttrain_memory").is_dir():
-        folders["memory"] = (memory, ROOT / "tests" / "memory")
     rows = []
     for name, (source, tests) in folders.items():
         files = sorted(source.rglob("*.py"))
         rows.append({"what": name, "files": len(files), "lines": sum(map(_lines, files)), "tests": _lines_below(tests)})
-    if memory.is_dir():
-        rows[0]["tests"] -= rows[-1]["tests"]
     rows.append({"what": "all", **{key: sum(row[key] for row in rows) for key in ("files", "lines", "tests")}})
     rows.append({"what": "benchmarks", "files": None, "lines": _lines_below(ROOT / "benchmarks"), "tests": None})
     return rows
