@@ -70,7 +70,7 @@ class Guard:
         # Closing a connection with a body that was not read resets it, and the client may lose the answer.
         with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_SECONDS):
-                left = _DRAINED
+                left = _DRAINED if scope["type"] == "http" else 0
                 while left > 0 and (part := await receive()).get("more_body"):
                     left -= len(part.get("body", b""))
         given = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
