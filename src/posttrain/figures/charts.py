@@ -8,24 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.recipe.metrics import GREEN, GREY, HELD_OUT, PURPLE, RED, SKY, TRAINING, Curve, Panel
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.intervals import FEWEST_SEEDS
 from posttrain.runs.log import Line, Log
 from posttrain.runs.panels import (
     DOMAINS,
-    GREEN,
-    GREY,
-    HELD_OUT,
     MOST_POINTS,
     PHASES,
-    PURPLE,
-    RED,
-    SKY,
     TITLES,
-    TRAINING,
-    Curve,
     MetricLook,
-    Panel,
     Series,
     is_trained,
     keys_of,

@@ -16,8 +16,9 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
 from posttrain.figures.charts import DASHES, SMOOTHED_STEPS, Chart, Trace, smoothed, thinned
+from posttrain.recipe.metrics import BLUE, GREEN, ORANGE, RED, Panel
 from posttrain.runs.directory import storage_errors, write_atomically
-from posttrain.runs.panels import BLUE, GREEN, MOST_POINTS, ORANGE, RED, Panel
+from posttrain.runs.panels import MOST_POINTS
 from posttrain.runs.tables import plain_numbers
 from posttrain.terminal import printable
 

@@ -15,9 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from posttrain.figures.draw import STYLE, entitle, new_figure, plain
+from posttrain.recipe.metrics import GREY, ORANGE
 from posttrain.recipe.rollout import SCORES
 from posttrain.runs.log import Line
-from posttrain.runs.panels import DOMAINS, GREY, LARGEST_DRAWN, ORANGE, metric_of
+from posttrain.runs.panels import DOMAINS, LARGEST_DRAWN, metric_of
 from posttrain.runs.sources import RATES, Bundle, final_results, stage_count
 from posttrain.runs.tables import Checkpoint, Interval, checkpoint_scores, overall_name, score_names
 

@@ -8,10 +8,9 @@ from operator import itemgetter
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain.recipe.metrics import (  # noqa: F401 - the palette of all figures
+from posttrain.recipe.metrics import (
     BLUE,
     GREEN,
-    GREY,
     HELD_OUT,
     ORANGE,
     PURPLE,

@@ -244,7 +244,7 @@ UNCOVERED = {
     "category: phone table", "category: phone section", "category: phone nested",
     "category: salary of one, respelled",
 }  # fmt: skip
-"""What is told in other words than those of the rule, or has no form of its category, as SECURITY.md says."""
+"""Facts that a rule does not cover: they use other words than the rule, or lack the form of its category (SECURITY.md)."""
 IN_NOTES = {
     "label: label tells", "label: no such line", "label: question", "label: image", "nesting: wrapped",
     "nesting: wrapped lazily", "nesting: paragraph below", "nesting: same paragraph", "nesting: bold line",
