@@ -172,12 +172,12 @@ def test_a_step_with_only_stale_episodes_makes_no_update_and_gives_a_warning(cre
     ],
     ids=str,
 )
-def test_every_algorithm_takes_steps_ahead(changes, tiny_model, tmp_path):
+def test_every_algorithm_takes_steps_ahead(changes, tiny_model, tmp_path, monkeypatch):
+    # New weights never come during a batch, so the second batch is sampled with the weights of the first.
+    monkeypatch.setattr("posttrain.rollout.weight_sync.WeightSync.poll", lambda self: None)
     base = async_runs.values(tiny_model, tmp_path, "small", {"async_rollouts": 1, "on_new_weights": "continue"})
     merged = {key: base[key] | value if isinstance(base.get(key), dict) else value for key, value in changes.items()}
-    run = async_runs.train(base | merged | small.two_steps(base) | {"steps": 10})
+    run = async_runs.train(base | merged | small.two_steps(base) | {"steps": 3})
     lines = train_lines(run)
-    assert len(lines) == 10
     assert all(line["optimizer/gradient_norm"] > 0 for line in lines)
-    # Whether a given step has older tokens depends on which thread is faster; on a busy machine, three may have none.
-    assert max(line["policy/staleness_max"] for line in lines) > 0
+    assert lines[0]["policy/staleness_max"] == 0 < lines[1]["policy/staleness_max"]
