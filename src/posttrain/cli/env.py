@@ -87,12 +87,16 @@ def validate(
         list[str] | None,
         typer.Argument(metavar=_TYPES, help=f"{_WORDS_HELP} Default: all environments that need no keys."),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Seeds to check.", min=1)] = 100,
+    seeds: Annotated[
+        int | None, typer.Option(help="Seeds to check. Default: 100, or every row of a file.", min=1)
+    ] = None,
 ) -> None:
     """Check without a model that episodes repeat, end and are scored, and that a reference solution earns full reward.
 
     The first checks do not use code of the environment. The last check is its method `validate`.
     """
+    from collections import Counter
+
     from posttrain.environments.check import check_environment
     from posttrain.errors import RunError
     from posttrain.recipe.components import environment_class, environment_classes
@@ -105,14 +109,26 @@ def validate(
         try:
             environment = environment_class(recipe.type)
             rows = environment.task_rows(recipe)
-            open_points = check_environment(recipe, range(seeds if rows is None else min(seeds, len(rows))))
-            try:
-                environment.validate(recipe, range(seeds))
-            except NotImplementedError:
-                open_points.append("not checked: a reference solution (no `validate`)")
+            count = (seeds or 100) if rows is None else min(seeds or len(rows), len(rows))
+            open_points, wrong = check_environment(recipe, range(min(count, 100))), []
+            # A wrong row does not hide those after it.
+            for checked in [range(count)] if rows is None else [range(row, row + 1) for row in range(count)]:
+                try:
+                    environment.validate(recipe, checked)
+                except AssertionError as error:
+                    wrong.append(str(error))
+                except NotImplementedError:
+                    open_points.append("not checked: a reference solution (no `validate`)")
+                    break
             for line in environment.check_tasks(recipe, range(0), []):
                 typer.echo(f"{recipe.type}: {line}")
-            valid = f"{seeds} seeds" if rows is None else f"{min(seeds, len(rows))} of {len(rows)} tasks"
+            if wrong:
+                failures.append(
+                    f"{recipe.type}: {'; '.join(wrong[:5])}" + f" and {len(wrong) - 5} more" * (len(wrong) > 5)
+                )
+            valid = f"{count} seeds" if rows is None else f"{count - len(wrong)} of {len(rows)} tasks"
+            kinds = Counter(row.kind for row in rows or () if row.kind)
+            valid += f" ({', '.join(f'{kind} {number}' for kind, number in kinds.items())})" if kinds else ""
             typer.echo("\n  ".join([f"{recipe.type}: valid on {valid}", *open_points]))
         except AssertionError as error:
             failures.append(f"{recipe.type}: {error}")

@@ -22,6 +22,8 @@ class TaskRow:
     """Text of the task. Tasks with the same text are never in different parts of a split."""
     use: Literal["training", "validation", "test"] = "training"
     """`use` of its source."""
+    kind: str = ""
+    """The kind of the task, if the environment has several."""
 
 
 def hash_order(keys: Iterable[str]) -> list[str]:

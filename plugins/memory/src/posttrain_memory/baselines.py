@@ -191,7 +191,7 @@ def _play(recipe: MemoryRecipe, player: BaselinePolicy, one: Assignment) -> Outc
     scored, changed = _score_reply(recipe, player, one)
     if scored.success and "judge" in one.task.truth:
         return None
-    if not (recipe.follow_up and one.task.follow_up):
+    if one.task.follow_up is None or not (recipe.follow_up or "asked_after" in one.task.truth):
         return Outcome(one.task.kind, scored.success, scored.total)
     grounded = is_forgotten(one.task, changed)
     after, _ = _score_reply(recipe, player, Assignment(one.task.follow_up, changed), grounded)

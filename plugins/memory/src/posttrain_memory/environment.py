@@ -76,7 +76,8 @@ class Memory(Environment):
         """Load the vault of `seed` and ask its question."""
         given = assignment(self.recipe, seed)
         self._kind = given.task.kind
-        self._share = 0.5 if self.recipe.follow_up and given.task.follow_up is not None else 1.0
+        asked_after = self.recipe.follow_up or "asked_after" in given.task.truth
+        self._share = 0.5 if asked_after and given.task.follow_up is not None else 1.0
         """Share of the reward that each conversation of the episode contributes."""
         self._updated: Scored | None = None
         """The score of the update, while its follow-up is under way."""
@@ -174,8 +175,8 @@ class Memory(Environment):
     def expert(self) -> str:
         """The next message of the scripted solution: code, or finally the reply."""
         task = self._current().task
-        if "judge" in task.truth:
-            raise NotImplementedError(f"no program can check the notes after {task.question[:60]!r}")
+        if not task.scripted:
+            raise NotImplementedError(f"there is no scripted solution for {task.question[:60]!r}")
         place = min(self._turns, len(task.code))
         thought = _thought(task.kind, task.asks, place, len(task.code))
         if place < len(task.code):
@@ -193,7 +194,7 @@ class Memory(Environment):
     @classmethod
     def task_rows(cls, recipe: MemoryRecipe) -> Sequence[TaskRow] | None:
         """The rows of `tasks`; None if tasks are generated."""
-        return task_table(recipe.tasks, recipe.memories, recipe.judge is not None).tasks if recipe.tasks else None
+        return task_table(recipe).tasks if recipe.tasks else None
 
     @classmethod
     def check_tasks(cls, recipe: MemoryRecipe, training: Sequence[int], held_out: Sequence[Sequence[int]]) -> list[str]:
@@ -202,11 +203,14 @@ class Memory(Environment):
             require_judge(recipe.judge)
         if not recipe.tasks:
             return []
-        table = task_table(recipe.tasks, recipe.memories, recipe.judge is not None)
+        table = task_table(recipe)
         trained = {str(table.rows[seed].files) for seed in training}
         known = sum(str(table.rows[seed].files) in trained for seeds in held_out for seed in seeds)
+        renamed = (
+            f"{len(table.renamed)} notes have another name, because a vault refuses theirs, first {table.renamed[:1]}"
+        )
         shared = f"{known} of the held-out tasks are asked in worlds that are also trained on; move them apart"
-        return [*table.problems.summary(), *([shared] if known else [])]
+        return [*table.problems.summary(), *([renamed] if table.renamed else []), *([shared] if known else [])]
 
     @classmethod
     def task_name(cls, recipe: MemoryRecipe, seed: int) -> str:
@@ -218,11 +222,11 @@ class Memory(Environment):
         """Success of the baseline policies: `random` replies with a random fact, `optimal` is the scripted solution,
         the others are described in `baselines.py`.
 
-        The judge is not called. There is no `optimal` if only the judge can score a task.
+        The judge is not called. There is no `optimal` if a task has no scripted solution.
         """
         given = [assignment(recipe, seed) for seed in seeds]
         players = measure_baselines(recipe, given)
-        if any("judge" in one.task.truth for one in given):
+        if not all(one.task.scripted for one in given):
             return players
         solved = []
         for seed in seeds:
@@ -243,11 +247,11 @@ class Memory(Environment):
         """
         environment, weights = cls._without_judge(recipe), recipe.weights
         if recipe.tasks:
-            count = len(task_table(recipe.tasks, recipe.memories, recipe.judge is not None).rows)
+            count = len(task_table(recipe).rows)
             seeds = [seed for seed in seeds if seed < count] or seeds[:1]
         for seed in seeds:
             require(environment.reset(seed) == environment.reset(seed), seed, "two resets differ")
-            if "judge" in environment._current().task.truth:
+            if not environment._current().task.scripted:
                 continue
             best = play(environment, seed)
             faults = ", ".join(best[-1].info["faults"])
@@ -291,7 +295,7 @@ def assignment(recipe: MemoryRecipe, seed: int) -> Assignment:
     """The task and the vault of `seed`. Raises InputError for a seed beyond the last row."""
     if not recipe.tasks:
         return generated_task(recipe.worlds, seed)
-    rows = task_table(recipe.tasks, recipe.memories, recipe.judge is not None).rows
+    rows = task_table(recipe).rows
     if not 0 <= seed < len(rows):
         raise InputError(
             f"environment seed {seed} is beyond environment.tasks, which has {len(rows)} tasks (0 to {len(rows) - 1}); "

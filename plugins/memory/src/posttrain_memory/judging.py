@@ -19,9 +19,12 @@ _WHAT = (
     "`changes` a unified diff of the notes from before to after, and `reply` what the assistant told the user. They stand "
     "in frames"
 )
-_KNOWN = "`reference` a right reply (another that comes to the same is as good), "
+_REFERENCE = "`reference` a right reply (another that comes to the same is as good), "
+_NOTES = "`notes` the notes before, "
+_RUBRIC = "`criteria` what the author of the task requires, "
 _RUBRICS = {
-    "retrieval": "The reply tells what was asked for, in any words, and it is what the reference tells. It adds nothing "
+    "retrieval": "The reply tells what was asked for, in any words, and it is what the reference tells, or else what follows from "
+    "the notes. It adds nothing "
     "that contradicts it, does not offer several answers, does not recite notes and does not ask back. No note changed.",
     "update": "The notes now say all that the message tells or asks for, in the notes where it belongs, and no longer say "
     "what it makes untrue. Nothing else was removed, altered or added, and links were kept. The reply claims nothing that "
@@ -44,14 +47,16 @@ def judge_episode(
     """
     if not (reply or "").strip():
         return SILENT
-    known = "judge" not in task.truth
-    texts = [
-        ("user", task.question),
-        *([("reference", task.reply)] if known else []),
-        ("changes", _cut(changes(before, after)) or "(none)"),
-        ("reply", _cut(reply or "")),
-    ]
-    what = _WHAT.format(known=_KNOWN if known else "")
+    texts, known = [("user", task.question)], ""
+    if task.reply:
+        texts, known = [*texts, ("reference", task.reply)], _REFERENCE
+    elif task.kind != "update":
+        notes = "\n\n".join(f"{path}\n{text}" for path, text in sorted(before.items()))
+        texts, known = [*texts, ("notes", _cut(notes))], _NOTES
+    if rubric := task.truth.get("rubric"):
+        texts, known = [*texts, ("criteria", rubric)], known + _RUBRIC
+    texts += [("changes", _cut(changes(before, after)) or "(none)"), ("reply", _cut(reply or ""))]
+    what = _WHAT.format(known=known)
     return judge_points(server, points_prompt(what, _RUBRICS[_rubric(task)], _SCALE, texts), _SCALE)
 
 

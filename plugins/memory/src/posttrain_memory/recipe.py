@@ -57,7 +57,9 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
     where there are at least 20.
     """
     memories: Reads | None = None
-    """Folder with the `base_memory.json` files of rows in the published format, which refer to their vault by name."""
+    """Folder with the `base_memory.json` files of rows in the published format, which refer to their vault by name. A folder in
+    `tasks` with evaluation items `KIND/N_qa.jsonl` has its vaults beside them, in folders `KIND/N`.
+    """
     follow_up: bool = False
     """After an update, ask about it in a new conversation; both must be right (the two-rollout protocol). The reward
     is the mean of the two.
@@ -66,8 +68,12 @@ class MemoryRecipe(AgentRecipe, EnvironmentRecipe):
     """Reward of each outcome of an episode."""
     judge: JudgeServerRecipe | None = None
     """A language model that judges episodes in addition to the programmatic reward. Its score is reported, and
-    `weights.judge` subtracts reward according to it. It cannot make a wrong episode right. Updates in the published
-    format, which have no programmatic truth, need at least half of its points to succeed.
+    `weights.judge` subtracts reward according to it. It cannot make a wrong episode right.
+    """
+    judge_decides: list[Literal["retrieval", "update", "clarification"]] = ["update"]
+    """Kinds of tasks in the published format that succeed with at least half of the judge's points, instead of by comparison with
+    a known answer. Updates that come with a question are decided by the answer to it. Rows that nothing can decide are dropped
+    and counted.
     """
     rejected: float = Field(-0.02, le=0)
     """Added to the reward of a turn whose message cannot be parsed."""

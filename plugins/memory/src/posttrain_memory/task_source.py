@@ -1,8 +1,9 @@
 """The task of an environment seed: generated in its own world, or a row of a file."""
 
 import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -13,10 +14,24 @@ from posttrain.data.problems import Problems
 from posttrain.errors import InputError
 from posttrain.recipe.data import ColumnsRecipe, TaskSourceRecipe
 from posttrain.seeds import derive_seed, random_stream
+from posttrain_memory.recipe import MemoryRecipe
+from posttrain_memory.vault.limits import VaultError, VaultLimits
+from posttrain_memory.vault.storage import MemoryStorage
+from posttrain_memory.vault.vault import Vault
 from posttrain_memory.worlds.dataset import read_row
 from posttrain_memory.worlds.generation import tasks_of
-from posttrain_memory.worlds.published import is_published_row, read_memories, read_published_row
 from posttrain_memory.worlds.recipe import WorldRecipe
+from posttrain_memory.worlds.records import (
+    Memories,
+    accepted,
+    is_evaluation,
+    is_published_row,
+    read_evaluation,
+    read_folder,
+    read_item,
+    read_memories,
+    read_published_row,
+)
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.task import KINDS, MemoryTask
 
@@ -70,48 +85,67 @@ class TaskTable:
     """What each row is for, and the text by which rows are divided: that of its vault, or that of its question and its
     vault where there are fewer than 20 vaults."""
     problems: Problems
+    renamed: list[str]
+    """Notes whose path in the files a vault does not accept, as `FILE: old -> new`."""
 
 
 _reading = Lock()
 
 
-def task_table(sources: list[TaskSourceRecipe], memories: str | None, judged: bool = False) -> TaskTable:
-    """The tasks of `sources`, read once per process.
-
-    `memories` is a folder with the vaults of records that refer to them by name. Updates in the published format are
-    tasks only if they are `judged`. Raises InputError if there are no tasks.
-    """
+def task_table(recipe: MemoryRecipe) -> TaskTable:
+    """The tasks of `environment.tasks`, read once per process. Raises InputError if there are none."""
     # Environments run in threads; one reads while the others wait.
     with _reading:
-        return _task_table(json.dumps([source.model_dump() for source in sources]), memories, judged)
+        decided = recipe.judge_decides if recipe.judge is not None else []
+        sources = json.dumps([source.model_dump() for source in recipe.tasks])
+        return _task_table(sources, recipe.memories, frozenset(decided), recipe.vault.model_dump_json())
 
 
 @lru_cache(maxsize=16)
-def _task_table(key: str, memories: str | None, judged: bool) -> TaskTable:
+def _task_table(key: str, folder: str | None, decided: frozenset[str], limits: str) -> TaskTable:
     sources = [TaskSourceRecipe.model_validate(values) for values in json.loads(key)]
-    vaults = read_memories(Path(memories)) if memories is not None else {}
-    problems, rows = Problems(), []
-    uses = []
+    memories = read_memories(Path(folder)) if folder is not None else Memories({}, [])
+    problems, renamed, rows, uses = Problems(), list(memories.renamed), [], []
     for source in sources:
-        for prompt in read_examples("prompt", [source], ColumnsRecipe(), problems):
+        if is_evaluation(Path(source.path)):
+            items = _evaluation_items(Path(source.path), decided, renamed)
+        else:
+            prompts = read_examples("prompt", [source], ColumnsRecipe(), problems)
+            items = ((prompt.origin, partial(_row_task, prompt.row, memories.vaults, decided)) for prompt in prompts)
+        for origin, read in items:
             try:
-                rows.append(_of_row(prompt.row, vaults, judged))
-                uses.append(source.use)
-            except InputError as error:
-                problems.used -= 1
-                problems.add("no memory task", prompt.origin, str(error))
+                row = read()
+                Vault(MemoryStorage(row.files), VaultLimits.model_validate_json(limits))
+            except (InputError, VaultError) as error:
+                problems.add("no memory task", origin, str(error))
+                continue
+            rows.append(row)
+            uses.append(source.use)
+    problems.used = len(rows)
     if not rows:
         problems.require_any(", ".join(source.path for source in sources))
     texts = [json.dumps(row.files, sort_keys=True) for row in rows]
     if len(set(texts)) < _FEW_VAULTS:
         texts = [f"{row.task.question} {text}" for row, text in zip(rows, texts, strict=True)]
-    return TaskTable(rows, [TaskRow(text, use) for text, use in zip(texts, uses, strict=True)], problems)
+    tasks = [TaskRow(text, use, row.task.kind) for text, use, row in zip(texts, uses, rows, strict=True)]
+    return TaskTable(rows, tasks, problems, renamed)
 
 
-def _of_row(row: dict[str, Any], vaults: dict[str, dict[str, str]], judged: bool) -> Assignment:
-    if not is_published_row(row):
-        return Assignment(*read_row(row))
-    task, files = read_published_row(row, vaults)
-    if "judge" in task.truth and not judged:
-        raise InputError("an update in the published format can only be scored by a judge; set environment.judge")
-    return Assignment(task, files)
+def _evaluation_items(
+    folder: Path, decided: frozenset[str], renamed: list[str]
+) -> Iterator[tuple[str, Callable[[], Assignment]]]:
+    """The origin of each evaluation item below `folder`, and a function that returns its task. Adds renamed notes to `renamed`."""
+    vaults: dict[Path, dict[str, str]] = {}
+
+    def read(item: dict[str, Any], kind: str, place: Path) -> Assignment:
+        if place not in vaults:
+            vaults[place], changed = accepted(read_folder(place))
+            renamed.extend(f"{place}: {old} -> {new}" for old, new in changed.items())
+        return Assignment(read_item(item, kind, vaults[place], decided), dict(vaults[place]))
+
+    for origin, item, kind, place in read_evaluation(folder):
+        yield origin, partial(read, item, kind, place)
+
+
+def _row_task(row: dict[str, Any], vaults: Mapping[str, dict[str, str]], decided: frozenset[str]) -> Assignment:
+    return Assignment(*(read_published_row(row, vaults, decided) if is_published_row(row) else read_row(row)))

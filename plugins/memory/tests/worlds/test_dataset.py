@@ -9,8 +9,8 @@ from posttrain.errors import InputError
 from posttrain_memory.worlds.dataset import SPLITS, read_row, row_of, samples
 from posttrain_memory.worlds.generation import question_key, tasks_of
 from posttrain_memory.worlds.paraphrase import Rewording, filler_lines
-from posttrain_memory.worlds.published import is_published_row, read_memories, read_published_row
 from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
+from posttrain_memory.worlds.records import is_published_row, read_memories, read_published_row
 from posttrain_memory.worlds.render import make_world
 from posttrain_memory.worlds.replies import asks
 from posttrain_memory.worlds.rewards import score
@@ -64,7 +64,7 @@ def test_records_of_the_published_agent_are_read(tmp_path):
     }
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "base_memory.json").write_text(json.dumps(memory))
-    memories = read_memories(tmp_path)
+    memories = read_memories(tmp_path).vaults
     files = {"user.md": "# Me\n", "entities/bo.md": "- age: 3\n"}
     assert memories == {"mem1": files}
 
@@ -92,7 +92,9 @@ def test_records_of_the_published_agent_are_read(tmp_path):
     assert filtered.kind == "filter"
     assert filtered.question == "How many?\nPrivacy rule: No names."
     assert filtered.reply == "12"
-    update, _ = read_published_row(row("update", "Note it", "Note it"), memories)
+    with pytest.raises(InputError, match=r"environment\.judge"):
+        read_published_row(row("update", "Note it", "Note it"), memories)
+    update, _ = read_published_row(row("update", "Note it", "Note it"), memories, frozenset({"update"}))
     with pytest.raises(InputError):
         score(update, vault, vault, "ok", False, 1, RewardWeights())
 

@@ -48,6 +48,26 @@ def case_key(path: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFKC", path).casefold())
 
 
+def portable_path(path: str, others: Iterable[str]) -> str:
+    """The valid path of a note that is closest to `path`, which another program wrote, and conflicts with none of `others`.
+
+    Characters that a path may not hold become hyphens.
+    """
+    parts = [_portable(part) for part in unicodedata.normalize("NFKC", path).removesuffix(SUFFIX).split("/")]
+    stem, others = "/".join(filter(None, parts)) or "note", list(others)
+    clean, number = f"{stem}{SUFFIX}", 1
+    while collision(clean, others) or clean in others:
+        number += 1
+        clean = f"{stem}-{number}{SUFFIX}"
+    return clean
+
+
+def _portable(part: str) -> str:
+    text = "".join("-" if c in _FORBIDDEN or unicodedata.category(c) in _CATEGORIES else c for c in part)
+    text = text.encode()[:120].decode(errors="ignore").strip(" .")
+    return f"-{text}" if text.split(".")[0].strip().casefold() in _DEVICES else text
+
+
 def collision(path: str, others: Iterable[str]) -> str | None:
     """The existing path that conflicts with `path`, or None.
 

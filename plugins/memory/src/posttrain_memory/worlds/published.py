@@ -1,113 +1,19 @@
-"""Records in the format of the published memory agent, and checks of their updates.
+"""Checks of updates in the files of the published memory agent.
 
-A record has `context_messages` and a label of three parts, the kind of task, the name of a memory, and the answer,
-separated by lines of `~/~/…~`. Memories are files `base_memory.json` with their name, `user_md`, and `entities`
-(`entity_file_path`, `entity_file_content`).
-
-Updates have no programmatic truth: a judge decides whether the notes now state what the message says. Damage to other
-notes is detected here, from the message and the notes alone.
+They have no programmatic truth: a judge, or a question that is asked afterwards, decides whether the notes now state what the
+message says. Damage to other notes is detected here, from the message and the notes alone.
 """
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from posttrain.errors import InputError
 from posttrain_memory.vault.paths import USER
-from posttrain_memory.vault.text import split_question
 from posttrain_memory.worlds.changes import SPARE_CHARACTERS, Outcome, broken_links
-from posttrain_memory.worlds.replies import Answer
-from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import FOREIGN
 from posttrain_memory.worlds.truth import Parsed, parse, resolve
-from posttrain_memory.worlds.values import FINDABLE, canonical, links, mentions, plain
+from posttrain_memory.worlds.values import links, mentions, plain
 
-_SEPARATOR = re.compile(r"\s*\n*(?:~/){3,}~\n*\s*")
-_FILTERED = re.compile(r"\s*<filter>(?P<rule>.*?)</filter>\s*<answer>(?P<answer>.*)</answer>\s*", re.DOTALL)
-
-
-def is_published_row(row: Mapping[str, Any]) -> bool:
-    """Whether a record has this format, and not that of `dataset.row_of`."""
-    return isinstance(row.get("label"), str) and len(_SEPARATOR.split(row["label"])) == 3
-
-
-def read_published_row(
-    row: Mapping[str, Any], memories: Mapping[str, Mapping[str, str]]
-) -> tuple[MemoryTask, dict[str, str]]:
-    """The task of a record and its vault, which is looked up in `memories` by name.
-
-    A retrieval answer is compared as the type that it looks like. An update can be scored only with a judge. A
-    clarification is correct if the reply asks and takes up a word of the question. The recorded reply is correct as it
-    stands. Raises InputError for other records, and for an unknown memory.
-    """
-    parts = _SEPARATOR.split(row["label"])
-    if len(parts) != 3:
-        raise InputError(f"a label has {len(parts)} parts separated by lines of ~/~; expected kind, memory and answer")
-    kind, name, text = (part.strip() for part in parts)
-    if name not in memories:
-        raise InputError(f"there is no base_memory.json file for the memory {name}; check `environment.memories`")
-    asked = [message["content"] for message in row["context_messages"] if message["role"] == "user"]
-    if kind not in ("retrieval", "update", "clarification") or not asked:
-        raise InputError(f"a record of kind {kind!r} with {len(asked)} user messages is not a memory task")
-    question, truth = asked[-1], _truth(kind, asked[-1], text)
-    if rule := _FILTERED.fullmatch(text) if kind == "retrieval" else None:
-        # The rules of such records are sentences, which the model alone can follow.
-        kind, text = "filter", rule["answer"].strip()
-        words, rules = split_question(question)
-        question = f"{words}\nPrivacy rule: {' '.join(rules) or rule['rule'].strip()}"
-    return MemoryTask(kind, "document", FOREIGN.name, question, 0, truth, [text]), dict(memories[name])
-
-
-def read_memories(folder: Path) -> dict[str, dict[str, str]]:
-    """Name -> vault (path -> text), from all files `base_memory.json` below a folder. Raises InputError for an
-    invalid file.
-    """
-    vaults = {}
-    for file in sorted(folder.rglob("base_memory.json")):
-        try:
-            memory = json.loads(file.read_text(encoding="utf-8"))
-            name = memory["mem_id" if "mem_id" in memory else "memory_id"]
-            entities = {_path(item["entity_file_path"]): item["entity_file_content"] for item in memory["entities"]}
-            vaults[str(name)] = {USER: memory["user_md"], **entities}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InputError(f"{file} is not a memory ({error}); it needs mem_id, user_md and entities") from error
-    return vaults
-
-
-def _path(text: str) -> str:
-    """The path of a note within its vault."""
-    place = text.find("entities/")
-    path = text[place:] if place >= 0 else f"entities/{text.rsplit('/', 1)[-1]}"
-    return path if path.endswith(".md") else f"{path}.md"
-
-
-def _truth(kind: str, question: str, text: str) -> dict[str, Any]:
-    if kind == "update":
-        return {"judge": question}
-    if kind == "clarification":
-        words = plain(question).split()
-        topics = [[word for word in words if len(word) > n and word not in _NO_TOPICS] for n in (4, 2, 0)]
-        return {"point": next(filter(None, topics), words), "type": "text", "key": "answer", "values": []}
-    filtered = _FILTERED.fullmatch(text)
-    gold = filtered["answer"].strip() if filtered else text
-    fits = [known for known in ("date", "money", "email", "phone", "number") if canonical(known, gold) is not None]
-    type_ = fits[0] if fits and fits[0] in FINDABLE else "text"
-    answers = [Answer(type_, canonical(type_, gold) or "", "answer").to_json()]
-    return {"answers": answers, **({"rule": {}, "hidden": []} if filtered else {})}
-
-
-_NO_TOPICS = frozenset(
-    re.findall(
-        r"\S+",
-        "a about again am an are at be by can could did do does for from had has have he her his how i in is it know many "
-        "me much my of on or our please should tell that the their them there these they this those to us was we were "
-        "what when where which while who whom whose why will with would you your",
-    )
-)
-"""Words of a question that do not say what it is about."""
 _MOST_ADDED = 10 * SPARE_CHARACTERS
 """Maximum number of characters that such an update may add to the notes."""
 _FIRST_PERSON = frozenset(re.findall(r"\S+", "i i'm i've i'd i'll me my mine myself we we're we've us our ours"))

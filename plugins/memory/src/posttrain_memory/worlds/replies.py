@@ -111,7 +111,7 @@ _NOT_DONE = re.compile(
 @dataclass(frozen=True)
 class Answer:
     """A value that a reply should or should not state: its type, canonical value, and key. For the type `name`, the
-    value is the plain title of a note.
+    value is the plain title of a note; for `truth`, `yes` or `no`.
     """
 
     type: str
@@ -160,8 +160,31 @@ def declines(reply: str) -> bool:
     return bool(_DECLINES.search(reply.replace("’", "'")))
 
 
-def states_value(reply: str, wanted: Answer) -> bool:
-    """Whether the reply states the value, in any spelling, without denying it (`affirmed`)."""
+_TRUTHS = {"yes": "yes", "yeah": "yes", "true": "yes", "correct": "yes", "no": "no", "false": "no", "incorrect": "no"}
+
+
+def states_truth(reply: str, question: str) -> str | None:
+    """`yes` or `no` as the reply answers a yes-no question, or None if it does not, or both.
+
+    The first words of its clauses decide, then a denial, `true` or `false`, and last whether it repeats most of the question.
+    """
+    first = [words[0] for clause in re.split(r"[.!?;,:\n]", reply) if (words := plain(clause).split())]
+    leading = {_TRUTHS[word] for word in first if word in _TRUTHS}
+    if leading:
+        return leading.pop() if len(leading) == 1 else None
+    if _BEFORE.search(reply.replace("’", "'")) or _AFTER.search(reply) or mentions(plain(reply), "false"):
+        return "no"
+    asked = {word for word in plain(question).split() if len(word) > 3}
+    repeated = asked & set(plain(reply).split())
+    return "yes" if mentions(plain(reply), "true") or (asked and 2 * len(repeated) >= len(asked)) else None
+
+
+def states_value(reply: str, wanted: Answer, question: str = "") -> bool:
+    """Whether the reply states the value, in any spelling, without denying it (`affirmed`). For the type `truth`, it answers
+    `question` so (`states_truth`).
+    """
+    if wanted.type == "truth":
+        return states_truth(reply, question) == wanted.value
     stated = affirmed(reply)
     if wanted.type in FINDABLE:
         return wanted.value in spoken_values(wanted.type, stated, [wanted.value])

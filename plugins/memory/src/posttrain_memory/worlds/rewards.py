@@ -82,23 +82,27 @@ def score(
     notes still state what an update should have removed, so that asking for it is wrong.
 
     An episode succeeds if the whole task is solved without fault; `judged` can only reduce its reward. A task without
-    programmatic truth (`"judge" in truth`) is solved if `judged` is at least `YES`; raises InputError if it is None.
+    programmatic truth (`"judge" in truth`) is solved if `judged` is at least `YES`; raises InputError if it is None. An update
+    that is `asked_after` is solved by any change without damage, and its follow-up decides.
     """
     verdict = _Verdict()
     text = (reply or "").strip()
     if not text:
         verdict.fault("silent", "there is no reply")
-    if "judge" in task.truth:
-        if judged is None:
-            raise InputError(
-                f"{task.question[:60]!r} can only be scored by a judge; set `judge` or leave out such tasks"
-            )
-        _add_update_outcome(published_outcome(task.question, before, after), asked, verdict)
+    decided = "judge" in task.truth
+    if decided and judged is None:
+        raise InputError(f"{task.question[:60]!r} can only be scored by a judge; set `judge` or leave out such tasks")
+    approved = judged is None or judged >= YES or not decided
+    if task.kind == "update":
+        known = task.truth.get("change")
+        outcome = (
+            published_outcome(task.question, before, after)
+            if known is None
+            else update_outcome(known, task.theme, before, after)
+        )
+        _add_update_outcome(outcome, asked, verdict)
         _check_confirmation(task, before, text, verdict)
-        verdict.share = verdict.share if judged >= YES else 0.0
-    elif task.kind == "update":
-        _add_update_outcome(update_outcome(task.truth["change"], task.theme, before, after), asked, verdict)
-        _check_confirmation(task, before, text, verdict)
+        verdict.share = verdict.share if approved else 0.0
     else:
         vault = parse(before, task.theme)
         recorded = task.theme == FOREIGN.name and plain(text) == plain(task.reply)
@@ -106,8 +110,8 @@ def score(
             verdict.fault("damaged", "the notes were changed")
             if broken_links(vault, parse(after, task.theme)):
                 verdict.fault("broken", "links lead nowhere")
-        if text and recorded:
-            verdict.share = 1.0
+        if text and (decided or recorded):
+            verdict.share = float(approved)
         elif text and task.truth.get("point"):
             if not grounded:
                 verdict.fault("guessed", "the notes still say it")
@@ -168,7 +172,7 @@ def _answers(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: 
     if not wanted:
         verdict.share = float(declines(reply))
         return
-    lacking = [one.value for one in wanted if not states_value(reply, one)]
+    lacking = [one.value for one in wanted if not states_value(reply, one, question)]
     verdict.share = (len(wanted) - len(lacking)) / len(wanted)
     verdict.missing += [f"it did not say {', '.join(lacking)}"] if 0 < len(lacking) < len(wanted) else []
     if verdict.share == 0:
@@ -209,7 +213,9 @@ def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, ver
         verdict.fault("guessed", f"it said {', '.join(sorted(unrelated) or sorted(stated))}")
     if _recites(task, vault, reply, stated):
         verdict.fault("guessed", "it recited the notes")
-    pointed = any(mentions(plain(reply), plain(word)) for word in truth["point"])
+    # A copy of the question does not say what is missing.
+    named = plain(reply) if task.theme != FOREIGN.name else plain(reply).replace(plain(task.question), " ")
+    pointed = any(mentions(named, plain(word)) for word in truth["point"])
     if both:
         pointed = pointed and (all(sides) or says_disagreeing(reply, task.question))
     elif task.theme != FOREIGN.name:

@@ -21,7 +21,8 @@ class MemoryTask:
     `truth` holds JSON values: `answers` that the reply must state (retrieval, filter, answerable clarification), with
     `operands` that it may state and names `against` that it may not; `change` (update, see `changes.expected`);
     `point` with `type`, `key` and `values` (clarification: what the reply must name, and the values it must not
-    choose between); `rule` and `hidden` (filter). `hops` is the number of links from `user.md` to the requested fact.
+    choose between); `rule` and `hidden` (filter). Tasks of files may have instead `judge`, the text that a judge grades,
+    with its `rubric`, or `asked_after`, if `follow_up` alone decides (update). `hops` is the number of links from `user.md` to the requested fact.
     `solution` is a list of code blocks followed by the reply. `follow_up` is the question asked after an update, see
     `updates.follow_up`.
     """
@@ -36,9 +37,14 @@ class MemoryTask:
     follow_up: "MemoryTask | None" = None
 
     @property
+    def scripted(self) -> bool:
+        """Whether the solution is complete, and a program can check it."""
+        return "judge" not in self.truth and "asked_after" not in self.truth
+
+    @property
     def reply(self) -> str:
-        """The last part of the solution: the reply to the user."""
-        return self.solution[-1]
+        """The last part of the solution: the reply to the user. Empty if none is known."""
+        return self.solution[-1] if self.solution else ""
 
     @property
     def code(self) -> list[str]:

@@ -1,0 +1,231 @@
+"""Tasks and vaults in the files of the published memory agent.
+
+- Training records have `context_messages` and a label of three parts, the kind of task, the name of a memory, and the answer,
+  separated by lines of `~/~/…~`. Memories are files `base_memory.json` with their name, `user_md`, and `entities`
+  (`entity_file_path`, `entity_file_content`).
+- Evaluation items are lines of `KIND/N_qa.jsonl`, with `question`, `answer` and `judge` (a rubric), and for updates with `update`, which
+  the question is asked after. Their vault is the folder `KIND/N`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.errors import InputError
+from posttrain_memory.vault.limits import VaultError, VaultLimits
+from posttrain_memory.vault.paths import USER, collision, note_path, portable_path
+from posttrain_memory.vault.text import split_question
+from posttrain_memory.worlds.replies import Answer
+from posttrain_memory.worlds.task import MemoryTask
+from posttrain_memory.worlds.theme import FOREIGN
+from posttrain_memory.worlds.values import FINDABLE, canonical, mentions, plain
+
+_SEPARATOR = re.compile(r"\s*\n*(?:~/){3,}~\n*\s*")
+_FILTERED = re.compile(r"\s*<filter>(?P<rule>.*?)</filter>\s*<answer>(?P<answer>.*)</answer>\s*", re.DOTALL)
+_ITEMS = "_qa.jsonl"
+Vault = dict[str, str]
+"""Path -> text."""
+
+
+@dataclass(frozen=True)
+class Memories:
+    """Vaults by name, and their notes that were renamed."""
+
+    vaults: Mapping[str, Vault]
+    renamed: list[str]
+    """`FILE: old -> new` of each note whose path a vault does not accept."""
+
+
+def is_published_row(row: Mapping[str, Any]) -> bool:
+    """Whether a record has this format, and not that of `dataset.row_of`."""
+    return isinstance(row.get("label"), str) and len(_SEPARATOR.split(row["label"])) == 3
+
+
+def read_published_row(
+    row: Mapping[str, Any], memories: Mapping[str, Vault], decided: frozenset[str] = frozenset()
+) -> tuple[MemoryTask, Vault]:
+    """The task of a record and its vault, which is looked up in `memories` by name. A judge decides kinds in `decided`.
+
+    Raises InputError for other records, for an unknown memory, and for tasks that only a judge could decide.
+    """
+    parts = _SEPARATOR.split(row["label"])
+    if len(parts) != 3:
+        raise InputError(f"a label has {len(parts)} parts separated by lines of ~/~; expected kind, memory and answer")
+    kind, name, text = (part.strip() for part in parts)
+    if name not in memories:
+        raise InputError(f"there is no base_memory.json file for the memory {name}; check `environment.memories`")
+    asked = [message["content"] for message in row["context_messages"] if message["role"] == "user"]
+    if not asked:
+        raise InputError("a record without a user message is not a memory task")
+    question = asked[-1]
+    if rule := _FILTERED.fullmatch(text) if kind == "retrieval" else None:
+        # The rules of such records are sentences, which the model alone can follow.
+        kind, text = "filter", rule["answer"].strip()
+        words, rules = split_question(question)
+        question = f"{words}\nPrivacy rule: {' '.join(rules) or rule['rule'].strip()}"
+    # The third part of an update repeats its message.
+    gold = "" if kind == "update" else text
+    return _task(kind, question, gold, memories[name], decided), dict(memories[name])
+
+
+def is_evaluation(folder: Path) -> bool:
+    """Whether a folder has evaluation items below it."""
+    return folder.is_dir() and next(folder.rglob(f"*{_ITEMS}"), None) is not None
+
+
+def read_evaluation(folder: Path) -> Iterator[tuple[str, dict[str, Any], str, Path]]:
+    """Each evaluation item below `folder`: its origin, values, kind, and the folder of its vault. Raises InputError at a line
+    that is not a JSON object.
+    """
+    for file in sorted(folder.rglob(f"*{_ITEMS}")):
+        kinds = [part for part in file.parts if part in ("retrieval", "update", "clarification", "filter")]
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                item = dict(json.loads(line))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise InputError(
+                    f"{file}, line {number} is not a JSON object ({error}); correct or remove it"
+                ) from error
+            kind = kinds[-1] if kinds else ("update" if "update" in item else "retrieval")
+            yield f"{file} line {number}", item, kind, file.with_name(file.name.removesuffix(_ITEMS))
+
+
+def read_item(item: Mapping[str, Any], kind: str, vault: Vault, decided: frozenset[str]) -> MemoryTask:
+    """The task of an evaluation item. Raises InputError for other items, and for tasks that only a judge could decide."""
+    texts = {name: str(item.get(name) or "").strip() for name in ("question", "answer", "judge", "update", "filters")}
+    if not texts["update" if kind == "update" else "question"]:
+        raise InputError(f"an item of kind {kind} has no {'update' if kind == 'update' else 'question'}")
+    if kind != "update":
+        question = f"{texts['question']}\nPrivacy rule: {texts['filters']}" if texts["filters"] else texts["question"]
+        return _task(kind, question, texts["answer"], vault, decided, texts["judge"])
+    after = _task("retrieval", texts["question"], texts["answer"], vault, decided) if texts["answer"] else None
+    return _task(kind, texts["update"], "", vault, decided, texts["judge"], after)
+
+
+def read_memories(folder: Path) -> Memories:
+    """The vaults in all files `base_memory.json` below a folder. Raises InputError for an invalid file."""
+    vaults, renamed = {}, []
+    for file in sorted(folder.rglob("base_memory.json")):
+        try:
+            memory = json.loads(file.read_text(encoding="utf-8"))
+            name = memory["mem_id" if "mem_id" in memory else "memory_id"]
+            entities = {_path(item["entity_file_path"]): item["entity_file_content"] for item in memory["entities"]}
+            vaults[str(name)], changed = accepted({USER: memory["user_md"], **entities})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InputError(f"{file} is not a memory ({error}); it needs mem_id, user_md and entities") from error
+        renamed += [f"{file}: {old} -> {new}" for old, new in changed.items()]
+    return Memories(vaults, renamed)
+
+
+def read_folder(folder: Path) -> Vault:
+    """The Markdown files below a folder. Raises InputError if there is no `user.md`."""
+    files = {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in sorted(folder.rglob("*.md"))}
+    if USER not in files:
+        raise InputError(f"{folder} has no {USER}; an item N{_ITEMS} needs a folder N of Markdown files beside it")
+    return files
+
+
+def accepted(files: Vault) -> tuple[Vault, dict[str, str]]:
+    """The vault with names that a vault accepts, also in its links, and the renamed notes (old -> new path)."""
+    changed: dict[str, str] = {}
+    kept: list[str] = []
+    for path in files:
+        try:
+            valid = note_path(path, VaultLimits())
+        except VaultError:
+            valid = ""
+        if valid and collision(valid, kept) is None and valid not in kept:
+            kept.append(valid)
+        else:
+            kept.append(portable_path(path, kept))
+        if kept[-1] != path:
+            changed[path] = kept[-1]
+    texts = list(files.values())
+    for old, new in changed.items():
+        # A link names a note by its path, or without the folder, or without the suffix.
+        for form in {old, old.removesuffix(".md"), old.rpartition("/")[2], old.rpartition("/")[2].removesuffix(".md")}:
+            texts = [
+                text.replace(f"[[{form}]]", f"[[{new}]]")
+                .replace(f"[[{form}|", f"[[{new}|")
+                .replace(f"[[{form}#", f"[[{new}#")
+                for text in texts
+            ]
+    return dict(zip(kept, texts, strict=True)), changed
+
+
+def _path(text: str) -> str:
+    """The path of a note within its vault."""
+    place = text.find("entities/")
+    path = text[place:] if place >= 0 else f"entities/{text.rsplit('/', 1)[-1]}"
+    return path if path.endswith(".md") else f"{path}.md"
+
+
+def _task(
+    kind: str,
+    question: str,
+    gold: str,
+    vault: Vault,
+    decided: frozenset[str],
+    rubric: str = "",
+    after: MemoryTask | None = None,
+) -> MemoryTask:
+    """A task. Without a judge, a retrieval answer is compared as the type that it looks like, an update is decided by the question
+    after it, and a clarification is correct if the reply asks for what the vault lacks, or as recorded.
+    """
+    solution = [gold] if gold else []
+    if kind == "update" and after is not None:
+        truth: dict[str, Any] = {"asked_after": after.question}
+    elif ("retrieval" if kind == "filter" else kind) in decided:
+        truth = {"judge": question, **({"rubric": rubric} if rubric else {})}
+    elif kind == "update":
+        raise _only_judged(kind, "an update without a question after it")
+    elif kind == "clarification":
+        point = _point(question, vault)
+        truth = {"point": point, "type": "text", "key": "answer", "values": []}
+        solution = solution or [f"My notes say nothing about this: {' '.join(point)}. Can you tell me more?"]
+    elif kind not in ("retrieval", "filter"):
+        raise InputError(f"a record of kind {kind!r} is not a memory task")
+    elif not gold:
+        raise _only_judged("retrieval", "a question without an answer")
+    else:
+        truth = {"answers": [_answer(gold).to_json()], **({"rule": {}, "hidden": []} if kind == "filter" else {})}
+    return MemoryTask(kind, "document", FOREIGN.name, question, 0, truth, solution, after)
+
+
+def _only_judged(kind: str, what: str) -> InputError:
+    return InputError(
+        f"{what} can only be scored by a judge; set environment.judge, with {kind} in environment.judge_decides"
+    )
+
+
+def _answer(gold: str) -> Answer:
+    """The answer of the type that its text looks like."""
+    if plain(gold) in ("true", "yes", "false", "no"):
+        return Answer("truth", "yes" if plain(gold) in ("true", "yes") else "no", "answer")
+    fits = [known for known in ("date", "money", "email", "phone", "number") if canonical(known, gold) is not None]
+    type_ = fits[0] if fits and fits[0] in FINDABLE else "text"
+    return Answer(type_, canonical(type_, gold) or "", "answer")
+
+
+def _point(question: str, vault: Vault) -> list[str]:
+    """The words of a question of which a reply must name one: those that the notes do not have, or else its topics."""
+    words, notes = plain(question).split(), plain("\n".join([*vault, *vault.values()]))
+    topics = [[word for word in words if len(word) > n and word not in _NO_TOPICS] for n in (4, 2, 0)]
+    absent = [word for word in topics[1] if not mentions(notes, word)]
+    return next(filter(None, [absent, *topics]), words)
+
+
+_NO_TOPICS = frozenset(
+    re.findall(
+        r"\S+",
+        "a about again am an are at be by can could did do does for from had has have he her his how i in is it know many "
+        "me much my of on or our please should tell that the their them there these they this those to us was we were "
+        "what when where which while who whom whose why will with would you your",
+    )
+)
+"""Words of a question that do not say what it is about."""
