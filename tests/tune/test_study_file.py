@@ -10,6 +10,7 @@ from posttrain.cli.main import main
 from posttrain.errors import InputError
 from posttrain.recipe.study import grid_of
 from posttrain.recipe.study_file import load_study
+from posttrain.tune.report import short_names
 from posttrain.tune.study import check_space, distributions, from_storage, to_storage
 
 from .studies import study_values
@@ -168,6 +169,16 @@ def test_the_ready_studies_resolve(name, count, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert f": {count} trials of " in said
     assert "gives no valid recipe" not in said
+    keys = list(load_study(f"recipes/{name}.yaml", []).recipe.spaces)
+    names = short_names(keys)
+    assert len(set(names)) == len(keys)
+    assert all(f".{key}".endswith(f".{short}") for key, short in zip(keys, names, strict=True))
+
+
+def test_a_list_that_is_too_short_says_how_many_it_needs(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(["tune", "recipes/rlhf/tune_sft.yaml", "--dry-run", "retest={best: 1, seeds: [1]}"]) == 2
+    assert "retest.seeds is [1]; it must be a list of whole numbers, at least 2 items" in capsys.readouterr().err
 
 
 def test_the_search_groups_of_the_document_are_28_runs(capsys, monkeypatch):

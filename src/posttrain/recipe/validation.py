@@ -73,6 +73,8 @@ def _sentence(
             words += f"; write {dotted}.{main}={value}"
         if isinstance(value, int | float) and "coefficient" in sections[0].model_fields:
             words += f"; the nearest is {dotted}.coefficient"
+    if problem["type"] in ("too_short", "too_long"):
+        words = f"{words}, {problem['msg'].removeprefix('List should have ').partition(' after')[0]}"
     if words.startswith("text") and isinstance(value, int | float) and not isinstance(value, bool):
         words = f"{words}, in quotes"
     hint = ""

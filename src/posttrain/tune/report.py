@@ -62,13 +62,14 @@ def trial_table(study: Study, trials: Sequence[FrozenTrial], narrow: bool = Fals
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """The shortest unique suffix of each dotted key, with two words for `type` and `coefficient`."""
+    """The shortest unique suffix of each dotted key, or all of it, with two words for `type` and `coefficient`."""
     names = []
     for key in keys:
         parts = key.split(".")
         fewest = 2 if parts[-1] in ("type", "coefficient") else 1
         ends = [".".join(parts[-count:]) for count in range(min(fewest, len(parts)), len(parts) + 1)]
-        names.append(next(end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1))
+        # No suffix is unique for `optimizer.learning_rate` beside `critic.optimizer.learning_rate`.
+        names.append(next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key))
     return names
 
 
