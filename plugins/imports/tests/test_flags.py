@@ -118,7 +118,9 @@ def test_defaults_are_those_of_the_installed_trl(name):
         ), flag
 
 
-TRAINERS = {name: program for name, program in programs().items() if not program.command and not program.files}
+TRAINERS = {
+    name: program for name, program in programs().items() if program.stage and not program.command and not program.files
+}
 
 
 @pytest.mark.parametrize("name", TRAINERS)

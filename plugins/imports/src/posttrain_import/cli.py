@@ -1,5 +1,7 @@
 """`posttrain import`: commands of other frameworks as recipes."""
 
+from collections import Counter
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,89 +55,48 @@ def import_(
     posttrain import train_agent.sh KL_TARGET=0.02 MODEL_NAME=Qwen/Qwen3-4B
     """
     from posttrain.errors import InputError
+    from posttrain.terminal import new_console
     from posttrain_import.commands import import_commands
     from posttrain_import.shell import assignments
-    from posttrain_import.tables import markdown_table
+    from posttrain_import.tables import markdown_table, terminal_table
 
-    found, others = import_commands(source, assignments(variables or []), rows)
-    for imported in found:
+    commands, others = import_commands(source, assignments(variables or []), rows)
+    console = new_console()
+    for imported in commands:
         if markdown:
             typer.echo(markdown_table(imported), nl=False)
-        else:
-            _show(imported)
-    unknown = [row for imported in found for row in imported.unknown]
+            continue
+        console.print(terminal_table(imported))
+        counts = Counter(row.answer.outcome for row in imported.rows)
+        console.print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()), highlight=False)
+        for row in imported.missing:
+            sentence = f"not supported: {row.label} {row.value}: {row.answer.note}"
+            console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    unknown = [row for imported in commands for row in imported.unknown]
     if unknown and not ignore_unknown:
-        raise InputError(
-            "\n".join(
-                f"{row.flag}: {row.answer.note}; correct it, remove it, or pass --ignore-unknown" for row in unknown
-            )
-        )
+        remedy = "correct it, remove it, or pass --ignore-unknown"
+        raise InputError("\n".join(f"{row.flag}: {row.answer.note}; {remedy}" for row in unknown))
     if markdown:
         return
     for command in others:
         typer.echo(f"not imported: {' '.join(command.words)[:120]}")
-    files = _files(found, out)
-    for imported in found:
-        imported.recipe() if not imported.replacement else None
-    taken = [file for file in files.values() if file.exists() and not overwrite]
+    recipes = [imported for imported in commands if not imported.replacement]
+    single = out.suffix in (".yaml", ".yml")
+    if single and len(recipes) > 1:
+        raise InputError(f"{out} is one file and there are {len(recipes)} commands; name a folder")
+    files: dict[Path, Imported] = {}
+    for imported in recipes:
+        imported.recipe()  # an error before anything is written
+        name = imported.name[:100]  # names of files have at most 255 bytes
+        names = chain([name], (f"{name}-{number}" for number in count(2)))
+        files[out if single else next(file for name in names if (file := out / f"{name}.yaml") not in files)] = imported
+    taken = [file for file in files if file.exists() and not overwrite]
     if taken:
         raise InputError(f"{', '.join(map(str, taken))} exists; choose another --out, or pass --overwrite")
-    for number, imported in enumerate(found):
-        if number in files:
-            files[number].parent.mkdir(parents=True, exist_ok=True)
-            files[number].write_text(imported.recipe_text(), encoding="utf-8")
-            typer.echo(f"wrote {files[number]}")
-        typer.echo(f"run it with: {imported.command(str(files.get(number, '')))}")
-
-
-def _files(found: "list[Imported]", out: Path) -> dict[int, Path]:
-    """Number of each command that becomes a recipe -> its file."""
-    from posttrain.errors import InputError
-
-    made = [number for number, imported in enumerate(found) if not imported.replacement]
-    if out.suffix in (".yaml", ".yml"):
-        if len(made) > 1:
-            raise InputError(f"{out} is one file and there are {len(made)} commands; name a folder")
-        return dict.fromkeys(made, out)
-    files: dict[int, Path] = {}
-    for number in made:
-        first = found[number].name[:100]  # names of files have at most 255 bytes
-        name, copy = first, 2
-        while out / f"{name}.yaml" in files.values():
-            name, copy = f"{first}-{copy}", copy + 1
-        files[number] = out / f"{name}.yaml"
-    return files
-
-
-def _show(imported: "Imported") -> None:
-    """Print the flags of a command and their results."""
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table
-
-    from posttrain.terminal import new_console
-    from posttrain_import.commands import shown_value
-    from posttrain_import.rows import SET
-
-    console = new_console()
-    title = f"{imported.framework} as posttrain {imported.stage}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("flag", overflow="fold", max_width=32)
-    table.add_column("", no_wrap=True)
-    table.add_column("here", overflow="fold")
-    for row in imported.rows:
-        here = [f"{key}={shown_value(value)}" for key, value in row.answer.keys.items()]
-        table.add_row(
-            escape(row.label if row.value == SET else f"{row.label} {row.value}"),
-            row.answer.outcome,
-            escape("\n".join([*here, *([row.answer.note] if row.answer.note else [])])),
-        )
-    console.print(table)
-    counts: dict[str, int] = {}
-    for row in imported.rows:
-        counts[row.answer.outcome] = counts.get(row.answer.outcome, 0) + 1
-    console.print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()), highlight=False)
-    for row in imported.missing:
-        console.print(
-            f"not supported: {row.label} {row.value}: {row.answer.note}", markup=False, highlight=False, soft_wrap=True
-        )
+    for file, imported in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(imported.recipe_text(), encoding="utf-8")
+        typer.echo(f"wrote {file}\nrun it with: {imported.command(str(file))}")
+    for imported in commands:
+        if imported.replacement:
+            typer.echo(f"run it with: {imported.replacement}")

@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import textwrap
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,11 @@ from posttrain.errors import InputError
 from posttrain.recipe.compose import typed_recipe
 from posttrain.recipe.sources import Layer, dump_values, merge, read_file
 from posttrain.recipe.stages import Recipe
-from posttrain_import.find import PROCESSES, find
-from posttrain_import.programs import Program, nested, values_of
-from posttrain_import.rows import HIDDEN, SET, Answer, Row, count_rows, data_path, literal
+from posttrain_import.rows import Answer, Row, count_rows, data_path
+from posttrain_import.rules import Program, find, programs
 from posttrain_import.shell import LONGEST, Command, read_commands
 
+_MOST_SCRIPTS = 100
 _UNREADABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ufeff\ud800-\udfff\ufffe\uffff]")
 """Control characters, which terminals interpret, and lone surrogates. YAML allows neither."""
 _ORDER = [
@@ -30,19 +32,16 @@ _ORDER = [
 
 @dataclass(frozen=True)
 class Imported:
-    """The conversion of one command.
-
-    `values`: nested keys of the recipe of `stage`. `files`: recipes of this package that the command modifies.
-    `replacement`: the equivalent command of this package, if it needs no recipe.
-    """
+    """The conversion of one command. `values`: nested keys of the recipe."""
 
     text: str
-    framework: str
-    stage: str
+    program: Program
     rows: Sequence[Row]
     values: Mapping[str, Any] = field(default_factory=dict)
-    files: tuple[str, ...] = ()
-    replacement: str = ""
+
+    @property
+    def stage(self) -> str:
+        return self.program.stage
 
     @property
     def name(self) -> str:
@@ -57,18 +56,37 @@ class Imported:
         """Rows of the command that the recipe cannot express."""
         return [row for row in self.rows if row.answer.outcome == "not supported"]
 
+    @property
+    def replacement(self) -> str:
+        """The equivalent command of this package, if it needs no recipe: options, arguments and recipe keys of the rows."""
+        values = {key: value for row in self.rows for key, value in row.answer.keys.items()}
+        words = [self.program.command, *(shlex.quote(str(value)) for key, value in values.items() if key.isupper())]
+        for key, value in values.items():
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            if key.startswith("--"):
+                words += [key, shlex.quote(text)] if text else [key]
+            elif not key.isupper():
+                words.append(shlex.quote(f"{key}={text}"))
+        return " ".join(words) if self.program.command else ""
+
     def recipe(self) -> Recipe:
         """The typed recipe. Raises InputError if a key has a value that is not allowed."""
-        layers = [*(read_file(file) for file in self.files), Layer(dict(self.values))]
-        return typed_recipe(merge(layers), self.stage)
+        return typed_recipe(self._merged(), self.stage)
+
+    def _merged(self) -> Layer:
+        return merge([*map(read_file, self.program.files), Layer(dict(self.values))])
 
     def recipe_text(self) -> str:
         """The recipe as YAML, with the flag of each key beside it."""
-        values = merge([*(read_file(file) for file in self.files), Layer(dict(self.values))]).values
-        values = {key: values[key] for key in sorted(values, key=_place)}
+        values = self._merged().values
+        values.pop("stage", None)
+        values = {key: values[key] for key in [*filter(values.__contains__, _ORDER), *values]}
         flags = {key: row.label for row in self.rows for key in row.answer.keys}
-        lines = [f"# Imported from a command of {self.framework}:", *_wrapped(self.text), f"stage: {self.stage}"]
-        return "\n".join(lines + _yaml_lines({k: v for k, v in values.items() if k != "stage"}, flags)) + "\n"
+        command = [
+            f"#   {line}" for line in textwrap.wrap(self.text, 110, break_long_words=False, break_on_hyphens=False)
+        ]
+        head = [f"# Imported from a command of {self.program.framework}:", *command, f"stage: {self.stage}"]
+        return "\n".join(head + _yaml_lines(values, flags)) + "\n"
 
     def command(self, file: str) -> str:
         """The equivalent command of this package."""
@@ -86,23 +104,15 @@ def import_commands(
     Raises:
         InputError: the text cannot be read, a flag has a value that is not allowed, or there is no command to import.
     """
-    found: list[Imported] = []
-    others: list[Command] = []
-    for command, imported in _converted(source, variables, rows, (), count()):
-        if imported is None:
-            others.append(command)
-        else:
-            found.append(imported)
-    if not found:
+    converted = list(_converted(source, variables, rows, (), count()))
+    others = [command for command, imported in converted if imported is None]
+    if len(others) == len(converted):
         shown = " ".join(others[0].words)[:100] if others else source[:100]
         raise InputError(
             f"{shown!r} is not a command that the importer supports; it reads openrlhf.cli.train_*, trl and examples/scripts of TRL, "
             "verl.trainer.main_ppo, and train.sh or train.py of RAGEN"
         )
-    return found, others
-
-
-_MOST_SCRIPTS = 100
+    return [imported for _, imported in converted if imported is not None], others
 
 
 def _converted(
@@ -121,169 +131,148 @@ def _converted(
     if odd := _UNREADABLE.search(text):
         raise InputError(f"the command has the character {odd[0]!r}, which a recipe cannot have; remove it")
     for command in read_commands(text, variables):
-        imported = import_command(command, rows)
-        script = _script_of(command) if imported is None else None
-        if script is None:
+        imported, words = import_command(command, rows), command.words
+        runs_script = len(words) == 2 and words[0] in ("bash", "sh", "source") and os.path.isfile(words[1])
+        if imported is not None or not runs_script:
             yield command, imported
             continue
-        file = Path(script).resolve()
+        file = Path(words[1]).resolve()
         if file in callers:
             raise InputError(
-                f"{script} runs itself, directly or through another script; remove the command `{' '.join(command.words)}`"
+                f"{words[1]} runs itself, directly or through another script; remove the command `{' '.join(words)}`"
             )
-        yield from _converted(script, {**variables, **command.assignments}, rows, (*callers, file), scripts_before)
-
-
-def _script_of(command: Command) -> str | None:
-    """The file of `bash FILE` without arguments, whose commands are imported; None for other commands."""
-    words = command.words
-    if len(words) == 2 and words[0] in ("bash", "sh", "source") and os.path.isfile(words[1]):
-        return words[1]
-    return None
+        yield from _converted(words[1], {**variables, **command.assignments}, rows, (*callers, file), scripts_before)
 
 
 def import_command(command: Command, rows: int | None = None) -> Imported | None:
     """The conversion of one command. None if it belongs to none of the frameworks."""
-    words, text = list(command.words), shlex.join(command.words)
-    for position, word in enumerate(words):
-        before, after = words[:position], words[position + 1 :]
-        outside = [*_environment(command.assignments), *_launcher(before)]
-        if (found := find(word, after, before)) is None:
-            continue
-        program, given = found.program, found.given
-        flags = program.positional(found.words) if program.positions else [*given, *_flags(found.words, program)]
-        if program.scripts and (program.command or program.files):
-            outside = [replace(row, answer=_STARTS) if row.answer.keys else row for row in outside]
-        if any(name == "num_processes" for name, _ in given):  # it has a row already
-            outside = [row for row in outside if not row.answer.keys]
-        return _imported(text, program, flags, rows, outside)
-    return None
-
-
-def _environment(assignments: Mapping[str, str]) -> list[Row]:
-    """Rows of the variables that are set in front of a command."""
-    note = "a variable of the original's libraries"
-    devices = "set it for `posttrain` too"
-    return [
-        Row(
-            name,
-            HIDDEN if _SECRET.search(name) else value,
-            Answer("no effect", {}, devices if name == "CUDA_VISIBLE_DEVICES" else note),
-        )
-        for name, value in assignments.items()
+    for position, word in enumerate(command.words):
+        if match := find(word, command.words[position + 1 :]):
+            break
+    else:
+        return None
+    program, taken, named = match
+    words, text = list(command.words[position + 1 + taken :]), shlex.join(command.words)
+    options, launcher = _options(command.words[:position]), programs()["launcher"]
+    flags = list(named.items())
+    if "num_processes" in program.rules:  # the number of processes is part of the arithmetic
+        counts = [option for option in options if launcher.name_of(option[0]) == "num_processes"]
+        flags += [("num_processes", value) for _, value in counts]
+        options = [option for option in options if option not in counts]
+    flags += _flags(words, program)
+    for value in (value for name, value in flags if program.is_secret(name, value)):
+        text = text.replace(shlex.quote(value), "...")
+    values = {program.name_of(name): value for name, value in flags}
+    if rows is None and program.rows_of:
+        rows = _rows_of(values, program)
+    of_scripts = program.command or program.files  # the devices are those of their recipes
+    table = [
+        *programs()["environment"].table(list(command.assignments.items())),
+        *(programs()["script launcher"] if of_scripts else launcher).table(options),
+        *program.table(flags, rows),
     ]
+    if program.command:
+        return Imported(text, program, table)
+    keys = values_of(table)
+    if not program.files:
+        needed = {"model.path": "model"}
+        needed |= {"environment.type": "environment"} if program.stage == "rl" else {}
+        needed |= {"data.train": "data"} if program.stage in ("dpo", "reward") else {}
+        for key, name in needed.items():
+            answer = Answer("not supported", {}, f"the command does not name it: set `{key}`")
+            table += [Row(name, "in the script", answer, True)] if key not in keys else []
+    keys.setdefault("name", f"{program.framework.lower()}-{program.stage}")
+    return Imported(text, program, table, _nested(keys))
 
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.I)
-_MACHINES = "`hardware.processes` counts those of one machine; `hardware.ray` runs on several"
-_LAUNCHER = {
-    "--config_file": "it is not read: set `hardware.processes` to the devices that it names",
-    "--include": "set CUDA_VISIBLE_DEVICES, and `hardware.processes` to the number of devices",
-    "--exclude": "set CUDA_VISIBLE_DEVICES, and `hardware.processes` to the number of devices",
-    "--hostfile": _MACHINES,
-    "--nnodes": _MACHINES,
-    "--num_nodes": _MACHINES,
-    "--num_machines": _MACHINES,
-}
-"""Options of launchers that change the devices of the run, with what to do instead."""
-
-
-_STARTS = Answer("no effect", {}, "an option of the launcher")
-
-
-def _launcher(before: list[str]) -> list[Row]:
-    """Rows of the options of a launcher, such as `accelerate launch --config_file FILE`."""
-    rows = []
-    for word, following in pairwise([*before, ""]):
+def _options(words: Sequence[str]) -> list[tuple[str, str]]:
+    """The options of a launcher, such as `accelerate launch --config_file FILE`."""
+    options = []
+    for word, following in pairwise([*words, ""]):
         flag, equals, value = word.partition("=")
-        if not flag.startswith("--") or flag in ("--", "--module"):
-            continue
-        value = value if equals else following if not following.startswith("-") else SET
-        remedy = _LAUNCHER.get(flag.replace("-", "_").replace("__", "--", 1))
-        if PROCESSES.fullmatch(flag):
-            answer = Answer("equal", {"hardware.processes": literal(value)})
-        elif remedy is not None and value != "1":
-            answer = Answer("not supported", {}, remedy)
-        else:
-            answer = _STARTS
-        rows.append(Row(flag, value, answer))
-    return rows
+        if flag.startswith("--") and flag not in ("--", "--module"):
+            options.append((flag[2:], value if equals else following if not following.startswith("-") else ""))
+    return options
 
 
 def _flags(words: list[str], program: Program) -> list[tuple[str, str]]:
-    """(flag, value) of `--flag value`, `--flag=value` and `key=value` words; a flag without a value has an empty one."""
-    found: list[tuple[str, str]] = []
-    position = 0
-    while position < len(words):
-        word = words[position]
-        position += 1
+    """(flag, value) of `--flag value`, `--flag=value` and `key=value` words, of the file that `config` names, and of
+    positional words; a flag without a value has an empty one."""
+    if program.positions:
+        if len(words) > len(program.positions):
+            raise InputError(
+                f"the script has {len(program.positions)} arguments, and the command {len(words)}; remove the others"
+            )
+        return list(zip(program.positions, words, strict=False))
+    flags: list[tuple[str, str]] = []
+    configured: list[tuple[str, str]] = []
+    remaining = deque(words)
+    while remaining:
+        word = remaining.popleft()
         if not program.prefix:
             key, equals, value = word.lstrip("+~").partition("=")
             if word.startswith("--"):
-                value = words[position] if not equals and position < len(words) else value
-                position += not equals
+                value = remaining.popleft() if not equals and remaining else value
             elif not equals:
                 raise InputError(f"{word} is not KEY=VALUE; remove it")
-            found.append((key, value if value else "null"))
+            flags.append((key, value or "null"))
             continue
         if not word.startswith("--"):
             raise InputError(f"{word} belongs to no flag; remove it, or quote the value that it is part of")
         flag, equals, value = word[2:].partition("=")
         values = [value] if equals else []
-        while not equals and position < len(words) and not words[position].startswith("--"):
-            values.append(words[position])
-            position += 1
-        rule = program.rules.get(program.name_of(flag))
-        if rule is not None and len(values) > 1 and not rule.many:
+        while not equals and remaining and not remaining[0].startswith("--"):
+            values.append(remaining.popleft())
+        name = program.name_of(flag)
+        if name in program.rules and len(values) > 1 and name not in program.several:
             raise InputError(
                 f"--{flag} has the values {' '.join(values)}; it takes one, so quote it or remove the others"
             )
-        if rule is not None and not any(values) and not rule.switch:
+        if name in program.rules and not any(values) and name not in program.switches:
             raise InputError(f"--{flag} has no value; give it one, or remove it")
-        found.append((flag, " ".join(values)))
-    return found
-
-
-def _imported(
-    text: str,
-    program: Program,
-    flags: list[tuple[str, str]],
-    rows: int | None,
-    outside: Sequence[Row] = (),
-) -> Imported:
-    for value in (value for name, value in flags if program.is_secret(name, value)):
-        text = text.replace(shlex.quote(value), HIDDEN)
-    given = {program.name_of(name): value for name, value in flags}
-    if rows is None and program.rows_of:
-        rows = _rows_of(given, program)
-    table = [*outside, *program.table(flags, rows)]
-    if program.command:
-        return Imported(text, program.framework, program.stage, table, replacement=program.replacement(table))
-    values = values_of(table)
-    if not program.files:
-        table += [row for key, row in _required(program.stage).items() if key not in values]
-    values.setdefault("name", f"{program.framework.lower()}-{program.stage}")
-    return Imported(text, program.framework, program.stage, table, nested(values), program.files)
-
-
-def _required(stage: str) -> dict[str, Row]:
-    """Keys that the experiment depends on -> the row that says that the command does not set them."""
-    keys = {"model.path": "model"}
-    keys |= {"environment.type": "environment"} if stage == "rl" else {}
-    keys |= {"data.train": "data"} if stage in ("dpo", "reward") else {}
-    answer = {key: Answer("not supported", {}, f"the command does not name it: set `{key}`") for key in keys}
-    return {key: Row(name, "in the script", answer[key], True) for key, name in keys.items()}
+        if name == program.config:
+            for key, setting in read_file(" ".join(values)).values.items():
+                configured.append((key, " ".join(map(str, setting)) if isinstance(setting, list) else str(setting)))
+        else:
+            flags.append((flag, " ".join(values)))
+    return configured + flags
 
 
 def _rows_of(given: Mapping[str, str], program: Program) -> int | None:
     """Number of training rows: those of local files, at most the limit of the command; without files, the limit."""
     paths = data_path(given.get(program.rows_of, ""))
     counts = [count_rows(path) for path in ([paths] if isinstance(paths, str) else paths)]
-    limit = int(float(given[program.limit])) if given.get(program.limit) else None
-    if counts and all(count is not None for count in counts):
-        total = sum(count for count in counts if count is not None)
-        return min(total, limit) if limit is not None else total
-    return limit
+    limit = [int(float(given[program.limit]))] if given.get(program.limit) else []
+    total = [sum(filter(None, counts))] if counts and None not in counts else []
+    return min(total + limit, default=None)
+
+
+def values_of(rows: Iterable[Row]) -> dict[str, Any]:
+    """Dotted keys of the recipe with their values. Raises InputError if two flags set a key to different values."""
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for row in rows:
+        for key, value in row.answer.keys.items():
+            if key in values and values[key] != value and not isinstance(value, list):
+                raise InputError(
+                    f"{origin[key]} sets {key} to {values[key]} and {row.flag} to {value}; remove one of the flags"
+                )
+            if key in values and isinstance(value, list) and isinstance(values[key], list):
+                value = [*values[key], *(item for item in value if item not in values[key])]
+            values[key], origin[key] = value, row.flag
+    return values
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as sections."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        inside = nested
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[last] = value
+    return nested
 
 
 def _text_of(source: str) -> str:
@@ -302,21 +291,6 @@ def _text_of(source: str) -> str:
     if file.suffix == ".md":
         text = "\n".join(re.findall(r"^```(?:bash|sh|shell|console)?[ \t]*\n(.*?)^[ \t]*```", text, re.M | re.S))
     return text
-
-
-def _place(key: str) -> int:
-    """The sort key of a section in a recipe file."""
-    return _ORDER.index(key) if key in _ORDER else len(_ORDER)
-
-
-def _wrapped(text: str, width: int = 110) -> list[str]:
-    """The command as comment lines, including each line of a quoted text."""
-    lines = [""]
-    for word in text.split():
-        if len(lines[-1]) + len(word) > width and lines[-1]:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return [f"#   {line}" for line in lines]
 
 
 def _yaml_lines(values: Mapping[str, Any], flags: Mapping[str, str], place: str = "") -> list[str]:

@@ -15,45 +15,32 @@ from posttrain_import.rules import read_file, read_files
 PLACE = Path(recipe.__file__).parent / "foreign.json"
 
 
-def _keys(rule: Any) -> list[str]:
-    """The recipe keys of a rule that only renames or translates a value."""
-    rule = {"key": rule} if isinstance(rule, str) else rule
-    if not isinstance(rule, dict):
-        return []
-    choices = rule.get("choice", {}).values()
-    if choices and all(isinstance(value, dict) for value in choices):
-        return []
-    return rule["key"].partition(" as ")[0].split(", ") if "key" in rule else list(rule.get("switch", ()))
-
-
 def hints() -> dict[str, dict[str, Any]]:
     """`keys`: name -> the keys here. `reasons`: name -> why there is none. `units`: key -> its unit."""
-    own = read_file(resources.files("posttrain_import") / "hints.yaml")
+    listed = read_file(resources.files("posttrain_import") / "hints.yaml")
     keys: dict[str, list[str]] = {}
-    reasons: dict[str, str] = {}
+    parts = {name: part for file in read_files() for name, part in file.get("parts", {}).items()}
     for file in read_files():
         sections = [*file.get("parts", {}).values(), *file["programs"].values()]
-        if any("command" in section for section in sections):  # scripts, whose keys are options and files too
-            continue
-        for section in sections:
-            for name, rule in section.get("rules", {}).items():
-                keys.setdefault(name, _keys(rule))
-    shared = next(file["parts"]["trl"] for file in read_files() if "trl" in file.get("parts", {}))
-    for kind in ("no effect", "not supported"):
-        reasons |= {name: sentence for sentence, names in shared.get(kind, {}).items() for name in names}
-    reasons |= {name: rule["not supported"] for name, rule in shared["rules"].items() if "not supported" in rule}
-    keys = {name: found for name, found in keys.items() if found and found != [name]}
-    for name in [name for names in own["keys"].values() for name in names]:
-        keys[name] = []
-    for native, names in own["keys"].items():
+        # The keys of scripts are options and files too, and launchers have no stage.
+        if all("stage" in section and "command" not in section for section in file["programs"].values()):
+            for name, rule in [item for section in sections for item in section.get("rules", {}).items()]:
+                rule = {"key": rule} if isinstance(rule, str) else rule if isinstance(rule, dict) else {}
+                choices = rule.get("choice", {}).values()
+                translated = choices and all(isinstance(value, dict) for value in choices)
+                named = rule["key"].partition(" as ")[0].split(", ") if "key" in rule else list(rule.get("switch", ()))
+                keys.setdefault(name, [] if translated else named)
+    keys = {name: natives for name, natives in keys.items() if natives and natives != [name]}
+    keys |= {name: [] for names in listed["keys"].values() for name in names}
+    for native, names in listed["keys"].items():
         for name in names:
             keys[name] += native.split(", ")
-    reasons |= {name: sentence for sentence, names in own["reasons"].items() for name in names}
-    return {
-        "keys": dict(sorted(keys.items())),
-        "reasons": dict(sorted(reasons.items())),
-        "units": own["units"],
-    }
+    trl = parts["trl"]
+    sentences = trl["no effect"] | trl["not supported"]
+    reasons = {name: sentence for sentence, names in sentences.items() for name in names}
+    reasons |= {name: rule["not supported"] for name, rule in trl["rules"].items() if "not supported" in rule}
+    reasons |= {name: sentence for sentence, names in listed["reasons"].items() for name in names}
+    return {"keys": dict(sorted(keys.items())), "reasons": dict(sorted(reasons.items())), "units": listed["units"]}
 
 
 def text() -> str:

@@ -12,18 +12,35 @@ LONGEST = 128 * 1024
 """Maximum characters of a script, and of all values that its variables are replaced with."""
 _MOST_COMMANDS = 1_000
 _MOST_DOCUMENTS = 100
-TOO_LARGE = "the script is larger than the command of a training run ({}); copy the command to a file, and import that"
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_TOO_LARGE = "the script is larger than the command of a training run ({}); copy the command to a file, and import that"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.S)
 _HEREDOC = re.compile(
     r"^[ \t]*read\b[^\n]*?\b([A-Za-z_]\w*)\s*<<-?\s*['\"]?(\w+)['\"]?[ \t]*\n(.*?)^[ \t]*\2[ \t]*$", re.M | re.S
 )
 _KEYWORDS = {"if", "then", "else", "elif", "fi", "for", "while", "do", "done", "case", "esac", "{", "}", "!", "time"}
 _ALWAYS = {"@": "", "*": "", "HOME": str(Path.home()), "PWD": "."}
-_PLAIN = re.compile(r'.[^"\\$`]*', re.S)
-_OPERATORS = ("&&", "||", ";", "|", "&", "\n", "(", ")")
-_ARGUMENTS = re.compile(r'"\$(?:@|\{@\})"(?=[\s;&|)]|\Z)')
-"""The arguments of the script, of which there are none: no word, unlike other texts in quotation marks."""
+_EXPANSION = r"\$\{(?:[A-Za-z_]\w*|[@*\d])(?::?[-=][^}]*)?\}|\$(?:[A-Za-z_]\w*|[@*\d])|\$[({]|[$`]"
+_VARIABLE = re.compile(r"\$\{?(\w+|[@*])(?::?([-=])(.*))?", re.S)
+_START = r"(?<![^\s;&|()<>])(?<!\\[\s;&|()<>])"
+"""A place where a word begins."""
+_TOKEN = re.compile(
+    rf"""
+      (?P<no_word>{_START}"\$(?:@|\{{@\}})"(?=[\s;&|)]|\Z))  # the arguments of the script, of which there are none
+    | '(?P<literal>[^']*)'
+    | "(?P<quoted>(?:\\.|\$\{{[^}}"]{{0,200}}\}}|[^"\\])*+)"
+    | (?P<open>['"])
+    | \\(?P<escaped>.?)
+    | (?P<expansion>{_EXPANSION})
+    | (?P<comment>{_START}\#[^\n]*)
+    | (?P<redirection>(?:{_START}\d|&)?>(?!\()>?(?:&\d?)?|(?:{_START}\d)?<(?![<(]))
+    | (?P<process>[<>]\([^\n]*)
+    | (?P<operator>&&|\|\||[;|&\n()])
+    | (?P<space>[^\S\n]+)
+    | (?P<plain><+|[^\s'"\\$`<>;&|()]+)
+    """,
+    re.S | re.X,
+)
+_IN_QUOTES = re.compile(rf"""\\(["\\$`])|({_EXPANSION})""")
 
 
 @dataclass(frozen=True)
@@ -51,13 +68,13 @@ def read_commands(text: str, variables: Mapping[str, str]) -> list[Command]:
     exported: dict[str, str] = {}
     commands: list[Command] = []
     if len(text) > LONGEST or text.count("<<") > _MOST_DOCUMENTS:
-        raise InputError(TOO_LARGE.format(f"{LONGEST:,} characters, {_MOST_DOCUMENTS} documents"))
+        raise InputError(_TOO_LARGE.format(f"{LONGEST:,} characters, {_MOST_DOCUMENTS} documents"))
     # A backslash at the end of a line continues it, even with spaces after it, which copied commands often have.
     joined = re.sub(r"\\[ \t]*(?:\n|\Z)", " ", text)
     for document in _HEREDOC.finditer(joined):
         known[document[1]] = " ".join(document[3].split())
     joined = _HEREDOC.sub("", joined)
-    for words in _split(joined, known, variables):
+    for words in _split(joined, ChainMap(dict(variables), known, _ALWAYS)):
         given: dict[str, str] = {}
         while words and (match := _ASSIGNMENT.fullmatch(words[0].text)) and not words[0].quoted:
             given[match[1]] = match[2]
@@ -65,13 +82,13 @@ def read_commands(text: str, variables: Mapping[str, str]) -> list[Command]:
         while words and words[0].text in _KEYWORDS:
             words.pop(0)
         if words and words[0].text in ("export", "local", "declare", "readonly"):
-            given |= {found[1]: found[2] for word in words[1:] if (found := _ASSIGNMENT.fullmatch(word.text))}
+            given |= {match[1]: match[2] for word in words[1:] if (match := _ASSIGNMENT.fullmatch(word.text))}
             # A variable that the script reads itself has its effect in the words of a command.
             read = {name for name in given if re.search(rf"\$\{{?{name}\b", joined)}
             exported |= {name: given[name] for name in given.keys() - read if words[0].text == "export"}
             words = []
         if len(commands) + len(exported) > _MOST_COMMANDS:
-            raise InputError(TOO_LARGE.format(f"{_MOST_COMMANDS:,} commands and exported variables"))
+            raise InputError(_TOO_LARGE.format(f"{_MOST_COMMANDS:,} commands and exported variables"))
         if words:
             commands.append(Command(tuple(word.text for word in words), {**exported, **given}))
         else:
@@ -79,129 +96,73 @@ def read_commands(text: str, variables: Mapping[str, str]) -> list[Command]:
     return commands
 
 
-def _split(text: str, known: dict[str, str], variables: Mapping[str, str]) -> Iterator[list[_Word]]:
-    """The words of each simple command, without redirections and comments. Reads `known` while it is being filled."""
+def _split(text: str, values: Mapping[str, str]) -> Iterator[list[_Word]]:
+    """The words of each simple command, without redirections and comments. Reads `values` while they are being filled."""
     words: list[_Word] = []
     word: _Word | None = None
-    position, skip, expanded = 0, False, 0
-    values = ChainMap(dict(variables), known, _ALWAYS)
+    target, expanded = False, 0  # whether the next word is the file of a redirection; characters of values
 
-    def expansion() -> str:
-        nonlocal position, expanded
-        value, position = _expansion(text, position, values)
+    def expand(expansion: str, rest: str) -> str:
+        nonlocal expanded
+        if expansion == "$":
+            return "$"
+        match = _VARIABLE.fullmatch(expansion.removesuffix("}"))
+        if match is None:
+            why = (
+                "an expansion that the importer does not read" if expansion == "${" else "the output of another command"
+            )
+            raise InputError(f"{_first_line(rest)} is {why}; write its value instead")
+        value = values.get(match[1], match[3] if match[2] else None)
+        if value is None:
+            raise InputError(f"${match[1]} has no value in the command; add {match[1]}=VALUE after it")
         expanded += len(value)
         if expanded > LONGEST:
-            raise InputError(TOO_LARGE.format(f"{LONGEST:,} characters of values of variables"))
+            raise InputError(_TOO_LARGE.format(f"{LONGEST:,} characters of values of variables"))
         return value
 
-    def end_word() -> None:
-        nonlocal word, skip
-        if word is not None and not skip:
-            words.append(word)
-        if word is not None:
-            skip = False
-        word = None
-
-    while position < len(text):
-        char = text[position]
-        if char == "'":
-            end = text.find("'", position + 1)
-            if end < 0:
-                raise InputError("a ' of the command has no second one; close the quotation")
-            word = word or _Word("", True)
-            word.text += text[position + 1 : end]
-            position = end + 1
-        elif word is None and (match := _ARGUMENTS.match(text, position)):
-            position = match.end()
-        elif char == '"':
-            word = word or _Word("", True)
-            position += 1
-            while text[position : position + 1] != '"':
-                if position >= len(text):
-                    raise InputError('a " of the command has no second one; close the quotation')
-                if text[position] == "\\" and text[position + 1 : position + 2] in ('"', "\\", "$", "`"):
-                    word.text += text[position + 1]
-                    position += 2
-                elif text[position] in "$`":
-                    word.text += expansion()
-                else:
-                    end = _PLAIN.match(text, position).end()  # type: ignore[union-attr]
-                    word.text += text[position:end]
-                    position = end
-            position += 1
-        elif char == "\\":
-            word = word or _Word("")
-            word.text += text[position + 1 : position + 2]
-            position += 2
-        elif char in "$`":
-            value = expansion()
-            parts = value.split()
-            # An unquoted variable is split into words.
-            if word is None and len(parts) > 1:
-                words += [_Word(part) for part in parts]
-            else:
-                word = word or _Word("")
-                word.text += value
-                word = word if word.text else None
-        elif char == "#" and word is None:
-            end = text.find("\n", position)
-            position = len(text) if end < 0 else end
-        elif (
-            match := re.compile(r"&>>?|\d?>>?(?:&\d?)?|\d?<(?![<(])").match(text, position)
-            if word is None or char in "<>"
-            else None
-        ):
-            end_word()
-            skip = not re.search(r"&\d$", match[0])
-            position = match.end()
-        elif text.startswith(("<(", ">("), position):
-            raise InputError(f"{_start(text, position)} is the output of another command; write its value instead")
-        elif operator := next((one for one in _OPERATORS if text.startswith(one, position)), None):
-            end_word()
-            skip = False
-            if words:
+    for match in _TOKEN.finditer(text):
+        kind, part = str(match.lastgroup), match[str(match.lastgroup)]
+        quoted = kind in ("literal", "quoted")
+        if kind == "open":
+            raise InputError(f"a {part} of the command has no second one; close the quotation")
+        if kind == "process":
+            raise InputError(f"{_first_line(part)} is the output of another command; write its value instead")
+        if kind == "expansion":
+            part = expand(part, text[match.start() : match.start() + 40])
+            if word is None and len(part.split()) > 1:  # an unquoted variable is split into words
+                words += map(_Word, part.split())
+            if word is None and len(part.split()) != 1 and part != "$":
+                continue
+        if kind == "quoted":
+            part = _IN_QUOTES.sub(lambda inner: inner[1] or expand(inner[2], inner.string[inner.start() :]), part)
+        if quoted or kind in ("escaped", "expansion", "plain"):
+            word = word or _Word("", quoted)
+            word.text += part
+        elif kind in ("redirection", "operator", "space"):
+            if word is not None and not target:
+                words.append(word)
+            if kind == "redirection":
+                target = not re.search(r"&\d$", part)
+            elif word is not None or kind == "operator":
+                target = False
+            word = None
+            if kind == "operator" and words:
                 yield words
                 words = []
-            position += len(operator)
-        elif char.isspace():
-            end_word()
-            position += 1
-        else:
-            word = word or _Word("")
-            word.text += char
-            position += 1
-    end_word()
+    if word is not None and not target:
+        words.append(word)
     if words:
         yield words
 
 
-def _expansion(text: str, position: int, values: Mapping[str, str]) -> tuple[str, int]:
-    """The value of the expansion at `position`, and where the text continues."""
-    if text.startswith(("$(", "`"), position):
-        raise InputError(f"{_start(text, position)} is the output of another command; write its value instead")
-    if match := re.compile(r"\$\{([A-Za-z_]\w*|[@*\d])(?::?([-=])([^}]*))?\}|\$([A-Za-z_]\w*|[@*\d])").match(
-        text, position
-    ):
-        name = match[1] or match[4]
-        value = values.get(name, match[3] if match[2] else None)
-        if value is None:
-            raise InputError(f"${name} has no value in the command; add {name}=VALUE after it")
-        return value, match.end()
-    if text.startswith("${", position):
-        raise InputError(f"{_start(text, position)} is an expansion that the importer does not read; write its value")
-    return text[position], position + 1
-
-
-def _start(text: str, position: int) -> str:
-    return repr(text[position : position + 40].splitlines()[0])
+def _first_line(text: str) -> str:
+    return repr(text[:40].splitlines()[0])
 
 
 def assignments(words: list[str]) -> dict[str, str]:
     """`NAME=VALUE` words as a mapping. InputError for others."""
-    found = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not _NAME.fullmatch(name):
+    matches = {word: _ASSIGNMENT.fullmatch(word) for word in words}
+    for word, match in matches.items():
+        if match is None:
             raise InputError(f"{word} is not NAME=VALUE; quote the whole command, or name one file")
-        found[name] = value
-    return found
+    return {match[1]: match[2] for match in matches.values() if match}

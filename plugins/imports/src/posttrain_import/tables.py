@@ -1,16 +1,40 @@
-"""The Markdown table of a command's flags, optionally compared with a recipe of this package for the same
-experiment."""
+"""The table of a command's flags: for the terminal, and as Markdown, optionally compared with a recipe of this package."""
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from posttrain.recipe.compose import load_recipe
 from posttrain.recipe.sources import read_file
 from posttrain_import.commands import Imported, shown_value
+from posttrain_import.rows import SET
 
-_HEAD = "| flag | value | our key | our value | outcome | note |\n|---|---|---|---|---|---|"
+if TYPE_CHECKING:
+    from rich.table import Table
+
 _LOUD = {outcome: f"**{outcome}**" for outcome in ("unknown", "not supported")}
+
+
+def terminal_table(imported: Imported) -> "Table":
+    """The flags of a command and their results."""
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = f"{imported.program.framework} as posttrain {imported.stage}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("flag", overflow="fold", max_width=32)
+    table.add_column("", no_wrap=True)
+    table.add_column("here", overflow="fold")
+    for row in imported.rows:
+        here = [f"{key}={shown_value(value)}" for key, value in row.answer.keys.items()]
+        table.add_row(
+            escape(row.label if row.value == SET else f"{row.label} {row.value}"),
+            row.answer.outcome,
+            escape("\n".join([*here, *([row.answer.note] if row.answer.note else [])])),
+        )
+    return table
 
 
 def markdown_table(imported: Imported, recipe: str | None = None) -> str:
@@ -20,62 +44,44 @@ def markdown_table(imported: Imported, recipe: str | None = None) -> str:
     imported value and the comment in the file. Keys that only the file sets follow with the outcome `added`; if the
     import is based on this file, only those with a comment.
     """
-    ready = _Ready(recipe, imported) if recipe is not None else None
-    lines = [_HEAD]
+    lines = ["| flag | value | our key | our value | outcome | note |\n|---|---|---|---|---|---|"]
+    recipe_values = load_recipe([recipe], [], imported.stage).model_dump(mode="json") if recipe else {}
+    comments = _comments(Path(recipe).read_text(encoding="utf-8")) if recipe else {}
     named: set[str] = set()
     for row in imported.rows:
-        values = dict(row.answer.keys)
-        outcome, notes = row.answer.outcome, [_escaped(row.answer.note)] if row.answer.note else []
-        if ready is not None:
-            values, more = ready.compared(values)
-            notes += more
-            named |= values.keys()
+        ours = dict(row.answer.keys)
+        notes = [_escaped(row.answer.note)] if row.answer.note else []
+        if recipe:
+            ours = {key: _at(recipe_values, key) for key in ours}
+            changed = {key: value for key, value in row.answer.keys.items() if _listed(ours[key]) != _listed(value)}
+            notes += [f"imported: {', '.join(dict.fromkeys(map(_cell, changed.values())))}"] if changed else []
+            notes += dict.fromkeys(_escaped(comments[key]) for key in changed if key in comments)
+            ours = {key: ours[key] if key in changed else value for key, value in row.answer.keys.items()}
+            named |= ours.keys()
         flag = f"({row.flag})" if row.implied else f"`{row.flag}`"
-        lines.append(_line(flag, row.value, values, _LOUD.get(outcome, outcome), notes))
-    for key, value, note in ready.added(named) if ready is not None else ():
-        if note or not imported.files:
-            lines.append(_line("–", "–", {key: value}, "added", [_escaped(note)] if note else []))
+        lines.append(_line(flag, row.value, ours, _LOUD.get(row.answer.outcome, row.answer.outcome), notes))
+    for key in dict(_leaves(read_file(recipe).values)) if recipe else ():
+        if key == "stage" or any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in named):
+            continue
+        # The first key of a section has the comment of the section.
+        note = comments.get(key) or comments.pop(key.rpartition(".")[0], "")
+        if note or not imported.program.files:
+            lines.append(_line("–", "–", {key: _at(recipe_values, key)}, "added", [_escaped(note)] if note else []))
     return "\n".join(lines) + "\n"
 
 
-class _Ready:
-    """A recipe file that is compared with the imported recipe."""
-
-    def __init__(self, file: str, imported: Imported) -> None:
-        self._values = load_recipe([file], [], imported.stage).model_dump(mode="json")
-        self._given = dict(_leaves(read_file(file).values))
-        with open(file, encoding="utf-8") as stream:
-            self._comments = _comments(stream.read())
-
-    def compared(self, imported: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Our values of these keys, and notes on those that differ from the imported ones."""
-        ours = {key: self._at(key) for key in imported}
-        changed = {key: value for key, value in imported.items() if not _same(ours[key], value)}
-        notes = [f"imported: {', '.join(dict.fromkeys(map(_cell, changed.values())))}"] if changed else []
-        notes += dict.fromkeys(_escaped(self._comments[key]) for key in changed if key in self._comments)
-        return {key: ours[key] if key in changed else value for key, value in imported.items()}, notes
-
-    def added(self, named: set[str]) -> Iterator[tuple[str, Any, str]]:
-        """Keys that only the file sets, with value and comment. The first key of a section has the section's
-        comment."""
-        for key in self._given:
-            inside = any(key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in named)
-            if key not in named and not inside and key != "stage":
-                yield key, self._at(key), self._comments.get(key) or self._comments.pop(key.rpartition(".")[0], "")
-
-    def _at(self, key: str) -> Any:
-        value: Any = self._values
-        for part in key.split("."):
-            value = value[part] if isinstance(value, Mapping) else None
-        if isinstance(value, list) and value and isinstance(value[0], Mapping) and "path" in value[0]:
-            return [source["path"] for source in value]
-        return value
+def _at(values: Any, key: str) -> Any:
+    """The value of a dotted key; the paths of a list of data files."""
+    for part in key.split("."):
+        values = values[part] if isinstance(values, Mapping) else None
+    if isinstance(values, list) and values and isinstance(values[0], Mapping) and "path" in values[0]:
+        return [source["path"] for source in values]
+    return values
 
 
-def _same(ours: Any, imported: Any) -> bool:
-    """Whether two values are equal; a list of one value is that value."""
-    one, other = ([value] if not isinstance(value, list | tuple) else list(value) for value in (ours, imported))
-    return one == other
+def _listed(value: Any) -> list[Any]:
+    """A value as a list: a list of one value is that value."""
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _leaves(values: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
@@ -88,7 +94,7 @@ def _leaves(values: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, A
 
 def _comments(text: str) -> dict[str, str]:
     """Dotted key -> the comment at the end of its line in a recipe file."""
-    found: dict[str, str] = {}
+    comments: dict[str, str] = {}
     place: list[tuple[int, str]] = []
     for line in text.splitlines():
         match = re.match(r"( *)(\w+):(?: |$)(?:.*?)(?:\s#\s(.*))?$", line)
@@ -97,8 +103,8 @@ def _comments(text: str) -> dict[str, str]:
         place = [(indent, key) for indent, key in place if indent < len(match[1])]
         place.append((len(match[1]), match[2]))
         if match[3]:
-            found[".".join(key for _, key in place)] = match[3]
-    return found
+            comments[".".join(key for _, key in place)] = match[3]
+    return comments
 
 
 def _line(flag: str, value: str, ours: Mapping[str, Any], outcome: str, notes: list[str]) -> str:
