@@ -46,7 +46,7 @@ def rule_agent(question: str, files: dict[str, str]) -> tuple[str, dict[str, str
     """
     facts = facts_of(files)
     path, rest = _subject(question, files, facts)
-    label = _label(rest, {label for fact in facts if fact.kind != "link" for label in fact.labels})
+    label = _label(rest, _values(facts))
     ends = question.strip().endswith("?")
     if label is not None and path is not None and not ends:
         changed = _changed(question, rest, path, label, files, facts)
@@ -55,7 +55,13 @@ def rule_agent(question: str, files: dict[str, str]) -> tuple[str, dict[str, str
     if path is None:
         return "I find no note on this. Whom or what do you mean?", files
     if label is None:
-        return _by_relation(rest, path, files, facts), files
+        # From the links of the note: the targets of a relation, or their number.
+        label = _label(rest, {label for fact in facts if fact.kind == "link" for label in fact.labels})
+        targets = [fact.value for fact in facts if fact.kind == "link" and fact.about == path and label in fact.labels]
+        if label is None or not targets:
+            return "The notes do not say. What exactly do you want to know?", files
+        names = [title(files.get(value, "")) or value for value in dict.fromkeys(targets)]
+        return (f"There are {len(names)}." if "how many" in rest else f"{', '.join(names)}."), files
     matching = [fact for fact in facts if fact.about == path and label in fact.labels and fact.kind != "link"]
     name = title(files[path]) or "you"
     if not matching:
@@ -82,9 +88,9 @@ def _subject(question: str, files: dict[str, str], facts: Sequence[Fact]) -> tup
             path = name_path
     if path is None and re.search(r"\b(?:my|i|me)\b", lowered):
         path = USER
-    relations = {label: fact for fact in facts if fact.kind == "link" for label in fact.labels}
+    relations = {label for fact in facts if fact.kind == "link" for label in fact.labels}
     for _ in range(2):
-        label = _label(rest, {label for label, fact in relations.items() if path is not None})
+        label = _label(rest, relations) if path is not None else None
         steps = [f for f in facts if f.kind == "link" and f.about == path and label in f.labels and f.value in files]
         if label is None or len(steps) != 1 or _label(rest.replace(label, " "), _values(facts)) is None:
             break
@@ -100,16 +106,6 @@ def _label(text: str, labels: set[str]) -> str | None:
     """The longest of `labels` that occurs in `text`."""
     matches = [label for label in labels if re.search(rf"(?<!\w){re.escape(label)}(?!\w)", text)]
     return max(matches, key=lambda label: (len(label), label), default=None)
-
-
-def _by_relation(rest: str, path: str, files: dict[str, str], facts: Sequence[Fact]) -> str:
-    """An answer from the links of a note: the targets of a relation, or their number."""
-    label = _label(rest, {label for fact in facts if fact.kind == "link" for label in fact.labels})
-    targets = [fact.value for fact in facts if fact.kind == "link" and fact.about == path and label in fact.labels]
-    if label is None or not targets:
-        return "The notes do not say. What exactly do you want to know?"
-    names = [title(files.get(value, "")) or value for value in dict.fromkeys(targets)]
-    return f"There are {len(names)}." if "how many" in rest else f"{', '.join(names)}."
 
 
 def _changed(
@@ -218,11 +214,11 @@ def _score_reply(
 
 def random_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
     """A random fact, drawn from the question's hash."""
-    facts = _statement(files)
+    facts = [fact for fact in facts_of(files) if fact.about in files]
     if not facts:
         return "", files
     draw = random_stream("memory baseline", question).random()
-    return _sentence(facts[int(draw * len(facts))], files), files
+    return f"{_value(facts[int(draw * len(facts))], files)}.", files
 
 
 def asking_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
@@ -240,12 +236,13 @@ def one_note_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str
 
 def bm25_policy(question: str, files: dict[str, str]) -> tuple[str, dict[str, str]]:
     """The fact whose label, note and value match the question best, in a sentence."""
-    facts = _statement(files)
+    facts = [fact for fact in facts_of(files) if fact.about in files]
     if not facts:
         return "", files
     documents = [_tokens(f"{title(files[f.about])} {' '.join(f.labels)} {_value(f, files)}") for f in facts]
     scores = bm25(_tokens(question), documents)
-    return _sentence(facts[max(range(len(facts)), key=lambda i: (scores[i], -i))], files), files
+    best = max(range(len(facts)), key=lambda i: (scores[i], -i))
+    return f"{_value(facts[best], files)}.", files
 
 
 BASELINE_POLICIES: dict[str, BaselinePolicy] = {
@@ -277,10 +274,6 @@ def bm25(query: Sequence[str], documents: Sequence[Sequence[str]], k1: float = 1
     return scores
 
 
-def _statement(files: dict[str, str]) -> list[Fact]:
-    return [fact for fact in facts_of(files) if fact.about in files]
-
-
 def _tokens(text: str) -> list[str]:
     return re.findall(r"\w+", text.casefold())
 
@@ -289,7 +282,3 @@ def _value(fact: Fact, files: dict[str, str]) -> str:
     if fact.kind == "link":
         return title(files.get(fact.value, "")) or fact.value
     return files[fact.note][fact.value_start : fact.value_end].strip()
-
-
-def _sentence(fact: Fact, files: dict[str, str]) -> str:
-    return f"{_value(fact, files)}."

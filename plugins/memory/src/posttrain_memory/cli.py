@@ -97,10 +97,8 @@ def chat(
             if not sys.stdin.isatty():
                 LineChat(agent).run(line.decode(errors="replace") for line in sys.stdin.buffer)
                 return
-            about = [
-                f"{len(agent.visible_vault().paths())} notes in {vault}",
-                f"model {model}{f' at {url}' if url else ''}",
-            ]
+            notes = f"{len(agent.visible_vault().paths())} notes in {vault}"
+            about = [notes, f"model {model}{f' at {url}' if url else ''}"]
             about += [f"{len(agent.rules)} privacy rule{'s' * (len(agent.rules) > 1)}"] if agent.rules else []
             about += ["read-only"] if read_only else []
             TerminalChat(agent, new_console()).run(f"{', '.join(about)}; /help lists commands, Ctrl-D leaves")

@@ -11,14 +11,7 @@ from posttrain.environments.judge import check_judge, require_judge
 from posttrain.environments.protocol import Baseline, Environment, Message, Observation, Step
 from posttrain.errors import InputError
 from posttrain.recipe.components import EnvironmentRecipe
-from posttrain_memory.baselines import (
-    ASKED_AFTER,
-    BASELINE_POLICIES,
-    NOTES,
-    Outcome,
-    measure_baselines,
-    summary,
-)
+from posttrain_memory.baselines import ASKED_AFTER, BASELINE_POLICIES, NOTES, Outcome, measure_baselines, summary
 from posttrain_memory.interpreter.pool import Interpreter, InterpreterLimits
 from posttrain_memory.interpreter.session import ToolSession
 from posttrain_memory.judging import judge_episode
@@ -137,39 +130,23 @@ class Memory(Environment):
             verdict = judge_episode(self._judge, task, before, after, reply)
             info["judge"] = {"score": verdict.score, "reason": verdict.reason}
             self._judged.append(verdict.score)
-        scored = score(
-            task,
-            before,
-            after,
-            reply,
-            asks(reply or ""),
-            self._turns,
-            self.recipe.weights,
-            self._session.checked_first,
-            verdict.score if verdict else None,
-            self._grounded,
-        )
+        judged, checked_first = verdict.score if verdict else None, self._session.checked_first
+        asked, weights = asks(reply or ""), self.recipe.weights
+        scored = score(task, before, after, reply, asked, self._turns, weights, checked_first, judged, self._grounded)
         info |= {"parts": dict(scored.parts), "faults": list(scored.faults), "variant": task.variant, "hops": task.hops}
         if reply is not None and self._session.redact(reply) != reply:
             info["withheld"] = True
         if self._share < 1 and task.follow_up is not None:
             self._updated, self._grounded = scored, is_forgotten(task, after)
             messages = self._start_conversation(Assignment(task.follow_up, after))
-            return Step(
-                messages,
-                reward + self._share * scored.total,
-                terminated=False,
-                truncated=False,
-                info=info,
-                new_conversation=True,
-            )
+            return Step(messages, reward + self._share * scored.total, False, False, info, new_conversation=True)
         self._assignment = None
         success, halves = scored.success, {}
         if self._updated is not None:
             success = self._updated.success and scored.success
             halves = {NOTES: float(self._updated.success), ASKED_AFTER: float(scored.success)}
-        judged = {JUDGE: sum(self._judged) / len(self._judged)} if self._judged else {}
-        info |= {"success": success, "scores": {self._kind: float(success), **halves, **judged}}
+        verdicts = {JUDGE: sum(self._judged) / len(self._judged)} if self._judged else {}
+        info |= {"success": success, "scores": {self._kind: float(success), **halves, **verdicts}}
         return Step([], reward + self._share * scored.total, reply is not None, reply is None, info)
 
     def expert(self) -> str:
@@ -307,17 +284,13 @@ def assignment(recipe: MemoryRecipe, seed: int) -> Assignment:
 def _thought(kind: str, asks_back: bool, place: int, blocks: int) -> str:
     """A one-line thought for a step of a scripted solution."""
     if place < blocks:
-        if place == 0:
-            return "I look at the notes first."
-        if kind == "update" and place == blocks - 1:
-            return "Now I change the notes."
-        return "That leads on to the next note."
+        last = kind == "update" and place == blocks - 1
+        then = "Now I change the notes." if last else "That leads on to the next note."
+        return then if place else "I look at the notes first."
     if asks_back:
         return "The notes do not settle this, so I ask."
-    return {
-        "update": "The notes are changed.",
-        "filter": "I tell what the privacy rule allows.",
-    }.get(kind, "The notes say it.")
+    ends = {"update": "The notes are changed.", "filter": "I tell what the privacy rule allows."}
+    return ends.get(kind, "The notes say it.")
 
 
 @lru_cache(maxsize=4)

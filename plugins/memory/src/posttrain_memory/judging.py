@@ -57,7 +57,9 @@ def judge_episode(
         texts, known = [*texts, ("criteria", rubric)], known + _RUBRIC
     texts += [("changes", _cut(changes(before, after)) or "(none)"), ("reply", _cut(reply or ""))]
     what = _WHAT.format(known=known)
-    return judge_points(server, points_prompt(what, _RUBRICS[_rubric(task)], _SCALE, texts), _SCALE)
+    # A clarification task that can be answered is graded like a retrieval task.
+    kind = "retrieval" if task.kind == "clarification" and not task.asks else task.kind
+    return judge_points(server, points_prompt(what, _RUBRICS[kind], _SCALE, texts), _SCALE)
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
@@ -71,11 +73,6 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
         one, other = ([] if text is None else text.split("\n") for text in (old, new))
         lines += difflib.unified_diff(one, other, *names, n=2, lineterm="")
     return "\n".join(lines)
-
-
-def _rubric(task: MemoryTask) -> str:
-    """The rubric of a task. A clarification task that can be answered is graded like a retrieval task."""
-    return "retrieval" if task.kind == "clarification" and not task.asks else task.kind
 
 
 def _cut(text: str) -> str:

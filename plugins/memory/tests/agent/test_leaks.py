@@ -10,6 +10,7 @@ from posttrain_memory.agent.session import Answered, MemoryAgent
 from posttrain_memory.environment import assignment
 from posttrain_memory.interpreter.pool import Interpreter
 from posttrain_memory.privacy.facts import facts_of
+from posttrain_memory.privacy.filter import PrivacyFilter
 from posttrain_memory.recipe import AgentRecipe, MemoryRecipe
 from posttrain_memory.vault.text import split_question
 from posttrain_memory.worlds.replies import answer, contains_value
@@ -92,7 +93,7 @@ def test_hidden_facts_of_worlds_stay_hidden(interpreter, standing, knows, seeds)
             agent.ask(words if standing else given.task.question)
         )
         assert isinstance(events[-1], Answered)
-        visible_to_the_model = "\n".join(agent._session(rules).filter.view.values())
+        visible_to_the_model = "\n".join(PrivacyFilter(rules, given.files).view.values())
         for secret in secrets:
             # A value may also belong to a fact that is not hidden, and may then be shown.
             if contains_value(visible_to_the_model, secret) or contains_value(words, secret):

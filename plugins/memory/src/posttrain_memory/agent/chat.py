@@ -42,9 +42,8 @@ def panel(event: Event) -> RenderableType:
 
 def changed(diff: str) -> RenderableType:
     """A panel with the changes made by a question."""
-    return _framed(
-        _highlighted(_first_lines(printable(diff)), "diff"), "changed notes", "magenta", "/undo takes it back"
-    )
+    inside = _highlighted(_first_lines(printable(diff)), "diff")
+    return _framed(inside, "changed notes", "magenta", "/undo takes it back")
 
 
 def lines(event: Event) -> str:
@@ -65,15 +64,9 @@ def lines(event: Event) -> str:
 
 
 def _framed(inside: RenderableType, title: str, color: str, subtitle: str | None = None) -> Panel:
-    return Panel(
-        inside,
-        title=title,
-        title_align="left",
-        subtitle=subtitle,
-        subtitle_align="right",
-        border_style=color,
-        padding=(0, 1),
-    )
+    panel = Panel(inside, title=title, title_align="left", border_style=color, padding=(0, 1))
+    panel.subtitle, panel.subtitle_align = subtitle, "right"
+    return panel
 
 
 def _highlighted(text: str, language: str) -> Syntax:
@@ -121,11 +114,18 @@ def command(agent: MemoryAgent, line: str) -> str:
         "/diff": lambda: agent.changes() or "the last question changed nothing",
         "/notes": lambda: agent.visible_vault().tree() or "there are no notes",
         "/read": lambda: agent.visible_vault().read(rest.strip()),
-        "/new": lambda: _new(agent),
-        "/filters": lambda: _rules(agent),
+        "/filters": lambda: (
+            "\n".join(["for every question:", *(f"- {rule}" for rule in agent.rules)])
+            if agent.rules
+            else "no privacy rule in force; start with --filter, or write <filter>…</filter> in a question"
+        ),
         "/help": lambda: _HELP,
-        "/quit": _leave,
     }
+    if name == "/quit":
+        raise LeaveChat
+    if name == "/new":
+        agent.new()
+        return "the next question starts a new conversation"
     if name not in does:
         raise InputError(f"unknown command {name}; /help lists the commands")
     if name == "/read" and not rest.strip():
@@ -157,19 +157,16 @@ class TerminalChat:
                 self._console.print()
                 return
             try:
-                self._handle(line)
+                if line.startswith("/"):
+                    self._console.print(Text(command(self._agent, line)))
+                elif line:
+                    self._answer(line)
             except LeaveChat:
                 return
             except KeyboardInterrupt:
                 self._console.print(Text("interrupted; the next question starts a new conversation", style="yellow"))
             except PosttrainError as error:
                 self._console.print(Text(printable(str(error)), style="red"))
-
-    def _handle(self, line: str) -> None:
-        if line.startswith("/"):
-            self._console.print(Text(command(self._agent, line)))
-        elif line:
-            self._answer(line)
 
     def _answer(self, question: str) -> None:
         """Show the events of a question as they occur, with the elapsed time below."""
@@ -224,18 +221,3 @@ class LineChat:
 
 def _note(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
-
-
-def _rules(agent: MemoryAgent) -> str:
-    if not agent.rules:
-        return "no privacy rule in force; start with --filter, or write <filter>…</filter> in a question"
-    return "\n".join(["for every question:", *(f"- {rule}" for rule in agent.rules)])
-
-
-def _new(agent: MemoryAgent) -> str:
-    agent.new()
-    return "the next question starts a new conversation"
-
-
-def _leave() -> str:
-    raise LeaveChat

@@ -151,15 +151,8 @@ class RemoteChatClient:
     def answer(self) -> str:
         """The next answer. Raises RunError if the server gives none."""
         try:
-            written = complete(
-                "the model",
-                self._client,
-                self.model,
-                self._messages,
-                temperature=self._temperature,
-                max_tokens=self._most,
-                stop=STOPS,
-            )
+            limits: dict[str, Any] = {"temperature": self._temperature, "max_tokens": self._most, "stop": STOPS}
+            written = complete("the model", self._client, self.model, self._messages, **limits)
         except ChatRequestError as failure:
             raise RunError(f"{failure}; check that the server is running, its address, and the model's name") from None
         text = written.text

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from posttrain.errors import InputError, RunError
 from posttrain.terminal import printable
-from posttrain_memory.vault.journal import Change, Entry
+from posttrain_memory.vault.journal import Entry
 from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.storage import RESERVED, DiskStorage
 from posttrain_memory.vault.vault import Vault
@@ -41,18 +41,13 @@ def undo(folder: Path, count: int) -> list[str]:
 def describe(entry: Entry) -> str:
     """An operation as one line: number, local time, name, and the change of each note."""
     when = "(time unknown)" if entry.time is None else f"{datetime.fromtimestamp(entry.time):%Y-%m-%d %H:%M:%S}"
-    return printable(
-        f"{entry.number:>4}  {when:<19}  {entry.operation:<7} {', '.join(map(_describe_change, entry.changes))}"
-    )
-
-
-def _describe_change(change: Change) -> str:
-    if change.before is None:
-        return f"{change.path} (made)"
-    if change.after is None:
-        return f"{change.path} (removed)"
-    before, after = (Counter(text.splitlines()) for text in (change.before, change.after))
-    return f"{change.path} (+{(after - before).total()} -{(before - after).total()} lines)"
+    changes = []
+    for change in entry.changes:
+        before, after = (Counter((text or "").splitlines()) for text in (change.before, change.after))
+        lines = f"+{(after - before).total()} -{(before - after).total()} lines"
+        what = "made" if change.before is None else "removed" if change.after is None else lines
+        changes.append(f"{change.path} ({what})")
+    return printable(f"{entry.number:>4}  {when:<19}  {entry.operation:<7} {', '.join(changes)}")
 
 
 @contextmanager

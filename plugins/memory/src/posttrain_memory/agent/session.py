@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from posttrain.environments.game import Rejected
-from posttrain.environments.protocol import Message
 from posttrain.errors import InputError, RunError
 from posttrain_memory.agent.clients import ChatClient, ContextFull
 from posttrain_memory.interpreter.pool import Interpreter
@@ -112,12 +111,19 @@ class MemoryAgent:
         rules = [*self.rules, *question_rules]
         before, self._diff = self.vault.journal.mark(), ""
         try:
-            session = self._session(rules)
+            calls, chars = self.settings.tool_calls, self.settings.result_chars
+            session = ToolSession(self.vault, self._interpreter, rules, tool_calls=calls, result_chars=chars)
             problem = session.filter.problem
             if problem is not None:
                 yield GaveUp(_not_understood(problem.sentence, problem.reason))
                 return
-            self._send_question(words, rules, continues)
+            settings = self.settings
+            system = system_prompt(settings.max_turns, settings.thinking, settings.prompt)
+            messages = first_messages(system, words, rules)
+            if continues:
+                self._chat_client.observe(messages[1:])
+            else:
+                self._chat_client.begin(messages, "<think>" if settings.opened_by == "environment" else "")
             for event in self._turns(session):
                 # A question after one with its own rules must not know what that one revealed.
                 self._continuable = isinstance(event, Answered) and not question_rules
@@ -191,34 +197,12 @@ class MemoryAgent:
                     return
                 yield Code(session.redact(parsed.code.strip("\n")))
                 if left:
-                    message = self._run_code(session, parsed.code, left)
+                    message = session.run(parsed.code)
+                    message = with_last_turn_notice(message) if left == 1 else message
                     yield Result(session.redact(message["content"]))
             if left:
                 self._chat_client.observe([message])
         yield GaveUp(f"no reply within {self.settings.max_turns} messages; ask again, or ask for less at once")
-
-    def _run_code(self, session: ToolSession, code: str, left: int) -> Message:
-        message = session.run(code)
-        return with_last_turn_notice(message) if left == 1 else message
-
-    def _send_question(self, words: str, rules: Sequence[str], continues: bool) -> None:
-        """Send the question to the client, in the neutralized form used everywhere."""
-        settings = self.settings
-        system = system_prompt(settings.max_turns, settings.thinking, settings.prompt)
-        messages = first_messages(system, words, rules)
-        if continues:
-            self._chat_client.observe(messages[1:])
-        else:
-            self._chat_client.begin(messages, "<think>" if settings.opened_by == "environment" else "")
-
-    def _session(self, rules: Sequence[str]) -> ToolSession:
-        return ToolSession(
-            self.vault,
-            self._interpreter,
-            rules,
-            tool_calls=self.settings.tool_calls,
-            result_chars=self.settings.result_chars,
-        )
 
     def _filter(self, rules: Sequence[str]) -> PrivacyFilter:
         try:

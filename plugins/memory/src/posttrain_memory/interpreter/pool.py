@@ -9,6 +9,7 @@ worker that crashes, hangs or sends anything else is killed and replaced on the 
 import importlib.util
 import os
 import queue
+import re
 import socket
 import sys
 import time
@@ -29,16 +30,10 @@ from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.tools import call
 
 _KINDS = frozenset(
-    [
-        "FileExistsError",
-        "FileNotFoundError",
-        "NameError",
-        "OSError",
-        "PermissionError",
-        "RuntimeError",
-        "TypeError",
-        "ValueError",
-    ]
+    re.findall(
+        r"\w+",
+        "FileExistsError FileNotFoundError NameError OSError PermissionError RuntimeError TypeError ValueError",
+    )
 )
 """Types of exception that a `VaultError` may become in the model's code."""
 _PROCESS_BYTES = 1 << 30
@@ -151,12 +146,14 @@ class _Worker:
         self._limits = limits
         self._socket, theirs = socket.socketpair()
         self._channel = Channel(self._socket)
+        # The worker does not inherit the parent's environment variables, in particular no API keys. Few malloc arenas
+        # keep it within its memory limit.
+        environment = {"MALLOC_ARENA_MAX": "2", **{k: v for k, v in os.environ.items() if k == "MONTY_BIN"}}
         with theirs:
             self._process = ChildProcess(
                 [sys.executable, "-I", "-B", str(Path(__file__).with_name("worker.py"))],
                 stdin=theirs.fileno(),
-                # The worker does not inherit the parent's environment variables, in particular no API keys.
-                environment=_environment(),
+                environment=environment,
                 folder=Path("/"),
             )
         try:
@@ -188,7 +185,15 @@ class _Worker:
             while True:
                 message = self._receive()
                 if "done" in message:
-                    return _checked_result(message["done"], calls)
+                    done = message["done"] if isinstance(message["done"], dict) else {}
+                    values, printed, error = done.get("values"), done.get("printed"), done.get("error")
+                    if (
+                        not isinstance(values, dict)
+                        or not isinstance(printed, str)
+                        or not isinstance(error, dict | None)
+                    ):
+                        raise _WorkerFailed
+                    return RunResult(values, _plain(printed), _describe_error(error) if error else None, calls)
                 if "fault" in message:
                     raise InterpreterFault(f"the interpreter failed: {message['fault']}")
                 calls += 1
@@ -237,14 +242,6 @@ class _WorkerFailed(Exception):
     """The worker has exited, timed out, or violated the protocol."""
 
 
-def _environment() -> dict[str, str]:
-    """The environment of a worker: the interpreter's location if one is configured, and few malloc arenas, to stay
-    within its memory limit.
-    """
-    named = {name: os.environ[name] for name in ("MONTY_BIN",) if name in os.environ}
-    return {"MALLOC_ARENA_MAX": "2", **named}
-
-
 def _settings(limits: InterpreterLimits) -> dict[str, object]:
     """The settings that a worker receives once."""
     spec = importlib.util.find_spec("pydantic_monty")
@@ -272,16 +269,6 @@ def _settings(limits: InterpreterLimits) -> dict[str, object]:
 def _hang_seconds(limits: InterpreterLimits) -> float:
     """Seconds without a message after which a worker counts as hung; generous, because the machine may be busy."""
     return 4 * limits.timeout + 20
-
-
-def _checked_result(done: object, calls: int) -> RunResult:
-    """The validated outcome of a turn."""
-    if not isinstance(done, dict):
-        raise _WorkerFailed
-    values, printed, error = done.get("values"), done.get("printed"), done.get("error")
-    if not isinstance(values, dict) or not isinstance(printed, str) or not isinstance(error, dict | None):
-        raise _WorkerFailed
-    return RunResult(values, _plain(printed), _describe_error(error) if error else None, calls)
 
 
 def _plain(text: str) -> str:

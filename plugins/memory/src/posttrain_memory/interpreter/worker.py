@@ -16,7 +16,6 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -94,7 +93,10 @@ class JsonConverter:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, int):
-            return self._number(value)
+            if abs(value) >= 1 << 256:
+                return f"a number of {value.bit_length()} bits"
+            self._left -= len(str(value))
+            return value
         if isinstance(value, float):
             return value if math.isfinite(value) else str(value)
         if isinstance(value, str):
@@ -108,12 +110,6 @@ class JsonConverter:
         if isinstance(value, (set, frozenset)):
             return self._list(sorted(value, key=repr), depth)
         return self._text(str(value))
-
-    def _number(self, value: int) -> object:
-        if abs(value) >= 1 << 256:
-            return f"a number of {value.bit_length()} bits"
-        self._left -= len(str(value))
-        return value
 
     def _text(self, text: str) -> str:
         shown = text[: max(0, self._left)]
@@ -143,13 +139,8 @@ class JsonConverter:
 
 def confine(settings: dict[str, Any]) -> None:
     """Limit memory and files of this process and its children, and disable core dumps."""
-    memory = settings["process_bytes"]
-    for limit, most in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 128),
-    ):
+    files = ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 128))
+    for limit, most in ((resource.RLIMIT_AS, settings["process_bytes"]), *files):
         hard = resource.getrlimit(limit)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (most, most))
@@ -202,8 +193,16 @@ def _drive(at: Any, names: list[str], channel: Channel) -> object:
 
     while not isinstance(at, MontyComplete):
         if isinstance(at, NameLookupSnapshot):
-            name = at.variable_name
-            at = at.resume(value=_placeholder(name)) if name in names else at.resume()
+            if at.variable_name in names:
+
+                def placeholder(*args: object, **kwargs: object) -> object:
+                    """A function of the parent that the code mentions without calling it."""
+                    raise RuntimeError
+
+                placeholder.__name__ = at.variable_name
+                at = at.resume(value=placeholder)
+            else:
+                at = at.resume()
         elif not isinstance(at, FunctionSnapshot):
             raise Unsupported
         elif at.is_os_function:
@@ -224,16 +223,6 @@ def _convert(at: Any, name: str) -> Any:
         raise
     except Exception:
         raise Unconvertible from None
-
-
-def _placeholder(name: str) -> Callable[..., object]:
-    """A stand-in for a parent function that the code mentions without calling it."""
-
-    def function(*args: object, **kwargs: object) -> object:
-        raise RuntimeError
-
-    function.__name__ = name
-    return function
 
 
 def _answer(channel: Channel, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
@@ -279,15 +268,6 @@ def _describe(raised: Any) -> dict[str, Any]:
     return {"type": name[:60], "message": message[:400], "line": frames[-1].line if frames else None}
 
 
-def policy(settings: dict[str, Any]) -> dict[str, Any]:
-    """Clock and randomness are fixed, so the same code gives the same values on every run."""
-    return {
-        "datetime": datetime.fromisoformat(settings["now"]),
-        "sleep": "zero",
-        "random_start": {"seed": settings["seed"]},
-    }
-
-
 def main() -> None:
     """Process jobs until the parent closes the connection."""
     channel = Channel(socket.socket(fileno=os.dup(0)))
@@ -298,7 +278,12 @@ def main() -> None:
         settings = channel.receive()
         sys.path[:0] = settings["path"]
         confine(settings)
-        settings["policy"] = policy(settings)
+        # Clock and randomness are fixed, so the same code gives the same values on every run.
+        settings["policy"] = {
+            "datetime": datetime.fromisoformat(settings["now"]),
+            "sleep": "zero",
+            "random_start": {"seed": settings["seed"]},
+        }
         from pydantic_monty import Monty
 
         pool = Monty(

@@ -165,46 +165,31 @@ def _tools(ask: bool, read_only: bool) -> "list[types.Tool]":
     if not read_only:
         changing |= {"destructive_hint": True, "idempotent_hint": False}
     text = {"type": "string", "minLength": 1}
+    question = text | {"maxLength": QUESTION_CHARS, "description": "In the user's words."}
+    query = text | {"maxLength": 200, "description": "A word or a name, not a pattern."}
+    path = text | {"maxLength": 1_000, "description": "As returned by list and search, for example user.md."}
+    start = {"type": "integer", "minimum": 0, "default": 0, "description": "Index of the first character to return."}
+    changes = "." if read_only else ", or tell it what to remember, correct or forget; it then changes its notes."
+    asking = (
+        f"Ask a question about the user's notes{changes} A model reads the notes and answers in a sentence or two, or asks "
+        "back if something is missing; this can take minutes. It does not know earlier questions."
+    )
+    searching = "Search all notes for a text, ignoring case. Returns the matching lines as path:line: text."
+    reading = f"Read a note, at most {PIECE} characters per call."
     offered = [
         Tool(
-            name="ask",
-            title="Ask the memory",
-            description="Ask a question about the user's notes"
-            + ("." if read_only else ", or tell it what to remember, correct or forget; it then changes its notes.")
-            + " A model reads the notes and answers in a sentence or two, or asks back if something is missing; this can"
-            " take minutes. It does not know earlier questions.",
-            input_schema=_schema(question=text | {"maxLength": QUESTION_CHARS, "description": "In the user's words."}),
-            annotations=ToolAnnotations(title="Ask the memory", **changing),
-        ),
-        Tool(
-            name="search",
-            title="Search the notes",
-            description="Search all notes for a text, ignoring case. Returns the matching lines as path:line: text.",
-            input_schema=_schema(text=text | {"maxLength": 200, "description": "A word or a name, not a pattern."}),
-            annotations=ToolAnnotations(title="Search the notes", **looking),
-        ),
-        Tool(
-            name="read",
-            title="Read a note",
-            description=f"Read a note, at most {PIECE} characters per call.",
-            input_schema=_schema(
-                path=text | {"maxLength": 1_000, "description": "As returned by list and search, for example user.md."},
-                start={
-                    "type": "integer",
-                    "minimum": 0,
-                    "default": 0,
-                    "description": "Index of the first character to return.",
-                },
-            ),
-            annotations=ToolAnnotations(title="Read a note", **looking),
-        ),
-        Tool(
-            name="list",
-            title="List the notes",
-            description="List all notes and folders as a tree.",
-            input_schema=_schema(),
-            annotations=ToolAnnotations(title="List the notes", **looking),
-        ),
+            name=name,
+            title=title,
+            description=description,
+            input_schema=_schema(**properties),
+            annotations=ToolAnnotations(title=title, **(changing if name == "ask" else looking)),
+        )
+        for name, title, description, properties in (
+            ("ask", "Ask the memory", asking, {"question": question}),
+            ("search", "Search the notes", searching, {"text": query}),
+            ("read", "Read a note", reading, {"path": path, "start": start}),
+            ("list", "List the notes", "List all notes and folders as a tree.", {}),
+        )
     ]
     return offered if ask else offered[1:]
 

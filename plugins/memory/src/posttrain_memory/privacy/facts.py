@@ -69,27 +69,17 @@ def link_resolver(files: Mapping[str, str]) -> Callable[[str], str | None]:
 
 def _themed(files: Mapping[str, str], theme: Theme) -> Iterable[Fact]:
     for place in parse(files, theme.name).places:
-        statement = place.statement
-        attribute = theme.attributes.get(statement.key)
+        note, about, key, value = place.statement
+        attribute = theme.attributes.get(key)
         if attribute is not None:
-            labels = {attribute.label, *attribute.aliases}
-            kind: str = attribute.type if not statement.value.startswith("?") else "text"
+            labels, kind = {attribute.label, *attribute.aliases}, str(attribute.type)
         else:
-            relation = theme.relation(statement.key)
-            backwards = statement.key.endswith("~")
-            labels = {relation.inverse, relation.inverse_plural} if backwards else {relation.label, relation.plural}
-            kind = "link" if not statement.value.startswith("?") else "text"
-        yield Fact(
-            statement.note,
-            statement.about,
-            frozenset(map(plain_label, labels)),
-            kind,
-            statement.value.removeprefix("?"),
-            place.start,
-            place.end,
-            place.value_start,
-            place.value_end,
-        )
+            relation, kind = theme.relation(key), "link"
+            inverse = {relation.inverse, relation.inverse_plural}
+            labels = inverse if key.endswith("~") else {relation.label, relation.plural}
+        kind = "text" if value.startswith("?") else kind
+        spans = place.start, place.end, place.value_start, place.value_end
+        yield Fact(note, about, frozenset(map(plain_label, labels)), kind, value.removeprefix("?"), *spans)
 
 
 def _labeled(files: Mapping[str, str]) -> Iterable[Fact]:
@@ -109,10 +99,8 @@ def _labeled(files: Mapping[str, str]) -> Iterable[Fact]:
 def _of_line(
     path: str, match: re.Match[str], line: str, start: int, resolve_or_none: Callable[[str], str | None]
 ) -> Iterable[Fact]:
-    about = path
     link = match.groupdict().get("link")
-    if link:
-        about = resolve_or_none(links(link)[0][2]) or path
+    about = (resolve_or_none(links(link)[0][2]) if link else None) or path
     labels, (first, last) = frozenset([plain_label(match["label"])]), match.span("value")
     end = start + len(line)
     for begin, stop, target, _ in links(match["value"]):
@@ -120,9 +108,6 @@ def _of_line(
         yield Fact(path, about, labels, "link", value, start, end, start + first + begin, start + first + stop)
     if links(match["value"]) or not match["value"]:
         return
-    for kind in _KINDS:
-        parsed_value = canonical(kind, match["value"])
-        if parsed_value is not None:
-            yield Fact(path, about, labels, kind, parsed_value, start, end, start + first, start + last)
-            return
-    yield Fact(path, about, labels, "text", match["value"].strip(), start, end, start + first, start + last)
+    readings = ((kind, read) for kind in _KINDS if (read := canonical(kind, match["value"])) is not None)
+    kind, value = next(readings, ("text", match["value"].strip()))
+    yield Fact(path, about, labels, kind, value, start, end, start + first, start + last)

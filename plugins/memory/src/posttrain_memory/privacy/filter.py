@@ -11,18 +11,11 @@ import re
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 
 from posttrain_memory.privacy.facts import Fact, facts_of, link_resolver, names_of
 from posttrain_memory.privacy.outline import parts_under
-from posttrain_memory.privacy.redaction import (
-    HIDDEN,
-    Index,
-    Span,
-    category_spans,
-    normalized,
-    redacted,
-    squeeze,
-)
+from posttrain_memory.privacy.redaction import HIDDEN, Index, Span, category_spans, normalized, redacted, squeeze
 from posttrain_memory.privacy.rules import NotUnderstood, Selected, parse_rules, select
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.theme import plain_label, themes
@@ -141,12 +134,18 @@ class PrivacyFilter:
         name of a hidden note gives exactly. A value that a visible fact of the same label states too, or a visible
         note is called, is not hidden elsewhere.
         """
+
+        def inside(place: int, spans: Sequence[Span]) -> bool:
+            """Whether a place is in the last of the sorted spans that begin before it."""
+            at = bisect_right(spans, (place, sys.maxsize))
+            return at > 0 and place < spans[at - 1][1]
+
         labels = {label for fact in hidden for label in fact.labels}
         taken = {path: sorted(places) for path, places in spans.items()}
         free = {
             squeeze(self._files[fact.note][fact.value_start : fact.value_end])
             for fact in facts
-            if fact not in hidden and fact.labels & labels and not _inside(fact.value_start, taken[fact.note])
+            if fact not in hidden and fact.labels & labels and not inside(fact.value_start, taken[fact.note])
         }
         free |= {squeeze(name) for name, path in self._names.items() if path not in gone}
         texts = [self._files[path][start:end] for path, places in spans.items() for start, end in places]
@@ -171,11 +170,8 @@ class PrivacyFilter:
         if rule.label and not any(_names_label(rule.label, label, exactly) for label in fact.labels):
             return False
         text = self._files[fact.note][fact.value_start : fact.value_end]
-        return (
-            not rule.category
-            or fact.kind == rule.category
-            or (not exactly and bool(category_spans(rule.category, text)))
-        )
+        unnamed = not rule.category or fact.kind == rule.category
+        return unnamed or (not exactly and bool(category_spans(rule.category or "", text)))
 
     def _labeled(self, path: str, one: Selected) -> Iterator[Span]:
         """The parts of a note under the label of a rule, in which its category or value occurs, if it has one."""
@@ -242,21 +238,12 @@ class PrivacyFilter:
     def _renamed(self, gone: set[str], indexes: Sequence[Index]) -> dict[str, str]:
         """Path -> neutral path of each note whose name contains something hidden."""
         renamed: dict[str, str] = {}
-        number = 0
+        neutral = (f"hidden-{number}.md" for number in count(1))
         for path in sorted(set(self._files) - gone - {USER}):
             name = re.sub(r"[/_.]", " ", path.removesuffix(".md"))
             if any(any(index.spans(name)) for index in indexes) or self._by_form(name, path):
-                number += 1
-                while f"hidden-{number}.md" in self._files:
-                    number += 1
-                renamed[path] = f"hidden-{number}.md"
+                renamed[path] = next(other for other in neutral if other not in self._files)
         return renamed
-
-
-def _inside(place: int, spans: Sequence[Span]) -> bool:
-    """Whether a place is in the last of the sorted spans that begin before it."""
-    at = bisect_right(spans, (place, sys.maxsize))
-    return at > 0 and place < spans[at - 1][1]
 
 
 def _plain_place(text: str, fact: Fact) -> bool:

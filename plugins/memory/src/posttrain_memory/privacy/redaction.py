@@ -5,6 +5,7 @@ import re
 import unicodedata
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from phonenumbers import Leniency, NumberParseException, PhoneNumberFormat, PhoneNumberMatcher, format_number, parse
 
@@ -64,7 +65,12 @@ class Index:
             for kind, value in meanings.items():
                 self._typed.setdefault((kind, value), set()).add(text)
             spellings = {squeeze(text)[:_LONGEST], amount_of(meanings.get("money", ""))}
-            spellings |= _national(meanings["phone"]) if "phone" in meanings else set()
+            if digits := meanings.get("phone"):
+                spellings.add(digits)
+                with suppress(NumberParseException):  # its form without a country code
+                    number = parse(f"+{digits}")
+                    national = format_number(number, PhoneNumberFormat.NATIONAL)
+                    spellings |= {str(number.national_number), squeeze(national)}
             # A single digit is found only where it is the whole number or amount.
             spellings = {one for one in spellings if len(one) > 3 or not meanings}
             for spelling in spellings - {""}:
@@ -100,16 +106,6 @@ class Index:
         yield from ((start, end) for start, end, _ in self.find(text))
 
 
-def _national(digits: str) -> set[str]:
-    """The digits of a phone number, and those of its form without a country code."""
-    try:
-        number = parse(f"+{digits}")
-    except NumberParseException:
-        return {digits}
-    national = format_number(number, PhoneNumberFormat.NATIONAL)
-    return {digits, str(number.national_number), squeeze(national)}
-
-
 def squeeze(text: str) -> str:
     """The letters and digits of a text in lower case, without accents."""
     if not text.isascii():
@@ -122,17 +118,15 @@ def category_spans(category: str, text: str, wide: bool = True) -> list[Span]:
     """The places in `text` with the form of a category. Without `wide`, only forms that generated worlds use."""
     if not wide:
         return [(item.start, item.end) for item in find(category, text)]
-    return [(at[start], at[end]) for reading, at in readings(text) for start, end in _forms(category, reading)]
-
-
-def _forms(category: str, text: str) -> Iterator[Span]:
-    if category == "phone":
-        text = _FRACTION.sub(lambda match: "\0" * len(match.group()), text)
-    yield from ((item.start, item.end) for item in find(category, text))
-    yield from (match.span() for match in _WIDE[category].finditer(text))
-    if category == "phone":
-        matches = PhoneNumberMatcher(text, None, Leniency.POSSIBLE, max_tries=len(text) + 1)
-        yield from ((match.start, match.end) for match in matches)
+    spans: list[Span] = []
+    for reading, at in readings(text):
+        if category == "phone":
+            reading = _FRACTION.sub(lambda match: "\0" * len(match.group()), reading)
+            matches = PhoneNumberMatcher(reading, None, Leniency.POSSIBLE, max_tries=len(reading) + 1)
+            spans += [(at[match.start], at[match.end]) for match in matches]
+        spans += [(at[item.start], at[item.end]) for item in find(category, reading)]
+        spans += [(at[match.start()], at[match.end()]) for match in _WIDE[category].finditer(reading)]
+    return spans
 
 
 def readings(text: str) -> Iterator[tuple[str, Sequence[int]]]:
@@ -146,7 +140,13 @@ def readings(text: str) -> Iterator[tuple[str, Sequence[int]]]:
         kept: list[int] = []
         at = 0
         for match in _NOISE.finditer(reading):
-            shown = _decoded(match.group())
+            noise = match.group()
+            if noise[0] == "&":
+                shown = html.unescape(noise)
+            elif noise[0] in "%=\\":
+                shown = chr(int(noise.lstrip("%=\\ux"), 16))
+            else:
+                shown = " " if noise[0] in "<|" and noise[:3] in ("<br", "|") else ""
             pieces += [reading[at : match.start()], shown]
             kept += [*places[at : match.start()], *[places[match.start()]] * len(shown)]
             at = match.end()
@@ -156,14 +156,6 @@ def readings(text: str) -> Iterator[tuple[str, Sequence[int]]]:
     reading = reading.translate(_ALIKE)
     if reading != text:
         yield reading, places
-
-
-def _decoded(noise: str) -> str:
-    if noise[0] == "&":
-        return html.unescape(noise)
-    if noise[0] in "%=\\":
-        return chr(int(noise.lstrip("%=\\ux"), 16))
-    return " " if noise[0] in "<|" and noise[:3] in ("<br", "|") else ""
 
 
 def normalized(text: str) -> str:

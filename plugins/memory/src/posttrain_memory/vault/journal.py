@@ -274,7 +274,12 @@ class Journal:
 
     def diff(self, since: int = 0) -> str:
         """The changes since a mark as a unified diff; "" if there are none."""
-        return "".join(_diff(change) for change in self.changes(since))
+        lines: list[str] = []
+        for change in self.changes(since):
+            before, after = ((text or "").splitlines() for text in (change.before, change.after))
+            old, new = ("(no note)" if text is None else change.path for text in (change.before, change.after))
+            lines += difflib.unified_diff(before, after, old, new, lineterm="")
+        return "".join(f"{line}\n" for line in lines)
 
     @property
     def warning(self) -> str | None:
@@ -342,10 +347,3 @@ class Journal:
             log.move_aside()
             return
         log.truncate(len(log.entries()) - 1)
-
-
-def _diff(change: Change) -> str:
-    before, after = ((text or "").splitlines() for text in (change.before, change.after))
-    old = change.path if change.before is not None else "(no note)"
-    new = change.path if change.after is not None else "(no note)"
-    return "".join(f"{line}\n" for line in difflib.unified_diff(list(before), list(after), old, new, lineterm=""))

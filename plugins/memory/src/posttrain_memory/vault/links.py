@@ -97,7 +97,10 @@ class Backlinks:
             del self._by_name[other]
         for other, text in files.items():
             if self._texts.get(other) != text:
-                self._by_name[other] = _named(targets(text))
+                by_name: dict[str, list[str]] = {}
+                for target in targets(text):
+                    by_name.setdefault(case_key(_path(target)).rpartition("/")[2], []).append(target)
+                self._by_name[other] = by_name
         self._texts = dict(files)
         notes, name = Notes(paths), case_key(path).rpartition("/")[2]
         return [
@@ -172,13 +175,6 @@ def _path(target: str) -> str:
     """The path that a link target spells, with the suffix of a note."""
     wanted = target.strip().removeprefix("./")
     return wanted if wanted.endswith(SUFFIX) else wanted + SUFFIX
-
-
-def _named(names: Iterable[str]) -> dict[str, list[str]]:
-    by_name: dict[str, list[str]] = {}
-    for target in names:
-        by_name.setdefault(case_key(_path(target)).rpartition("/")[2], []).append(target)
-    return by_name
 
 
 def _heading(line: str) -> tuple[int, str] | None:

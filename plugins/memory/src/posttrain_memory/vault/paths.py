@@ -12,17 +12,8 @@ _FORBIDDEN = frozenset('\\:*?"<>|#^[]')
 """Characters with a special meaning in some file system or in wikilinks."""
 _CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories of invisible or unassigned characters: controls, bidirectional marks, surrogates, private use."""
-_DEVICES = frozenset(
-    [
-        "con",
-        "prn",
-        "aux",
-        "nul",
-        "conin$",
-        "conout$",
-        *(f"{port}{n}" for port in ("com", "lpt") for n in "0123456789¹²³"),
-    ]
-)
+_PORTS = tuple(f"{port}{n}" for port in ("com", "lpt") for n in "0123456789¹²³")
+_DEVICES = frozenset(("con", "prn", "aux", "nul", "conin$", "conout$", *_PORTS))
 """Reserved device names on some systems, with any suffix."""
 
 
@@ -107,24 +98,19 @@ def _checked(path: object, limits: VaultLimits) -> str:
         raise VaultError(f"{quoted(path)} is outside of the memory: a path begins with a folder or a note")
     # A compatibility form, such as a one-dot leader, must not normalize to a path that would have been refused.
     for form in (clean, unicodedata.normalize("NFKC", clean)):
-        _check_parts(form, path, limits)
+        parts = form.split("/")
+        for refused, why in (
+            (".." in parts, "is outside of the memory: a path may not hold '..'"),
+            (not all(parts) or "." in parts, "has an empty part"),
+            (any(c in _FORBIDDEN for c in form), "holds a character that a path may not hold"),
+            (len(parts) > limits.depth, f"has more than {limits.depth} parts"),
+            (any(part.startswith(".") for part in parts), "is hidden: no part may begin with a dot"),
+            (
+                any(part != part.strip() or part.endswith(".") for part in parts),
+                "has a part with a blank or a dot at its edge",
+            ),
+            (any(part.split(".")[0].strip().casefold() in _DEVICES for part in parts), "is a reserved name"),
+        ):
+            if refused:
+                raise VaultError(f"{quoted(path)} {why}")
     return clean
-
-
-def _check_parts(form: str, path: str, limits: VaultLimits) -> None:
-    parts = form.split("/")
-    if ".." in parts:
-        raise VaultError(f"{quoted(path)} is outside of the memory: a path may not hold '..'")
-    if not all(parts) or "." in parts:
-        raise VaultError(f"{quoted(path)} has an empty part")
-    if any(c in _FORBIDDEN for c in form):
-        raise VaultError(f"{quoted(path)} holds a character that a path may not hold")
-    if len(parts) > limits.depth:
-        raise VaultError(f"{quoted(path)} has more than {limits.depth} parts")
-    for part in parts:
-        if part.startswith("."):
-            raise VaultError(f"{quoted(path)} is hidden: no part may begin with a dot")
-        if part != part.strip() or part.endswith("."):
-            raise VaultError(f"{quoted(path)} has a part with a blank or a dot at its edge")
-        if part.split(".")[0].strip().casefold() in _DEVICES:
-            raise VaultError(f"{quoted(path)} is a reserved name")

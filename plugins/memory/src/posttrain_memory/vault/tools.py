@@ -9,19 +9,9 @@ from posttrain_memory.vault.text import with_line_feeds
 from posttrain_memory.vault.vault import Vault
 
 NAMES = (
-    "create_file",
-    "read_file",
-    "update_file",
-    "append_file",
-    "delete_file",
-    "move_file",
-    "list_files",
-    "search_files",
-    "file_exists",
-    "get_size",
-    "follow_link",
-    "backlinks",
-)
+    "create_file", "read_file", "update_file", "append_file", "delete_file", "move_file",
+    "list_files", "search_files", "file_exists", "get_size", "follow_link", "backlinks",
+)  # fmt: skip
 """The names of all tools, in the order of the system prompt."""
 
 

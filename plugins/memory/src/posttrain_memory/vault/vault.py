@@ -1,5 +1,6 @@
 """A vault: Markdown notes that a model reads and changes within limits, with every change recorded in a journal."""
 
+import re
 from threading import RLock
 
 from posttrain_memory.vault.journal import Change, Journal
@@ -41,7 +42,10 @@ class Vault:
         clean = note_path(path, self.limits)
         text = self._storage.read(clean, self.limits.file_bytes)
         if text is None:
-            raise VaultError(f"there is no note {quoted(clean)}{self._hint(clean)}", "FileNotFoundError")
+            name = case_key(clean.rpartition("/")[2])
+            near = [known for known in self._storage.sizes() if case_key(known).rpartition("/")[2] == name]
+            hint = f"; there is {quoted(near[0])}" if len(near) == 1 else ""
+            raise VaultError(f"there is no note {quoted(clean)}{hint}", "FileNotFoundError")
         return text
 
     def update(self, path: str, old: str, new: str) -> None:
@@ -212,20 +216,11 @@ class Vault:
             raise VaultError(f"the memory may hold {self.limits.total_bytes} bytes; delete something first", "OSError")
         self.journal.commit(operation, changes)
 
-    def _hint(self, path: str) -> str:
-        name = case_key(path.rpartition("/")[2])
-        near = [known for known in self._storage.sizes() if case_key(known).rpartition("/")[2] == name]
-        return f"; there is {quoted(near[0])}" if len(near) == 1 else ""
-
 
 def _text(content: object) -> str:
     if not isinstance(content, str):
         raise VaultError("the content of a note is a text", "TypeError")
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        raise VaultError("a note may not hold characters that are not text") from None
-    if "\0" in content:
+    if re.search("[\0\ud800-\udfff]", content):
         raise VaultError("a note may not hold characters that are not text")
     return content
 

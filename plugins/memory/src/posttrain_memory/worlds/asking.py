@@ -3,7 +3,7 @@ reached.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -15,6 +15,7 @@ from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.graph import Entity, Graph, value_of
 from posttrain_memory.worlds.render import World
 from posttrain_memory.worlds.replies import Answer
+from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import Attribute, Theme
 from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import pick, plain, shuffled
@@ -92,6 +93,10 @@ class TaskContext:
         """A request for `what`, a noun phrase."""
         return self.pick(_ASK_MANY if many else _ASK).format(x=what)
 
+    def ask_for(self, attribute: Attribute, whom: str) -> str:
+        """A request for a fact of `whom`, see `of`."""
+        return self.ask(self.of(attribute.noun, whom), attribute.be == "are")
+
     def of(self, noun: str, whom: str) -> str:
         """`noun` of `whom` (a name or a phrase); `my noun` if `whom` is empty."""
         if not whom:
@@ -108,12 +113,8 @@ class TaskContext:
         """
         if entity.path == USER:
             return "", True
-        if self.random.random() < 0.5:
-            for path in self._paths(entity):
-                return path
-        return entity.name, False
-
-    def _paths(self, entity: Entity) -> list[tuple[str, bool]]:
+        if self.random.random() >= 0.5:
+            return entity.name, False
         phrases: list[tuple[str, bool]] = []
         for edge in self.graph.edges:
             relation = self.theme.relation(edge.relation)
@@ -129,13 +130,27 @@ class TaskContext:
                     phrases.append((f"the {relation.label} of my {single[0].label}", True))
                 else:
                     phrases.append((f"the {relation.label} of {source.name}", False))
-        return shuffled(self.random, phrases)
+        return shuffled(self.random, phrases)[0] if phrases else (entity.name, False)
 
     def question(self, attribute: Attribute, entity: Entity) -> str:
         """A question about one fact of a note."""
         whom, anchor = self.who(entity)
-        text = self.ask(self.of(attribute.noun, whom), attribute.be == "are")
+        text = self.ask_for(attribute, whom)
         return self.anchored(text) if anchor else text
+
+    def task(
+        self,
+        kind: str,
+        variant: str,
+        question: str,
+        hops: int,
+        truth: Mapping[str, object],
+        solution: Sequence[str],
+        anchor: bool = False,
+    ) -> MemoryTask:
+        """A task of this world. With `anchor`, the question names the world."""
+        question = self.anchored(question) if anchor else question
+        return MemoryTask(kind, variant, self.theme.name, question, hops, dict(truth), list(solution))
 
     def answer(self, attribute: Attribute, entity: Entity) -> Answer:
         value = value_of(self.theme, attribute.key, entity.facts[attribute.key])

@@ -83,7 +83,10 @@ def expected(change: Mapping[str, Any], before: Parsed, after: Parsed) -> Expect
             may_add={Statement(now, now, back, owner)},
             touched={owner, old, now},
         )
-    fresh = [path for path in after.titles if path not in before.titles and _named(path, after, change["name"])]
+    fresh = []
+    for path in after.titles.keys() - before.titles.keys():
+        stem = path.rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ").replace("-", " ")
+        fresh += [path] if plain(change["name"]) in (plain(after.titles[path]), plain(stem)) else []
     if len(fresh) != 1:
         return Expected(touched={owner})
     new = fresh[0]
@@ -99,17 +102,18 @@ def update_outcome(
     change: Mapping[str, Any], theme: str, before: Mapping[str, str], after: Mapping[str, str]
 ) -> Outcome:
     """Compare the vault after an update with the required effect."""
+    # Comments and code keep their length as spaces, so that places stay the same.
     was, now = (
-        parse({path: _without_comments(text) for path, text in files.items()}, theme) for files in (before, after)
+        parse({path: _UNSEEN.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text) for path, text in files.items()}, theme)
+        for files in (before, after)
     )
     want = expected(change, was, now)
     steps = [item in now.statements for item in want.add] + [item not in now.statements for item in want.drop]
     steps += [path not in after for path in want.gone]
     if change["op"] == "new":
         steps += [want.new is not None, want.new is not None and want.new in now.out.get(change["owner"], ())]
-    return Outcome(
-        sum(steps) / len(steps), tuple(_damage(theme, want, was, now, before, after)), tuple(broken_links(was, now))
-    )
+    harmed = _damage(theme, want, was, now, before, after)
+    return Outcome(sum(steps) / len(steps), tuple(harmed), tuple(broken_links(was, now)))
 
 
 def broken_links(was: Parsed, now: Parsed) -> list[str]:
@@ -122,21 +126,18 @@ def broken_links(was: Parsed, now: Parsed) -> list[str]:
 def _damage(
     theme_name: str, want: Expected, was: Parsed, now: Parsed, before: Mapping[str, str], after: Mapping[str, str]
 ) -> list[str]:
-    damage = []
     extra = now.statements - was.statements - want.add - want.may_add
     lost = was.statements - now.statements - want.drop
-    damage += [
-        f"{statement.note} now says {statement.key} of {statement.about} is {statement.value}" for statement in extra
-    ]
-    damage += [f"{statement.note} no longer says {statement.key} of {statement.about}" for statement in lost]
+    damage = [f"{stated.note} now says {stated.key} of {stated.about} is {stated.value}" for stated in extra]
+    damage += [f"{stated.note} no longer says {stated.key} of {stated.about}" for stated in lost]
     for path, text in before.items():
         if path in want.gone:
             continue
         if path not in after:
             damage.append(f"{path} is gone")
         elif path not in want.touched:
-            if _lines(text) != _lines(after[path]):
-                damage.append(f"{path} was changed")
+            one, other = ([line.rstrip() for line in side.rstrip().split("\n")] for side in (text, after[path]))
+            damage += [f"{path} was changed"] if one != other else []
         elif was.titles[path] != now.titles[path]:
             damage.append(f"{path} has another title")
         else:
@@ -154,23 +155,20 @@ def _rewritten(theme_name: str, path: str, want: Expected, was: Parsed, now: Par
     and added text.
     """
     keys = {statement.key for statement in want.add | want.drop | want.may_add}
-    kept = _sentences(path, old, was, keys | _keys_of_gone(want, was)) - _sentences(path, new, now, set())
+    gone = {place.statement.key for place in was.places if place.statement.value in want.gone}
+    kept = _sentences(path, old, was, keys | gone) - _sentences(path, new, now, set())
     damage = [f"{path} lost: {text}" for text in kept]
     added = _sentences(path, new, now, keys) - _sentences(path, old, was, set())
     if sum(len(text) * count for text, count in added.items()) > SPARE_CHARACTERS:
         damage.append(f"{path} has much new text")
     damage += [f"{path} now says: {text}" for text in added if _DISOWNED.search(text)]
     old_values = {
-        (statement.key, statement.value)
-        for statement in want.drop
-        if statement.about == path and "?" not in statement.value
+        (stated.key, stated.value) for stated in want.drop if stated.about == path and "?" not in stated.value
     }
-    old_values -= {(statement.key, statement.value) for statement in want.add}
-    theme = theme_named(theme_name)
+    old_values -= {(stated.key, stated.value) for stated in want.add}
+    attributes = theme_named(theme_name).attributes
     for key, value in sorted(old_values):
-        if key in theme.attributes and any(
-            contains_value(text, Answer(theme.attributes[key].type, value, key)) for text in added
-        ):
+        if key in attributes and any(contains_value(text, Answer(attributes[key].type, value, key)) for text in added):
             damage.append(f"{path} still says {value}")
     damage += [f"{path} lost the heading {line}" for line in _headings_lost(path, was, keys, old, new)]
     if not _in_order(old, new):
@@ -180,7 +178,8 @@ def _rewritten(theme_name: str, path: str, want: Expected, was: Parsed, now: Par
 
 def _headings_lost(path: str, was: Parsed, keys: set[str], old: str, new: str) -> list[str]:
     """Headings that were removed, except those whose section only stated the given keys."""
-    gone = Counter(_headings(old)) - Counter(_headings(new))
+    before, after = ([line.strip() for line in text.split("\n") if _HEADING.match(line)] for text in (old, new))
+    gone = Counter(before) - Counter(after)
     spans = [(p.start, p.end) for p in was.places if p.statement.note == path and p.statement.key in keys]
     lost, heading, empty, place = [], "", True, 0
     for line in [*old.split("\n"), "# "]:
@@ -193,10 +192,6 @@ def _headings_lost(path: str, was: Parsed, keys: set[str], old: str, new: str) -
     return lost
 
 
-def _headings(text: str) -> list[str]:
-    return [line.strip() for line in text.split("\n") if _HEADING.match(line)]
-
-
 def _in_order(old: str, new: str) -> bool:
     """Whether the lines that occur equally often in both texts have kept their order."""
     lines = [[" ".join(line.split()) for line in text.split("\n") if line.strip()] for text in (old, new)]
@@ -204,15 +199,6 @@ def _in_order(old: str, new: str) -> bool:
     kept = {line for line, count in counts[0].items() if counts[1][line] == count}
     one, other = ([line for line in side if line in kept] for side in lines)
     return one == other
-
-
-def _without_comments(text: str) -> str:
-    """The text of a note with comments and code replaced by spaces of the same length."""
-    return _UNSEEN.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
-
-
-def _keys_of_gone(want: Expected, was: Parsed) -> set[str]:
-    return {place.statement.key for place in was.places if place.statement.value in want.gone}
 
 
 def _sentences(path: str, text: str, parsed: Parsed, but: set[str]) -> Counter[str]:
@@ -227,12 +213,3 @@ def _sentences(path: str, text: str, parsed: Parsed, but: set[str]) -> Counter[s
             continue
         counts.update(" ".join(part.split()) for part in _SENTENCE.split(line) if part.strip())
     return counts
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def _named(path: str, parsed: Parsed, name: str) -> bool:
-    stem = path.rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ").replace("-", " ")
-    return plain(name) in (plain(parsed.titles[path]), plain(stem))

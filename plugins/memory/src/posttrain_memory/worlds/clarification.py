@@ -2,8 +2,6 @@
 answered.
 """
 
-from collections.abc import Mapping
-
 from posttrain_memory.worlds.asking import TaskContext, code_literal, display
 from posttrain_memory.worlds.graph import ValueSampler
 from posttrain_memory.worlds.retrieval import fact
@@ -21,11 +19,11 @@ def no_entity(context: TaskContext) -> MemoryTask | None:
             name = sampler.names.near(entity.name, context.theme.kind(entity.kind).names)
             if name is None:
                 break
-            question = context.ask(context.of(attribute.noun, name), attribute.be == "are")
+            question = context.ask_for(attribute, name)
             code = ['user = read_file("user.md")', f"hits = search_files({code_literal(name)})"]
             reply = f"There is no note on {name}. Did you mean {entity.name}?"
             truth = {"point": [name], "type": attribute.type, "key": attribute.key, "values": []}
-            return _task(context, "no_entity", question, 0, truth, [*code, reply])
+            return context.task("clarification", "no_entity", question, 0, truth, [*code, reply])
     return None
 
 
@@ -33,12 +31,12 @@ def no_attribute(context: TaskContext) -> MemoryTask | None:
     """A fact that the note does not have."""
     for entity in context.entities():
         for attribute in context.absent(entity):
-            question = context.ask(context.of(attribute.noun, entity.name), attribute.be == "are")
+            question = context.ask_for(attribute, entity.name)
             reply = f"My note on {entity.name} does not give the {attribute.noun}. Can you tell me?"
             point = [entity.name, attribute.noun, attribute.label]
             truth = {"point": point, "type": attribute.type, "key": attribute.key, "values": []}
             solution = [*context.route(entity.path), reply]
-            return _task(context, "no_attribute", question, context.hops(entity.path), truth, solution)
+            return context.task("clarification", "no_attribute", question, context.hops(entity.path), truth, solution)
     return None
 
 
@@ -51,7 +49,7 @@ def contradiction(context: TaskContext) -> MemoryTask | None:
         value = context.answer(attribute, entity).value
         if value == claim.value or sum(c.about == claim.about and c.key == claim.key for c in graph.claims) > 1:
             continue
-        question = context.ask(context.of(attribute.noun, entity.name), attribute.be == "are")
+        question = context.ask_for(attribute, entity.name)
         other = display(attribute, claim.value)
         reply = (
             f"My notes disagree on the {attribute.noun} of {entity.name}: one says "
@@ -60,7 +58,7 @@ def contradiction(context: TaskContext) -> MemoryTask | None:
         point = [entity.name, attribute.noun, attribute.label]
         truth = {"point": point, "type": attribute.type, "key": attribute.key, "values": [value, claim.value]}
         solution = [*context.route(entity.path), f"other = read_file({code_literal(claim.note)})", reply]
-        return _task(context, "contradiction", question, context.hops(entity.path), truth, solution)
+        return context.task("clarification", "contradiction", question, context.hops(entity.path), truth, solution)
     return None
 
 
@@ -76,18 +74,12 @@ def control(context: TaskContext) -> MemoryTask | None:
             one = context.answer(attribute, entity)
             same = {c.value for c in graph.claims if c.about == claim.about and c.key == claim.key}
             if same == {one.value}:
-                question = context.ask(context.of(attribute.noun, entity.name), attribute.be == "are")
+                question = context.ask_for(attribute, entity.name)
                 solution = [*context.route(entity.path), context.sentence(attribute, entity)]
                 truth = {"answers": [one.to_json()]}
-                return _task(context, "control", question, context.hops(entity.path), truth, solution)
+                return context.task("clarification", "control", question, context.hops(entity.path), truth, solution)
     for hops in shuffled(context.random, (1, 2)):
         task = fact(context, hops, "clarification", "control")
         if task is not None:
             return task
     return None
-
-
-def _task(
-    context: TaskContext, variant: str, question: str, hops: int, truth: Mapping[str, object], solution: list[str]
-) -> MemoryTask:
-    return MemoryTask("clarification", variant, context.theme.name, question, hops, dict(truth), solution)

@@ -117,8 +117,7 @@ def _vaults_table(samples: "list[Sample]", model: str) -> "Table":
     tokenizer = load_tokenizer(ModelRecipe(path=model))
     table = Table("vaults", "n", "themes", "notes", "links", "tokens: mean", "least", "most")
     for split in ("train", "dev", "test"):
-        vaults = {sample.world.seed: sample.world for sample in samples if sample.split == split}
-        known = list(vaults.values())
+        known = list({sample.world.seed: sample.world for sample in samples if sample.split == split}.values())
         if not known:
             continue
         texts = ["\n".join(world.files.values()) for world in known[:200]]

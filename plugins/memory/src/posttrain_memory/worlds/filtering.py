@@ -9,7 +9,6 @@ import yaml
 
 from posttrain_memory.worlds.asking import TaskContext
 from posttrain_memory.worlds.graph import Entity
-from posttrain_memory.worlds.replies import Answer
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.theme import Attribute
 
@@ -28,7 +27,7 @@ def filtered(context: TaskContext, variant: str) -> MemoryTask | None:
             for one in known:
                 rule = _unrelated(context, entity, one) if variant == "unrelated" else _hides(context, entity, one)
                 if rule is not None:
-                    text = context.ask(context.of(one.noun, entity.name), one.be == "are")
+                    text = context.ask_for(one, entity.name)
                     hidden_facts, kept = ([one], []) if variant == "unrelated" else ([], [one])
                     return _task(context, variant, entity, text, rule, hidden_facts, kept)
         elif len(known) > 1:
@@ -67,31 +66,25 @@ def _task(
     free: Sequence[Attribute],
     hidden: Sequence[Attribute],
 ) -> MemoryTask:
-    answers: list[Answer] = [context.answer(attribute, entity) for attribute in free]
-    secret = [context.answer(attribute, entity) for attribute in hidden]
     reply = " ".join(context.sentence(attribute, entity) for attribute in free)
     if hidden:
         # Mention only the requested facts: naming others reveals nothing, but does not answer the question.
         named = hidden[0] if variant != "allow_only" else next(a for a in hidden if a.noun in question)
         reply = f"{reply} I may not share the {named.noun} of {entity.name}.".strip()
     truth = {
-        "answers": [one.to_json() for one in answers],
-        "hidden": [one.to_json() for one in secret],
+        "answers": [context.answer(attribute, entity).to_json() for attribute in free],
+        "hidden": [context.answer(attribute, entity).to_json() for attribute in hidden],
         "rule": rule,
     }
-    text = f"{question}\n<filter>{rule_text(rule)}</filter>"
-    solution = [*context.route(entity.path), reply]
-    return MemoryTask("filter", variant, context.theme.name, text, context.hops(entity.path), truth, solution)
+    question = f"{question}\n<filter>{rule_text(rule)}</filter>"
+    return context.task(
+        "filter", variant, question, context.hops(entity.path), truth, [*context.route(entity.path), reply]
+    )
 
 
 def _attribute_rule(entity: Entity, attribute: Attribute, kind: str = "attribute") -> dict[str, Any]:
-    return {
-        "rule": kind,
-        "label": attribute.noun,
-        "key": attribute.key,
-        "about": entity.path,
-        "name": entity.name,
-    }
+    about = {"about": entity.path, "name": entity.name}
+    return {"rule": kind, "label": attribute.noun, "key": attribute.key, **about}
 
 
 def _hides(

@@ -48,29 +48,22 @@ def tasks_of(world: World, recipe: WorldRecipe) -> list[MemoryTask]:
         count, number = 0, 0
         order = shuffled(random_stream("memory tasks", world.seed, kind), wanted)
         while order and count < getattr(recipe, kind):
-            variant = order[0]
-            task = None
+            variant, *order = order
             for _ in range(_TRIES):
                 number += 1
                 context = TaskContext(world, random_stream("memory tasks", world.seed, kind, number))
                 task = MAKERS[variant](context)
-                if (
-                    task is not None
-                    and not asked & {question_key(task), _subject(task)}
-                    and _scores_correctly(task, world)
-                ):
-                    break
-                task = None
-            if task is None:
-                order = order[1:]
-                continue
-            asked |= {question_key(task), _subject(task)}
-            if kind == "update":
-                after = TaskContext(world, random_stream("memory follow-up", world.seed, number))
-                task = replace(task, follow_up=follow_up(task, after))
-            tasks.append(task)
-            count += 1
-            order = [*order[1:], variant]
+                keys = {question_key(task), _subject(task)} if task is not None else set()
+                if task is None or asked & keys or not scores_correctly(task, world):
+                    continue
+                asked |= keys
+                if kind == "update":
+                    after = TaskContext(world, random_stream("memory follow-up", world.seed, number))
+                    task = replace(task, follow_up=follow_up(task, after))
+                tasks.append(task)
+                count += 1
+                order.append(variant)
+                break
     return tasks
 
 
@@ -92,7 +85,7 @@ def _subject(task: MemoryTask) -> str:
     return json.dumps([task.kind, truth, what], sort_keys=True)
 
 
-def _scores_correctly(task: MemoryTask, world: World) -> bool:
+def scores_correctly(task: MemoryTask, world: World) -> bool:
     """Whether the scripted reply succeeds, for tasks that change nothing.
 
     A value may coincide with a word of the reply or with another value. Such a task would be scored incorrectly.

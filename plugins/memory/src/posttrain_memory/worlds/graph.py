@@ -67,11 +67,8 @@ class Graph:
 
     def statements(self) -> frozenset[Statement]:
         """All statements of the vault, without duplicates."""
-        stated = {
-            Statement(path, path, key, value_of(self.theme, key, value))
-            for path, entity in self.entities.items()
-            for key, value in entity.facts.items()
-        }
+        facts = [(path, *fact) for path, entity in self.entities.items() for fact in entity.facts.items()]
+        stated = {Statement(path, path, key, value_of(self.theme, key, value)) for path, key, value in facts}
         for edge in self.edges:
             stated.add(Statement(edge.source, edge.source, edge.relation, edge.target))
             if edge.back:
@@ -230,11 +227,8 @@ def _join(graph: Graph, recipe: WorldRecipe, sampler: ValueSampler) -> None:
     for entity in shuffled(sampler.random, notes)[: len(notes) // 2]:
         for relation in shuffled(sampler.random, graph.theme.relations):
             taken = graph.targets(entity.path, relation.key)
-            free = [
-                other.path
-                for other in notes
-                if other.kind == relation.target and other.path != entity.path and other.path not in taken
-            ]
+            known = {entity.path, *taken}
+            free = [other.path for other in notes if other.kind == relation.target and other.path not in known]
             if relation.source == entity.kind and free and (relation.many or not taken):
                 graph.edges.append(Edge(entity.path, relation.key, pick(sampler.random, free), recipe.back_links))
                 break

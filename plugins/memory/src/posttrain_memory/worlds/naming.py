@@ -6,32 +6,31 @@ import numpy as np
 
 from posttrain_memory.worlds.values import mentions, pick, plain
 
-
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-_FIRST = _words(
+_FIRST = re.findall(
+    r"\w+",
     "Ada Aino Akira Alba Aldo Amara Anouk Anselm Arjun Astrid Aziz Beatriz Bela Bram Carmen Cato Chidi Clara "
     "Cosmo Dalia Daan Dimitri Dora Edda Eero Elif Emil Enzo Esther Farah Felix Fenna Finn Flora Gaia Gideon Greta "
     "Hana Hamid Hedda Hugo Ida Ilse Imani Ines Ivo Jamal Joost Jun Kaito Kalle Kamala Keiko Kofi Lale Lars Leila "
     "Lena Levi Linus Lorenzo Luz Maeve Malik Mara Marek Mei Milo Mira Nadia Naomi Nils Noor Nuno Oona Orla Oscar "
     "Otto Paloma Pavel Petra Piet Priya Quentin Rafael Rania Rhea Rolf Rosa Ruben Sana Selma Sigrid Silas Soren "
-    "Tala Tamar Teo Thea Tomas Uma Vera Viggo Wanda Xenia Yara Yusuf Zadie Zoran"
+    "Tala Tamar Teo Thea Tomas Uma Vera Viggo Wanda Xenia Yara Yusuf Zadie Zoran",
 )
-_FRONT = _words(
+_FRONT = re.findall(
+    r"\w+",
     "Ald Ash Bel Bram Brin Car Cald Cor Dan Dor Eld Ell Fair Fen Gar Glen Hal Hart Hol Kel Kest Lang Lor Mar Mer "
-    "Mor Nor Oak Or Pell Pen Quill Rav Ren Ros Sel Stan Tar Thorn Tul Ul Val Var Wen Whit Wil Yar Zel"
+    "Mor Nor Oak Or Pell Pen Quill Rav Ren Ros Sel Stan Tar Thorn Tul Ul Val Var Wen Whit Wil Yar Zel",
 )
 _MIDDLE = ("", "", "", "a", "e", "i", "o", "en", "er", "in", "ing", "al")
-_SURNAME_END = _words(
+_SURNAME_END = re.findall(
+    r"\w+",
     "berg bert by cott croft dale den ditt dorf er feld field gard ham hurst ini kamp ley lin lund man mark mond "
     "mont nagy nova off oni ova quist rell ridge sby sen ski son stad ster strom thal ton vale vik well wick wood "
-    "worth"
+    "worth",
 )
-_PLACE_END = _words(
+_PLACE_END = re.findall(
+    r"\w+",
     "borough bourne bridge burn bury by cliff combe cove dale fold ford gate ham haven hill holm hurst mere "
-    "minster moor ness port ridge shore stead stow thorpe ton vale wick worth"
+    "minster moor ness port ridge shore stead stow thorpe ton vale wick worth",
 )
 _SLOT = re.compile(r"\{(\w+)\}|\[([^\[\]]*)\]|(#)|(@)")
 
@@ -87,13 +86,15 @@ def matcher(pattern: str) -> re.Pattern[str] | None:
     for match in _SLOT.finditer(pattern):
         text += re.escape(pattern[last : match.start()])
         choices = match.group(2)
-        text += r"\d" if match.group(3) else "[a-z]" if match.group(4) else f"(?:{choices and _either(choices)})"
+        text += (
+            r"\d"
+            if match.group(3)
+            else "[a-z]"
+            if match.group(4)
+            else f"(?:{'|'.join(map(re.escape, choices.split('/')))})"
+        )
         last = match.end()
     return re.compile(rf"(?<!\w){text + re.escape(pattern[last:])}(?!\w)", re.IGNORECASE)
-
-
-def _either(choices: str) -> str:
-    return "|".join(re.escape(choice) for choice in choices.split("/"))
 
 
 class Namer:
@@ -125,7 +126,14 @@ class Namer:
             place = int(self._random.integers(len(words)))
             if len(words[place]) < 4 or not words[place][0].isupper() or words[place] in fixed:
                 continue
-            other = [*words[:place], self._alike(words[place], place == 0 and words[0] in _FIRST), *words[place + 1 :]]
+            word = words[place]
+            if place == 0 and word in _FIRST:
+                same = [first for first in _FIRST if first[0] == word[0] and first != word]
+                word = pick(self._random, same or _FIRST)
+            else:
+                stem = word[:-1] if word[-1] in "esy" else word
+                word = stem + pick(self._random, ("s", "e", "er", "ton", "son", "by", "ley"))
+            other = [*words[:place], word, *words[place + 1 :]]
             if self.reserve(" ".join(other)):
                 return " ".join(other)
         return None
@@ -140,11 +148,3 @@ class Namer:
         self._plain.append(words)
         self._slugs.add(slug(name))
         return True
-
-    def _alike(self, word: str, first: bool) -> str:
-        if first:
-            same = [name for name in _FIRST if name[0] == word[0] and name != word]
-            return pick(self._random, same) if same else pick(self._random, _FIRST)
-        ends = ("s", "e", "er", "ton", "son", "by", "ley")
-        stem = word[:-1] if word[-1] in "esy" else word
-        return stem + pick(self._random, ends)

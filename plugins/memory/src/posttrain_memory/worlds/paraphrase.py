@@ -10,10 +10,9 @@ from pydantic import Field
 from posttrain.engines.openai import ChatRequestError, chat_client, complete
 from posttrain.errors import RunError
 from posttrain.recipe.base import BaseConfig
-from posttrain_memory.worlds.generation import tasks_of
-from posttrain_memory.worlds.recipe import RewardWeights, WorldRecipe
+from posttrain_memory.worlds.generation import scores_correctly, tasks_of
+from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.render import World
-from posttrain_memory.worlds.rewards import score
 from posttrain_memory.worlds.task import MemoryTask
 from posttrain_memory.worlds.truth import Parsed, parse
 from posttrain_memory.worlds.values import FINDABLE, find, mentions, plain
@@ -97,8 +96,9 @@ class Rewording:
             other = self._write(line).strip()
             changed = files | {path: files[path].replace(line, other, 1)}
             new = changed[path]
-            ok = same_facts(parse(files, theme), parse(changed, theme)) and _kept_values(files[path], new)
-            if ok and other != line and 0 < len(other) < 3 * len(line) and _plain_line(files[path], new):
+            ok = same_facts(parse(files, theme), parse(changed, theme)) and _values(files[path]) == _values(new)
+            ok = ok and all(files[path].count(sign) == new.count(sign) for sign in f"\n{_SIGNS}")
+            if ok and other != line and 0 < len(other) < 3 * len(line):
                 self.counts["reworded"] += 1
                 files = changed
             else:
@@ -116,7 +116,7 @@ class Rewording:
         if (
             new != question
             and preserves_meaning(question, new, parse(world.files, task.theme))
-            and _still_right(changed, world)
+            and scores_correctly(changed, world)
         ):
             self.counts["reworded"] += 1
             return changed
@@ -140,19 +140,17 @@ def filler_lines(path: str, files: Mapping[str, str], theme: str) -> list[str]:
 
 def same_facts(one: Parsed, other: Parsed) -> bool:
     """Whether two vaults make the same statements and have the same titles and links, with no link broken."""
-    return (
-        one.statements == other.statements
-        and one.titles == other.titles
-        and one.out == other.out
-        and one.broken == other.broken
-    )
+    facts = [(vault.statements, vault.titles, vault.out, vault.broken) for vault in (one, other)]
+    return facts[0] == facts[1]
 
 
 def preserves_meaning(old: str, new: str, vault: Parsed) -> bool:
     """Whether a question still contains the same notes, values, labels and decisive words."""
     before, after = plain(old), plain(new)
     names = {plain(title) for path, title in vault.titles.items()} - {""}
-    words = {word for word in names if mentions(before, word)} | _capitals(old)
+    # Words with an inner capital, a digit, or quotes are names and codes.
+    codes = re.findall(r"(?<=[a-z,:] )[A-Z][\w.-]*|\S*\d\S*|(?<=\")[^\"]+(?=\")", old)
+    words = {word for word in names if mentions(before, word)} | {plain(word) for word in codes} - {""}
     labels = {plain(key.removesuffix("~").split(">")[-1].replace("_", " ")) for key in vault.values}
     words |= {label for label in labels if mentions(before, label)}
     values = {v for stated in vault.values.values() for v in stated if not v.endswith(".md") and mentions(before, v)}
@@ -163,33 +161,10 @@ def preserves_meaning(old: str, new: str, vault: Parsed) -> bool:
         and len(new) < 3 * len(old) + 40
         and all(mentions(after, word) for word in words | values)
         and {word for word in names if mentions(after, word)} <= words
-        and Counter(_values(old)) == Counter(_values(new))
+        and _values(old) == _values(new)
         and set(before.split()) & _KEPT == set(after.split()) & _KEPT
     )
 
 
-def _capitals(text: str) -> set[str]:
-    """Words with an inner capital, a digit, or quotes: names and codes."""
-    words = re.findall(r"(?<=[a-z,:] )[A-Z][\w.-]*|\S*\d\S*|(?<=\")[^\"]+(?=\")", text)
-    return {plain(word) for word in words} - {""}
-
-
-def _values(text: str) -> list[tuple[str, str]]:
-    return [(kind, item.value) for kind in FINDABLE for item in find(kind, text)]
-
-
-def _kept_values(old: str, new: str) -> bool:
-    return Counter(_values(old)) == Counter(_values(new))
-
-
-def _plain_line(old: str, new: str) -> bool:
-    """Whether the number of lines is unchanged, and no special character of Markdown or of the agent's format was
-    added or removed.
-    """
-    return old.count("\n") == new.count("\n") and all(old.count(sign) == new.count(sign) for sign in _SIGNS)
-
-
-def _still_right(task: MemoryTask, world: World) -> bool:
-    if task.kind == "update":
-        return True
-    return score(task, world.files, world.files, task.reply, task.asks, 1, RewardWeights()).success
+def _values(text: str) -> Counter[tuple[str, str]]:
+    return Counter((kind, item.value) for kind in FINDABLE for item in find(kind, text))

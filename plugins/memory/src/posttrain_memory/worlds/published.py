@@ -114,15 +114,9 @@ def _lost_of_others(path: str, lost: list[str], named: set[str], before: Mapping
 
     `label: [[note]]` is about the note that contains it, and so is everything in `user.md`.
     """
-    damage = []
-    for line in lost:
-        about = _mentioned(line, before) - {path, USER}
-        if not about or about & named:
-            continue
-        of_this_note = path == USER or _RELATION.match(line)
-        if _OF_ANOTHER.search(line) or not of_this_note:
-            damage.append(line)
-    return damage
+    others = [(line, _mentioned(line, before) - {path, USER}) for line in lost]
+    others = [(line, about) for line, about in others if about and not about & named]
+    return [line for line, _ in others if _OF_ANOTHER.search(line) or not (path == USER or _RELATION.match(line))]
 
 
 def _linked(line: str, paths: Mapping[str, object]) -> set[str]:

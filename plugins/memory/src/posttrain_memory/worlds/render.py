@@ -6,7 +6,7 @@ import numpy as np
 
 from posttrain.seeds import random_stream
 from posttrain_memory.vault.paths import USER
-from posttrain_memory.worlds.graph import Entity, Graph, Statement, build
+from posttrain_memory.worlds.graph import Entity, Graph, build
 from posttrain_memory.worlds.naming import fill
 from posttrain_memory.worlds.recipe import WorldRecipe
 from posttrain_memory.worlds.theme import Attribute, Theme, themes
@@ -37,7 +37,12 @@ def note(graph: Graph, entity: Entity, recipe: WorldRecipe, random: np.random.Ge
     style = pick(random, recipe.styles or theme.styles)
     facts = fact_lines(theme, entity, style, random)
     relations = _relation_lines(graph, entity, style, random)
-    rest = [_claim_line(graph, claim, random) for claim in graph.claims if claim.note == entity.path]
+    rest = []
+    for claim in graph.claims:
+        if claim.note == entity.path:
+            other = graph.entities[claim.about]
+            attribute = next(a for a in theme.of(other.kind) if a.key == claim.key)
+            rest.append(f"- {attribute.label} of {link(other)}: {spelling(attribute, claim.value, random)}")
     blocks: list[list[str]] = []
     if style == "front":
         blocks.append(["---", *facts, "---"])
@@ -95,6 +100,8 @@ def _line(style: str, label: str, text: str) -> str:
 def _relation_lines(graph: Graph, entity: Entity, style: str, random: np.random.Generator) -> list[str]:
     """One line for each relation of a note and each inverse, with links to all its targets."""
     theme, named = graph.theme, graph.entities
+    # No tables, because the `|` of a link would end the cell.
+    linked = style if style in ("bullets", "bold", "plain") else "bullets"
     lines = []
     for relation in theme.relations:
         forward = [link(named[path]) for path in graph.targets(entity.path, relation.key)]
@@ -107,23 +114,10 @@ def _relation_lines(graph: Graph, entity: Entity, style: str, random: np.random.
             text = relation.sentence.replace("{name}", entity.name)
             lines.append(text.replace("{value}", ", ".join(forward)))
         elif forward:
-            lines.append(
-                _line(_link_style(style), relation.plural if forward[1:] else relation.label, ", ".join(forward))
-            )
+            lines.append(_line(linked, relation.plural if forward[1:] else relation.label, ", ".join(forward)))
         if back:
-            label = relation.inverse_plural if back[1:] else relation.inverse
-            lines.append(_line(_link_style(style), label, ", ".join(back)))
+            lines.append(_line(linked, relation.inverse_plural if back[1:] else relation.inverse, ", ".join(back)))
     return lines
-
-
-def _link_style(style: str) -> str:
-    """The style for links. Tables are excluded, because the `|` of a link would end the cell."""
-    return style if style in ("bullets", "bold", "plain") else "bullets"
-
-
-def _claim_line(graph: Graph, claim: Statement, random: np.random.Generator) -> str:
-    attribute = next(a for a in graph.theme.of(graph.entities[claim.about].kind) if a.key == claim.key)
-    return f"- {attribute.label} of {link(graph.entities[claim.about])}: {spelling(attribute, claim.value, random)}"
 
 
 def _filler(theme: Theme, recipe: WorldRecipe, random: np.random.Generator) -> list[list[str]]:

@@ -142,15 +142,15 @@ def denies_change(reply: str) -> bool:
 
 def says_missing(reply: str, question: str) -> bool:
     """Whether a reply says that something is unknown or missing, in words other than those of the question."""
-    return _own(_MISSING, reply, question)
+    return _says(_MISSING, reply, question)
 
 
 def says_disagreeing(reply: str, question: str) -> bool:
     """Whether a reply says that notes disagree, in words other than those of the question."""
-    return _own(_DISAGREE, reply, question)
+    return _says(_DISAGREE, reply, question)
 
 
-def _own(pattern: re.Pattern[str], reply: str, question: str) -> bool:
+def _says(pattern: re.Pattern[str], reply: str, question: str) -> bool:
     known = {match.group().casefold() for match in pattern.finditer(question.replace("’", "'"))}
     return any(match.group().casefold() not in known for match in pattern.finditer(reply.replace("’", "'")))
 

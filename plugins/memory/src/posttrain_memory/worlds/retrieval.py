@@ -25,29 +25,22 @@ def fact(context: TaskContext, hops: int, kind: str = "retrieval", variant: str 
             question = context.question(attribute, entity)
             solution = [*context.route(entity.path), context.sentence(attribute, entity)]
             answers = [context.answer(attribute, entity)]
-            return _task(context, kind, variant or f"hop{hops}", question, hops, answers, solution)
+            return context.task(kind, variant or f"hop{hops}", question, hops, _truth(answers), solution)
     return None
 
 
 def aggregate(context: TaskContext) -> MemoryTask | None:
     """A count, a list, a sum, or an extreme over the notes of a relation."""
     for owner, relation, targets in _groups(context):
-        whose, anchor = _whose(context, owner, relation)
+        anchor, whose = owner.path == USER, _whose(owner, relation)
         form = context.pick(("count", "list", "sum", "most", "least", "with"))
-        result: _Made | None
-        if form in ("count", "list"):
-            result = _all_of(form, whose, relation, targets)
-        elif form == "with":
-            result = _with(context, whose, targets)
-        else:
-            result = _over(context, form, whose, targets)
-        if result is not None:
+        linked = form in ("count", "list")  # the links answer it, without the notes
+        if result := _over_links(form, whose, targets) if linked else _over(context, form, whose, targets):
             question, answers, operands, reply = result
-            reads = [] if form in ("count", "list") else [_reads(targets)]
-            solution = [*context.route(owner.path), *reads, reply]
-            hops = context.hops(owner.path) + (form not in ("count", "list"))
-            question = context.anchored(question) if anchor else question
-            return _task(context, "retrieval", "aggregate", question, min(2, hops), answers, solution, operands)
+            solution = [*context.route(owner.path), *([] if linked else [_reads(targets)]), reply]
+            hops = context.hops(owner.path) + (not linked)
+            truth = _truth(answers, operands)
+            return context.task("retrieval", "aggregate", question, min(2, hops), truth, solution, anchor)
     return None
 
 
@@ -55,15 +48,14 @@ def time(context: TaskContext) -> MemoryTask | None:
     """The first, last or next by date, or the number of days between two dates."""
     for owner, relation, targets in _groups(context):
         for attribute in _shared(context, targets, ("date",)):
-            whose, anchor = _whose(context, owner, relation)
+            anchor, whose = owner.path == USER, _whose(owner, relation)
             dates = {target.path: date.fromisoformat(target.facts[attribute.key]) for target in targets}
             order = sorted(targets, key=lambda target: dates[target.path])
             if len(set(dates.values())) < len(dates):
                 continue
             form = context.pick(("first", "last", "next", "between"))
-            operands: list[str] = []
-            answers = [name_answer(order[0] if form == "first" else order[-1])]
-            reply = f"{(order[0] if form == 'first' else order[-1]).name}."
+            end = order[0] if form == "first" else order[-1]
+            answers, reply = [name_answer(end)], f"{end.name}."
             if form in ("first", "last"):
                 word = context.pick(("earliest", "first") if form == "first" else ("latest", "last"))
                 question = f"Which of {whose} has the {word} {attribute.noun}?"
@@ -80,26 +72,14 @@ def time(context: TaskContext) -> MemoryTask | None:
                 answers, reply = [Answer("number", str(days), "days")], f"{days} days."
                 anchor = False
             solution = [*context.route(owner.path), _reads(targets), reply]
-            question = context.anchored(question) if anchor else question
             hops = min(2, context.hops(owner.path) + 1)
-            return _task(context, "retrieval", "time", question, hops, answers, solution, operands)
+            return context.task("retrieval", "time", question, hops, _truth(answers), solution, anchor)
     return _two_dates(context)
 
 
-def _task(
-    context: TaskContext,
-    kind: str,
-    variant: str,
-    question: str,
-    hops: int,
-    answers: Sequence[Answer],
-    solution: list[str],
-    operands: Sequence[str] = (),
-) -> MemoryTask:
-    truth: dict[str, object] = {"answers": [one.to_json() for one in answers]}
-    if operands:
-        truth["operands"] = sorted(set(operands))
-    return MemoryTask(kind, variant, context.theme.name, question, hops, truth, solution)
+def _truth(answers: Sequence[Answer], operands: Sequence[str] = ()) -> dict[str, object]:
+    stated = {"operands": sorted(set(operands))} if operands else {}
+    return {"answers": [one.to_json() for one in answers], **stated}
 
 
 def _related(context: TaskContext, entity: Entity, hops: int) -> MemoryTask | None:
@@ -112,7 +92,7 @@ def _related(context: TaskContext, entity: Entity, hops: int) -> MemoryTask | No
             question = question if whom else context.anchored(question)
             owner = f"The {relation.label} of {whom}" if whom else f"Your {relation.label}"
             solution = [*context.route(entity.path), f"{owner} is {target.name}."]
-            return _task(context, "retrieval", f"hop{hops}", question, hops, [name_answer(target)], solution)
+            return context.task("retrieval", f"hop{hops}", question, hops, _truth([name_answer(target)]), solution)
     return None
 
 
@@ -127,10 +107,8 @@ def _groups(context: TaskContext) -> list[tuple[Entity, Relation, list[Entity]]]
     return [groups[i] for i in context.random.permutation(len(groups))]
 
 
-def _whose(context: TaskContext, owner: Entity, relation: Relation) -> tuple[str, bool]:
-    if owner.path == USER:
-        return f"my {relation.plural}", True
-    return f"the {relation.plural} of {owner.name}", False
+def _whose(owner: Entity, relation: Relation) -> str:
+    return f"my {relation.plural}" if owner.path == USER else f"the {relation.plural} of {owner.name}"
 
 
 def _reads(targets: Sequence[Entity]) -> str:
@@ -176,17 +154,17 @@ def _two_dates(context: TaskContext) -> MemoryTask | None:
                 gap = abs((days[0] - days[1]).days)
                 question = f"How many days lie between {nouns[0]} and {nouns[1]}?"
                 answers, reply = [Answer("number", str(gap), "days")], f"{gap} days."
-            task = _task(context, "retrieval", "time", question, hops, answers, [_FIRST, *reads, reply])
+            truth = _truth(answers)
             if answers[0].type == "name":
-                task.truth["against"] = [name_answer(other if first is one else one).value]
-            return task
+                truth["against"] = [name_answer(other if first is one else one).value]
+            return context.task("retrieval", "time", question, hops, truth, [_FIRST, *reads, reply])
     return None
 
 
 _Made = tuple[str, list[Answer], list[str], str]
 
 
-def _all_of(form: str, whose: str, relation: Relation, targets: Sequence[Entity]) -> _Made:
+def _over_links(form: str, whose: str, targets: Sequence[Entity]) -> _Made:
     if form == "count":
         answers = [Answer("number", str(len(targets)), "count")]
         return f"Counting {whose}, how many are there?", answers, [], f"There are {len(targets)}."
@@ -194,17 +172,13 @@ def _all_of(form: str, whose: str, relation: Relation, targets: Sequence[Entity]
     return f"List the names of {whose}.", [name_answer(target) for target in targets], [], f"{joined(names)}."
 
 
-def _with(context: TaskContext, whose: str, targets: Sequence[Entity]) -> _Made | None:
-    for attribute in _shared(context, targets, ("enum",)):
-        value = context.pick(targets).facts[attribute.key]
-        count = sum(target.facts[attribute.key] == value for target in targets)
-        question = f'Of how many of {whose} is the {attribute.noun} "{value}"?'
-        return question, [Answer("number", str(count), "count")], [], f"Of {count}."
-    return None
-
-
 def _over(context: TaskContext, form: str, whose: str, targets: Sequence[Entity]) -> _Made | None:
-    for attribute in _shared(context, targets, ("number", "money")):
+    for attribute in _shared(context, targets, ("enum",) if form == "with" else ("number", "money")):
+        if form == "with":
+            value = context.pick(targets).facts[attribute.key]
+            count = sum(target.facts[attribute.key] == value for target in targets)
+            question = f'Of how many of {whose} is the {attribute.noun} "{value}"?'
+            return question, [Answer("number", str(count), "count")], [], f"Of {count}."
         amounts = [Decimal(target.facts[attribute.key].split(" ")[-1]) for target in targets]
         if form == "sum":
             code = targets[0].facts[attribute.key].split(" ")[0]

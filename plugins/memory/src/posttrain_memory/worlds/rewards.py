@@ -100,8 +100,7 @@ def score(
             if known is None
             else update_outcome(known, task.theme, before, after)
         )
-        _add_update_outcome(outcome, asked, verdict)
-        _check_confirmation(task, before, text, verdict)
+        _update(task, outcome, before, text, asked, verdict)
         verdict.share = verdict.share if approved else 0.0
     else:
         vault = parse(before, task.theme)
@@ -118,10 +117,6 @@ def score(
             _clarification(task, vault, text, asked, verdict)
         elif text:
             _answers(task, vault, text, asked, verdict)
-    return _total(verdict, turns, checked_first, weights, judged)
-
-
-def _total(verdict: _Verdict, turns: int, checked_first: bool, weights: RewardWeights, judged: float | None) -> Scored:
     success = verdict.share == 1 and not verdict.wrong
     parts = {"success": weights.success if success else 0.0}
     # A partial solution counts only if it has no fault.
@@ -136,19 +131,17 @@ def _total(verdict: _Verdict, turns: int, checked_first: bool, weights: RewardWe
     return Scored(sum(parts.values()), parts, success, (*faults, *verdict.missing))
 
 
-def _add_update_outcome(result: Outcome, asked: bool, verdict: _Verdict) -> None:
-    """Add the outcome of an update to the verdict."""
-    verdict.share = result.done
-    for text in result.harmed:
+def _update(
+    task: MemoryTask, outcome: Outcome, before: Mapping[str, str], reply: str, asked: bool, verdict: _Verdict
+) -> None:
+    """The outcome of an update, and what the reply says about it: it must not deny it, nor recite other notes."""
+    verdict.share = outcome.done
+    for text in outcome.harmed:
         verdict.fault("damaged", text)
-    for text in result.broken:
+    for text in outcome.broken:
         verdict.fault("broken", text)
     if asked:
         verdict.fault("asked", "it asked instead of changing the notes")
-
-
-def _check_confirmation(task: MemoryTask, before: Mapping[str, str], reply: str, verdict: _Verdict) -> None:
-    """Check what the reply says about an update: it must not deny it, nor recite other notes."""
     if denies_change(reply):
         verdict.fault("guessed", "it said that it did not change the notes")
     if _recites(task, parse(before, task.theme), reply, ()):
@@ -205,10 +198,11 @@ def _leaked_values(task: MemoryTask, vault: Parsed, reply: str) -> list[str]:
 def _clarification(task: MemoryTask, vault: Parsed, reply: str, asked: bool, verdict: _Verdict) -> None:
     """A correct reply names what is missing or contradictory, says so, and does not choose a side."""
     truth = task.truth
-    both = [set(_parts(truth["type"], value)) for value in truth["values"]]
+    both = [set(value.split("; ") if truth["type"] == "list" else [value]) for value in truth["values"]]
     stated = _stated(task, vault, reply)
     unrelated = set(stated) - {part for parts in both for part in parts}
-    sides = [sum(count for part, count in stated.items() if part in parts) for parts in _differences(both)]
+    shared = set.intersection(*both) if both else set()
+    sides = [sum(count for part, count in stated.items() if part in parts - shared) for parts in both]
     if unrelated or len(set(sides)) > 1:
         verdict.fault("guessed", f"it said {', '.join(sorted(unrelated) or sorted(stated))}")
     if _recites(task, vault, reply, stated):
@@ -239,12 +233,6 @@ def _stated(task: MemoryTask, vault: Parsed, reply: str) -> Counter[str]:
     return Counter({part: count for part, count in counts.items() if count})
 
 
-def _differences(both: list[set[str]]) -> list[set[str]]:
-    """For two sets of values, those that only the one has."""
-    shared = set.intersection(*both) if both else set()
-    return [parts - shared for parts in both]
-
-
 def _recites(task: MemoryTask, vault: Parsed, reply: str, allowed: Iterable[str]) -> bool:
     """Whether the reply contains more than `ASIDES` facts that were not asked for."""
     wanted = [answer(record) for record in (*task.truth.get("answers", ()), *task.truth.get("hidden", ()))]
@@ -252,7 +240,3 @@ def _recites(task: MemoryTask, vault: Parsed, reply: str, allowed: Iterable[str]
         len(reply.split()) > LONGEST
         or count_recited(reply, vault, task.question, wanted, (*allowed, *task.truth.get("operands", ()))) > ASIDES
     )
-
-
-def _parts(kind: str, value: str) -> list[str]:
-    return value.split("; ") if kind == "list" else [value]

@@ -172,27 +172,28 @@ class Theme(BaseConfig):
                 raise ValueError(f"relations.{number}: `source` and `target` are keys of `kinds` ({tie.key})")
         types: dict[str, str] = {}
         owners: dict[str, str] = {}
-        for item in [*self.user_facts, *(item for kind in self.kinds for item in kind.facts)]:
+        for item in self.all_facts:
             if types.setdefault(item.key, item.type) != item.type:
                 raise ValueError(f"the fact {item.label!r} has the types {types[item.key]} and {item.type}")
             for text in (item.label, *item.aliases):
                 if owners.setdefault(plain_label(text), item.key) != item.key:
                     raise ValueError(f"the label {text!r} names both {owners[plain_label(text)]} and {item.key}")
         for tie in self.relations:
-            for text, key in (
-                (tie.label, tie.key),
-                (tie.plural, tie.key),
-                (tie.inverse, tie.inverse_key),
-                (tie.inverse_plural, tie.inverse_key),
-            ):
+            forward, inverse = (tie.label, tie.plural), (tie.inverse, tie.inverse_plural)
+            for text, key in (*((text, tie.key) for text in forward), *((text, tie.inverse_key) for text in inverse)):
                 if owners.setdefault(plain_label(text), key) != key:
                     raise ValueError(f"the label {text!r} names both {owners[plain_label(text)]} and {key}")
         return self
 
     @cached_property
+    def all_facts(self) -> list[Attribute]:
+        """The attributes of the user and of all kinds. Kinds may declare a key with different values."""
+        return [*self.user_facts, *(item for kind in self.kinds for item in kind.facts)]
+
+    @cached_property
     def attributes(self) -> dict[str, Attribute]:
         """Key -> attribute, over all kinds."""
-        return {item.key: item for item in [*self.user_facts, *(item for kind in self.kinds for item in kind.facts)]}
+        return {item.key: item for item in self.all_facts}
 
     @cached_property
     def labels(self) -> dict[str, str]:
@@ -207,8 +208,7 @@ class Theme(BaseConfig):
 
     def declared(self, key: str) -> list[Attribute]:
         """The attributes of a key; kinds may declare it with different values."""
-        items = [*self.user_facts, *(item for kind in self.kinds for item in kind.facts)]
-        return [item for item in items if item.key == key]
+        return [item for item in self.all_facts if item.key == key]
 
     def kind(self, key: str) -> Kind:
         """The kind of notes with this key."""

@@ -9,7 +9,7 @@ from posttrain_memory.vault.limits import VaultError
 from posttrain_memory.vault.links import resolve as vault_resolve
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.graph import Statement, distances, value_of
-from posttrain_memory.worlds.theme import Theme, plain_label, theme_named
+from posttrain_memory.worlds.theme import Attribute, Relation, Theme, plain_label, theme_named
 from posttrain_memory.worlds.values import links, plain
 
 _ABOUT = re.compile(
@@ -121,13 +121,12 @@ def _line(
     if not line.strip() or line.startswith("#"):
         return []
     other = _ABOUT.match(line)
-    if other:
-        about = resolve(links(other["link"])[0][2], files)
-        if about is not None and plain_label(other["label"]) in theme.labels:
-            return _stated(theme, path, about, other, theme.labels[plain_label(other["label"])], line, start, files)
-    match = _ROW.match(line) or _LABEL.match(line)
-    if match and plain_label(match["label"]) in theme.labels:
-        return _stated(theme, path, path, match, theme.labels[plain_label(match["label"])], line, start, files)
+    for match, about in (
+        (other, resolve(links(other["link"])[0][2], files) if other else None),
+        (_ROW.match(line) or _LABEL.match(line), path),
+    ):
+        if match and about is not None and plain_label(match["label"]) in theme.labels:
+            return _stated(theme, path, about, match, theme.labels[plain_label(match["label"])], line, start, files)
     return _prose(theme, path, line, start, files, named)
 
 
@@ -156,9 +155,7 @@ def _prose(
     places = []
     begins = [match.end() for match in re.finditer(r"^\s*(?:[-*+] )?|[.!?] +", line)]
     for key, of_user, literal, pattern in _sentences(theme.name):
-        if of_user and path != USER:
-            continue
-        if literal not in line:
+        if literal not in line or (of_user and path != USER):
             continue
         for match in filter(None, (pattern.match(line, begin) for begin in begins)):
             about = path if of_user else named.get(plain(match["name"]))
@@ -174,19 +171,13 @@ def _prose(
 def _sentences(theme_name: str) -> list[tuple[str, bool, str, re.Pattern[str]]]:
     """For each sentence of a theme: its key, whether it belongs to `user.md`, a literal part of it, and its pattern."""
     theme = theme_named(theme_name)
-    texts = {(item.key, item.sentence): None for item in theme.user_facts}
-    texts |= {(item.key, item.sentence): None for kind in theme.kinds for item in kind.facts}
-    texts |= {(item.key, item.sentence): None for item in theme.relations}
-    return [(key, "{name}" not in text, _literal(text), _pattern(text)) for key, text in texts]
-
-
-def _pattern(sentence: str) -> re.Pattern[str]:
-    pattern = re.escape(sentence.removesuffix("."))
-    pattern = pattern.replace(r"\{name\}", r"(?P<name>[^\n.!?|\[\]]{1,80}?)").replace(
-        r"\{value\}", r"(?P<value>(?:(?!\.\s)[^\n])+?)"
-    )
-    return re.compile(rf"{pattern}\.(?=\s|$)")
-
-
-def _literal(sentence: str) -> str:
-    return max(re.split(r"\{name\}|\{value\}", sentence.removesuffix(".")), key=len)
+    items: list[Attribute | Relation] = [*theme.all_facts, *theme.relations]
+    texts = dict.fromkeys((item.key, item.sentence) for item in items)
+    sentences = []
+    for key, text in texts:
+        literal = max(re.split(r"\{name\}|\{value\}", text.removesuffix(".")), key=len)
+        pattern = re.escape(text.removesuffix("."))
+        pattern = pattern.replace(r"\{name\}", r"(?P<name>[^\n.!?|\[\]]{1,80}?)")
+        pattern = pattern.replace(r"\{value\}", r"(?P<value>(?:(?!\.\s)[^\n])+?)")
+        sentences.append((key, "{name}" not in text, literal, re.compile(rf"{pattern}\.(?=\s|$)")))
+    return sentences

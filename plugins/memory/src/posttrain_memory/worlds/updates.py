@@ -4,7 +4,7 @@ Also the follow-up questions of the two-rollout protocol, asked after an update 
 the notes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from posttrain_memory.vault.paths import USER
 from posttrain_memory.worlds.asking import TaskContext, code_literal, display, name_answer
@@ -64,25 +64,24 @@ def fact_set(context: TaskContext, variant: str) -> MemoryTask | None:
         new = variant == "add" or (variant == "mention" and context.random.random() < 0.4)
         for attribute in context.absent(entity) if new else context.facts(entity):
             value = sampler.other(attribute, entity.facts.get(attribute.key, ""))
-            if value_of(context.theme, attribute.key, value) == value_of(
-                context.theme, attribute.key, entity.facts.get(attribute.key, "")
-            ):
+            canonical = value_of(context.theme, attribute.key, value)
+            if canonical == value_of(context.theme, attribute.key, entity.facts.get(attribute.key, "")):
                 continue
-            edit = _added(entity, attribute, value) if new else _changed(context, entity, attribute, value)
+            shown, places = display(attribute, value), context.parsed.about(entity.path, attribute.key)
+            if new:
+                line = f"- {attribute.label}: {shown}\n"
+                edit: str | None = f"append_file({code_literal(entity.path)}, {code_literal(line)})"
+            else:
+                edit = _replaced(context, places[0], shown) if len(places) == 1 else None
             if edit is None:
                 continue
             forms = _MENTION if variant == "mention" else _TELL if new else _CHANGE
             whom = "" if entity.path == USER else entity.name
             what = context.of(attribute.noun, whom)
-            question = _capitalised(context.pick(forms).format(x=what, v=display(attribute, value), be=attribute.be))
-            change = {
-                "op": "set",
-                "about": entity.path,
-                "key": attribute.key,
-                "value": value_of(context.theme, attribute.key, value),
-            }
-            reply = f"I noted that {what.replace('my ', 'your ', 1)} {attribute.be} {display(attribute, value)}."
-            return _task(context, variant, question, entity.path, change, [edit], reply, anchor=not whom)
+            question = _capitalised(context.pick(forms).format(x=what, v=shown, be=attribute.be))
+            change = {"op": "set", "about": entity.path, "key": attribute.key, "value": canonical}
+            reply = f"I noted that {what.replace('my ', 'your ', 1)} {attribute.be} {shown}."
+            return _task(context, variant, question, entity.path, change, [edit], reply)
     return None
 
 
@@ -99,7 +98,7 @@ def fact_deleted(context: TaskContext) -> MemoryTask | None:
             question = _capitalised(context.pick(_FORGET).format(x=what))
             change = {"op": "delete", "about": entity.path, "key": attribute.key}
             reply = f"I deleted {what.replace('my ', 'your ', 1)}."
-            return _task(context, "delete", question, entity.path, change, [edit], reply, anchor=not whom)
+            return _task(context, "delete", question, entity.path, change, [edit], reply)
     return None
 
 
@@ -109,12 +108,9 @@ def note_made(context: TaskContext) -> MemoryTask | None:
     for entity in context.graph.entities.values():
         sampler.names.reserve(entity.name)
     for owner in context.entities(0, 1):
-        free = [r for r in context.theme.relations if r.source == owner.kind and r.many]
-        free += [
-            r
-            for r in context.theme.relations
-            if r.source == owner.kind and not r.many and not context.graph.targets(owner.path, r.key)
-        ]
+        relations = [r for r in context.theme.relations if r.source == owner.kind]
+        free = [r for r in relations if r.many]
+        free += [r for r in relations if not r.many and not context.graph.targets(owner.path, r.key)]
         for relation in shuffled(context.random, free):
             kind = context.theme.kind(relation.target)
             name = sampler.names.new(kind.names)
@@ -122,11 +118,12 @@ def note_made(context: TaskContext) -> MemoryTask | None:
             attributes = shuffled(context.random, kind.facts)[: int(context.random.integers(1, 3))]
             facts = {attribute.key: sampler.value(attribute) for attribute in attributes}
             facts_text = " ".join(f"The {a.noun} {a.be} {display(a, facts[a.key])}." for a in attributes)
-            mine = owner.path == USER
-            role = f"one of my {relation.plural}" if relation.many else f"my {relation.label}"
-            if not mine:
-                role = f"one of the {relation.plural} of {owner.name}" if relation.many else ""
-                role = role or f"the {relation.label} of {owner.name}"
+            if owner.path == USER:
+                role = f"one of my {relation.plural}" if relation.many else f"my {relation.label}"
+            else:
+                role = (
+                    f"{f'one of the {relation.plural}' if relation.many else f'the {relation.label}'} of {owner.name}"
+                )
             question = context.pick(_NEW).format(name=name, rel=role, facts=facts_text)
             lines = "".join(f"- {a.label}: {display(a, facts[a.key])}\n" for a in attributes)
             creation = f"create_file({code_literal(path)}, {code_literal(f'# {name}' + chr(10) * 2 + lines)})"
@@ -198,7 +195,7 @@ def relation_moved(context: TaskContext) -> MemoryTask | None:
         change = {"op": "relink", "about": edge.source, "relation": edge.relation, "was": edge.target, "value": new}
         code = "\n".join(edit for edit in edits if edit)
         reply = f"I noted {names['new']} as {relation.label}."
-        return _task(context, "relink", question, edge.source, change, [code], reply, anchor=edge.source == USER)
+        return _task(context, "relink", question, edge.source, change, [code], reply)
     return None
 
 
@@ -208,28 +205,16 @@ def _task(
     question: str,
     path: str,
     change: Mapping[str, object],
-    edits: list[str],
+    edits: Sequence[str],
     reply: str,
-    anchor: bool = False,
 ) -> MemoryTask:
-    question = context.anchored(question) if anchor else question
     solution = [*context.route(path), *edits, reply]
-    return MemoryTask(
-        "update", variant, context.theme.name, question, context.hops(path), {"change": dict(change)}, solution
-    )
+    anchor = path == USER and variant not in ("new", "remove")
+    return context.task("update", variant, question, context.hops(path), {"change": change}, solution, anchor)
 
 
 def _capitalised(text: str) -> str:
     return text[0].upper() + text[1:]
-
-
-def _added(entity: Entity, attribute: Attribute, value: str) -> str:
-    return f"append_file({code_literal(entity.path)}, {code_literal(f'- {attribute.label}: {display(attribute, value)}' + chr(10))})"
-
-
-def _changed(context: TaskContext, entity: Entity, attribute: Attribute, value: str) -> str | None:
-    places = context.parsed.about(entity.path, attribute.key)
-    return _replaced(context, places[0], display(attribute, value)) if len(places) == 1 else None
 
 
 def _replaced(context: TaskContext, place: Place, new: str) -> str | None:
@@ -274,25 +259,42 @@ def follow_up(update: MemoryTask, context: TaskContext) -> MemoryTask:
     For a deletion, asking back is correct.
     """
     change, graph, theme = update.truth["change"], context.graph, context.theme
+    attribute: Attribute | None
     if change["op"] == "new":
         key = sorted(change["facts"])[0]
         kind = theme.kind(theme.relation(change["relation"]).target)
         # The path used by the scripted solution; a model may choose another.
         entity = Entity(f"entities/{kind.folder}/{slug(change['name'])}.md", kind.key, change["name"])
+        attribute, value = theme.attributes[key], change["facts"][key]
         route = [*context.route(change["owner"]), f"new = read_file({code_literal(entity.path)})"]
-        return _fact_question(context, entity, theme.attributes[key], change["facts"][key], route)
-    entity = graph.entities[change["about"]]
-    if change["op"] == "set":
-        return _fact_question(
-            context, entity, theme.attributes[change["key"]], change["value"], context.route(entity.path)
-        )
+    else:
+        entity = graph.entities[change["about"]]
+        key = sorted(entity.facts)[0] if change["op"] == "remove" else change.get("key", "")
+        attribute, value = theme.attributes.get(key), change.get("value", "")
+        route = context.route(entity.path)
+    whom = "" if entity.path == USER else entity.name
+    truth: dict[str, object]
+    if attribute is None:
+        label, target = theme.relation(change["relation"]).label, graph.entities[change["value"]]
+        question = context.ask(f"the name of {context.of(label, whom)}")
+        truth = {"answers": [name_answer(target).to_json()]}
+        reply = f"{f'The {label} of {whom}' if whom else f'Your {label}'} is {target.name}."
+        return context.task("retrieval", "follow_up", question, 0, truth, [*route, reply], anchor=not whom)
+    question, noun = context.ask_for(attribute, whom), attribute.noun
+    if change["op"] in ("set", "new"):
+        truth = {"answers": [Answer(attribute.type, value, attribute.key).to_json()]}
+        subject = f"The {noun} of {whom}" if whom else f"Your {noun}"
+        reply = f"{subject} {attribute.be} {display(attribute, value)}."
+        return context.task("retrieval", "follow_up", question, 0, truth, [*route, reply], anchor=not whom)
     if change["op"] == "delete":
-        return _deleted_fact_question(context, entity, theme.attributes[change["key"]])
-    if change["op"] == "remove":
-        return _removed_note_question(context, entity)
-    return _moved_relation_question(
-        context, entity, theme.relation(change["relation"]).label, graph.entities[change["value"]]
-    )
+        point = [*([whom] if whom else []), noun, attribute.label]
+        reply = f"My note on {whom or 'you'} does not give the {noun}. Can you tell me?"
+    else:
+        point = [whom]
+        route = [f'user = read_file("user.md")\nhits = search_files({code_literal(whom)})']
+        reply = f"There is no note on {whom}. Whom or what do you mean?"
+    truth = {"point": point, "type": attribute.type, "key": attribute.key, "values": []}
+    return context.task("clarification", "follow_up", question, 0, truth, [*route, reply], anchor=not whom)
 
 
 def is_forgotten(update: MemoryTask, files: Mapping[str, str]) -> bool:
@@ -308,59 +310,3 @@ def is_forgotten(update: MemoryTask, files: Mapping[str, str]) -> bool:
         name = plain(update.follow_up.truth["point"][0])
         return change["about"] not in files and name not in {plain(title) for title in now.titles.values()}
     return True
-
-
-def _deleted_fact_question(context: TaskContext, entity: Entity, attribute: Attribute) -> MemoryTask:
-    """A question about a deleted fact."""
-    whom = "" if entity.path == USER else entity.name
-    question = context.ask(context.of(attribute.noun, whom), attribute.be == "are")
-    point = [*([whom] if whom else []), attribute.noun, attribute.label]
-    reply = f"My note on {whom or 'you'} does not give the {attribute.noun}. Can you tell me?"
-    truth = {"point": point, "type": attribute.type, "key": attribute.key, "values": []}
-    return _follow_up_task(
-        context, "clarification", question, truth, [*context.route(entity.path), reply], anchor=not whom
-    )
-
-
-def _removed_note_question(context: TaskContext, entity: Entity) -> MemoryTask:
-    """A question about a fact of a removed note."""
-    attribute = context.theme.attributes[sorted(entity.facts)[0]]
-    question = context.ask(context.of(attribute.noun, entity.name), attribute.be == "are")
-    truth = {"point": [entity.name], "type": attribute.type, "key": attribute.key, "values": []}
-    search = f'user = read_file("user.md")\nhits = search_files({code_literal(entity.name)})'
-    reply = f"There is no note on {entity.name}. Whom or what do you mean?"
-    return _follow_up_task(context, "clarification", question, truth, [search, reply])
-
-
-def _moved_relation_question(context: TaskContext, entity: Entity, label: str, target: Entity) -> MemoryTask:
-    """A question about the new target of a relation."""
-    whom = "" if entity.path == USER else entity.name
-    question = context.ask(f"the name of {context.of(label, whom)}")
-    owner = f"The {label} of {whom}" if whom else f"Your {label}"
-    truth = {"answers": [name_answer(target).to_json()]}
-    solution = [*context.route(entity.path), f"{owner} is {target.name}."]
-    return _follow_up_task(context, "retrieval", question, truth, solution, anchor=not whom)
-
-
-def _fact_question(
-    context: TaskContext, entity: Entity, attribute: Attribute, value: str, route: list[str]
-) -> MemoryTask:
-    """A question about one fact, whose canonical value is `value`."""
-    whom = "" if entity.path == USER else entity.name
-    question = context.ask(context.of(attribute.noun, whom), attribute.be == "are")
-    truth = {"answers": [Answer(attribute.type, value, attribute.key).to_json()]}
-    subject = f"The {attribute.noun} of {whom}" if whom else f"Your {attribute.noun}"
-    reply = f"{subject} {attribute.be} {display(attribute, value)}."
-    return _follow_up_task(context, "retrieval", question, truth, [*route, reply], anchor=not whom)
-
-
-def _follow_up_task(
-    context: TaskContext,
-    kind: str,
-    question: str,
-    truth: Mapping[str, object],
-    solution: list[str],
-    anchor: bool = False,
-) -> MemoryTask:
-    question = context.anchored(question) if anchor else question
-    return MemoryTask(kind, "follow_up", context.theme.name, question, 0, dict(truth), solution)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal, InvalidOperation
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -128,18 +128,11 @@ def spell(kind: str, value: str, random: np.random.Generator, unit: str = "") ->
         month = MONTHS[day.month - 1]
         return pick(random, (value, value, f"{day.day} {month} {day.year}", f"{month} {day.day}, {day.year}"))
     if kind == "phone":
-        return pick(
-            random,
-            (
-                f"+{value[0]} {value[1:4]} {value[4:7]} {value[7:]}",
-                f"+{value[0]}-{value[1:4]}-{value[4:7]}-{value[7:]}",
-            ),
-        )
+        sign = pick(random, (" ", "-"))
+        return f"+{sign.join((value[0], value[1:4], value[4:7], value[7:]))}"
     if kind == "list":
-        items = value.split("; ")
-        return pick(
-            random, (", ".join(items), " and ".join([", ".join(items[:-1]), items[-1]]) if items[1:] else value)
-        )
+        *front, last = value.split("; ")
+        return pick(random, (", ".join([*front, last]), f"{', '.join(front)} and {last}" if front else value))
     return value
 
 
@@ -147,7 +140,11 @@ def plain(text: str) -> str:
     """A text in the form used for comparing names and words: lower case, links as their displayed text, no
     punctuation, no leading article.
     """
-    text = _LINK.sub(_displayed, text).casefold().replace("’", "'")
+    text = (
+        _LINK.sub(lambda m: m[2] or m[1].rsplit("/", 1)[-1].removesuffix(".md").replace("_", " "), text)
+        .casefold()
+        .replace("’", "'")
+    )
     text = re.sub(r"'s\b", "", text)
     words = re.findall(r"[^\W_]+(?:[-'][^\W_]+)*", text)
     while words and words[0] in ("the", "a", "an"):
@@ -163,12 +160,6 @@ def mentions(text: str, words: str) -> bool:
 def links(text: str) -> list[tuple[int, int, str, str]]:
     """The wikilinks of a text: start, end, target without heading, and displayed text (may be empty)."""
     return [(m.start(), m.end(), m.group(1).strip(), (m.group(2) or "").strip()) for m in _LINK.finditer(text)]
-
-
-def _displayed(match: Any) -> str:
-    if match.group(2):
-        return match.group(2)
-    return match.group(1).rsplit("/", 1)[-1].removesuffix(".md").replace("_", " ")
 
 
 def _without(text: str, *patterns: re.Pattern[str]) -> str:
@@ -216,9 +207,8 @@ def _read(kind: str, match: re.Match[str]) -> str | None:
         digits = re.sub(r"\D", "", match.group())
         return digits if 8 <= len(digits) <= 15 else None
     if kind == "money":
-        unit = _UNITS.get((match["before"] or match["after"]).casefold()) or _UNITS.get(
-            (match["before"] or match["after"]).upper()
-        )
+        name = match["before"] or match["after"]
+        unit = _UNITS.get(name.casefold()) or _UNITS.get(name.upper())
         amount = Decimal((match["a1"] or match["a2"]).replace(",", ""))
         return f"{unit} {amount:.2f}" if unit else None
     try:
@@ -269,10 +259,16 @@ def spoken_values(kind: str, text: str, known: Iterable[str] = (), words: bool =
         return [item.value for item in find(kind, text)]
     if kind != "money":
         text = _normalize_dates(text, meant)
-    if kind == "phone":
-        return [_phone(items.value, meant) for items in find(kind, text)]
     if kind == "date":
         return [item.value for item in find(kind, text)]
+    if kind == "phone":
+        phones = []
+        for item in find(kind, text):
+            # The known number with these digits, with or without country code.
+            bare = item.value.lstrip("0")
+            same = [one for one in meant if one.endswith(bare) and len(bare) >= 9 and len(one) - len(bare) <= 3]
+            phones.append(same[0] if len(same) == 1 else item.value)
+        return phones
     text = _numerals(kind, text, meant, words)
     if kind == "money" and (items := find(kind, text)):
         return [item.value for item in items]
@@ -305,14 +301,9 @@ def _numerals(kind: str, text: str, known: set[str], words: bool) -> str:
         text = _DOTTED.sub(lambda match: match.group().replace(".", "").replace(",", "."), text)
         text = _COMMA.sub(lambda match: match.group().replace(",", "."), text)
         return _THOUSANDS.sub(lambda match: f"{Decimal(match[1]) * 1000:f}", text)
-    text = _DOTTED.sub(lambda match: _without_dots(match.group(), known), text)
+    # 1.250 is 1250, if that is a known number.
+    text = _DOTTED.sub(lambda m: whole if (whole := m[0].replace(".", "")) in known else m[0], text)
     return _RANGE.sub(" to ", _blanked("phone", text))
-
-
-def _without_dots(text: str, known: set[str]) -> str:
-    """1.250 as 1250, if that is a known number."""
-    whole = text.replace(".", "")
-    return whole if whole in known else text
 
 
 def _from_words(text: str, known: set[str]) -> str:
@@ -346,13 +337,6 @@ def _date(text: str, known: set[str], *readings: tuple[str, str, str]) -> str:
         except ValueError:
             continue
     return next((one for one in dates if one in known), dates[0] if dates else text)
-
-
-def _phone(digits: str, known: set[str]) -> str:
-    """The known number with these digits, with or without country code; otherwise the digits."""
-    bare = digits.lstrip("0")
-    ends = [one for one in known if one.endswith(bare) and len(bare) >= 9 and len(one) - len(bare) <= 3]
-    return ends[0] if len(ends) == 1 else digits
 
 
 def _blanked(kind: str, text: str) -> str:
