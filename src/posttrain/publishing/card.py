@@ -46,8 +46,9 @@ def model_card(run: RunDirectory, licence: str | None = None, target: str = "hf"
     if not (run.path / "results.json").is_file():
         raise InputError(f"{run.path} has no results yet; wait for its end, or continue it with --resume {run.path}")
     base, known = base_model(recipe)
+    adapter = is_adapter(run.path / "model")
     metadata: dict[str, Any] = {
-        "library_name": _library(run.path / "model", target),
+        "library_name": "gguf" if target in ("gguf", "ollama") else "peft" if adapter else "transformers",
         "pipeline_tag": "text-classification" if recipe.stage == "reward" else "text-generation",
         "tags": ["posttrain", recipe.stage, *([_TAGS[recipe.stage]] if recipe.stage in _TAGS else [])],
     }
@@ -63,7 +64,7 @@ def model_card(run: RunDirectory, licence: str | None = None, target: str = "hf"
         *_results(run),
         "Intervals are 95%. Rows of baseline policies are of the same held-out tasks; `exact` values are computed.",
         "## Use",
-        _USES[target].format(name=run.path.name) if target in _USES else _use(recipe, run.path / "model", address),
+        _USES[target].format(name=run.path.name) if target in _USES else _use(recipe, adapter, address),
         "## Data",
         _data(recipe),
         "## Training",
@@ -102,14 +103,8 @@ def _licence_in(card: Path) -> str | None:
         metadata = yaml.safe_load(text.split("---", 2)[1])
     except yaml.YAMLError:
         return None
-    found = metadata.get("license") if isinstance(metadata, dict) else None
-    return found if isinstance(found, str) else None
-
-
-def _library(model: Path, target: str) -> str:
-    if target in ("gguf", "ollama"):
-        return "gguf"
-    return "peft" if is_adapter(model) else "transformers"
+    licence = metadata.get("license") if isinstance(metadata, dict) else None
+    return licence if isinstance(licence, str) else None
 
 
 def is_adapter(directory: Path) -> bool:
@@ -129,18 +124,18 @@ def _results(run: RunDirectory) -> Iterator[str]:
         yield "No held-out tasks were measured."
 
 
-def _use(recipe: "Recipe", model: Path, address: str) -> str:
+def _use(recipe: "Recipe", adapter: bool, address: str) -> str:
+    loader, imports = "AutoModelForCausalLM", []
     if recipe.stage == "reward":
-        lines = ["from transformers import AutoModelForSequenceClassification, AutoTokenizer", ""]
-        lines += [f'model = AutoModelForSequenceClassification.from_pretrained("{address}")']
-    elif is_adapter(model):
-        lines = ["from peft import AutoPeftModelForCausalLM", "from transformers import AutoTokenizer", ""]
-        lines += [f'model = AutoPeftModelForCausalLM.from_pretrained("{address}")']
-    else:
-        lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-        lines += [f'model = AutoModelForCausalLM.from_pretrained("{address}")']
-    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{address}")']
-    return "```python\n" + "\n".join(lines) + "\n```"
+        loader = "AutoModelForSequenceClassification"
+    elif adapter:
+        loader, imports = "AutoPeftModelForCausalLM", ["from peft import AutoPeftModelForCausalLM"]
+    imports.append(f"from transformers import {'' if imports else f'{loader}, '}AutoTokenizer")
+    lines = [
+        f'model = {loader}.from_pretrained("{address}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{address}")',
+    ]
+    return "\n".join(["```python", *imports, "", *lines, "```"])
 
 
 def _data(recipe: "Recipe") -> str:

@@ -58,7 +58,9 @@ def export_run(
         )
     if target in ("gguf", "ollama") and stage == "reward":
         raise InputError(f"{model} is a reward model, which GGUF does not support; use --to hf")
-    require_own_files(model)
+    for path in (model, *sorted(model.iterdir())):
+        if path.is_symlink():  # a link could put any file of this machine into an export
+            raise InputError(f"{path} is a link, which is not exported; replace it by the file")
     card = model_card(run, licence, target, address)
     remove_partials(out)
     with atomic_folder(out) as folder:
@@ -77,13 +79,6 @@ def export_run(
         (folder / "README.md").write_text(card, encoding="utf-8")
         (folder / "recipe.yaml").write_text(read_text(run.recipe_file, run=run.path), encoding="utf-8")
     return sorted(file for file in out.rglob("*") if file.is_file())
-
-
-def require_own_files(model: Path) -> None:
-    """InputError for links in a model, which could put any file of this machine into an export."""
-    for path in (model, *sorted(model.iterdir())):
-        if path.is_symlink():
-            raise InputError(f"{path} is a link, which is not exported; replace it by the file")
 
 
 def copy_model(model: Path, out: Path, shard_bytes: int) -> None:
@@ -113,17 +108,12 @@ def modelfile(model: Path, weights: str) -> str:
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer, config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
-    ends = {tokenizer.eos_token, *_end_texts(model, tokenizer)} - {None}
-    lines = [f"FROM ./{weights}", *(f"PARAMETER stop {json.dumps(text)}" for text in sorted(ends))]
-    return "\n".join([*lines, f"PARAMETER num_ctx {min(config.max_position_embeddings, 8192)}"]) + "\n"
-
-
-def _end_texts(model: Path, tokenizer: Any) -> list[str]:
-    """The end tokens that the generation configuration names."""
     file = model / "generation_config.json"
     given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     ids = given if isinstance(given, list) else [] if given is None else [given]
-    return [tokenizer.convert_ids_to_tokens(number) for number in ids]
+    ends = {tokenizer.eos_token, *map(tokenizer.convert_ids_to_tokens, ids)} - {None}
+    lines = [f"FROM ./{weights}", *(f"PARAMETER stop {json.dumps(text)}" for text in sorted(ends))]
+    return "\n".join([*lines, f"PARAMETER num_ctx {min(config.max_position_embeddings, 8192)}"]) + "\n"
 
 
 def vllm_settings(model: Path, out: Path, name: str, recipe: Any, adapter: bool) -> dict[str, Any]:

@@ -28,9 +28,7 @@ _NORMAL, _CONTROL, _USER = 1, 3, 4
 
 @dataclass(frozen=True)
 class Check:
-    """Comparison of the written file with the model: relative difference of the logits, and agreement of the best
-    token.
-    """
+    """Comparison of the written file with the model: relative difference of the logits, agreement of the best token."""
 
     difference: float
     agreement: float
@@ -92,9 +90,7 @@ def write_gguf(directory: Path, file: Path, kind: str = "f16", name: str = "mode
 
 def pre_tokenizer(tokenizer: dict[str, Any], directory: Path) -> str:
     """GGUF's name of the tokenizer's pre-tokenization. InputError if GGUF has no name for it."""
-    if tokenizer["model"]["type"] != "BPE" or (
-        "byte_fallback" in tokenizer["model"] and tokenizer["model"]["byte_fallback"]
-    ):
+    if tokenizer["model"]["type"] != "BPE" or tokenizer["model"].get("byte_fallback"):
         raise InputError(f"{directory}: GGUF export supports byte-level BPE tokenizers only; export with --to hf")
     outer = tokenizer.get("pre_tokenizer") or {}
     steps = outer.get("pretokenizers", [outer])
@@ -172,9 +168,8 @@ def _write_tokenizer(writer: Any, tokenizer: "PreTrainedTokenizerBase", pre: str
 def _tensors(model: Any, permuted: bool) -> Iterator[tuple[str, np.ndarray]]:
     """Names and weights. `permuted`: query and key rows are reordered for interleaved rotary positions."""
     config = model.config
-    tied = config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and tied:
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = tensor.float().contiguous().numpy()
         if permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -230,10 +225,10 @@ def compare(model: Any, tokenizer: Any, file: Path) -> Check:
     random = torch.randint(0, min(len(tokenizer), model.config.vocab_size), (48,), generator=generator).tolist()
     ids = torch.tensor([[*words, *random]])
     with torch.no_grad():
-        expected, found = (one.eval()(input_ids=ids).logits.double() for one in (model, loaded))
+        expected, reloaded = (one.eval()(input_ids=ids).logits.double() for one in (model, loaded))
     scale = float(expected.std()) or 1.0
-    difference = float((expected - found).pow(2).mean().sqrt()) / scale
-    agreement = float((expected.argmax(-1) == found.argmax(-1)).double().mean())
+    difference = float((expected - reloaded).pow(2).mean().sqrt()) / scale
+    agreement = float((expected.argmax(-1) == reloaded.argmax(-1)).double().mean())
     return Check(difference if math.isfinite(difference) else math.inf, agreement)
 
 

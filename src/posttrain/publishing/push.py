@@ -46,8 +46,8 @@ def push_run(
                 commit_message=f"{run.path.name}, trained with posttrain",
             )
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            said = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             raise RunError(
-                f"{repository}: the upload failed ({type(error).__name__}: {said}); log in with `hf auth login`, and check the name"
+                f"{repository}: the upload failed ({type(error).__name__}: {reason}); log in with `hf auth login`, and check the name"
             ) from error
     return str(done)

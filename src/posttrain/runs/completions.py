@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,19 @@ class CompletionLog:
         that publish to the same directory take turns.
         """
         available = [key for key in keys if key in self._spans]
-        with _directory_lock(path.parent):
+        folder = path.parent
+        with storage_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder, os.O_RDONLY)
+        try:
+            # Some file systems cannot lock directories. In this case, the check just before writing must suffice.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if not overwrite:
                 self.check_overwritable(path)
             write_lines(path, (self._line(key) for key in available))
+        finally:
+            os.close(lock)
         return len(available)
 
     def check_overwritable(self, path: Path) -> None:
@@ -100,9 +109,7 @@ class CompletionLog:
         )
 
     def _contains_all(self, path: Path) -> bool:
-        """Whether every line of `path` is in this log, so that nothing is lost by overwriting; True for a missing
-        file.
-        """
+        """Whether every line of `path` is in this log, so that overwriting loses nothing; True for a missing file."""
         try:
             with open(path, "rb") as lines:
                 for line in lines:
@@ -121,7 +128,14 @@ class CompletionLog:
     def _read(self) -> None:
         self._log.cut()
         for number, (end, line) in enumerate(self._log.lines(), 1):
-            value = _object(line, self.path, number)
+            try:
+                value = dict(json.loads(line))
+                if number > 1 and not (isinstance(value["id"], int | str) and isinstance(value["sample"], int)):
+                    raise TypeError("no id and sample")
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise RunError(
+                    f"{self.path}, line {number} is damaged; delete that line and continue with `--resume`"
+                ) from error
             if number == 1:
                 self._check(value)
             else:
@@ -152,21 +166,6 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> None:
     write_atomically(path, lines)
 
 
-@contextmanager
-def _directory_lock(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `folder`, which is created if missing; other processes wait."""
-    with storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        # Some file systems cannot lock directories. In this case, the check just before writing must suffice.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _digest(path: Path) -> str | None:
     """SHA-256 of the file at `path` as hex digits; None if there is no file."""
     try:
@@ -174,13 +173,3 @@ def _digest(path: Path) -> str | None:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
         return None
-
-
-def _object(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-        if number > 1 and not (isinstance(value["id"], int | str) and isinstance(value["sample"], int)):
-            raise TypeError("no id and sample")
-        return dict(value)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RunError(f"{path}, line {number} is damaged; delete that line and continue with `--resume`") from error

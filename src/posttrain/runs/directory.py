@@ -45,53 +45,34 @@ FORMAT = 1
 """Version of the layout. It is stored in `environment.json` and marks a directory as a run."""
 
 
+class _Part:
+    """A path inside of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunDirectory", owner: object = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths inside `<runs>/<name>`. Use `create` or `open` to get one."""
 
     path: Path
-
-    @property
-    def recipe_file(self) -> Path:
-        """The resolved recipe, which can be run again unchanged."""
-        return self.path / "recipe.yaml"
-
-    @property
-    def environment_file(self) -> Path:
-        """Machine, versions, command line, recipe hash and the id of the run."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Append-only metrics, from which all plots and reports are made."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def episodes(self) -> Path:
-        return self.path / "episodes"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.md"
-
-    @property
-    def failure(self) -> Path:
-        """The message of the error that ended the run; missing if there was no error, or if the run is running
-        again.
-        """
-        return self.path / "failure.txt"
+    recipe_file = _Part("recipe.yaml")
+    """The resolved recipe, which can be run again unchanged."""
+    environment_file = _Part("environment.json")
+    """Machine, versions, command line, recipe hash and the id of the run."""
+    metrics = _Part("metrics.jsonl")
+    """Append-only metrics, from which all plots and reports are made."""
+    episodes = _Part("episodes")
+    checkpoints = _Part("checkpoints")
+    plots = _Part("plots")
+    logs = _Part("logs")
+    report = _Part("report.md")
+    failure = _Part("failure.txt")
+    """The message of the error that ended the run; missing without one, or if the run is running again."""
 
     @classmethod
     def create(cls, recipe: "Recipe", overwrite: bool = False) -> "RunDirectory":
@@ -103,7 +84,21 @@ class RunDirectory:
         """
         path = Path(recipe.runs) / recipe.name
         if is_used(path):
-            _refuse_or_delete(path, overwrite)
+            if path.is_symlink() or not _is_run(path):
+                raise InputError(f"{path} exists and is not a posttrain run; choose another `name` or `runs`")
+            used = cls(path)
+            begun = used.metrics.is_file() and used.metrics.stat().st_size > 0
+            begun |= any(any(folder.iterdir()) for folder in (used.episodes, used.checkpoints) if folder.exists())
+            if begun and not overwrite:
+                raise InputError(
+                    f"the run {path} exists; continue it with `--resume {path}`, replace it with `--overwrite`, or choose "
+                    "another `name`"
+                )
+            with used.lock(), storage_errors(path):
+                # Rename first, so that an interrupted deletion does not leave half a run under the name.
+                trash = partial_path(path)
+                path.rename(trash)
+                shutil.rmtree(trash)
         remove_partials(path)
         with atomic_folder(path) as aside:
             cls(aside)._fill(recipe)
@@ -217,9 +212,7 @@ class RunDirectory:
             raise
 
     def is_running(self) -> bool:
-        """Whether a process of this machine holds the lock. Does not lock the run itself, so it never disturbs the
-        run.
-        """
+        """Whether a process of this machine holds the lock; does not lock the run itself."""
         try:
             with open_file(self.path / ".lock") as opened:
                 pid, inode = int(opened.read(32)), os.fstat(opened.fileno()).st_ino
@@ -240,13 +233,8 @@ class RunDirectory:
         header += f"# posttrain {recipe.stage} recipe.yaml name=ANOTHER\n"
         content = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
         write_atomically(self.recipe_file, header + content)
-        environment = {
-            "posttrain_run": FORMAT,
-            "id": uuid.uuid4().hex[:12],
-            "recipe_hash": recipe_hash(recipe),
-            **describe_machine(),
-        }
-        write_atomically(self.environment_file, json.dumps(environment, indent=2) + "\n")
+        about = {"posttrain_run": FORMAT, "id": uuid.uuid4().hex[:12], "recipe_hash": recipe_hash(recipe)}
+        write_atomically(self.environment_file, json.dumps(about | describe_machine(), indent=2) + "\n")
 
 
 def exported_model(run: Path) -> Path:
@@ -284,30 +272,6 @@ def _is_run(path: Path) -> bool:
         return "posttrain_run" in read_json(path / "environment.json") and is_file(path / "recipe.yaml")
     except InputError:
         return False
-
-
-def _has_begun(path: Path) -> bool:
-    """Whether the run at `path` contains more than `create` wrote."""
-    run = RunDirectory(path)
-    recorded = run.metrics.is_file() and run.metrics.stat().st_size > 0
-    return recorded or any(
-        any(directory.iterdir()) for directory in (run.episodes, run.checkpoints) if directory.exists()
-    )
-
-
-def _refuse_or_delete(path: Path, overwrite: bool) -> None:
-    is_run = not path.is_symlink() and _is_run(path)
-    if not is_run:
-        raise InputError(f"{path} exists and is not a posttrain run; choose another `name` or `runs`")
-    if not overwrite and _has_begun(path):
-        raise InputError(
-            f"the run {path} exists; continue it with `--resume {path}`, replace it with `--overwrite`, or choose another `name`"
-        )
-    with RunDirectory(path).lock(), storage_errors(path):
-        # Rename first, so that an interrupted deletion does not leave half a run under the name.
-        trash = partial_path(path)
-        path.rename(trash)
-        shutil.rmtree(trash)
 
 
 # -- writing files ----------------------------------------------------------------------------------------------------

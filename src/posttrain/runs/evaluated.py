@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,8 +88,9 @@ def evaluated_checkpoints(runs: Sequence[EvaluatedRun]) -> dict[str, Log]:
         placed.setdefault((checkpoint[0], about), {})[checkpoint[1]] = final
     for model, about, final in started:
         for (trained, same), steps in placed.items():
-            if same == about and model == _start_of(Path(trained)):
-                steps.setdefault(0, final)
+            with suppress(PosttrainError):  # the training run may be gone
+                if same == about and model == RunDirectory.open(Path(trained)).load_recipe().model.path:
+                    steps.setdefault(0, final)
     groups: dict[str, Log] = {}
     for (trained, _), steps in placed.items():
         name = Path(trained).name
@@ -181,11 +183,3 @@ def _lines(run: Path) -> Log:
         return read_log(RunDirectory.open(run).metrics)
     except PosttrainError:
         return Log()
-
-
-def _start_of(run: Path) -> str | None:
-    """`model.path` of a run's recipe; None if there is no run."""
-    try:
-        return RunDirectory.open(run).load_recipe().model.path
-    except PosttrainError:
-        return None

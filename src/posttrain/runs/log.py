@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress, islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from posttrain.runs.reader import complete_lines, open_file
 
 Line = dict[str, Any]
 Columns = dict[str, np.ndarray]
-_CHUNK = 2048
+_CHUNK = 8192
 """Lines that are parsed at once."""
 _MANY = 1024
 """Training lines from which on pyarrow parses them, in a third of the time. Short logs do not load it."""
@@ -159,40 +159,33 @@ def _parsed(raws: Sequence[bytes]) -> tuple[np.ndarray, Columns] | None:
     Only flat objects of numbers are parsed here: no lists, nested objects or escapes.
     """
     import pyarrow as pa
+    import pyarrow.compute
     import pyarrow.json
 
     text = b"".join(raws)
     if text.count(b"{") != len(raws) or b"[" in text or b"\\" in text:
         return None
     options = pa.json.ReadOptions(use_threads=False, block_size=len(text) + 1)
+    # `pa.scalar` and `to_numpy` would import pandas, which takes half a second.
+    missing = pa.Array.from_buffers(pa.float64(), 1, [None, pa.py_buffer(np.array([math.nan]))])[0]
+    columns: Columns = {}
     try:
-        table = pa.json.read_json(pa.BufferReader(text), read_options=options)
-        names = table.column_names
-        if len(table) != len(raws) or table["kind"].to_pylist() != ["train"] * len(raws):
+        table = pa.json.read_json(pa.BufferReader(text), read_options=options).combine_chunks()
+        steps, kinds = table["step"], table["kind"]
+        if len(table) != len(raws) or pa.compute.count_distinct(kinds).as_py() != 1 or kinds[0].as_py() != "train":
             return None
-        steps = table["step"]
         if not pa.types.is_int64(steps.type) or steps.null_count:
             return None
-        columns = dict(_columns(zip(names, table.columns, strict=True)))
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            if name in ("step", "kind") or pa.types.is_null(column.type):
+                continue
+            if not (pa.types.is_floating(column.type) or pa.types.is_int64(column.type)):
+                return None
+            values = np.from_dlpack(column.cast(pa.float64()).fill_null(missing).chunk(0))
+            if np.count_nonzero(np.abs(values) < _LARGEST) != len(values) - column.null_count:
+                return None
+            columns[name] = values
     except (ValueError, KeyError, pa.ArrowException):
         return None
-    steps = steps.to_numpy()
-    large = any((np.abs(values) >= _LARGEST).any() for values in columns.values())
-    return None if large or steps.min() < 0 or steps.max() >= 1 << 53 else (steps, columns)
-
-
-def _columns(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, np.ndarray]]:
-    """The columns of numbers as float64. ValueError for columns of other values."""
-    import pyarrow as pa
-
-    for name, column in named:
-        if name in ("step", "kind") or pa.types.is_null(column.type):
-            continue
-        if not (pa.types.is_floating(column.type) or pa.types.is_int64(column.type)):
-            raise ValueError(f"{name} is not a number")
-        values = column.to_numpy().astype(np.float64)
-        if not column.null_count and not np.isfinite(values).all():
-            raise ValueError(f"{name} is not finite")
-        if column.null_count and not np.isfinite(values[column.is_valid().to_numpy()]).all():
-            raise ValueError(f"{name} is not finite")
-        yield name, values
+    numbers = np.from_dlpack(steps.chunk(0))
+    return None if numbers.min() < 0 or numbers.max() >= 1 << 53 else (numbers, columns)

@@ -54,8 +54,19 @@ class MetricsLog:
         self._log = LineLog(run.metrics)
         self._log.cut()
         self._start_clock()
-        if sinks:
-            self._open_sinks(sinks)
+        for name in sinks:
+            try:
+                self._sinks[name] = open_sink(name, run)
+            except InputError:
+                self.close()
+                raise
+            except Exception as error:
+                self._drop(name, error, self._last_step())
+        try:
+            self._sent = SentRecord(run)
+        except RunError as error:
+            for name in list(self._sinks):
+                self._drop(name, error, self._last_step())
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Append one line. Values are numbers, strings, None or lists of these; NumPy scalars are converted."""
@@ -108,26 +119,11 @@ class MetricsLog:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _open_sinks(self, names: Sequence[str]) -> None:
-        for name in names:
-            try:
-                self._sinks[name] = open_sink(name, self.run)
-            except InputError:
-                self.close()
-                raise
-            except Exception as error:
-                self._drop(name, error, self._last_step())
-        try:
-            self._sent = SentRecord(self.run)
-        except RunError as error:
-            for name in list(self._sinks):
-                self._drop(name, error, self._last_step())
-
     def _send(self, step: int, kind: str, send: Callable[[Sink], None]) -> None:
         """Call `send` with each sink that did not receive lines of `kind` at `step` from an earlier process."""
         for name, sink in list(self._sinks.items()):
             try:
-                if self._sent.is_new(name, kind, step):
+                if step > self._sent.earlier.get(name, {}).get(kind, -1):
                     send(sink)
                     self._sent.add(name, kind, step)
             except Exception as error:
@@ -272,12 +268,7 @@ class Progress:
     """
 
     def __init__(
-        self,
-        total_steps: int,
-        title: str,
-        start_step: int = 0,
-        console: Console | None = None,
-        unit: str = "step",
+        self, total_steps: int, title: str, start_step: int = 0, console: Console | None = None, unit: str = "step"
     ) -> None:
         self.total_steps = total_steps
         self.unit = unit
@@ -308,9 +299,10 @@ class Progress:
         self.step, self._part = step, ""
         head = f"{self.unit} {step}/{self.total_steps}"
         if any(key in values for key in ("success", "return", "validation/loss")):
-            self.message("\n".join(self._fitted([head, "evaluation", *_joined(_evaluation_cells(values))])))
+            self.message("\n".join(self._fitted([head, "evaluation", *_cells(values, _EVALUATION_CELLS)])))
             return
-        cells = [head, *_joined(_training_cells(values))]
+        loss = next((value for key, value in values.items() if key.startswith("loss/")), None)
+        cells = [head, *_cells({**values, "loss": loss}, _TRAINING_CELLS)]
         # The live line shows the time left. A step prints one line, so cells that do not fit are left out.
         self.message(self._fitted(cells)[0] if self._live else "  ".join([*cells, f"left {self.time_left()}"]))
 
@@ -386,42 +378,45 @@ class Progress:
         return bar
 
 
-Cell = tuple[str, str]
-"""(label, value)."""
+_TRAINING_CELLS = {
+    "rollout/success": "success {:.1%}",
+    "rollout/return": "return {:z.3f}",
+    "loss": "loss {:z.4f}",
+    "preference/accuracy": "accuracy {:.0%}",
+    "preference/margin": "margin {:.3f}",
+    "optimizer/gradient_norm": "gradient {:.3g}",
+    "speed/tokens_per_second": "tokens/s {:,.0f}",
+}
+"""Metric -> its text in a training line. `loss` is the first one: `loss/policy` in RL, the loss of the stage otherwise."""
+_EVALUATION_CELLS = {
+    "success": "success {:.1%}",
+    "n": "n {}",
+    "return": "return {:.3f}",
+    "validation/loss": "validation loss {:.4f}",
+    "validation/perplexity": "perplexity {:.4g}",
+    "validation/accuracy": "accuracy {:.1%}",
+    "validation/margin": "margin {:.3f}",
+    "validation/rows": "rows {}",
+}
 
 
-def _training_cells(values: Mapping[str, Any]) -> list[Cell]:
-    """Cells of a training line."""
-    return [
-        *_cell("success", values.get("rollout/success"), "{:.1%}"),
-        *_cell("return", values.get("rollout/return"), "{:z.3f}"),
-        *_cell("loss", _loss(values), "{:z.4f}"),
-        *_cell("accuracy", values.get("preference/accuracy"), "{:.0%}"),
-        *_cell("margin", values.get("preference/margin"), "{:.3f}"),
-        *_cell("gradient", values.get("optimizer/gradient_norm"), "{:.3g}"),
-        *_cell("tokens/s", values.get("speed/tokens_per_second"), "{:,.0f}"),
-    ]
+def _cells(values: Mapping[str, Any], forms: Mapping[str, str]) -> list[str]:
+    """The metrics of `forms` that `values` has, with 95% intervals if known."""
+    return [_with_interval(values, key, form) for key, form in forms.items() if values.get(key) is not None]
 
 
-def _evaluation_cells(values: Mapping[str, Any]) -> list[Cell]:
-    """Cells of an evaluation line, with 95% intervals if known."""
-    return [
-        *([("success", rate(values, "success"))] if "success" in values else []),
-        *_cell("n", values.get("n"), "{}"),
-        *_number("return", values, "return", 3),
-        *_number("validation loss", values, "validation/loss", 4),
-        *_cell("perplexity", values.get("validation/perplexity"), "{:.4g}"),
-        *([("accuracy", rate(values, "validation/accuracy"))] if "validation/accuracy" in values else []),
-        *_cell("margin", values.get("validation/margin"), "{:.3f}"),
-        *_cell("rows", values.get("validation/rows"), "{}"),
-    ]
+def _with_interval(values: Mapping[str, Any], key: str, form: str) -> str:
+    text = form.format(values[key])
+    low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
+    if low is None or high is None or math.isnan(low) or math.isnan(high):  # as for the mean of one value
+        return text
+    number = form[form.index("{") :]
+    return f"{text} [{', '.join(number.format(limit).rstrip('%') for limit in (low, high))}]"
 
 
 def rate(values: Mapping[str, Any], key: str) -> str:
     """`45.3% [37.0, 53.9]`, with the interval from `key_low` and `key_high` if present; `-` without a value."""
-    text = _shown(values.get(key), "{:.1%}")
-    limits = _limits(values, key)
-    return f"{text} [{100 * limits[0]:.1f}, {100 * limits[1]:.1f}]" if limits else text
+    return "-" if values.get(key) is None else _with_interval(values, key, "{:.1%}")
 
 
 def duration(seconds: float) -> str:
@@ -429,36 +424,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _loss(values: Mapping[str, Any]) -> float | None:
-    """The first loss of a training line: `loss/policy` in RL, the loss of the stage otherwise."""
-    return next((value for key, value in values.items() if key.startswith("loss/")), None)
-
-
-def _shown(value: Any, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _cell(label: str, value: Any, form: str) -> list[Cell]:
-    return [] if value is None else [(label, form.format(value))]
-
-
-def _number(label: str, values: Mapping[str, Any], key: str, digits: int) -> list[Cell]:
-    """A number with its interval if known."""
-    value, limits = values.get(key), _limits(values, key)
-    interval = f" [{limits[0]:.{digits}f}, {limits[1]:.{digits}f}]" if limits else ""
-    return [] if value is None else [(label, f"{value:.{digits}f}{interval}")]
-
-
-def _limits(values: Mapping[str, Any], key: str) -> tuple[float, float] | None:
-    """The interval of `key`. None if it is unknown, as for the mean of one value."""
-    low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
-    return None if low is None or high is None or math.isnan(low) or math.isnan(high) else (low, high)
-
-
-def _joined(cells: list[Cell]) -> list[str]:
-    return [f"{label} {value}" for label, value in cells]
 
 
 # -- events -----------------------------------------------------------------------------------------------------------

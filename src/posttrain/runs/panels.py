@@ -8,19 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from posttrain.errors import InputError
-from posttrain.recipe.metrics import (
-    BLUE,
-    GREEN,
-    HELD_OUT,
-    ORANGE,
-    PURPLE,
-    RED,
-    SKY,
-    TRAINING,
-    Curve,
-    Metric,
-    Panel,
-)
+from posttrain.recipe.metrics import BLUE, GREEN, HELD_OUT, ORANGE, PURPLE, RED, SKY, TRAINING, Curve, Metric, Panel
 from posttrain.recipe.reference import metrics_of
 from posttrain.recipe.registry import REGISTRIES
 from posttrain.recipe.rollout import SCORES
@@ -86,11 +74,11 @@ def all_metrics() -> dict[str, Metric]:
 @cache
 def _metrics(kinds: tuple[type, ...]) -> dict[str, Metric]:
     """`kinds`: those of the registries and the stages, which a new one changes."""
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for schema in STAGES.values():
         for metric in metrics_of(schema):
-            found.setdefault(metric.name, metric)
-    return found
+            metrics.setdefault(metric.name, metric)
+    return metrics
 
 
 def declared_panels() -> dict[str, list[Panel]]:
@@ -112,7 +100,19 @@ def panels_of(name: str, lines: Sequence[Line]) -> list[Panel]:
     if name == "domains":
         return _domain_panels(lines)
     panels = declared_panels().get(name, [])
-    return [*_loss_panels(lines), *panels] if name == "rows" else panels
+    if name != "rows":
+        return panels
+    look: dict[str, Any] = {"from_zero": False, "smoothed": True}
+    held_out = Curve("validation/loss", "validation rows", HELD_OUT)
+    nll = Curve("loss/nll", "training rows", TRAINING)
+    if not _has_preferences(lines):
+        return [Panel("Loss", "nats per token", [nll, held_out], **look), *panels]
+    preference = Curve("loss/preference", "training rows", TRAINING)
+    return [
+        Panel("Preference loss", "loss per row", [preference, held_out], **look),
+        Panel("Supervised loss of the chosen answer", "nats per token", [nll], **look),
+        *panels,
+    ]
 
 
 LARGEST_DRAWN = 1e300
@@ -155,8 +155,14 @@ def limits_of(lines: Sequence[Line], key: str) -> list[tuple[int, float, float, 
 def keys_of(lines: Sequence[Line]) -> list[str]:
     """Every metric that can be drawn as a curve: those of training, then those of evaluations."""
     log = Log.of(lines)
-    evaluated = (key for line in log if line["kind"] == "evaluation" for key in line if _is_metric(line, key))
-    return list(dict.fromkeys([*log.columns, *evaluated]))
+    keys = dict.fromkeys(log.columns)
+    for line in log:
+        for key, value in line.items() if line["kind"] == "evaluation" else ():
+            limit = key.split("/")[0 if key.count("/") == 0 else 1].endswith(("_low", "_high"))
+            number = isinstance(value, (int, float)) or key in line.get("nonfinite", ())
+            if number and key != "step" and not limit:
+                keys[key] = None
+    return list(keys)
 
 
 def is_trained(lines: Sequence[Line], key: str) -> bool:
@@ -164,28 +170,9 @@ def is_trained(lines: Sequence[Line], key: str) -> bool:
     return not any(line["kind"] == "evaluation" and key in line for line in Log.of(lines))
 
 
-def _is_metric(line: Line, key: str) -> bool:
-    limit = key.split("/")[0 if key.count("/") == 0 else 1].endswith(("_low", "_high"))
-    number = isinstance(line[key], (int, float)) or key in line.get("nonfinite", ())
-    return number and key != "step" and not limit
-
-
 def _has_preferences(lines: Sequence[Line]) -> bool:
     """Whether the run learns from preferences, whose loss is per row rather than per token."""
     return not {"loss/preference", "validation/accuracy"}.isdisjoint(keys_of(lines))
-
-
-def _loss_panels(lines: Sequence[Line]) -> list[Panel]:
-    look: dict[str, Any] = {"from_zero": False, "smoothed": True}
-    held_out = Curve("validation/loss", "validation rows", HELD_OUT)
-    nll = Curve("loss/nll", "training rows", TRAINING)
-    if not _has_preferences(lines):
-        return [Panel("Loss", "nats per token", [nll, held_out], **look)]
-    preference = Curve("loss/preference", "training rows", TRAINING)
-    return [
-        Panel("Preference loss", "loss per row", [preference, held_out], **look),
-        Panel("Supervised loss of the chosen answer", "nats per token", [nll], **look),
-    ]
 
 
 def _domain_panels(lines: Sequence[Line]) -> list[Panel]:
@@ -247,12 +234,9 @@ def metric_of(key: str) -> MetricLook:
         return MetricLook(key, where, replace(_SCORE, title=f"Score: {base.removeprefix(SCORES)}"))
     if key.startswith("validation/loss"):
         return MetricLook(key, key.removeprefix("validation/loss/").removeprefix("validation/loss") or "all", _LOSS)
-    for panels in declared_panels().values():
-        for panel in panels:
-            for curve in panel.curves:
-                if curve.key == key:
-                    return MetricLook(key, curve.label, panel)
-    return MetricLook(key, "", replace(_PLAIN, title=key))
+    drawn = [(panel, curve) for panels in declared_panels().values() for panel in panels for curve in panel.curves]
+    look = next((MetricLook(key, curve.label, panel) for panel, curve in drawn if curve.key == key), None)
+    return look or MetricLook(key, "", replace(_PLAIN, title=key))
 
 
 def known_metrics(present: Iterable[str]) -> list[str]:

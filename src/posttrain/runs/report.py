@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
@@ -21,10 +21,6 @@ from posttrain.runs.panels import TITLES
 from posttrain.runs.reader import read_text
 from posttrain.runs.tables import UNIMPROVED, Table, headline, markdown_table, plain_numbers, score_table
 from posttrain.terminal import printable
-
-if TYPE_CHECKING:
-    from posttrain.recipe.stages import Recipe
-
 
 Rows = list[tuple[str, str]]
 
@@ -57,7 +53,13 @@ class Report:
         self.scores, self.warnings = score_table(log), run_warnings(log, warnings)
         try:
             self.headline = headline(log) or f"No result yet: {_of(log.last_step, run.load_recipe())} steps are done."
-            self.facts, self.changed = run_facts(run, log), changed_rows(run)
+            self.facts = run_facts(run, log)
+            changed = changed_keys(run.load_recipe(to_run=True))
+            self.changed = [
+                (f"`{key}`", f"`{plain_numbers(str(_written(value)))}`")
+                for key, value in changed.items()
+                if key not in ("name", "runs", "stage")
+            ]
         except PosttrainError as error:
             self.headline = self.headline or headline(log)
             self.missing.append(str(error))
@@ -133,26 +135,26 @@ def run_facts(run: RunDirectory, lines: Sequence[Line]) -> list[tuple[str, str]]
     packages = ", ".join(f"{name} {machine['packages'].get(name)}" for name in ("posttrain", "torch", "transformers"))
     log = Log.of(lines)
     seconds = max([line.get("time/run") or 0.0 for line in log] + log.trained("time/run")[1].tolist(), default=0.0)
+    dtype = f", {recipe.model.dtype}" if recipe.model.dtype else ""
+    model = f"`{recipe.model.path}`{dtype}" + (", LoRA" if recipe.model.lora else "")
+    if (recipe.stage == "evaluate" or recipe.stage == "generate") and recipe.remote is not None:
+        model = f"`{recipe.remote.model}` at {recipe.remote.url}"
+    commit = ""
+    if (git := machine["git"]) is not None:
+        commit = f", commit {git['commit'][:12]}" + (" with local changes" if git["modified"] else "")
     return [
         ("stage", recipe.stage),
-        ("model", _model(recipe)),
+        ("model", model),
         *_data(recipe),
         ("run seed", str(recipe.seed)),
         ("steps", _of(log.last_step, recipe)),
         ("wall time", f"{duration(seconds)} (without pauses between sessions)"),
         ("machine", f"{machine['processor']}, {machine['cpus_allowed']} processors, {machine['platform']}"),
-        ("software", f"Python {machine['python']}, {packages}" + _commit(machine["git"])),
+        ("software", f"Python {machine['python']}, {packages}{commit}"),
         ("started", machine["started"]),
         ("command", f"`{machine['command']}`"),
         ("recipe", f"[recipe.yaml](recipe.yaml), hash {machine['recipe_hash']}"),
     ]
-
-
-def _model(recipe: "Recipe") -> str:
-    if (recipe.stage == "evaluate" or recipe.stage == "generate") and recipe.remote is not None:
-        return f"`{recipe.remote.model}` at {recipe.remote.url}"
-    dtype = f", {recipe.model.dtype}" if recipe.model.dtype else ""
-    return f"`{recipe.model.path}`{dtype}" + (", LoRA" if recipe.model.lora else "")
 
 
 def _of(done: int, recipe: object) -> str:
@@ -188,7 +190,15 @@ def _data(recipe: Any) -> list[tuple[str, str]]:
         played.append(
             ("environment of the evaluations", f"`{environment.type}`, at most {environment.max_turns} turns")
         )
-    return [*rows, *played, *_reward_model(recipe), *seeds]
+    if (source := getattr(recipe, "reward", None)) is not None:
+        clipped = "" if source.clip is None else f", clipped to [-{source.clip:g}, {source.clip:g}]"
+        units = {
+            "stored": f"normalized with the mean and standard deviation stored with it{clipped}",
+            "running": f"raw; only credit normalizes them, with the running statistics of training{clipped}",
+            "none": f"raw{clipped}",
+        }
+        played += [("reward model", f"`{source.path}`"), ("its rewards in returns", units[source.normalize])]
+    return [*rows, *played, *seeds]
 
 
 def _seeds(key: str, seeds: SeedRange, rows_key: str | None) -> str:
@@ -198,34 +208,6 @@ def _seeds(key: str, seeds: SeedRange, rows_key: str | None) -> str:
         return f"{seeds.start} to the last row of {rows_key}"
     generated = seeds.of_generated(key)
     return f"{generated[0]} to {generated[-1]}"
-
-
-def _reward_model(recipe: "Recipe") -> list[tuple[str, str]]:
-    """The reward model, and the unit of the returns in tables and curves that follows from it."""
-    source = getattr(recipe, "reward", None)
-    if source is None:
-        return []
-    clipped = "" if source.clip is None else f", clipped to [-{source.clip:g}, {source.clip:g}]"
-    units = {
-        "stored": f"normalized with the mean and standard deviation stored with it{clipped}",
-        "running": f"raw; only credit normalizes them, with the running statistics of training{clipped}",
-        "none": f"raw{clipped}",
-    }
-    return [("reward model", f"`{source.path}`"), ("its rewards in returns", units[source.normalize])]
-
-
-def _commit(git: dict[str, Any] | None) -> str:
-    return "" if git is None else f", commit {git['commit'][:12]}" + (" with local changes" if git["modified"] else "")
-
-
-def changed_rows(run: RunDirectory) -> list[tuple[str, str]]:
-    """(key, value) of the recipe keys that differ from their defaults, in Markdown."""
-    changed = changed_keys(run.load_recipe(to_run=True))
-    return [
-        (f"`{key}`", f"`{plain_numbers(str(_written(value)))}`")
-        for key, value in changed.items()
-        if key not in ("name", "runs", "stage")
-    ]
 
 
 def _written(value: Any) -> Any:

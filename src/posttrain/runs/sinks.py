@@ -32,9 +32,7 @@ class Sink(Protocol):
         """Record a table of completions. All rows have the same columns."""
 
     def rewind(self, step: int) -> bool:
-        """Discard everything after `step` for a resumed run. False if this is impossible, so nothing must be sent
-        twice.
-        """
+        """Discard everything after `step` for a resumed run. False if this is impossible: nothing must be sent twice."""
 
     def close(self) -> None:
         """Flush and close."""
@@ -105,36 +103,28 @@ class SentRecord:
         if self._path.exists():
             try:
                 stored = read_json(self._path)
-                self._last = {sink: {kind: int(step) for kind, step in of.items()} for sink, of in stored.items()}
+                self._last = {sink: {kind: int(step) for kind, step in kinds.items()} for sink, kinds in stored.items()}
             except (InputError, ValueError, TypeError, AttributeError) as error:
                 raise RunError(
                     f"{self._path} is damaged ({error}); delete it, after which a resumed run sends repeated steps twice"
                 ) from error
-        self._earlier = self._copy()
-        """The lines that the sinks had received when the run was resumed. Later lines of one kind may have the same
-        step.
-        """
-
-    def is_new(self, sink: str, kind: str, step: int) -> bool:
-        """Whether `sink` has not received lines of `kind` at `step` before the run was resumed."""
-        return step > self._earlier.get(sink, {}).get(kind, -1)
+        self.earlier = {sink: dict(kinds) for sink, kinds in self._last.items()}
+        """Sink -> kind -> last step that it had received when the run was resumed. Several later lines of one kind may
+        have the same step."""
 
     def add(self, sink: str, kind: str, step: int) -> None:
         """Record that `sink` has received a line."""
-        of_sink = self._last.setdefault(sink, {})
-        if of_sink.get(kind) != step:
-            of_sink[kind] = step
+        kinds = self._last.setdefault(sink, {})
+        if kinds.get(kind) != step:
+            kinds[kind] = step
             write_atomically(self._path, json.dumps(self._last, indent=1) + "\n")
 
     def rewind(self, sink: str, step: int, discarded: bool) -> None:
         """Record that the run continues after `step`. `discarded`: whether the sink deleted all later lines."""
-        of_sink = self._last.setdefault(sink, {})
+        kinds = self._last.setdefault(sink, {})
         if discarded:
-            of_sink |= {kind: min(last, step) for kind, last in of_sink.items()}
-        self._earlier[sink] = dict(of_sink)
-
-    def _copy(self) -> dict[str, dict[str, int]]:
-        return {sink: dict(of) for sink, of in self._last.items()}
+            kinds |= {kind: min(last, step) for kind, last in kinds.items()}
+        self.earlier[sink] = dict(kinds)
 
 
 class TensorBoardSink:
@@ -161,8 +151,7 @@ class TensorBoardSink:
         # Event files are append-only; TensorBoard hides entries of earlier files from `purge_step` on.
         self._writer.close()
         # TensorBoard reads files in the order of their names, which contain the second of their creation. Waiting does
-        # not help if
-        # the clock was set back.
+        # not help if the clock was set back.
         deadline = time.monotonic() + 1.5
         while int(time.time()) <= self._second and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -174,7 +163,30 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class WandbSink:
+class _TrackingSink:
+    """What W&B and trackio, which has the interface of W&B, have in common."""
+
+    _module: Any
+    _run: Any
+
+    def completions(self, step: int, rows: Sequence[Row]) -> None:
+        table = self._module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._log(step, {"completions": table})
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._log(step, values)
+
+    def rewind(self, step: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(dict(values), step=step)
+
+
+class WandbSink(_TrackingSink):
     """Logs to W&B with the settings of `tracking`. W&B reads its environment variables for unset keys."""
 
     def __init__(self, run: RunDirectory) -> None:
@@ -191,25 +203,15 @@ class WandbSink:
             dir=str(run.logs),
             config=recipe.model_dump(mode="json"),
         )
-        # W&B's built-in step cannot decrease, but evaluations may be logged late, so use a separate step metric.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        # W&B's built-in step cannot decrease, but evaluations may be logged late, so use a separate step metric.
         self._run.log({"step": step, **values})
 
-    def completions(self, step: int, rows: Sequence[Row]) -> None:
-        table = self._module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        self._run.log({"step": step, "completions": table})
 
-    def rewind(self, step: int) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TrackioSink:
+class TrackioSink(_TrackingSink):
     """Logs to the local trackio project of `tracking`."""
 
     def __init__(self, run: RunDirectory) -> None:
@@ -221,19 +223,6 @@ class TrackioSink:
             resume="allow",
             config=recipe.model_dump(mode="json"),
         )
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def completions(self, step: int, rows: Sequence[Row]) -> None:
-        table = self._module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        self._run.log({"completions": table}, step=step)
-
-    def rewind(self, step: int) -> bool:
-        return False
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def _load(module: str, sink: str) -> Any:

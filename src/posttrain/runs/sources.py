@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -16,15 +17,8 @@ from posttrain.runs.directory import RunDirectory
 from posttrain.runs.evaluated import checkpoint_of
 from posttrain.runs.intervals import FEWEST_SEEDS, seed_mean
 from posttrain.runs.log import Line, Log, read_log
-from posttrain.runs.panels import (
-    MOST_POINTS,
-    MetricLook,
-    Series,
-    keys_of,
-    known_metrics,
-    metric_of,
-)
-from posttrain.runs.tables import Interval, Table, interval_of, score_cell
+from posttrain.runs.panels import MOST_POINTS, MetricLook, Series, keys_of, known_metrics, metric_of
+from posttrain.runs.tables import Interval, Table, interval_of, score_cell, score_keys
 
 _DRAWN = ("train", "evaluation")
 """Kinds of lines whose metrics are drawn. A sink names its tags `kind/metric`."""
@@ -46,7 +40,22 @@ def read_events(path: Path) -> Log:
     under its own name. If a step occurs twice, as after a resumption, the later value wins. Raises `InputError` if
     tensorboard is not installed or `path` has no scalars.
     """
-    values = _scalars(path)
+    purpose = f"{path}: an event file"
+    accumulator = require_module("tensorboard.backend.event_processing.event_accumulator", purpose)
+    tensor_util = require_module("tensorboard.util.tensor_util", purpose)
+    everything = {"scalars": 0, "tensors": 0, "images": 1, "audio": 1, "histograms": 1}
+    events = accumulator.EventAccumulator(str(path), size_guidance=everything)
+    try:
+        events.Reload()
+    except Exception as error:  # the readers of event files raise exceptions of any type
+        raise InputError(f"{path} cannot be read as event files ({error}); give TensorBoard event files") from error
+    tags = events.Tags()
+    scalars = {tag: {point.step: float(point.value) for point in events.Scalars(tag)} for tag in tags["scalars"]}
+    for tag in tags["tensors"]:
+        # TensorFlow 2 writes scalars as 0-dimensional tensors.
+        points = {point.step: tensor_util.make_ndarray(point.tensor_proto) for point in events.Tensors(tag)}
+        scalars[tag] = {s: float(v) for s, v in points.items() if v.shape == () and v.dtype.kind in "fiu"}
+    values = {tag: points for tag, points in scalars.items() if points}
     if not values:
         raise InputError(
             f"{path} has no scalars; give a TensorBoard event file (its name contains `tfevents`), a directory of "
@@ -64,26 +73,6 @@ def read_events(path: Path) -> Log:
             if line[key] is None:
                 line.setdefault("nonfinite", []).append(key)
     return Log(lines[key] for key in sorted(lines, key=lambda key: (key[1], key[0])))
-
-
-def _scalars(path: Path) -> dict[str, dict[int, float]]:
-    """Tag -> step -> value."""
-    purpose = f"{path}: an event file"
-    accumulator = require_module("tensorboard.backend.event_processing.event_accumulator", purpose)
-    tensor_util = require_module("tensorboard.util.tensor_util", purpose)
-    everything = {"scalars": 0, "tensors": 0, "images": 1, "audio": 1, "histograms": 1}
-    events = accumulator.EventAccumulator(str(path), size_guidance=everything)
-    try:
-        events.Reload()
-    except Exception as error:  # the readers of event files raise exceptions of any type
-        raise InputError(f"{path} cannot be read as event files ({error}); give TensorBoard event files") from error
-    tags = events.Tags()
-    scalars = {tag: {point.step: float(point.value) for point in events.Scalars(tag)} for tag in tags["scalars"]}
-    for tag in tags["tensors"]:
-        # TensorFlow 2 writes scalars as 0-dimensional tensors.
-        points = {point.step: tensor_util.make_ndarray(point.tensor_proto) for point in events.Tensors(tag)}
-        scalars[tag] = {s: float(v) for s, v in points.items() if v.shape == () and v.dtype.kind in "fiu"}
-    return {tag: points for tag, points in scalars.items() if points}
 
 
 @dataclass(frozen=True)
@@ -144,7 +133,10 @@ def readable_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
 
 
 def _named(paths: Sequence[Path]) -> list[tuple[Path, str]]:
-    """The runs and logs in `paths`, and their names. InputError for one that is given twice."""
+    """The runs and logs in `paths`, and their names. InputError for one that is given twice.
+
+    A name is the shortest suffix of the path, in whole components and the same number for all, that makes the names unique.
+    """
     expanded: list[Path] = []
     for path in paths:
         expanded += [path] if _may_be_run(path) else event_directories(path) or [path]
@@ -152,7 +144,12 @@ def _named(paths: Sequence[Path]) -> list[tuple[Path, str]]:
     for path, resolved in zip(expanded, absolute, strict=True):
         if absolute.count(resolved) > 1:
             raise InputError(f"{path} is given twice; give every run once")
-    return list(zip(expanded, _names(absolute), strict=True))
+    names: list[str] = []
+    for parts in range(1, max((len(path.parts) for path in absolute), default=0) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in absolute]
+        if len(set(names)) == len(names):
+            break
+    return list(zip(expanded, names, strict=True))
 
 
 def _may_be_run(path: Path) -> bool:
@@ -162,25 +159,10 @@ def _may_be_run(path: Path) -> bool:
 def _open(path: Path, name: str) -> Source:
     if path.is_file() or (not _may_be_run(path) and event_directories(path)):
         return Source(name, path, read_events(path))
-    run = RunDirectory.open(path)
-    return Source(name, path, read_log(run.metrics), _recipe(run), run)
-
-
-def _recipe(run: RunDirectory) -> Mapping[str, Any] | None:
-    try:
-        return run.recipe_values()
-    except InputError:
-        return None
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The shortest suffix of each path, in whole components and the same number for all, that makes the names unique."""
-    most = max((len(path.parts) for path in paths), default=1)
-    for parts in range(1, most + 1):
-        names = ["/".join(path.parts[-parts:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names if paths else []
+    run, recipe = RunDirectory.open(path), None
+    with suppress(InputError):
+        recipe = run.recipe_values()
+    return Source(name, path, read_log(run.metrics), recipe, run)
 
 
 PER_RUN_KEYS = ("seed", "name", *LOGGED_IN)
@@ -225,7 +207,9 @@ def bundles_of(sources: Sequence[Source]) -> tuple[list[Bundle], list[str]]:
     for runs in by_recipe.values():
         seeds = {source.seed for source in runs}
         if len(runs) > 1 and len(seeds) == len(runs) and None not in seeds:
-            bundles.append(Bundle(_label(runs, bundles), tuple(runs)))
+            label = common_name([source.name for source in runs])
+            taken = label in {bundle.label for bundle in bundles}
+            bundles.append(Bundle(runs[0].name if taken else label, tuple(runs)))
             if len({source.steps for source in runs}) > 1:
                 progress = ", ".join(f"{source.name} {source.steps}" for source in runs)
                 warnings.append(f"the mean over seeds covers the steps that all runs have; steps so far: {progress}")
@@ -267,12 +251,6 @@ def common_name(names: Sequence[str]) -> str:
     return shared.rstrip("-_./ ") or names[0]
 
 
-def _label(runs: Sequence[Source], others: Sequence[Bundle]) -> str:
-    """The common name of the runs; the first name if it is taken."""
-    label = common_name([source.name for source in runs])
-    return runs[0].name if label in {bundle.label for bundle in others} else label
-
-
 _MAX_LISTED = 6
 
 
@@ -282,16 +260,19 @@ def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[MetricLook], list[st
     Runs of posttrain contribute the metrics of a report; other logs contribute all metrics. With several bundles, at
     least two must have the metric. With several stages, metrics that each stage defines differently are left out.
     """
-    per_bundle = [
-        {key for source in bundle.sources for key in _default_keys(source.lines, source.run is None)}
-        for bundle in bundles
-    ]
+    per_bundle: list[set[str]] = []
+    for bundle in bundles:
+        per_bundle.append(set())
+        for source in bundle.sources:
+            keys = keys_of(source.lines)
+            foreign = [key for key in keys if key != "time/run"] if source.run is None else []
+            per_bundle[-1].update(known_metrics(keys) or foreign)
     present = set().union(*per_bundle)
     known = known_metrics(present)
     metrics = [metric_of(key) for key in [*known, *sorted(present.difference(known))]]
     stages = {source.stage for bundle in bundles for source in bundle.sources} - {None}
     warnings = []
-    single = [metric for metric in metrics if sum(metric.key in keys for keys in per_bundle) < 2]
+    single = [metric for metric in metrics if sum(metric.key in one for one in per_bundle) < 2]
     if len(bundles) > 1 and single:
         warnings.append(f"left out because only one run has them: {_listed(single)}; draw them with --metric")
         metrics = [metric for metric in metrics if metric not in single]
@@ -301,12 +282,6 @@ def shared_metrics(bundles: Sequence[Bundle]) -> tuple[list[MetricLook], list[st
         warnings.append(f"left out because the stages ({names}) define them differently: {_listed(differing)}")
         metrics = [metric for metric in metrics if metric not in differing]
     return metrics, warnings
-
-
-def _default_keys(lines: Sequence[Line], foreign: bool) -> list[str]:
-    keys = keys_of(lines)
-    known = known_metrics(keys)
-    return known if known or not foreign else [key for key in keys if key != "time/run"]
 
 
 def _listed(metrics: Sequence[MetricLook]) -> str:
@@ -319,15 +294,14 @@ def differing_keys(sources: Sequence[Source]) -> Table | None:
     flat = [dict(_flat(source.recipe or {})) for source in sources]
     everywhere = set.intersection(*(set(keys) for keys in flat)) if flat else set()
     stages = {source.stage for source in sources}
-    keys = [
-        key
-        for key in dict.fromkeys(key for one in flat for key in one)
-        if (len(stages) == 1 or key in everywhere) and len({one.get(key, "–") for one in flat}) > 1
+    values = {key: [one.get(key, "–") for one in flat] for key in dict.fromkeys(key for one in flat for key in one)}
+    rows = [
+        (key, *row)
+        for key, row in values.items()
+        if (len(stages) == 1 or key in everywhere) and len(set(row)) > 1 and key not in ("name", "runs", "stage")
     ]
-    keys = [key for key in keys if key not in ("name", "runs", "stage")]
-    if not keys:
+    if not rows:
         return None
-    rows = [(key, *(one.get(key, "–") for one in flat)) for key in keys]
     names = tuple(source.name for source in sources)
     note = "" if len(stages) == 1 else "Limited to keys that the recipes of all these stages have."
     return Table("Recipe keys that differ", ("key", *names), rows, note, words=("key", *names))
@@ -354,36 +328,38 @@ _MAX_NAMES = 4
 def final_results(source: Source) -> dict[str, Interval]:
     """Metric -> value in the last `final` line: the best checkpoint of a training run, or the evaluated model."""
     line = _final(source)
-    scores = [key for key in line if key.startswith(SCORES) and not key.endswith(("_low", "_high"))]
-    keys = [key for key in (*_EPISODE_METRICS, *scores, *_ROW_METRICS) if isinstance(line.get(key), (int, float))]
+    keys = [
+        key for key in (*_EPISODE_METRICS, *score_keys(line), *_ROW_METRICS) if isinstance(line.get(key), (int, float))
+    ]
     return {key: interval_of(line, key) for key in keys}
 
 
 def result_table(bundles: Sequence[Bundle]) -> Table | None:
     """A table with one row per finished run and per mean over seeds; None if no run has finished."""
     rows: list[tuple[str, str, str, dict[str, Interval]]] = []
+    all_ended: list[tuple[Source, dict[str, Interval]]] = []
     for bundle in bundles:
         ended = [(source, results) for source in bundle.sources if (results := final_results(source))]
+        all_ended += ended
         for source, results in ended:
-            line = _final(source)
-            rows.append(
-                (
-                    source.name,
-                    str(line.get("best_step", evaluated[1] if (evaluated := checkpoint_of(source)) else "–")),
-                    str(line.get("n") or line.get("test/rows") or "–"),
-                    results,
-                )
-            )
+            line, evaluated = _final(source), checkpoint_of(source)
+            step = line.get("best_step", evaluated[1] if evaluated else "–")
+            rows.append((source.name, str(step), str(line.get("n") or line.get("test/rows") or "–"), results))
         if len(ended) > 1:
-            rows.append(
-                (f"{bundle.label}, mean of {len(ended)} seeds", "–", "–", _mean([results for _, results in ended]))
-            )
+            first = ended[0][1]
+            common = [key for key in first if all(key in results for _, results in ended)]
+            columns = {key: [results[key][0] for _, results in ended] for key in common}
+            means = {key: seed_mean(column, key in RATES).limits for key, column in columns.items()}
+            rows.append((f"{bundle.label}, mean of {len(ended)} seeds", "–", "–", means))
     if not rows:
         return None
     keys = list(dict.fromkeys(key for *_, results in rows for key in results))
-    cells = [(name, step, n, *(_result_cell(key, results.get(key)) for key in keys)) for name, step, n, results in rows]
+    cells = [
+        (name, step, n, *(score_cell(results.get(key), percent=key in RATES) for key in keys))
+        for name, step, n, results in rows
+    ]
     note = (
-        f"{_data_note(bundles)} `n` is the number of environment seeds, or of rows. Brackets: 95% intervals, for a run "
+        f"{_data_note(all_ended)} `n` is the number of environment seeds, or of rows. Brackets: 95% intervals, for a run "
         f"over environment seeds or rows, for a mean over training seeds from {FEWEST_SEEDS} runs on."
     )
     if "test/loss" in keys and stage_count(bundles) > 1:
@@ -392,14 +368,13 @@ def result_table(bundles: Sequence[Bundle]) -> Table | None:
     return Table("Final results", headings, cells, note, words=("run",))
 
 
-def _data_note(bundles: Sequence[Bundle]) -> str:
+def _data_note(ended: Sequence[tuple[Source, Mapping[str, Interval]]]) -> str:
     """A note on whether the final data also selected the checkpoint: without `data.test`, it is the validation rows."""
-    ended = [(source, results) for bundle in bundles for source in bundle.sources if (results := final_results(source))]
-    reused = [
-        source.name
-        for source, results in ended
-        if any(key in _ROW_METRICS for key in results) and not _has_test(source)
-    ]
+    reused = []
+    for source, results in ended:
+        data = (source.recipe or {}).get("data")
+        has_test = isinstance(data, Mapping) and data.get("test")
+        reused += [source.name] if any(key in _ROW_METRICS for key in results) and not has_test else []
     if not reused:
         return "Final held-out data, which selected nothing."
     only_rows = len(reused) == len(ended) and all(key in _ROW_METRICS for _, results in ended for key in results)
@@ -411,11 +386,6 @@ def _data_note(bundles: Sequence[Bundle]) -> str:
     )
 
 
-def _has_test(source: Source) -> bool:
-    data = (source.recipe or {}).get("data")
-    return isinstance(data, Mapping) and bool(data.get("test"))
-
-
 def stage_count(bundles: Sequence[Bundle]) -> int:
     """The number of different stages of the runs."""
     return len({source.stage for bundle in bundles for source in bundle.sources} - {None})
@@ -423,15 +393,3 @@ def stage_count(bundles: Sequence[Bundle]) -> int:
 
 def _final(source: Source) -> Mapping[str, Any]:
     return next((line for line in reversed(source.lines) if line["kind"] == "final"), {})
-
-
-def _mean(results: Sequence[Mapping[str, Interval]]) -> dict[str, Interval]:
-    common = [key for key in results[0] if all(key in result for result in results)]
-    return {key: seed_mean([result[key][0] for result in results], key in RATES).limits for key in common}
-
-
-def _result_cell(key: str, result: Interval | None) -> str:
-    if result is None or key not in RATES:
-        return score_cell(result)
-    value, low, high = result
-    return f"{100 * value:.1f}%" + ("" if math.isnan(low) else f" [{100 * low:.1f}, {100 * high:.1f}]")

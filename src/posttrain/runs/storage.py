@@ -38,9 +38,7 @@ def digest_of_file(path: Path, run: Path | None = None) -> str:
 
 
 def delete_state(checkpoint: Path) -> None:
-    """Delete everything except the policy of a checkpoint. The state is deleted last, so that interrupted calls
-    repeat.
-    """
+    """Delete everything except the policy of a checkpoint; the state last, so that an interrupted call repeats."""
     if not is_file(checkpoint / STATE):
         return
     try:
@@ -74,9 +72,7 @@ def free_space(run: RunDirectory) -> None:
 
 
 def share_equal_files(run: RunDirectory) -> None:
-    """Replace equal files of `model/` and of the checkpoints' policies by hard links, if the file system supports
-    them.
-    """
+    """Replace equal files of `model/` and of the checkpoints' policies by hard links, if the file system has them."""
     by_size: dict[int, list[Path]] = defaultdict(list)
     for path in _weights(run):
         by_size[path.stat().st_size].append(path)
@@ -118,11 +114,6 @@ class Usage:
     """Why its files cannot be read; empty if they can."""
 
 
-def _of_state(parts: tuple[str, ...]) -> bool:
-    """Whether a file at `parts` below a run belongs to a directory of training state in a checkpoint."""
-    return parts[0] == "checkpoints" and len(parts) > 3 and parts[2] != "policy"
-
-
 def usage_of(run: RunDirectory) -> Usage:
     """Sizes of the files of a run. A file with several names counts once."""
     files: dict[Path, os.stat_result] = {}
@@ -131,18 +122,18 @@ def usage_of(run: RunDirectory) -> Usage:
             if not stat.S_ISDIR((status := path.lstat()).st_mode):
                 files[path] = status
     total = sum({status.st_ino: status.st_size for status in files.values()}.values())
-    state = sum(
-        status.st_size
-        for path, status in files.items()
-        if path.name == STATE or _of_state(path.relative_to(run.path).parts)
-    )
+    state = 0
+    for path, status in files.items():
+        parts = path.relative_to(run.path).parts
+        in_checkpoint = parts[0] == "checkpoints" and len(parts) > 3 and parts[2] != "policy"
+        state += status.st_size if in_checkpoint or path.name == STATE else 0
     weights: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in files.keys() & set(_weights(run)):
         weights[files[path].st_size].setdefault(files[path].st_ino, path)
     repeated = sum(
-        size * (len(of_size) - len({digest_of_file(path) for path in of_size.values()}))
-        for size, of_size in weights.items()
-        if len(of_size) > 1
+        size * (len(same_size) - len({digest_of_file(path) for path in same_size.values()}))
+        for size, same_size in weights.items()
+        if len(same_size) > 1
     )
     try:
         run.recipe_values()

@@ -50,8 +50,7 @@ class Table:
         widths = [max(map(len, column)) + 2 for column in zip(self.headings, *self.rows, strict=True)]
         numbers = self._numbers()
         words = [index for index in range(len(widths)) if index not in numbers]
-        # Columns without room are wrapped, never truncated: the last column of words first, then the others, then
-        # numbers.
+        # Columns without room are wrapped, never truncated: the last column of words, then the others, then numbers.
         for folding in (words[-1:], words):
             others = sum(width for index, width in enumerate(widths) if index not in folding)
             if others + sum(min(widths[index], _LEAST_WIDTH) for index in folding) <= options.max_width:
@@ -80,10 +79,6 @@ class Table:
         note = [f"% {line}" for line in self.note.splitlines()]
         return "\n".join([*note, rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
 
-    def values(self) -> dict[str, Any]:
-        """The table as JSON values."""
-        return asdict(self)
-
 
 _LEAST_WIDTH = 12
 """Minimum width of a column of words on a terminal, in characters."""
@@ -92,9 +87,7 @@ UNIMPROVED = "training did not improve on the starting model; `model/` is the st
 
 
 def headline(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The result of a run in one sentence: the metric before and after, with n and 95% intervals; empty without a
-    result.
-    """
+    """The result of a run in one sentence: the metric before and after, with n and 95% intervals; empty without one."""
     policies = {line["policy"]: line for line in lines if line["kind"] in ("baseline", "final") and "policy" in line}
     after = policies.get(TRAINED) or policies.get(EVALUATED) or {}
     for key, name, form, scale, better in _HEADLINES:
@@ -113,7 +106,9 @@ def headline(lines: Sequence[Mapping[str, Any]]) -> str:
         if change == 0:
             return f"{where} stayed at {now}{interval}."
         verb = "improved" if (change > 0) == better else "got worse"
-        intervals = "; the 95% intervals overlap" if _overlap(before, after, key) else interval and f"{interval}s"
+        limits = [line.get(f"{key}_{side}") for side in ("low", "high") for line in (before, after)]
+        overlap = None not in limits and max(limits[:2]) <= min(limits[2:])
+        intervals = "; the 95% intervals overlap" if overlap else interval and f"{interval}s"
         return f"{where} {verb} from {_with_limits(before, key, form, scale)} to {now}{intervals}."
     return ""
 
@@ -127,20 +122,11 @@ _HEADLINES = (
 """Key, name, format, factor, and whether larger is better. The first metric that a run has is its headline."""
 
 
-def _overlap(before: Mapping[str, Any], after: Mapping[str, Any], key: str) -> bool:
-    limits = [(line.get(f"{key}_low"), line.get(f"{key}_high")) for line in (before, after)]
-    (low, high), (other_low, other_high) = limits
-    if low is None or high is None or other_low is None or other_high is None:
-        return False
-    return max(low, other_low) <= min(high, other_high)
-
-
 def _with_limits(line: Mapping[str, Any], key: str, form: str, scale: float) -> str:
     low, high = (line.get(f"{key}_{side}") for side in ("low", "high"))
     value = form.format(scale * line[key]) + "%" * (scale == 100)
-    return (
-        value if low is None or high is None else f"{value} [{form.format(scale * low)}, {form.format(scale * high)}]"
-    )
+    known = low is not None and high is not None
+    return f"{value} [{form.format(scale * low)}, {form.format(scale * high)}]" if known else value
 
 
 def plain_numbers(text: str) -> str:
@@ -184,22 +170,18 @@ class PolicyRow:
             low, high = values.get(f"{name}_low"), values.get(f"{name}_high")
             return None if low is None or high is None or math.isnan(low) else (low, high)
 
+        scores = {key.removeprefix(SCORES): interval_of(values, key) for key in score_keys(values)}
         success, mean_return = values.get("success"), values.get("return")
-        names = [key for key in values if key.startswith(SCORES) and not key.endswith(("_low", "_high"))]
-        scores = {key.removeprefix(SCORES): (values[key], *(limits(key) or (math.nan, math.nan))) for key in names}
         return cls(policy, success, limits("success"), mean_return, int(values["n"]), note, limits("return"), scores)
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The row as text, in the order of `POLICY_HEADINGS`; rates are percentages with one decimal."""
-        success = mean_return = "–"
-        if self.success is not None:
-            limits = "exact" if self.interval is None else "[{:.1f}, {:.1f}]".format(*(100 * x for x in self.interval))
-            success = f"{100 * self.success:.1f}% {limits}"
-        if self.mean_return is not None:
-            around = "" if self.return_interval is None else " [{:.3f}, {:.3f}]".format(*self.return_interval)
-            mean_return = f"{self.mean_return:.3f}{around}"
-        return self.policy, success, mean_return, str(self.n), self.note
+        unknown = (math.nan, math.nan)
+        success = None if self.success is None else (self.success, *(self.interval or unknown))
+        mean_return = None if self.mean_return is None else (self.mean_return, *(self.return_interval or unknown))
+        exact = " exact" if self.success is not None and self.interval is None else ""
+        return self.policy, score_cell(success, percent=True) + exact, score_cell(mean_return), str(self.n), self.note
 
 
 def policy_tables(rows: Sequence[PolicyRow], title: str = "") -> list[Table]:
@@ -275,12 +257,7 @@ def checkpoint_scores(lines: Sequence[Line]) -> list[Checkpoint]:
     checkpoints: list[Checkpoint] = []
     for step, start, end in zip(steps, [0, *ends], ends, strict=False):
         line, since = evaluated[step], returns[start:end].tolist()
-        names = [
-            key.removeprefix(SCORES)
-            for key in line
-            if key.startswith(SCORES) and not key.endswith(("_low", "_high")) and line[key] is not None
-        ]
-        scores = {name: interval_of(line, f"{SCORES}{name}") for name in names}
+        scores = {key.removeprefix(SCORES): interval_of(line, key) for key in score_keys(line) if line[key] is not None}
         training = math.fsum(since) / len(since) if since else None
         checkpoints.append(Checkpoint(step, interval_of(line, overall), scores, training))
     return checkpoints
@@ -337,7 +314,7 @@ def scores_of_runs(runs: Mapping[str, Sequence[Line]]) -> Table | None:
         for one in checkpoints
     ]
     counts = {line["n"] for name in evaluated for line in runs[name] if line["kind"] == "evaluation" and line.get("n")}
-    n = f", n = {' or '.join(str(count) for count in sorted(counts))}" if counts else ""
+    n = f", n = {' or '.join(map(str, sorted(counts)))}" if counts else ""
     note = (
         f"Held-out seeds of the curve{n}, which also select the best checkpoint. Brackets: 95% intervals over seeds. "
         "`training return`: mean over the training episodes since the previous row."
@@ -351,23 +328,29 @@ def _overall_key(lines: Sequence[Mapping[str, Any]]) -> str:
     return "success" if reports_success else "return"
 
 
+def score_keys(line: Mapping[str, Any]) -> list[str]:
+    """The keys of a line that are scores of the environment, without their limits."""
+    return [key for key in line if key.startswith(SCORES) and not key.endswith(("_low", "_high"))]
+
+
 def interval_of(line: Mapping[str, Any], key: str) -> Interval:
     """The value of `key` in a metrics line with its limits `key_low` and `key_high`."""
     low, high = line.get(f"{key}_low"), line.get(f"{key}_high")
     return line[key], math.nan if low is None else low, math.nan if high is None else high
 
 
-def score_cell(interval: Interval | None) -> str:
-    """`0.500 [0.400, 0.600]`, without the limits if they are NaN; a dash for None."""
+def score_cell(interval: Interval | None, percent: bool = False) -> str:
+    """`0.500 [0.400, 0.600]`, or `50.0% [40.0, 60.0]`, without the limits if they are NaN; a dash for None."""
     if interval is None:
         return "–"
-    value, low, high = interval
-    return f"{value:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]")
+    value, low, high = (100 * number for number in interval) if percent else interval
+    form, unit = (".1f", "%") if percent else (".3f", "")
+    return f"{value:{form}}{unit}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
 
 def write_results(directory: Path, tables: Sequence[Table], rows: Sequence[PolicyRow]) -> None:
     """Write `results.json` in the run directory: the final tables, and the rows of the policies as values."""
-    content = {"tables": [table.values() for table in tables], "policies": [asdict(row) for row in rows]}
+    content = {"tables": [asdict(table) for table in tables], "policies": [asdict(row) for row in rows]}
     write_atomically(directory / "results.json", json.dumps(content, indent=1) + "\n")
 
 
@@ -378,7 +361,13 @@ def read_tables(directory: Path) -> list[Table]:
 
 def read_policies(directory: Path) -> list[PolicyRow]:
     """The rows of the policies in `results.json` of a run directory; empty for a run without an environment."""
-    return _from_results(directory, lambda values: [_policy_row(row) for row in values["policies"]])
+
+    def row_of(values: Mapping[str, Any]) -> PolicyRow:
+        limits = {key: tuple(values[key]) if values[key] else None for key in ("interval", "return_interval")}
+        scores = {name: tuple(score) for name, score in values.get("scores", {}).items()}
+        return PolicyRow(**{**values, **limits, "scores": scores})
+
+    return _from_results(directory, lambda values: [row_of(row) for row in values["policies"]])
 
 
 def _from_results(directory: Path, make: Callable[[dict[str, Any]], list[T]]) -> list[T]:
@@ -397,12 +386,6 @@ def _table(values: Mapping[str, Any]) -> Table:
     if not all(isinstance(text, str) for text in texts) or {len(row) for row in rows} - {len(table.headings)}:
         raise ValueError("a table is not of texts")
     return replace(table, rows=rows)
-
-
-def _policy_row(values: Mapping[str, Any]) -> PolicyRow:
-    limits = {key: tuple(values[key]) if values[key] else None for key in ("interval", "return_interval")}
-    scores = {name: tuple(score) for name, score in values.get("scores", {}).items()}
-    return PolicyRow(**{**values, **limits, "scores": scores})
 
 
 def show_line(console: "Console", line: str, indent: int = 0) -> None:
